@@ -1,0 +1,489 @@
+"""Tree verification: the target model, its KV cache, the acceptance rules and the decoding loop.
+
+GLIDE with a CAPE (arXiv 2402.02082), section 3, section 4.2 "Verification of Expanded Proposals", Figures 1 and 2; the
+same loop serves the Pruned Candidate Tree (ACL 2025) and Cascade Speculative Drafting (arXiv 2312.11462).
+
+The idea.  A drafter proposes a tree of tokens that hangs from the root, the last token that the target has produced but
+not yet read.  One forward of the target over all nodes, in which a node sees the cached prefix and its own ancestors,
+gives the target's choice after every node.  Walk down from the root while the target's choice is a child; where it is not,
+it is the next root.  The output is the target's own, whatever the drafter says.
+
+    paper                  shape               name here
+    x_{<t}, its K and V    2 x (L,1,H,t,d)     TreeCache.keys / values [..., :t, :]
+    x_t (not cached yet)   ()                  the root: tree.tokens[0]
+    proposal P             (n,)                tree.tokens; tree.parents[0] = -1, parents come before children
+    mask_CAPE              (n, t + n)          tree_mask(parents, t)
+    p_T(.|node)            (n, V)              p_target
+    p_D(.|node)            (n - 1, V)          tree.p_draft: node i + 1 was drawn from row i (drawn chains only)
+
+Differences from the paper:
+ 1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though x_t must be forwarded too.
+ 2. Sampling over a tree is stated nowhere (CAPE is evaluated greedily).  Here the target's own draw, with noise keyed by
+    (seed, position), decides at each node: the output is that of plain sampling with the same seed, token for token.
+ 3. E_{x~p_D} min(p_T, p_D), printed as the acceptance rate in section 5.1, is meant as the sum over x of min(p_T, p_D).
+
+    python verify.py          # the demo at the end: a random Llama, an oracle drafter and a useless one, both lossless
+"""
+import time
+from collections import namedtuple
+from dataclasses import dataclass, field
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
+# What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, those included;
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`, numbered as Hugging Face does.
+View = namedtuple("View", "tokens length kv hidden")
+
+
+class UserError(ValueError):
+    """A user's mistake: one sentence that says what is wrong and what to do.  Programs print it and exit with 2."""
+
+
+# ---------------------------------------------------------------- a tree from its parents
+def ancestor_mask(parents):
+    """(n,) parents -> (n, n) bool: entry (i, j) says that j is i or above it.
+
+    Doubling: a matrix that reaches s steps up, times itself, reaches 2s, so log2(n) small products, no host read.
+    """
+    n = parents.shape[0]
+    reach = torch.eye(n, device=parents.device)
+    rows = torch.arange(n, device=parents.device)
+    # parents of -1 point at a column beyond the last, which is cut off
+    reach = torch.cat((reach, reach.new_zeros(n, 1)), 1).index_put((rows, parents), reach.new_ones(()))[:, :n]
+    for _ in range((n - 1).bit_length()):
+        reach = (reach @ reach).clamp_(max=1)
+    return reach > 0
+
+
+def tree_mask(parents, cached, window=None, dtype=torch.float32, device="cpu"):
+    """Additive mask (1, 1, n, cached + n) over the cached prefix and the tree: 0 where a node may look, else -inf.
+
+    parents: (n,), or an int n for a chain of n nodes (a prompt, where n is large).  window: a node sees the last `window`
+    positions up to its own, as sliding-window models do.  The rows are laid out 16 apart, as CUDA's kernels want them.
+    """
+    chain = isinstance(parents, int)
+    n = parents if chain else parents.shape[0]
+    wide = -(-(cached + n) // 16) * 16
+    mask = torch.zeros(n, wide, dtype=dtype, device=device)[:, :cached + n]
+    seen = torch.ones(n, n, dtype=torch.bool).tril_() if chain else ancestor_mask(parents)
+    mask[:, cached:].masked_fill_(~seen.to(device), float("-inf"))
+    if window is not None:
+        position = cached + (torch.arange(n) if chain else seen.sum(1) - 1).to(device)
+        key_position = torch.cat((torch.arange(cached, device=device), position))
+        mask.masked_fill_(position[:, None] - key_position >= window, float("-inf"))
+    return mask[None, None]
+
+
+# ---------------------------------------------------------------- the target
+class TreeLayer(CacheLayerMixin):
+    """One layer of the TreeCache, in the shape in which transformers asks for it."""
+
+    def __init__(self, cache, index):
+        super().__init__()
+        self.cache, self.index, self.is_initialized = cache, index, True
+
+    def lazy_initialization(self, key_states, value_states=None):
+        pass
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write the rows of the nodes behind the cached ones; return all rows up to them (views)."""
+        return self.cache.write(self.index, key_states, value_states)
+
+    def get_seq_length(self, *args):
+        return self.cache.length
+
+    def get_mask_sizes(self, query_length):
+        return self.cache.length + query_length, 0
+
+    def get_max_length(self):
+        return self.cache.capacity
+
+    get_max_cache_shape = get_max_length
+
+
+class TreeCache(Cache):
+    """Preallocated keys and values, (L, 1, H, capacity, d) each; rows from `length` on belong to the tree in hand."""
+
+    def __init__(self, layers, capacity):
+        super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
+        self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
+
+    def write(self, layer, k, v):
+        if self.keys is None:
+            self.keys, self.values = (x.new_zeros(len(self.layers), *x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+        end = self.length + k.shape[2]
+        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys[:, :, self.length:] = k
+        values[:, :, self.length:] = v
+        return keys, values
+
+    def commit(self, path):
+        """Keep the tree's rows `path` (ascending), moved together behind the cached ones; the rest is forgotten."""
+        if path != list(range(len(path))):
+            rows = torch.tensor(path, device=self.keys.device) + self.length
+            for store in (self.keys, self.values):
+                store[..., self.length:self.length + len(path), :] = store.index_select(-2, rows)
+        self.length += len(path)
+
+
+class Target:
+    """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache.
+
+    forward(tokens, parents) -> logits (n, V) of a tree's nodes, which become permanent by commit(path).
+    sync(ids) -> logits (V,) after the last of ids: keeps the longest common prefix in the cache and forwards the rest.
+    capacity: the most positions, prompt and new tokens; the model's context when None.
+    """
+
+    def __init__(self, model, capacity=None, max_nodes=512):
+        config = model.config.get_text_config()
+        if model.config.is_encoder_decoder:
+            raise UserError(f"{type(model).__name__} is an encoder-decoder model: this target wrapper serves decoder-only models")
+        kind = getattr(config, "_attn_implementation", None)
+        if kind not in (None, "sdpa", "eager"):
+            raise UserError(f"attn_implementation {kind} takes no tree mask: load the model with 'sdpa' or 'eager'")
+        self.model, self.config, self.max_nodes = model.eval(), config, max_nodes
+        self.context = getattr(config, "max_position_embeddings", None) or 2048
+        self.capacity = min(capacity or self.context, self.context)
+        self.device, self.dtype = model.device, model.dtype
+        # A 4-D mask switches the model's own sliding window off, so the window goes into the mask, by kind of layer.
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
+        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
+            raise UserError(f"{type(model).__name__} has layers of kind {', '.join(sorted(unknown))}, which keep no KV rows to verify a tree with")
+        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
+        self.hooks, self.captured, self.needs = [], {}, {}
+        self.reset()
+
+    def reset(self):
+        """Forget everything; the allocated memory is kept."""
+        if not hasattr(self, "cache"):
+            self.cache = TreeCache(self.config.num_hidden_layers, self.capacity + self.max_nodes)
+        self.cache.length, self.ids, self.shown = 0, [], 0
+        self.hidden = {k: [] for k in self.needs.get("hidden", ())}
+
+    def watch(self, needs):
+        """Say what a drafter reads: {"kv": [layers], "hidden": [Hugging Face's hidden_states indices >= 1]}."""
+        for hook in self.hooks:
+            hook.remove()
+        self.needs, self.captured = needs, {}
+        blocks = next(m for m in self.model.get_decoder().modules()
+                      if isinstance(m, torch.nn.ModuleList) and len(m) == self.config.num_hidden_layers)
+
+        def capture(index):
+            return lambda module, args, out: self.captured.__setitem__(index, out[0] if isinstance(out, tuple) else out)
+        self.hooks = [blocks[k - 1].register_forward_hook(capture(k)) for k in needs.get("hidden", ())]
+        self.reset()
+
+    def forward(self, tokens, parents=None, logits_to_keep=0):
+        """Forward a tree (or, without parents, a chain) behind the cached prefix, each node once.
+
+        tokens (n,), parents (n,) -> logits (n, V), or (logits_to_keep, V).  Nothing is kept until commit().
+        """
+        n, t = tokens.shape[0], self.cache.length
+        assert t + n <= self.cache.capacity, f"{n} nodes behind {t} cached tokens exceed the cache of {self.cache.capacity}"
+        if n == 1:
+            position = torch.full((1, 1), t, device=self.device)
+            mask = None if all(w is None or t < w for w in self.windows.values()) else 1
+        elif parents is None:
+            position, mask = torch.arange(t, t + n, device=self.device)[None], n
+        else:
+            mask = parents
+            position = (t + ancestor_mask(parents).sum(1) - 1).to(self.device)[None]
+        if mask is not None:
+            masks = {kind: tree_mask(mask, t, w, self.dtype, self.device) for kind, w in self.windows.items()}
+            mask = masks if len(masks) > 1 else next(iter(masks.values()))
+        out = self.model(input_ids=tokens[None].to(self.device), position_ids=position, attention_mask=mask,
+                         past_key_values=self.cache, use_cache=True, logits_to_keep=logits_to_keep)
+        return out.logits[0]
+
+    def commit(self, path, tokens):
+        """Keep the nodes `path` (ascending list) of the last forward, whose ids are `tokens` (list)."""
+        self.cache.commit(path)
+        self.ids += tokens
+        for k in self.hidden:
+            self.hidden[k].append(self.captured[k][0, path])
+
+    def sync(self, ids):
+        """Make the cache hold ids[:-1] and forward what is missing -> logits (V,) after ids[-1], which is cached too."""
+        same = 0
+        for same, (a, b) in enumerate(zip(self.ids, ids[:-1]), 1):
+            if a != b:
+                same -= 1
+                break
+        self.cache.length = same
+        del self.ids[same:]
+        logits = self.forward(torch.tensor(ids[same:], device=self.device), logits_to_keep=1)
+        self.commit(list(range(len(ids) - same)), list(ids[same:]))
+        return logits[-1]
+
+    def view(self):
+        """What was committed since the last view, and what the drafter reads of it."""
+        t, new = self.cache.length, self.ids[self.shown:]
+        self.shown = t
+        hidden = {k: rows[0] if len(rows) == 1 else torch.cat(rows) for k, rows in self.hidden.items() if rows}
+        self.hidden = {k: [] for k in self.hidden}
+        return View(torch.tensor(new, device=self.device), t,
+                    {i: (self.cache.keys[i, :, :, :t], self.cache.values[i, :, :, :t]) for i in self.needs.get("kv", ())}, hidden)
+
+
+def fingerprint(model):
+    """What tells one target from another: shapes, and 16 weights to compare within the rounding of half precision."""
+    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, 16).long().tolist()
+    return {"class": type(model).__name__, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "probe": [round(float(weight[r, (7 * i) % weight.shape[1]]), 6) for i, r in enumerate(rows)]}
+
+
+def same_target(a, b):
+    """Whether two fingerprints are of one model, whatever the precision in which it was loaded."""
+    scale = max(abs(x) for x in a["probe"]) or 1.0
+    return all(a[k] == b[k] for k in a if k != "probe") and all(abs(x - y) < 0.01 * scale for x, y in zip(a["probe"], b["probe"]))
+
+
+# ---------------------------------------------------------------- acceptance
+def warper(temperature=1.0, top_k=None, top_p=None):
+    """transformers' own logits processors as one function, logits (n, V) -> probabilities (n, V)."""
+    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    chain = [TemperatureLogitsWarper(float(temperature))] if temperature != 1 else []
+    chain += [TopKLogitsWarper(top_k)] if top_k else []
+    chain += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1 else []
+
+    def warp(logits):
+        for processor in chain:
+            logits = processor(None, logits)
+        return logits.softmax(-1)
+    return warp
+
+
+def keyed_noise(seed, position, vocab, device, dtype=torch.float32):
+    """Exponential noise (vocab,) that depends on (seed, position) alone: argmax(p / noise) is a draw from p."""
+    key = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + 1) % 2**64
+    generator = torch.Generator(device).manual_seed((key ^ key >> 31) % 2**63)
+    return torch.empty(vocab, device=device, dtype=dtype).exponential_(generator=generator)
+
+
+def accept(tree, choice):
+    """Walk down while the target's choice is a child.  -> (path of node indices, root first; the token after it).
+
+    choice: (n,) the target's token after each node: its argmax (greedy), or its keyed draw (sampling).  One host read.
+    """
+    tokens, choice = torch.stack((tree.tokens, choice)).tolist()
+    child = {}
+    for i, (parent, token) in enumerate(zip(tree.parents.tolist(), tokens)):
+        child.setdefault((parent, token), i)
+    path = [0]
+    while (path[-1], choice[path[-1]]) in child:
+        path.append(child[path[-1], choice[path[-1]]])
+    return path, choice[path[-1]]
+
+
+def accept_drawn(tree, p_target, generator):
+    """Speculative sampling of a drawn chain (Leviathan et al. 2023): the output follows p_target exactly.
+
+    Node i + 1, drawn from p_draft[i], is accepted with probability min(1, p_target[i] / p_draft[i]) of its token; at the
+    first rejection the next token is drawn from the normalised positive part of p_target[i] - p_draft[i].
+    """
+    drawn, rows = tree.tokens[1:, None], p_target[:-1]
+    ratio = rows.gather(1, drawn) / tree.p_draft.gather(1, drawn)                              # (n - 1, 1)
+    u = torch.rand(ratio.shape, generator=generator, device=ratio.device, dtype=ratio.dtype)
+    k = (u < ratio)[:, 0].long().cumprod(0).sum()                                              # nodes accepted
+    left = torch.cat((tree.p_draft, torch.zeros_like(p_target[:1])))[k]
+    residual = (p_target[k] - left).clamp(min=0)
+    # Rounding can leave nothing where both distributions are the same; then a rejection had probability zero.
+    residual = torch.where(residual.sum() > 0, residual, p_target[k])
+    token = torch.multinomial(residual, 1, generator=generator)[0]
+    k, token = torch.stack((k, token)).tolist()
+    return list(range(k + 1)), token
+
+
+# ---------------------------------------------------------------- the loop
+@dataclass
+class Output:
+    """What generate() returns.  tokens: the new ids.  Times in seconds; tau and alpha as the design's words define them."""
+    tokens: list
+    rounds: int = 0
+    nodes: int = 0                  # tree nodes verified, roots not counted
+    accepted: int = 0               # drafted tokens that became output
+    tested: int = 0                 # drafted tokens on chains that the target judged
+    overlap: float = 0.0            # sum over tested draws of sum_x min(p_target, p_draft)
+    draft_forwards: int = 0
+    draft: float = 0.0
+    verify: float = 0.0
+    other: float = 0.0
+    prefill: float = 0.0
+    runs: list = field(default_factory=list)      # tokens gained in each round, the bonus token included
+    chain: bool = True
+
+    @property
+    def tau(self):
+        """Average acceptance length: new tokens a round, the bonus token included; prefill and its token left out."""
+        return sum(self.runs) / max(1, self.rounds)
+
+    @property
+    def alpha(self):
+        """Accepted / tested drafted tokens on chains; None for trees, or where nothing was tested."""
+        return self.accepted / self.tested if self.chain and self.tested else None
+
+
+def clock(device):
+    """A mark in time: on CUDA an event in the stream (no synchronisation), elsewhere the clock."""
+    if torch.device(device).type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b):
+    """Seconds between two marks."""
+    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
+
+
+def no_draft(expand, root):
+    """The tree of plain decoding: the root alone."""
+    return Tree(root, torch.tensor([-1]))
+
+
+def no_draft_padded(expand, root):
+    """Plain decoding padded to two queries: one query takes a slow matrix-vector path on many CPUs.
+
+    The second node is another root, nobody's child, so it can never be accepted.
+    """
+    return Tree(root.repeat(2), torch.tensor([-1, -1]))
+
+
+@torch.inference_mode()
+def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=0.0, top_k=None, top_p=None,
+             eos_token_id=None, seed=0):
+    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2); plain decoding with drafter None, build no_draft.
+
+    target: Target.  drafter: see DESIGN of glide.py's class.  build(expand, root (1,)) -> Tree.
+    input_ids: list of ids or tensor (n,) or (1, n).  temperature 0 is greedy.  eos_token_id: int, list or None.
+    Returns Output.  Raises UserError for an empty prompt and for one that leaves no room in the context.
+    """
+    ids = torch.as_tensor(input_ids).flatten().tolist()
+    if not ids:
+        raise UserError("the prompt is empty: give at least one token")
+    room = target.capacity - len(ids) + 1           # the last token produced need not be forwarded
+    if room < 1:
+        raise UserError(f"the prompt has {len(ids)} tokens, but the target's context holds {target.capacity}: shorten it")
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
+    limit = min(max_new_tokens, room)
+    eos = set() if eos_token_id is None else {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    warp = warper(temperature, top_k, top_p) if temperature > 0 else None
+    generator = torch.Generator(target.device).manual_seed(seed)
+    marks, spans, expanding = [], [], []            # (start, built, verified, end) of each round; (start, end) of each expand
+    out = Output([])
+
+    def choose(logits, positions):
+        """The target's token after nodes whose next token has these positions.  logits (n, V), positions (n,) list."""
+        if not warp:
+            return logits.argmax(-1)
+        p = warp(logits.float())
+        noise = {q: keyed_noise(seed, q, p.shape[-1], p.device) for q in set(positions)}
+        return (p / torch.stack([noise[q] for q in positions])).argmax(-1)
+
+    def expand(tokens, parents):
+        """The drafter's distributions, as the builder sees them: warped like the target's, zero at the length limit."""
+        start = clock(target.device)
+        depth.extend(depth[p] + 1 if p >= 0 else 0 for p in parents)
+        probs = drafter.expand(tokens, parents)
+        out.draft_forwards += 1
+        expanding.append((start, clock(target.device)))
+        if warp:
+            probs = warp(probs.log()).nan_to_num(0.0)           # an all-zero row stays one
+        deepest = [i - len(parents) for i in range(len(parents)) if depth[i - len(parents)] >= limit - len(out.tokens) - 1]
+        if deepest:
+            probs = probs.clone()
+            probs[deepest] = 0
+        return probs
+
+    begun = clock(target.device)
+    target.watch(drafter.needs if drafter else {})
+    if drafter:
+        drafter.reset()
+    logits = target.sync(ids)                                                          # prefill
+    root = choose(logits[None], [len(ids)])
+    out.tokens.append(root.item())
+    marks.append((begun, clock(target.device)))
+    while len(out.tokens) < limit and out.tokens[-1] not in eos:
+        start = clock(target.device)
+        depth = []
+        if drafter:
+            drafter.begin(target.view())
+            spans.append((start, clock(target.device)))
+        tree = build(expand, root)                                                     # draft
+        built = clock(target.device)
+        logits = target.forward(tree.tokens, tree.parents)                             # verify
+        verified = clock(target.device)
+        t = target.cache.length
+        if tree.p_draft is not None:                                                   # accept
+            p_target = warp(logits.float())
+            path, token = accept_drawn(tree, p_target, generator)
+        else:
+            levels = ancestor_mask(tree.parents).sum(1).tolist() if warp else ()
+            path, token = accept(tree, choose(logits, [t + d for d in levels]))
+        tokens = tree.tokens[path].tolist()
+        target.commit(path, tokens)                                                    # commit
+        if drafter:
+            drafter.keep(tokens)
+        new = (tokens[1:] + [token])[:limit - len(out.tokens)]
+        new = new[:next((i + 1 for i, x in enumerate(new) if x in eos), len(new))]
+        root = torch.tensor([token], device=target.device)
+        marks.append((start, built, verified, clock(target.device)))
+
+        out.tokens += new
+        out.runs.append(len(new))
+        out.rounds += 1
+        drafted = tree.tokens.shape[0] - 1 if drafter else 0
+        gained = min(len(path) - 1, len(new))
+        out.nodes += drafted
+        out.accepted += gained
+        chain = tree.parents.tolist() == list(range(-1, drafted))
+        out.chain &= chain or not drafter
+        # A chain cut off by the length limit or EOS was not tested beyond the cut.
+        tested = gained + (gained == len(path) - 1 < drafted)
+        out.tested += tested
+        if tree.p_draft is not None and tested:
+            out.overlap += torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum().item()
+
+    if torch.device(target.device).type == "cuda":
+        torch.cuda.synchronize()
+    out.prefill = between(*marks[0])
+    out.draft = sum(between(a, b) for a, b in spans + expanding)
+    out.verify = sum(between(b, v) for _, b, v, _ in marks[1:])
+    out.other = sum(between(a, e) for a, _, _, e in marks[1:]) - out.draft - out.verify
+    return out
+
+
+# ---------------------------------------------------------------- demo
+def main():
+    """A random tiny Llama: a drafter that knows the answer and one that knows nothing give plain decoding's output."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)).double().eval()
+    prompt, new = [3, 1, 4, 1, 5], 40
+    plain = list(prompt)
+    for _ in range(new):                          # the model's own plain forward: no cache, no mask of ours
+        plain.append(model(torch.tensor([plain])).logits[0, -1].argmax().item())
+    target = Target(model)
+
+    def chain_of(guess, length=4):
+        def build(expand, root):
+            done = target.cache.length            # the root is token number `done`
+            return Tree(torch.cat((root, torch.tensor(guess(done + 1, length)))), torch.arange(-1, length))
+        return build
+
+    for name, guess in (("knows the answer", lambda i, k: (plain + [0] * k)[i:i + k]), ("knows nothing", lambda i, k: [7] * k)):
+        out = generate(target, None, chain_of(guess), prompt, max_new_tokens=new)
+        assert prompt + out.tokens == plain, name
+        print(f"a drafter that {name}: {new} tokens in {out.rounds} rounds, token for token plain decoding's")
+
+
+if __name__ == "__main__":
+    main()
