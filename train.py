@@ -1,0 +1,568 @@
+"""Train the stand-in target and any drafter.   (GLIDE: arXiv 2402.02082, sections 4.1, 5.1 and appendix A)
+
+    python train.py target                                     # the stand-in: tokenizer and a small Llama, from scratch
+    python train.py glide vanilla                              # both drafters of the stand-in from one target forward
+    python train.py glide --target lmsys/vicuna-7b-v1.5 --data sharegpt.json --out my-glide
+
+The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads the target's keys and
+values and EDD its hidden states, so each step needs one forward of the target, which is nearly the whole cost; however
+many drafters are named, they share it.  Every drafter is a module with `loss(batch) -> (loss, logits)`, where `batch`
+holds the token ids and what the frozen forward left behind.
+
+    name here        shape            meaning
+    ids              (B, T)           token ids, position 0 ... T-1
+    kv[l]            2 x (B,H,T,d)    keys and values of the target's layer l as its cache holds them (keys rotated)
+    logits           (B, T, V)        what the target predicts after each id
+
+Differences from the papers:
+ 1. The stand-in learns from Python source and GSM8K's train split, not SlimPajama and ShareGPT: no download.
+ 2. A window of tokens is drawn at random at each step instead of passing over the data once in order (that makes a
+    resumed run the same, bit for bit, as an uninterrupted one, without storing where it was).
+ 3. Matrices of the stand-in target learn by Muon (torch.optim), at the same learning rate scale as AdamW; drafters use
+    the paper's AdamW.
+"""
+import argparse
+import contextlib
+import copy
+import datetime
+import gzip
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import glide
+from verify import UserError, fingerprint
+
+HERE = Path(__file__).resolve().parent
+STAND_IN = HERE / "checkpoints" / "target"
+EOS = "<|endoftext|>"
+
+# ---------------------------------------------------------------- the stand-in's corpus: what this interpreter has
+# Share of each source in training; the standard library is the smallest and hardest of the three, and is weighed most.
+SHARES = {"stdlib": 0.45, "torch": 0.20, "transformers": 0.25, "math": 0.10}
+# Never trained on: source -> {prefix held out: the file whose head is a prompt of bench.py}.
+HELD_OUT = {
+    "stdlib": {f: f for f in ("argparse.py", "calendar.py", "configparser.py", "csv.py", "difflib.py", "fractions.py",
+                              "gettext.py", "heapq.py", "mailbox.py", "pprint.py", "shlex.py", "statistics.py",
+                              "textwrap.py", "tokenize.py", "trace.py", "wave.py")} | {"json": "json/decoder.py"},
+    "torch": {"optim": "optim/adamax.py", "distributions": "distributions/gamma.py", "hub.py": "hub.py",
+              "utils/checkpoint.py": "utils/checkpoint.py", "nn/modules/rnn.py": "nn/modules/rnn.py",
+              "autograd/gradcheck.py": "autograd/gradcheck.py"},
+    "transformers": {f"models/{m}": f"models/{m}/{f}_{m}.py" for m, f in (
+        ("whisper", "tokenization"), ("fnet", "modeling"), ("xlnet", "modeling"), ("reformer", "configuration"),
+        ("tapas", "modeling"), ("vits", "modeling"), ("canine", "tokenization"), ("levit", "modeling"))},
+}
+SKIP = re.compile(r"(^|/)(tests?|idlelib|lib2to3|pydoc_data|encodings|site-packages|_vendor|config-[^/]*)(/|$)|_ops_meta\.py$")
+
+
+def source_roots():
+    """Folder of each source of Python text in the running interpreter."""
+    import transformers
+    return {"stdlib": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent,
+            "transformers": Path(transformers.__file__).parent}
+
+
+def clean(source):
+    """Python source without the comment lines at its top: licence headers are the same everywhere and easy to draft."""
+    lines = source.splitlines(keepends=True)
+    first = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
+    return "".join(lines[first:])
+
+
+def corpus(held_out, math_file=None):
+    """Yield (source, held out?, text) for every document of the stand-in's corpus.
+
+    held_out: as HELD_OUT.  A transformers file that names a held-out model family is dropped whole, since the library
+    copies code between families.  math_file: GSM8K's train split (jsonl); its last fiftieth is held out.
+    """
+    families = "|".join(p.split("/")[1] for p in held_out.get("transformers", ()) if p.startswith("models/")) or "$^"
+    copied = re.compile(rf"models\.({families})\b|from \.\.({families})\b")
+    for name, root in source_roots().items():
+        for path in sorted(root.rglob("*.py")):
+            relative = path.relative_to(root).as_posix()
+            if SKIP.search(relative):
+                continue
+            text = clean(path.read_text(errors="ignore"))
+            held = any(relative == p or relative.startswith(p + "/") for p in held_out.get(name, ()))
+            if len(text) > 200 and (held or not (name == "transformers" and copied.search(text))):
+                yield name, held, text
+    if math_file:
+        rows = [json.loads(line) for line in Path(math_file).read_text().splitlines()]
+        for i, row in enumerate(rows):
+            answer = re.sub(r"<<.*?>>", "", row["answer"])
+            yield "math", i >= len(rows) * 0.98, f"Question: {row['question']}\nAnswer: {answer}\n"
+
+
+def documents(paths):
+    """Yield the texts in files or folders: .jsonl/.json/.gz rows (conversations, question + answer, prompt, text) or plain."""
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from documents(sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")))
+            continue
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode(errors="ignore")
+        if path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            try:
+                rows = json.loads(text)
+                rows = rows if isinstance(rows, list) else [rows]
+            except json.JSONDecodeError:
+                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+            yield from map(record_text, rows)
+        else:
+            yield text
+
+
+def record_text(row):
+    """One row of a data set as messages (list of role/content) or as text."""
+    if isinstance(row, str):
+        return row
+    if turns := row.get("conversations") or row.get("messages"):
+        role = {"human": "user", "gpt": "assistant"}
+        return [{"role": role.get(m := t.get("from", t.get("role")), m), "content": t.get("value", t.get("content"))}
+                for t in turns]
+    if "question" in row:
+        return f"Question: {row['question']}\nAnswer: {row.get('answer', '')}\n"
+    return row.get("text") or row.get("prompt", "") + row.get("canonical_solution", row.get("completion", ""))
+
+
+# ---------------------------------------------------------------- tokens on disk
+def train_tokenizer(texts, vocab):
+    """Byte-level BPE over `texts`; digits one by one, so that arithmetic has a chance."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                                 pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOS], show_progress=False,
+                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, bos_token=None, clean_up_tokenization_spaces=False)
+
+
+class TokenFile:
+    """Token ids on disk, memory-mapped; windows are drawn at random by a generator keyed by (seed, step)."""
+
+    def __init__(self, path, vocab):
+        self.ids = np.memmap(path, dtype=np.uint16 if vocab <= 65536 else np.uint32, mode="r")
+
+    @staticmethod
+    def write(path, texts, tokenizer, vocab):
+        """Encode `texts`, each followed by the end-of-text token, into the file `path`, atomically."""
+        dtype, eos, part = np.uint16 if vocab <= 65536 else np.uint32, tokenizer.eos_token_id, f"{path}.part"
+        with open(part, "wb") as f:
+            for text in texts:
+                if isinstance(text, list):
+                    if not tokenizer.chat_template:
+                        text = "\n\n".join(f"{m['role'].upper()}: {m['content']}" for m in text)
+                    else:
+                        text = tokenizer.apply_chat_template(text, tokenize=False)
+                ids = tokenizer(text, verbose=False)["input_ids"]
+                f.write(np.array(ids + ([eos] if eos is not None else []), dtype).tobytes())
+        os.replace(part, path)
+
+    def windows(self, n, length, rng):
+        """n random windows of `length` tokens -> (n, length) int64."""
+        starts = rng.integers(0, max(1, len(self.ids) - length + 1), n)
+        return np.stack([self.ids[s:s + length] for s in starts]).astype(np.int64)
+
+
+# ---------------------------------------------------------------- files that a crash cannot spoil
+def write_atomically(path, write):
+    """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    write(part)
+    os.replace(part, path)
+
+
+def save_drafter(folder, drafter, about):
+    """A drafter as model.safetensors (bfloat16) and training.json (its config and how it was made), each atomically."""
+    from safetensors.torch import save_file
+    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in drafter.state_dict().items()}
+    about = {"config": vars(drafter.config), **about}
+    write_atomically(Path(folder) / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
+    write_atomically(Path(folder) / "training.json", lambda p: p.write_text(json.dumps(about, indent=1) + "\n"))
+
+
+def save_target(folder, model, tokenizer, held_out, about):
+    """The stand-in as Hugging Face saves it, in bfloat16, with the names of the held-out modules, each file atomically."""
+    folder, part = Path(folder), Path(f"{folder}.part")
+    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
+    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in part.iterdir():
+        os.replace(file, folder / file.name)
+    shutil.rmtree(part)
+
+
+def how_made(a, steps, metrics, **more):
+    """What training.json says: the command, seed, tokens seen, date, validation figures, versions."""
+    import transformers
+    words = [w for w in sys.argv[1:] if w != "--resume"]
+    return {"command": " ".join(["python train.py", *words]), "seed": a.seed, "steps": steps,
+            "tokens_seen": steps * a.batch * a.length, "date": datetime.date.today().isoformat(), "validation": metrics,
+            "torch": torch.__version__, "transformers": transformers.__version__, **more}
+
+
+# ---------------------------------------------------------------- the loop that every training shares
+def optimizers(module, lr, kind="adamw"):
+    """AdamW with the official code's betas; kind "muon": hidden matrices by torch.optim.Muon, the rest by AdamW."""
+    muon = kind == "muon"
+    hidden = [p for n, p in module.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n]
+    rest = [p for p in module.parameters() if not muon or not any(p is h for h in hidden)]
+    found = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)]
+    if muon:
+        found.append(torch.optim.Muon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def cosine(step, steps, warmup):
+    """Learning rate factor: linear warm-up over `warmup` (a fraction of `steps`), then half a cosine down to zero."""
+    ramp = max(1, round(steps * warmup))
+    if step < ramp:
+        return (step + 1) / ramp
+    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp)))
+
+
+def fit(models, losses, evaluate, state_file, *, steps, lr, warmup=0.025, optimizer="adamw", resume=False,
+        tokens_per_step=1, save_every=200, eval_every=200, setting=None):
+    """Train every module of `models` for `steps` steps -> {name: last evaluation}.
+
+    losses(step) -> {name: loss}, a function of the step alone, so that a resumed run repeats an uninterrupted one bit for
+    bit.  evaluate() -> {name: {metric: value}}.  The state goes to `state_file` every `save_every` steps and on Ctrl-C;
+    `setting` is kept in it and must be the same on resuming.
+    """
+    opts = {name: optimizers(m, lr, optimizer) for name, m in models.items()}
+    start, state_file, setting = 0, Path(state_file), setting or {}
+    if resume and state_file.exists():
+        try:
+            state = torch.load(state_file, weights_only=True)
+        except Exception as why:
+            raise UserError(f"{state_file} cannot be read ({type(why).__name__}): delete it and start without --resume") from None
+        if changed := sorted(k for k in {*setting, *state["setting"]} if setting.get(k) != state["setting"].get(k)):
+            raise UserError(f"--resume: {', '.join(changed)} differ from the interrupted run kept in {state_file}: give the "
+                            "same flags, or start without --resume")
+        start = state["step"]
+        for name, m in models.items():
+            m.load_state_dict(state["models"][name])
+            for o, kept in zip(opts[name], state["optimizers"][name]):
+                o.load_state_dict(kept)
+
+    def save(step):
+        state = {"step": step, "setting": setting, "models": {n: m.state_dict() for n, m in models.items()},
+                 "optimizers": {n: [o.state_dict() for o in kinds] for n, kinds in opts.items()}}
+        write_atomically(state_file, lambda p: torch.save(state, p))
+
+    # Ctrl-C lets the step under way end, then saves; a second one stops at once (the last saved state is still whole).
+    asked = []
+    before = {s: signal.signal(s, lambda *_: asked.append(1) if not asked else signal.default_int_handler())
+              for s in (signal.SIGINT, signal.SIGTERM)}
+    average, metrics, step = {}, {}, start
+    bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1)
+    try:
+        while step < steps:
+            for o in (o for kinds in opts.values() for o in kinds):
+                for group in o.param_groups:
+                    group["lr"] = lr * cosine(step, steps, warmup)
+            for m in models.values():
+                m.train()
+            found = losses(step)
+            sum(found.values()).backward()
+            for name, m in models.items():
+                torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
+                for o in opts[name]:
+                    o.step()
+                    o.zero_grad(set_to_none=True)
+                value = found[name].item()
+                if not math.isfinite(value):
+                    raise UserError(f"the loss of {name} is {value} at step {step}: lower --lr and go on with --resume")
+                average[name] = 0.98 * average.get(name, value) + 0.02 * value
+            step += 1
+            if step % eval_every == 0 or step == steps:
+                metrics = measured(models, evaluate)
+                bar.write(f"step {step}  " + "  ".join(f"{n}: loss {average[n]:.3f} " + " ".join(
+                    f"{k} {v:.3f}" for k, v in metrics[n].items()) for n in models), file=sys.stderr)
+            if step % save_every == 0 or step == steps or asked:
+                save(step)
+            bar.set_postfix_str(", ".join(f"{n}: loss {average[n]:.3f}" + "".join(
+                f" {k} {v:.3f}" for k, v in list(metrics.get(n, {}).items())[:1]) for n in models)
+                + f", {(bar.format_dict['rate'] or 0) * tokens_per_step:.0f} tokens/s", refresh=False)
+            bar.update()
+            if asked and step < steps:
+                raise UserError(f"stopped after step {step} of {steps}, saved in {state_file}: go on with --resume")
+    finally:
+        bar.close()
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    return metrics or measured(models, evaluate)
+
+
+@torch.no_grad()
+def measured(models, evaluate):
+    """evaluate() with every model in evaluation mode."""
+    for m in models.values():
+        m.eval()
+    return evaluate()
+
+
+def autocast(device, dtype):
+    """bfloat16 autocast, or nothing when `dtype` is float32."""
+    return torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------- the stand-in target
+def stand_in_config(vocab, layers, width, context):
+    """A deep and narrow Llama, so that a one-layer drafter costs of it what GLIDE's costs of Vicuna-7B."""
+    from transformers import LlamaConfig
+    return LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=round(width * 8 / 3 / 64) * 64,
+                       num_hidden_layers=layers, num_attention_heads=width // 32, num_key_value_heads=width // 32,
+                       max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
+                       pad_token_id=None)
+
+
+def stand_in_tokens(work, held_out, math_file, tokenizer=None, vocab=2048):
+    """Tokenise the stand-in's corpus into `work`; returns (tokenizer, {source: TokenFile}, {source: held-out TokenFile})."""
+    from transformers import AutoTokenizer
+    work = Path(work)
+    work.mkdir(parents=True, exist_ok=True)
+    docs = list(corpus(held_out, math_file))
+    if tokenizer is None and (work / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(work)
+    if tokenizer is None:
+        tokenizer = train_tokenizer((t for s, h, t in docs if not h for _ in range(3 if s in ("stdlib", "math") else 1)), vocab)
+        tokenizer.save_pretrained(work)
+    files = ({}, {})
+    for source in dict.fromkeys(s for s, _, _ in docs):
+        for held, found in enumerate(files):
+            path = work / f"{source}-{'held-out' if held else 'train'}.bin"
+            if not path.exists():
+                TokenFile.write(path, (t for s, h, t in docs if s == source and h == bool(held)), tokenizer, vocab)
+            found[source] = TokenFile(path, vocab)
+    return tokenizer, *files
+
+
+def draw(files, shares, n, length, seed, step):
+    """n windows, each from a source drawn with probability `shares` -> (n, length) int64.  Keyed by (seed, step)."""
+    rng = np.random.default_rng([seed, step])
+    names = [s for s in files if len(files[s].ids) >= length]
+    weight = np.array([shares.get(s, 1.0) for s in names])
+    counts = rng.multinomial(n, weight / weight.sum())
+    return torch.from_numpy(np.concatenate([files[s].windows(c, length, rng) for s, c in zip(names, counts) if c]))
+
+
+def train_target(a):
+    """`python train.py target`: the tokenizer and the stand-in from scratch."""
+    from transformers import LlamaForCausalLM
+    torch.manual_seed(a.seed)
+    work = Path(a.work) / "target"
+    tokenizer, train, held = stand_in_tokens(work, HELD_OUT, a.math, vocab=a.vocab)
+    model = LlamaForCausalLM(stand_in_config(a.vocab, a.layers or 12, a.width or 192, a.length)).to(a.device)
+    forward = torch.compile(model, dynamic=False) if a.compile else model
+    print(f"target: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M weights; corpus " + ", ".join(
+        f"{s} {len(f.ids) / 1e6:.1f}M" for s, f in train.items()) + f" tokens; {a.steps} steps of {a.batch} x {a.length}", file=sys.stderr)
+
+    def loss_of(ids):
+        ids = ids.to(a.device)
+        with autocast(a.device, a.dtype):
+            logits = forward(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+
+    def losses(step):
+        return {"target": loss_of(draw(train, SHARES, a.batch, a.length + 1, a.seed, step))}
+
+    def evaluate():
+        return {"target": {s: loss_of(draw({s: f}, {}, a.batch, a.length + 1, 10**6, 0)).item() for s, f in held.items()}}
+
+    metrics = fit({"target": model}, losses, evaluate, work / "state.pt", steps=a.steps, lr=a.lr, warmup=a.warmup,
+                  optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
+                  eval_every=a.eval_every, setting=setting_of(a))
+    out = Path(a.out) if a.out else STAND_IN
+    corpus_tokens = {s: len(f.ids) for s, f in train.items()}
+    save_target(out, model, tokenizer, HELD_OUT, how_made(a, a.steps, metrics["target"], corpus_tokens=corpus_tokens, shares=SHARES))
+    print(f"saved {out}", file=sys.stderr)
+
+
+def setting_of(a):
+    """The flags that a resumed run must repeat."""
+    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "seed", "steps", "width", "layers", "optimizer", "dtype")}
+
+
+# ---------------------------------------------------------------- drafters
+def make_drafter(name, model, a):
+    """A fresh drafter for the target `model`; a name that is none of ours is a user's mistake."""
+    try:
+        config = glide.Config.for_target(model, a.width, a.layers or 1, name == "glide", a.block, a.layer)
+    except ValueError as why:
+        raise UserError(str(why)) from None
+    return glide.Glide(config, glide.target_angles(model, a.length))
+
+
+def frozen_forward(model, ids, dtype):
+    """What drafters may look at: {"ids", "kv" {layer: (K, V)}, "logits"} of one forward of the frozen target."""
+    from transformers import DynamicCache
+    with torch.no_grad(), autocast(ids.device.type, dtype):
+        out = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
+    return {"ids": ids, "logits": out.logits,
+            "kv": {i: (layer.keys, layer.values) for i, layer in enumerate(out.past_key_values.layers)}}
+
+
+def drafter_data(a, model, tokenizer, stand_in):
+    """({source: TokenFile} to train on, the same held out)."""
+    if stand_in and not a.data:
+        held_out = json.loads((Path(a.target) / "held_out.json").read_text())
+        return stand_in_tokens(Path(a.work) / "drafters", held_out, a.math, tokenizer, len(tokenizer))[1:]
+    if not a.data:
+        raise UserError("--data FILES-OR-FOLDERS is missing: only the stand-in has a corpus of its own")
+    if missing := [p for p in a.data if not Path(p).exists()]:
+        raise UserError(f"--data: {missing[0]} does not exist")
+    vocab = model.config.get_text_config().vocab_size
+    key = hashlib.sha256(repr((a.target, [str(Path(p).resolve()) for p in a.data])).encode()).hexdigest()[:12]
+    files = []
+    for held in (False, True):         # every fiftieth document is held out
+        path = Path(a.work) / f"{key}-{'held-out' if held else 'train'}.bin"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            TokenFile.write(path, (t for i, t in enumerate(documents(a.data)) if (i % 50 == 49) == held), tokenizer, vocab)
+        if path.stat().st_size == 0 and held:      # fewer than fifty documents: validate on what is trained on
+            path = Path(a.work) / f"{key}-train.bin"
+        if path.stat().st_size < 8 * a.length:
+            raise UserError(f"--data holds too few tokens for windows of {a.length}: give more text or a smaller --length")
+        files.append({"data": TokenFile(path, vocab)})
+    return files
+
+
+def train_drafters(a):
+    """`python train.py glide vanilla ...`: all named drafters from one forward of the frozen target a step."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    torch.manual_seed(a.seed)
+    stand_in = (Path(a.target) / "held_out.json").exists()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(a.target, dtype=getattr(torch, a.target_dtype)).to(a.device).eval().requires_grad_(False)
+        tokenizer = AutoTokenizer.from_pretrained(a.target)
+    except (OSError, ValueError) as why:
+        raise UserError(f"the target {a.target} cannot be loaded ({str(why).splitlines()[0][:150]}): give a folder or a hub "
+                        "name of a causal language model") from None
+    train, held = drafter_data(a, model, tokenizer, stand_in)
+    models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
+    see = torch.compile(frozen_forward) if a.compile else frozen_forward
+    if a.compile:
+        for m in models.values():
+            m.compile(dynamic=False)
+    tokens = sum(len(f.ids) for f in train.values())
+    a.steps = a.steps or max(1, tokens // (a.batch * a.length))              # one epoch, as the paper
+    print("; ".join(f"{n}: {sum(p.numel() for p in m.parameters()) / 1e6:.2f}M weights" for n, m in models.items())
+          + f"; {a.steps} steps of {a.batch} x {a.length} from {tokens / 1e6:.1f}M tokens", file=sys.stderr)
+
+    def losses(step):
+        batch = see(model, draw(train, SHARES, a.batch, a.length, a.seed + 1, step).to(a.device), a.dtype)
+        with autocast(a.device, a.dtype):
+            return {name: m.loss(batch)[0] for name, m in models.items()}
+
+    def evaluate():
+        """alpha: how often the drafter's first choice is the target's, on held-out text; every source counts the same."""
+        found = {name: {"alpha": [], "loss": []} for name in models}
+        for f in held.values():
+            batch = see(model, draw({"held": f}, {}, a.batch, a.length, 10**6, 0).to(a.device), a.dtype)
+            with autocast(a.device, a.dtype):
+                for name, m in models.items():
+                    loss, logits = m.loss(batch)
+                    same = logits.argmax(-1) == batch["logits"].argmax(-1)
+                    found[name]["alpha"].append(same[:, a.block:].float().mean().item())
+                    found[name]["loss"].append(loss.item())
+        return {n: {k: sum(v) / len(v) for k, v in values.items()} for n, values in found.items()}
+
+    out = Path(a.out) if a.out else HERE / "checkpoints"
+    metrics = fit(models, losses, evaluate, Path(a.work) / f"{'-'.join(a.what)}.pt", steps=a.steps, lr=a.lr, warmup=a.warmup,
+                  optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
+                  eval_every=a.eval_every, setting={**setting_of(a), "target": str(a.target), "block": a.block, "layer": a.layer})
+    for name, m in models.items():
+        save_drafter(out / name, m, how_made(a, a.steps, metrics[name], kind=name, target=fingerprint(model)))
+        print(f"saved {out / name}", file=sys.stderr)
+
+
+# ---------------------------------------------------------------- command line
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one sentence, as all mistakes are here."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def parser():
+    p = Parser(description="Train the stand-in target, or drafters for any target.",
+                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("what", nargs="+", help="target, or any of: glide vanilla")
+    p.add_argument("--target", default=str(STAND_IN), help="folder or hub name of the target that drafters are trained for")
+    p.add_argument("--target-dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="how the target is loaded")
+    p.add_argument("--data", nargs="+", help="files or folders to train on; the stand-in's own corpus when left out")
+    p.add_argument("--math", help="GSM8K's train split (jsonl), part of the stand-in's corpus where given")
+    p.add_argument("--out", help="folder to save under; checkpoints/ when left out")
+    p.add_argument("--work", default=str(HERE / "work"), help="folder for token files and training state")
+    p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out")
+    p.add_argument("--batch", type=int, help="windows a step; 64 (the paper's), 12 for the stand-in target")
+    p.add_argument("--length", type=int, default=512, help="tokens a window")
+    p.add_argument("--lr", type=float, help="peak learning rate; 5e-4 (the paper's), 3e-3 for the stand-in target")
+    p.add_argument("--warmup", type=float, default=0.025, help="fraction of the steps")
+    p.add_argument("--optimizer", choices=["adamw", "muon"], help="adamw (the paper's) for drafters, muon for the stand-in target")
+    p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="autocast")
+    p.add_argument("--width", type=int, help="hidden size: d_D of a drafter (the target's when left out), 192 for the target")
+    p.add_argument("--layers", type=int, help="layers: N_D of a drafter (1), 12 for the target")
+    p.add_argument("--block", type=int, default=5, help="L: block length of GLIDE's mask")
+    p.add_argument("--layer", type=int, help="target layer that GLIDE's top layer reads, from 0; the top one when left out (Figure 7)")
+    p.add_argument("--vocab", type=int, default=2048, help="vocabulary of the stand-in")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--compile", action="store_true", help="torch.compile: faster steps after a slow start (needs a C++ compiler)")
+    p.add_argument("--resume", action="store_true", help="go on from the state in --work")
+    p.add_argument("--save-every", type=int, default=200)
+    p.add_argument("--eval-every", type=int, default=200)
+    return p
+
+
+def run(argv=None):
+    a = parser().parse_args(argv)
+    is_target = a.what == ["target"]
+    if unknown := [w for w in a.what if w not in ("glide", "vanilla") and not is_target]:
+        raise UserError(f"cannot train {' '.join(a.what)}: name target alone, or drafters among glide and vanilla (not {unknown[0]})")
+    if a.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
+    a.batch = a.batch if a.batch is not None else 12 if is_target else 64
+    a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 5e-4
+    a.optimizer = a.optimizer or ("muon" if is_target else "adamw")
+    a.steps = a.steps if a.steps is not None else 3300 if is_target else None
+    for name in ("steps", "batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):
+        if getattr(a, name) is not None and getattr(a, name) <= 0:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(a, name)}: it must be above 0")
+    if a.length <= a.block:
+        raise UserError(f"--length {a.length} must be longer than a block of {a.block}")
+    if a.math and not Path(a.math).exists():
+        raise UserError(f"--math: {a.math} does not exist")
+    (train_target if is_target else train_drafters)(a)
+
+
+def main(argv=None):
+    """Exit status: 0, or 2 after one sentence about a user's mistake."""
+    try:
+        run(argv)
+    except UserError as why:
+        print(f"train.py: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
