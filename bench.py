@@ -1,0 +1,511 @@
+"""Run a target model with any drafter x tree, end to end, beside honest baselines, and print the table.
+
+    python bench.py --drafter glide --tree cape
+    python bench.py --drafter vanilla glide --tree chain cape fixed beam
+    python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16 --device cuda
+
+GLIDE with a CAPE (arXiv 2402.02082), section 5: Table 1 (alpha, c, E(Spd.)), Figures 5 and 6 (walltime), Table 3 (draft time),
+section 5.4 (fixed-size expansion, beam search).
+
+    column        meaning (the design's words)
+    tok/s         new tokens over all seconds, prefill included, of all prompts
+    speedup       over plain decoding, prompt by prompt: median [lower quartile - upper quartile]
+    tau           new tokens a round, the bonus token included; prefill outside
+    alpha         accepted / tested drafted tokens, on chains; trees have none
+    nodes         drafted nodes verified a round, the root not counted
+    draft, verify, other     milliseconds of a round; other: building trees and masks, acceptance, bookkeeping
+    lossless      the output is token for token plain decoding's (drawn chains follow the same distribution instead)
+
+Plain decoding is the same target, cache and dtype through the same loop with one token a forward; on a CPU also padded to two
+queries, since one query takes a slow path there, and the faster of the two is the baseline.  Arms interleave prompt by prompt.
+"""
+import contextlib
+import gzip
+import json
+import platform
+import resource
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+import cape
+import glide
+import verify
+from train import HERE, STAND_IN, Parser, clean, source_roots, write_atomically
+from verify import UserError
+
+# Word problems in GSM8K's form, written for this project.
+MATH = [
+    "A baker makes 24 rolls in the morning and twice as many in the afternoon. She sells 50 of them. How many rolls are left?",
+    "Nora reads 15 pages a day from Monday to Friday and 30 pages on each day of the weekend. How many pages does she read in a week?",
+    "A bus starts with 18 passengers. At the first stop 7 get off and 12 get on. At the second stop half of them get off. How many passengers remain?",
+    "Tom buys 3 notebooks for $4 each and 2 pens for $1.50 each. He pays with a $20 bill. How much change does he get?",
+    "A farmer has 6 rows of apple trees with 14 trees in each row. A storm fells a quarter of the trees. How many trees are still standing?",
+    "Lena saves $12 every week for 10 weeks and then spends $45 on a pair of shoes. How much money does she have left?",
+    "A tank holds 240 liters. A pump fills 16 liters every minute. After 9 minutes, how many more liters are needed to fill the tank?",
+    "There are 28 students in a class. Three sevenths of them play football, and 5 of those also play chess. How many play football only?",
+]
+
+
+# ---------------------------------------------------------------- prompts
+def head(text, characters=500):
+    """The head of a module, cut at the end of a line."""
+    return text[:characters].rsplit("\n", 1)[0] + "\n"
+
+
+def held_out_prompts(target):
+    """(group, text) of the stand-in's prompts, and how many held-out modules this interpreter lacks."""
+    found, missing = [], 0
+    roots = source_roots()
+    for source, prefixes in json.loads((Path(target) / "held_out.json").read_text()).items():
+        for path in (roots[source] / name for name in prefixes.values()):
+            if path.exists():
+                found.append(("code", head(clean(path.read_text(errors="ignore")))))
+            else:
+                missing += 1
+    step = max(1, len(found) // 16)      # sixteen, from all three sources
+    return found[::step][:16] + [("math", question_text(q)) for q in MATH], missing
+
+
+def question_text(question):
+    return f"Question: {question}\nAnswer:"
+
+
+def read_prompts(path):
+    """Prompts of a file: MT-Bench, GSM8K, HumanEval (.gz too), conversations, {"prompt": ...} or plain text, by their fields.
+
+    -> list of (group, text or list of chat messages)
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"--prompts: {path} does not exist")
+    try:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            rows = [text] if text.strip() else []
+        else:
+            try:
+                rows = json.loads(text)
+                rows = rows if isinstance(rows, list) else [rows]
+            except json.JSONDecodeError:
+                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, EOFError) as why:
+        raise UserError(f"--prompts: {path} cannot be read as text or JSON lines ({type(why).__name__})") from None
+    group = path.name.split(".")[0]
+    return [(group, prompt_of(row, path)) for row in rows]
+
+
+def prompt_of(row, path):
+    if isinstance(row, str):
+        return row
+    if isinstance(row, dict):
+        if row.get("turns"):                                                   # MT-Bench: the first turn
+            return [{"role": "user", "content": row["turns"][0]}]
+        if turns := row.get("conversations") or row.get("messages"):           # ShareGPT and its kin: the first message of a person
+            first = next((t for t in turns if t.get("from", t.get("role")) in ("human", "user")), turns[0])
+            return [{"role": "user", "content": first.get("value", first.get("content", ""))}]
+        for name, form in (("question", question_text), ("prompt", str), ("text", str)):
+            if isinstance(row.get(name), str):
+                return form(row[name])
+    raise UserError(f"--prompts: a row of {path} has none of the fields turns, conversations, messages, question, prompt, text")
+
+
+def encode(prompt, tokenizer):
+    """Chat messages go through the tokenizer's own template where it has one."""
+    if isinstance(prompt, list):
+        if tokenizer.chat_template:
+            return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        prompt = prompt[0]["content"]
+    return tokenizer(prompt)["input_ids"]
+
+
+# ---------------------------------------------------------------- drafters and trees
+def load_drafter(name, checkpoint, model, about_target, capacity):
+    """The drafter `name` from CHECKPOINT or CHECKPOINT/NAME, refused if it was made for another target."""
+    folder = Path(checkpoint)
+    folder = folder / name if (folder / name).is_dir() or not (folder / "training.json").exists() else folder
+    try:
+        drafter, about = glide.load(folder, model, capacity)
+    except ValueError as why:
+        raise UserError(str(why)) from None
+    if about.get("kind", name) != name:
+        raise UserError(f"{folder} holds a drafter of kind {about['kind']}, not {name}: name another --checkpoint or --drafter")
+    if not verify.same_target(about["target"], about_target):
+        theirs, ours = about["target"], about_target
+        raise UserError(f"the drafter in {folder} was made for another target ({theirs['class']}, vocabulary {theirs['vocab_size']}, "
+                        f"{theirs['num_hidden_layers']} layers, against {ours['class']}, {ours['vocab_size']}, {ours['num_hidden_layers']}): "
+                        "train one for this target with train.py --target")
+    return drafter
+
+
+DRAFTERS = ("glide", "vanilla")
+TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": partial(cape.beam, width=8),
+         "drawn": cape.chain}
+
+
+def builder(name, a, generator):
+    """The tree builder `name` with this run's settings."""
+    more = {"drawn": {"pick": lambda row: (row / torch.empty_like(row).exponential_(generator=generator)).argmax()},
+            "fixed": {"size": a.fixed_size or 4}}.get(name, {})
+    return partial(TREES[name], gamma=a.gamma, **more)
+
+
+# ---------------------------------------------------------------- one row of the table
+def expected_speedup(alpha, c, gamma):
+    """E(Spd.) = (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)): section 5.1, after Leviathan et al. 2023."""
+    return sum(alpha ** i for i in range(gamma + 1)) / (gamma * c + 1)
+
+
+def distinct_4grams(tokens):
+    """Distinct / all 4-grams of one output; None where there is none."""
+    grams = [tuple(tokens[i:i + 4]) for i in range(len(tokens) - 3)]
+    return len(set(grams)) / len(grams) if grams else None
+
+
+def mean(values):
+    values = [v for v in values if v is not None]
+    return sum(values) / len(values) if values else None
+
+
+@dataclass
+class Arm:
+    """One way of decoding; results[i] is (seconds, Output) of prompt i.  run(ids, limit, eos) -> Output."""
+    drafter: str
+    tree: str
+    run: callable
+    results: dict = field(default_factory=dict)
+    memory: int = 0
+
+    @property
+    def name(self):
+        return f"{self.drafter} x {self.tree}" if self.tree else self.drafter
+
+
+def row_of(arm, base, transformers_arm, which, a, gap=None):
+    """One line of the JSON: `arm` over the prompts `which`, against the plain arm `base`."""
+    done = [(arm.results[i], base.results[i], transformers_arm.results[i]) for i in which]
+    outs = [o for (_, o), _, _ in done]
+    seconds, tokens = sum(s for (s, _), _, _ in done), sum(len(o.tokens) for o in outs)
+
+    def speed(result):
+        return len(result[1].tokens) / result[0]
+    ratios = [speed(x) / speed(b) for x, b, _ in done]
+    low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    rounds = sum(o.rounds for o in outs) or None
+    total = {k: sum(getattr(o, k) for o in outs) for k in ("draft", "verify", "other", "nodes", "accepted", "tested", "draft_forwards", "overlap")}
+    spent = total["draft"] + total["verify"] + total["other"]
+    steps = [(s - o.prefill, len(o.tokens) - 1) for _, (s, o), _ in done]
+    target_s = sum(s for s, _ in steps) / max(1, sum(n for _, n in steps))
+    chain = rounds and total["tested"] and all(o.chain for o in outs)
+    alpha = total["accepted"] / total["tested"] if chain else None
+    c = total["draft"] / total["draft_forwards"] / target_s if total["draft_forwards"] else None
+    tau = sum(sum(o.runs) for o in outs) / rounds if rounds and arm.tree else None
+    wrong = [i for i in which if arm.results[i][1].tokens != base.results[i][1].tokens]
+    exact = a.temperature == 0 or arm.tree not in ("drawn", "") or arm.drafter.startswith("plain")
+    return {
+        "target": str(a.target), "drafter": arm.drafter, "tree": arm.tree or None, "group": a.group_name, "dtype": a.dtype,
+        "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": a.gamma if arm.tree else None,
+        "temperature": a.temperature, "prompts": len(done), "tokens": tokens, "tokens_per_second": tokens / seconds,
+        "speedup": mid, "speedup_low": low, "speedup_high": high,
+        "speedup_vs_generate": statistics.median(speed(x) / speed(t) for x, _, t in done),
+        "tau": tau, "alpha": alpha, "alpha_overlap": total["overlap"] / total["tested"] if arm.tree == "drawn" and total["tested"] else None,
+        "alpha_depth": tau / a.gamma if tau else None, "nodes": total["nodes"] / rounds if tau else None,
+        "draft_forwards": total["draft_forwards"] / rounds if tau else None, "c": c,
+        "expected_speedup": expected_speedup(alpha, c, a.gamma) if alpha is not None and c else None,
+        "draft_ms": 1e3 * total["draft"] / rounds if rounds else None, "verify_ms": 1e3 * total["verify"] / rounds if rounds else None,
+        "other_ms": 1e3 * total["other"] / rounds if rounds else None, "target_ms": 1e3 * target_s,
+        **{f"share_{k}": total[k] / spent if rounds and spent else None for k in ("draft", "verify", "other")},
+        "time_to_first_token": statistics.median(o.prefill for o in outs) if rounds else None, "peak_memory": arm.memory,
+        "lossless": (not wrong) if exact else None, "first_divergence": gap if wrong and exact else None,
+        "distinct_4grams": mean(distinct_4grams(o.tokens) for o in outs),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": sys.modules["transformers"].__version__},
+    }
+
+
+@torch.inference_mode()
+def divergence(target, ids, ours, plain, prompt):
+    """Where an output first leaves plain decoding's, and by how little the target preferred its own token there."""
+    at = next((i for i, (x, y) in enumerate(zip(ours, plain)) if x != y), min(len(ours), len(plain)))
+    found = {"prompt": prompt, "token": at, "logit_gap": None}
+    if at < min(len(ours), len(plain)):
+        target.reset()
+        logits = target.sync(ids + plain[:at]).float()
+        found["logit_gap"] = (logits[plain[at]] - logits[ours[at]]).item()
+    return found
+
+
+def table(rows):
+    """The rows as text."""
+    def show(value, form):
+        return "-" if value is None else format(value, form)
+    head_ = ["", "tok/s", "speedup", "vs generate()", "tau", "alpha", "nodes", "draft", "verify", "other", "ms/round", "lossless"]
+    lines = [head_]
+    for r in rows:
+        shares = [f"{100 * r[f'share_{k}']:.0f}%" if r["tau"] else "-" for k in ("draft", "verify", "other")]
+        ms = sum(r[f"{k}_ms"] for k in ("draft", "verify", "other")) if r["tau"] else None
+        lossless = {True: "yes", False: "NO", None: "-"}[r["lossless"]]
+        lines.append([r["drafter"] + (f" x {r['tree']}" if r["tree"] else ""), f"{r['tokens_per_second']:.1f}",
+                      f"{r['speedup']:.2f}x [{r['speedup_low']:.2f}-{r['speedup_high']:.2f}]", f"{r['speedup_vs_generate']:.2f}x",
+                      show(r["tau"], ".2f"), show(r["alpha"], ".3f"), show(r["nodes"], ".1f"), *shares, show(ms, ".1f"), lossless])
+    wide = [max(len(line[i]) for line in lines) for i in range(len(head_))]
+    return "\n".join("  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(line, wide))).rstrip() for line in lines)
+
+
+def shown(out, tokenizer):
+    """A continuation with each accepted run in brackets (the papers' case studies colour them): [accepted]bonus."""
+    text, at = tokenizer.decode(out.tokens[:1]), 1
+    for gained in out.runs:
+        drafted, bonus = out.tokens[at:at + gained - 1], out.tokens[at + gained - 1:at + gained]
+        text += (f"[{tokenizer.decode(drafted)}]" if drafted else "") + tokenizer.decode(bonus)
+        at += gained
+    return text
+
+
+# ---------------------------------------------------------------- the run
+def load_target(a):
+    """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        if AutoConfig.from_pretrained(a.target).is_encoder_decoder:
+            raise UserError(f"the target {a.target} is an encoder-decoder model: give a decoder-only one")
+        tokenizer = AutoTokenizer.from_pretrained(a.target)
+        model = AutoModelForCausalLM.from_pretrained(a.target, dtype=getattr(torch, a.dtype), attn_implementation=a.attention)
+    except UserError:
+        raise
+    except Exception as why:
+        raise UserError(f"the target {a.target} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
+                        "complete folder or a hub name of a causal language model") from None
+    return model.to(a.device).eval(), tokenizer
+
+
+def baselines(a, model, target, tokenizer):
+    """Arms that every table has: plain decoding (on a CPU also padded to two queries) and transformers' generate()."""
+    sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
+
+    def plain(build):
+        return lambda ids, limit, eos: verify.generate(target, None, build, ids, limit, eos_token_id=eos, **sampling)
+
+    def library(ids, limit, eos):
+        torch.manual_seed(a.seed)
+        how = {"do_sample": True, "temperature": a.temperature, "top_k": a.top_k or 0, "top_p": a.top_p or 1.0} if a.temperature else {
+            "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        ids = torch.tensor([ids], device=a.device)
+        with torch.inference_mode():
+            got = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, eos_token_id=eos or None,
+                                 pad_token_id=eos[0] if eos else 0, **how)
+        return verify.Output(got[0, ids.shape[1]:].tolist())
+    arms = [Arm("plain", "", plain(verify.no_draft))]
+    if a.device == "cpu":
+        arms.append(Arm("plain, two queries", "", plain(verify.no_draft_padded)))
+    return arms, Arm("generate()", "", library)
+
+
+def measure(arms, prompts, a, eos):
+    """Run every arm on every prompt, prompt by prompt.  -> number of prompts that all arms have finished."""
+    def timed(arm, ids, limit):
+        synchronize(a.device)
+        start = time.perf_counter()
+        out = arm.run(ids, limit, eos)
+        synchronize(a.device)
+        return time.perf_counter() - start, out
+    for arm in arms:                                                         # warm-up: kernels, allocator, caches
+        timed(arm, prompts[0][1], min(16, a.max_new_tokens))
+    bar = tqdm(total=len(prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
+    with bar, contextlib.suppress(KeyboardInterrupt):
+        for i, (_, ids, limit) in enumerate(prompts):
+            for arm in arms[i % len(arms):] + arms[:i % len(arms)]:          # nobody is always first
+                if a.device.startswith("cuda"):
+                    torch.cuda.reset_peak_memory_stats()
+                arm.results[i] = timed(arm, ids, limit)
+                peak = torch.cuda.max_memory_allocated() if a.device.startswith("cuda") else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                arm.memory = max(arm.memory, peak)
+                seconds, out = arm.results[i]
+                bar.set_postfix_str(f"{arm.name}: {len(out.tokens) / seconds:.1f} tokens/s, tau {out.tau:.2f}" if out.rounds else arm.name)
+                bar.update()
+    return min(len(arm.results) for arm in arms)
+
+
+def synchronize(device):
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def prepare_prompts(a, tokenizer, context):
+    """[(group, ids, limit)], and a line about what was left out."""
+    note = ""
+    if a.prompts:
+        found = [p for path in a.prompts for p in read_prompts(path)]
+        if not found:
+            raise UserError(f"{' '.join(a.prompts)} holds no prompt")
+    elif (Path(a.target) / "held_out.json").exists():
+        found, missing = held_out_prompts(a.target)
+        note = f"; {missing} held-out modules are not in this interpreter, and skipped" if missing else ""
+    else:
+        found = [("math", question_text(q)) for q in MATH]
+    if a.limit:                                   # as many of each group, in turn
+        groups = {}
+        for p in found:
+            groups.setdefault(p[0], []).append(p)
+        quota = {g: len(range(i, a.limit, len(groups))) for i, g in enumerate(groups)}
+        spare = sum(max(0, quota[g] - len(ps)) for g, ps in groups.items())
+        found = [p for g, ps in groups.items() for p in ps[:quota[g] + spare]][:a.limit]
+    prompts, long = [], 0
+    for i, (group, text) in enumerate(found):
+        ids = encode(text, tokenizer)
+        if not ids:
+            raise UserError(f"prompt {i + 1} of {group} is empty: give at least one token")
+        if len(ids) > context:
+            if not a.skip_long:
+                raise UserError(f"prompt {i + 1} of {group} has {len(ids)} tokens, but the target's context holds {context}: shorten "
+                                "it, or leave such prompts out with --skip-long")
+            long += 1
+            continue
+        prompts.append((group, ids, min(a.max_new_tokens, context - len(ids) + 1)))
+    if not prompts:
+        raise UserError(f"every prompt is longer than the target's context of {context} tokens")
+    return prompts, note + (f"; {long} prompts longer than the context skipped" if long else "")
+
+
+def parser():
+    p = Parser(description="Decode with a target and any drafter x tree beside plain decoding, and print the table.")
+    p.add_argument("--target", default=str(STAND_IN), help="folder or hub name of a decoder-only causal LM (default: the stand-in)")
+    p.add_argument("--drafter", nargs="+", default=["glide"], help=f"any of: {' '.join(DRAFTERS)} (default: glide)")
+    p.add_argument("--tree", nargs="+", default=["cape"], help=f"any of: {' '.join(TREES)} (default: cape); drawn is a drawn chain, for "
+                   "--temperature above 0")
+    p.add_argument("--checkpoint", default=str(HERE / "checkpoints"), help="folder of the drafter, or of one folder a drafter")
+    p.add_argument("--prompts", nargs="+", help="files of prompts (default: heads of held-out modules and word problems)")
+    p.add_argument("--limit", type=int, help="at most so many prompts")
+    p.add_argument("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")
+    p.add_argument("--max-new-tokens", type=int, default=128)
+    p.add_argument("--gamma", type=int, default=cape.GAMMA, help="drafted positions (depth of the tree)")
+    p.add_argument("--fixed-size", type=int, help="extras a position of --tree fixed (default: the mean of CAPE's sets, measured first)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    p.add_argument("--top-k", type=int)
+    p.add_argument("--top-p", type=float)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--dtype", default="float32", choices=["float32", "float16", "bfloat16", "float64"])
+    p.add_argument("--attention", default="sdpa", choices=["sdpa", "eager"])
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    p.add_argument("--json", help="write one line a row to this file")
+    p.add_argument("--show", action="store_true", help="print one continuation of each drafter x tree: [accepted]bonus")
+    return p
+
+
+def check(a):
+    """Refuse what cannot work, before anything is loaded."""
+    for kind, given, known in (("drafter", a.drafter, DRAFTERS), ("tree", a.tree, TREES)):
+        if unknown := [x for x in given if x not in known]:
+            raise UserError(f"--{kind}: there is no {kind} {unknown[0]!r}; choose among {' '.join(known)}")
+    for name, low in (("gamma", 1), ("max_new_tokens", 1), ("limit", 1), ("fixed_size", 0), ("top_k", 1), ("threads", 1), ("temperature", 0)):
+        value = getattr(a, name)
+        if value is not None and not value >= low:
+            raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {low}")
+    if a.top_p is not None and not 0 < a.top_p <= 1:
+        raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
+    if "drawn" in a.tree and a.temperature == 0:
+        raise UserError("--tree drawn draws its tokens: give --temperature above 0, or --tree chain for greedy decoding")
+    if {"cape", "fixed"} & set(a.tree) and a.gamma > cape.MAX_NODES:
+        raise UserError(f"--gamma {a.gamma} exceeds the {cape.MAX_NODES} nodes that CAPE verifies at most")
+    if a.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
+
+
+def run(argv=None):
+    a = parser().parse_args(argv)
+    check(a)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    torch.manual_seed(a.seed)
+    model, tokenizer = load_target(a)
+    context = verify.Target(model, 1).context
+    prompts, note = prepare_prompts(a, tokenizer, context)
+    capacity = min(context, max(len(ids) + limit for _, ids, limit in prompts))
+    target = verify.Target(model, capacity)
+    eos = model.generation_config.eos_token_id
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    about = verify.fingerprint(model)
+    sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
+    generator = torch.Generator(a.device)
+    drafters = {name: load_drafter(name, a.checkpoint, model, about, context) for name in dict.fromkeys(a.drafter)}
+
+    if "fixed" in a.tree and a.fixed_size is None:
+        outs = [verify.generate(target, next(iter(drafters.values())), builder("cape", a, generator), ids, min(limit, 64),
+                                eos_token_id=eos, **sampling) for _, ids, limit in prompts[:8]]
+        a.fixed_size = max(0, round(sum(o.nodes for o in outs) / sum(o.rounds for o in outs) / a.gamma - 1))
+        note += f"; fixed: {a.fixed_size} extras a position, the measured mean of CAPE's sets"
+
+    plain, library = baselines(a, model, target, tokenizer)
+
+    def arm(drafter, tree):
+        build = builder(tree, a, generator)
+
+        def decode(ids, limit, eos):
+            generator.manual_seed(a.seed)
+            return verify.generate(target, drafters[drafter], build, ids, limit, eos_token_id=eos, **sampling)
+        return Arm(drafter, tree, decode)
+    ours = [arm(d, t) for d in drafters for t in dict.fromkeys(a.tree)]
+    arms = [*plain, library, *ours]
+    where = torch.cuda.get_device_name() if a.device.startswith("cuda") else f"{torch.get_num_threads()} threads"
+    print(f"target {a.target}, {a.dtype}, {a.device} ({where}), gamma {a.gamma}, temperature {a.temperature:g}, {len(prompts)} prompts, "
+          f"up to {a.max_new_tokens} new tokens{note}")
+    finished = measure(arms, prompts, a, eos)
+    if not finished:
+        print("interrupted before all arms had finished a prompt: nothing to report", file=sys.stderr)
+        return 130
+
+    base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
+    groups = {"all": range(finished)}
+    for g in dict.fromkeys(g for g, _, _ in prompts[:finished]):
+        groups[g] = [i for i in range(finished) if prompts[i][0] == g]
+    rows = []
+    for name, which in groups.items() if len(groups) > 2 else [next(iter(groups.items()))]:
+        a.group_name = name
+        for x in arms:
+            bad = next((i for i in which if x.results[i][1].tokens != base.results[i][1].tokens), None)
+            gap = divergence(target, prompts[bad][1], x.results[bad][1].tokens, base.results[bad][1].tokens, bad) if bad is not None else None
+            rows.append(row_of(x, base, library, which, a, gap))
+        print(f"\n{name}: {len(which)} prompts" if len(groups) > 2 else "")
+        print(table(rows[-len(arms):]))
+    whole = rows[:len(arms)]
+    print(f"\nbaseline: {base.name}, {whole[arms.index(base)]['target_ms']:.2f} ms a token; distinct 4-grams of its output: "
+          f"{whole[arms.index(base)]['distinct_4grams'] or 0:.0%}")
+    for r in whole:
+        if r["c"]:
+            print(f"{r['drafter']} x {r['tree']}: c = {r['c']:.3f}" + (f", E(Spd.) = {r['expected_speedup']:.2f}" if r["expected_speedup"] else "")
+                  + (f", sum min(p_T, p_D) = {r['alpha_overlap']:.3f}" if r["alpha_overlap"] else ""))
+        if r["first_divergence"]:
+            d = r["first_divergence"]
+            print(f"{r['drafter']}{' x ' + r['tree'] if r['tree'] else ''} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"
+                  + (f": the target's logits of the two tokens differ by {d['logit_gap']:.2g} there" if d["logit_gap"] is not None else ""))
+    if a.show:
+        for x in ours:
+            print(f"\n--- {x.name}, {prompts[0][0]} prompt 1, tau {x.results[0][1].tau:.2f}: [accepted]bonus\n{shown(x.results[0][1], tokenizer)}")
+    if a.json:
+        write_atomically(a.json, lambda p: p.write_text("".join(json.dumps(r) + "\n" for r in rows)))
+    if finished < len(prompts):
+        print(f"interrupted: {finished} of {len(prompts)} prompts are in the table", file=sys.stderr)
+        return 130
+    return 0
+
+
+def main(argv=None):
+    """Exit status: 0; 2 after one sentence about a user's mistake; 130 after an interruption."""
+    try:
+        return run(argv)
+    except UserError as why:
+        print(f"bench.py: {why}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
