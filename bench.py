@@ -37,7 +37,7 @@ from tqdm import tqdm
 import cape
 import glide
 import verify
-from train import HERE, STAND_IN, Parser, clean, source_roots, write_atomically
+from train import HERE, STAND_IN, Parser, clean, load_target, source_roots, write_atomically
 from verify import UserError
 
 # Word problems in GSM8K's form, written for this project.
@@ -151,7 +151,7 @@ TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": ca
 
 def builder(name, a, generator):
     """The tree builder `name` with this run's settings."""
-    more = {"drawn": {"pick": lambda row: (row / torch.empty_like(row).exponential_(generator=generator)).argmax()},
+    more = {"drawn": {"pick": partial(cape.draw, generator=generator)},
             "fixed": {"size": a.fixed_size or 4}}.get(name, {})
     return partial(TREES[name], gamma=a.gamma, **more)
 
@@ -268,25 +268,6 @@ def shown(out, tokenizer):
 
 
 # ---------------------------------------------------------------- the run
-def load_target(a):
-    """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        if AutoConfig.from_pretrained(a.target).is_encoder_decoder:
-            raise UserError(f"the target {a.target} is an encoder-decoder model: give a decoder-only one")
-        tokenizer = AutoTokenizer.from_pretrained(a.target)
-        model = AutoModelForCausalLM.from_pretrained(a.target, dtype=getattr(torch, a.dtype), attn_implementation=a.attention)
-    except UserError:
-        raise
-    except Exception as why:
-        raise UserError(f"the target {a.target} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
-                        "complete folder or a hub name of a causal language model") from None
-    return model.to(a.device).eval(), tokenizer
-
-
 def baselines(a, model, target, tokenizer):
     """Arms that every table has: plain decoding (on a CPU also padded to two queries) and transformers' generate()."""
     sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
@@ -339,7 +320,7 @@ def synchronize(device):
         torch.cuda.synchronize()
 
 
-def prepare_prompts(a, tokenizer, context):
+def prepare_prompts(a, tokenizer, context, vocab):
     """[(group, ids, limit)], and a line about what was left out."""
     note = ""
     if a.prompts:
@@ -363,6 +344,9 @@ def prepare_prompts(a, tokenizer, context):
         ids = encode(text, tokenizer)
         if not ids:
             raise UserError(f"prompt {i + 1} of {group} is empty: give at least one token")
+        if max(ids) >= vocab:
+            raise UserError(f"prompt {i + 1} of {group} has token {max(ids)}, but the target's vocabulary is {vocab}: the tokenizer is "
+                            "not this target's")
         if len(ids) > context:
             if not a.skip_long:
                 raise UserError(f"prompt {i + 1} of {group} has {len(ids)} tokens, but the target's context holds {context}: shorten "
@@ -426,9 +410,9 @@ def run(argv=None):
     if a.threads:
         torch.set_num_threads(a.threads)
     torch.manual_seed(a.seed)
-    model, tokenizer = load_target(a)
+    model, tokenizer = load_target(a.target, a.dtype, a.device, a.attention)
     context = verify.Target(model, 1).context
-    prompts, note = prepare_prompts(a, tokenizer, context)
+    prompts, note = prepare_prompts(a, tokenizer, context, model.config.get_text_config().vocab_size)
     capacity = min(context, max(len(ids) + limit for _, ids, limit in prompts))
     target = verify.Target(model, capacity)
     eos = model.generation_config.eos_token_id

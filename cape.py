@@ -47,6 +47,11 @@ def size_of(p, sizes=SIZES, edges=EDGES):
     return sizes[bisect_left(edges, p)]
 
 
+def draw(row, generator=None):
+    """A `pick` that draws from the row (V,): an exponential race, which a row of zeros survives without a host read."""
+    return (row / torch.empty_like(row).exponential_(generator=generator)).argmax()
+
+
 def draft(expand, root, gamma, pick=None):
     """Draft a chain one token at a time, without reading anything back -> rows (gamma, V), tokens (gamma,)."""
     assert gamma >= 1, "gamma must be at least 1"
@@ -61,7 +66,8 @@ def draft(expand, root, gamma, pick=None):
 def chain(expand, root, gamma=GAMMA, pick=None):
     """The standard proposal: gamma tokens, each the best (or `pick`ed) continuation of the one before it.
 
-    pick(row (V,)) -> token; when given (a draw), the rows are kept as p_draft, for speculative sampling.
+    pick(row (V,)) -> token (); when given (cape.draw), the rows are kept as p_draft, for speculative sampling.  It may be
+    asked about rows of zeros, and what it says there is dropped.
     """
     rows, tokens = draft(expand, root, gamma, pick)
     can = (rows.gather(1, tokens[:, None])[:, 0] > 0).tolist() + [False]           # the one host read

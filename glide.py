@@ -33,8 +33,10 @@ Differences from the paper:
     python train.py glide vanilla
 """
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -84,23 +86,33 @@ def angles(size, length, theta=10000.0):
 
 
 def target_angles(model, length):
-    """The target's own rotary table, from its own module; (length, r) each, r = 0 where it has none (GPT-2, OPT)."""
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    where = next(model.parameters())
+    """The target's own rotary table, from its own module; (length, r) each, r = 0 where it has none (GPT-2, OPT).
+
+    Families that rotate neighbouring pairs (GPT-J, Cohere) are not laid out like this; their queries must learn the rest.
+    Where the table differs by kind of layer (Gemma 3), it is the top layer's.
+    """
+    rotary, device = getattr(model.get_decoder(), "rotary_emb", None), next(model.parameters()).device
     if rotary is None:
-        return where.new_zeros(length, 0), where.new_zeros(length, 0)
-    cos, sin = rotary(torch.zeros(1, length, 1, dtype=torch.float32, device=where.device), torch.arange(length, device=where.device)[None])
+        return torch.zeros(length, 0, device=device), torch.zeros(length, 0, device=device)
+    kind = {"layer_type": model.config.get_text_config().layer_types[-1]} if "layer_type" in signature(rotary.forward).parameters else {}
+    cos, sin = rotary(torch.zeros(1, length, 1, device=device), torch.arange(length, device=device)[None], **kind)
     return cos[0].detach(), sin[0].detach()
 
 
+def signed(table):
+    """(cos, sin) as rotate() takes them: the sign of the first half's sine is folded in."""
+    cos, sin = table
+    half = sin.shape[-1] // 2
+    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
+
+
 def rotate(x, cos, sin):
-    """Rotary embedding on the last axis, pairs (i, i + r/2) of the first r, as Llama lays them out."""
+    """Rotary embedding on the last axis, pairs (i, i + r/2) of the first r, as Llama lays them out: three operations."""
     r = cos.shape[-1]
     if r == 0:
         return x
-    y = x[..., :r]
-    a, b = y.chunk(2, -1)
-    y = y * cos + torch.cat((-b, a), -1) * sin
+    y = x if r == x.shape[-1] else x[..., :r]
+    y = torch.addcmul(y * cos, y.roll(r // 2, -1), sin)
     return y if r == x.shape[-1] else torch.cat((y, x[..., r:]), -1)
 
 
@@ -157,7 +169,7 @@ class Glide(nn.Module):
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
         for name, table in zip(("cos", "sin", "target_cos", "target_sin"),
-                               (*angles(c.width // c.heads, tables[0].shape[0]), *tables)):
+                               (*signed(angles(c.width // c.heads, tables[0].shape[0])), *signed(tables))):
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
         self.needs = {"kv": c.layers_read}
         self.store = None
@@ -195,7 +207,7 @@ class Glide(nn.Module):
         self.kv, self.t = view.kv, view.length
         missing = self.t - self.context
         self.pending = view.tokens[view.tokens.shape[0] - missing:]          # committed, not encoded yet
-        self.nodes, self.node_tokens, self.parents, self.is_chain = 0, [], [], True
+        self.nodes, self.node_tokens, self.parents, self.is_chain, self.above = 0, [], [], True, None
         # What a pending position may glimpse: in a prompt the earlier blocks, as in training; after that, what was
         # committed when its round began, as the positions that were drafted in that round did.
         if self.config.layers > 1 and missing:
@@ -224,14 +236,13 @@ class Glide(nn.Module):
         x = self.embed(ids)[None]                           # (1, p + m, d_D)
         cos, sin, tcos, tsin = (table[position] for table in (self.cos, self.sin, self.target_cos, self.target_sin))
         for i, layer in enumerate(self.layers):
-            q, k, v = layer.qkv(layer.norm1(x)).view(p + m, 3, c.heads, -1).permute(1, 2, 0, 3)      # (heads, p + m, d)
-            last = i == c.layers - 1                        # pending rows need no output: their keys and values suffice
-            if last and p:
-                q, x, mask = q[:, p:], x[:, p:], mask if mask is None else mask[p:]
-                tcos, tsin = tcos[p:], tsin[p:]
-                q, k = rotate(q, cos[p:], sin[p:]), rotate(k, cos, sin)
-            else:
-                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            qkv = layer.qkv(layer.norm1(x)).view(p + m, 3, c.heads, -1).permute(1, 2, 0, 3)          # (3, heads, p + m, d)
+            qk, v = qkv[:2], qkv[2]
+            q, k = rotate(qk, cos, sin)
+            last = i == c.layers - 1
+            if last and p:                                  # pending rows need no output: their keys and values suffice
+                q, x, tcos, tsin = q[:, p:], x[:, p:], tcos[p:], tsin[p:]
+                mask = mask if mask is None else mask[p:]
             keys, values = self.store[0, i, :, :end], self.store[1, i, :, :end]
             keys[:, start:], values[:, start:] = k, v
             y = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)
@@ -255,17 +266,27 @@ class Glide(nn.Module):
         return seen.masked_fill(blind[:, None], 0)
 
     def tree_rows(self, m, p, end, device):
-        """Positions (p + m,) and self-attention mask (p + m, end) of new nodes in a tree."""
-        depth, above = [], torch.zeros(len(self.parents), end - self.t, dtype=torch.bool)
-        for i, parent in enumerate(self.parents):
-            depth.append(depth[parent] + 1 if parent >= 0 else 0)
-            if parent >= 0:
-                above[i] = above[parent]
-            above[i, i] = True
+        """Positions (p + m,) and self-attention mask (p + m, end) of new nodes in a tree.
+
+        above[1 + i, j] says that node j is node i or above it; row 0 stands for the prefix, above which no node is.
+        """
+        if self.above is None:
+            self.above, self.depth = torch.zeros(65, 64, dtype=torch.bool), []
+        while self.above.shape[1] < len(self.parents):
+            self.above = F.pad(self.above, (0, self.above.shape[1], 0, self.above.shape[1]))
+        done = len(self.depth)                              # nodes entered so far; those of a chain that now branches come late
+        for a, b in ((done, self.nodes), (self.nodes, self.nodes + m)):
+            rows = range(a, b) if any(parent >= a for parent in self.parents[a:b]) else [slice(a, b)]
+            for i in rows:                                  # a frontier at once; one by one where parents came in the same call
+                i = slice(i, i + 1) if isinstance(i, int) else i
+                self.above[1 + i.start:1 + i.stop] = self.above[torch.tensor(self.parents[i], dtype=torch.long) + 1]
+                self.above[1 + i.start:1 + i.stop, i].fill_diagonal_(True)
+            for parent in self.parents[a:b]:
+                self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
         mask = torch.ones(p + m, end, dtype=torch.bool)
         mask[:p].tril_(end - p - m)
-        mask[p:, self.t:] = above[-m:]
-        position = torch.tensor(list(range(self.t - p, self.t)) + [self.t + d for d in depth[-m:]])
+        mask[p:, self.t:] = self.above[1 + self.nodes:1 + self.nodes + m, :self.nodes + m]
+        position = torch.tensor(list(range(self.t - p, self.t)) + [self.t + d for d in self.depth[-m:]])
         return position.to(device), mask.to(device)
 
     def room(self, rows, device):
@@ -298,19 +319,19 @@ def load(folder, model, length=None):
 
     Raises ValueError, in one sentence, where the folder is missing or broken.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
     folder = Path(folder)
+    if missing := [name for name in ("training.json", "model.safetensors") if not (folder / name).is_file()]:
+        raise ValueError(f"no drafter in {folder}: {missing[0]} is missing; train one with train.py or name its folder with "
+                         "--checkpoint")
     try:
         about = json.loads((folder / "training.json").read_text())
-        weights = load_file(folder / "model.safetensors")
         config = Config(**{**about["config"], "layers_read": tuple(about["config"]["layers_read"])})
-        length = length or (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048)
+        length = length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
         drafter = Glide(config, target_angles(model, length + 512))
-        drafter.load_state_dict(weights)
-    except FileNotFoundError as why:
-        raise ValueError(f"no drafter in {folder}: {Path(why.filename).name} is missing; train one with train.py or name "
-                         "its folder with --checkpoint") from None
-    except Exception as why:
+        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
         raise ValueError(f"the drafter in {folder} is damaged ({type(why).__name__}: {str(why).splitlines()[0][:100]}); "
                          "train or copy it again") from None
     return drafter.to(model.device, model.dtype).eval(), about
@@ -329,7 +350,6 @@ def main():
     with torch.no_grad():
         trained = drafter(ids, kv).softmax(-1)[0]
         drafter.reset()
-        from types import SimpleNamespace
         worst = 0
         for t in (5, 10):
             new = ids[0, :5] if t == 5 else ids[0, 5:10]

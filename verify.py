@@ -12,7 +12,7 @@ it is the next root.  The output is the target's own, whatever the drafter says.
     x_{<t}, its K and V    2 x (L,1,H,t,d)     TreeCache.keys / values [..., :t, :]
     x_t (not cached yet)   ()                  the root: tree.tokens[0]
     proposal P             (n,)                tree.tokens; tree.parents[0] = -1, parents come before children
-    mask_CAPE              (n, t + n)          tree_mask(parents, t)
+    mask_CAPE              (n, t + n)          tree_mask(ancestor_mask(parents), t)
     p_T(.|node)            (n, V)              p_target
     p_D(.|node)            (n - 1, V)          tree.p_draft: node i + 1 was drawn from row i (drawn chains only)
 
@@ -57,20 +57,18 @@ def ancestor_mask(parents):
     return reach > 0
 
 
-def tree_mask(parents, cached, window=None, dtype=torch.float32, device="cpu"):
+def tree_mask(seen, cached, window=None, dtype=torch.float32, device="cpu"):
     """Additive mask (1, 1, n, cached + n) over the cached prefix and the tree: 0 where a node may look, else -inf.
 
-    parents: (n,), or an int n for a chain of n nodes (a prompt, where n is large).  window: a node sees the last `window`
-    positions up to its own, as sliding-window models do.  The rows are laid out 16 apart, as CUDA's kernels want them.
+    seen: (n, n) bool, the tree's ancestor_mask.  window: a node sees the last `window` positions up to its own, as
+    sliding-window models do.  Rows are laid out a multiple of 16 apart, as CUDA's kernels want them.
     """
-    chain = isinstance(parents, int)
-    n = parents if chain else parents.shape[0]
+    n = seen.shape[0]
     wide = -(-(cached + n) // 16) * 16
     mask = torch.zeros(n, wide, dtype=dtype, device=device)[:, :cached + n]
-    seen = torch.ones(n, n, dtype=torch.bool).tril_() if chain else ancestor_mask(parents)
     mask[:, cached:].masked_fill_(~seen.to(device), float("-inf"))
     if window is not None:
-        position = cached + (torch.arange(n) if chain else seen.sum(1) - 1).to(device)
+        position = (cached + seen.sum(1) - 1).to(device)
         key_position = torch.cat((torch.arange(cached, device=device), position))
         mask.masked_fill_(position[:, None] - key_position >= window, float("-inf"))
     return mask[None, None]
@@ -153,7 +151,7 @@ class Target:
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise UserError(f"{type(model).__name__} has layers of kind {', '.join(sorted(unknown))}, which keep no KV rows to verify a tree with")
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        self.hooks, self.captured, self.needs = [], {}, {}
+        self.hooks, self.captured, self.rows, self.needs = [], {}, {}, {}
         self.reset()
 
     def reset(self):
@@ -167,13 +165,14 @@ class Target:
         """Say what a drafter reads: {"kv": [layers], "hidden": [Hugging Face's hidden_states indices >= 1]}."""
         for hook in self.hooks:
             hook.remove()
-        self.needs, self.captured = needs, {}
-        blocks = next(m for m in self.model.get_decoder().modules()
-                      if isinstance(m, torch.nn.ModuleList) and len(m) == self.config.num_hidden_layers)
+        self.needs, self.captured, self.hooks = needs, {}, []
+        for k in needs.get("hidden", ()):       # hooks, since the numbering of output_hidden_states differs between releases
+            blocks = next(m for m in self.model.get_decoder().modules()
+                          if isinstance(m, torch.nn.ModuleList) and len(m) == self.config.num_hidden_layers)
 
-        def capture(index):
-            return lambda module, args, out: self.captured.__setitem__(index, out[0] if isinstance(out, tuple) else out)
-        self.hooks = [blocks[k - 1].register_forward_hook(capture(k)) for k in needs.get("hidden", ())]
+            def capture(module, args, out, k=k):
+                self.captured[k] = out[0] if isinstance(out, tuple) else out
+            self.hooks.append(blocks[k - 1].register_forward_hook(capture))
         self.reset()
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
@@ -183,19 +182,16 @@ class Target:
         """
         n, t = tokens.shape[0], self.cache.length
         assert t + n <= self.cache.capacity, f"{n} nodes behind {t} cached tokens exceed the cache of {self.cache.capacity}"
-        if n == 1:
-            position = torch.full((1, 1), t, device=self.device)
-            mask = None if all(w is None or t < w for w in self.windows.values()) else 1
-        elif parents is None:
-            position, mask = torch.arange(t, t + n, device=self.device)[None], n
+        if n == 1 and all(w is None or t < w for w in self.windows.values()):
+            position, mask = torch.full((1, 1), t, device=self.device), None           # a lone token may look everywhere
         else:
-            mask = parents
-            position = (t + ancestor_mask(parents).sum(1) - 1).to(self.device)[None]
-        if mask is not None:
-            masks = {kind: tree_mask(mask, t, w, self.dtype, self.device) for kind, w in self.windows.items()}
+            seen = torch.ones(n, n, dtype=torch.bool).tril_() if parents is None else ancestor_mask(parents)
+            position = (t + seen.sum(1) - 1).to(self.device)[None]
+            masks = {kind: tree_mask(seen, t, w, self.dtype, self.device) for kind, w in self.windows.items()}
             mask = masks if len(masks) > 1 else next(iter(masks.values()))
         out = self.model(input_ids=tokens[None].to(self.device), position_ids=position, attention_mask=mask,
                          past_key_values=self.cache, use_cache=True, logits_to_keep=logits_to_keep)
+        self.rows = {k: h[0] for k, h in self.captured.items()}      # (n, D): of this forward, whoever else runs the model
         return out.logits[0]
 
     def commit(self, path, tokens):
@@ -203,7 +199,7 @@ class Target:
         self.cache.commit(path)
         self.ids += tokens
         for k in self.hidden:
-            self.hidden[k].append(self.captured[k][0, path])
+            self.hidden[k].append(self.rows[k][path])
 
     def sync(self, ids):
         """Make the cache hold ids[:-1] and forward what is missing -> logits (V,) after ids[-1], which is cached too."""
@@ -360,7 +356,10 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
              eos_token_id=None, seed=0):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2); plain decoding with drafter None, build no_draft.
 
-    target: Target.  drafter: see DESIGN of glide.py's class.  build(expand, root (1,)) -> Tree.
+    target: Target.  build(expand, root (1,)) -> Tree, a function such as those of cape.py.
+    drafter: any object with `needs` (see Target.watch), reset(), begin(view): a round starts, expand(tokens (m,), parents [m
+    ints, -1 for the root]) -> probabilities (m, V) at temperature 1 (a row of zeros: cannot go on), keep(tokens): the
+    accepted ids of the round, root first.
     input_ids: list of ids or tensor (n,) or (1, n).  temperature 0 is greedy.  eos_token_id: int, list or None.
     Returns Output.  Raises UserError for an empty prompt and for one that leaves no room in the context.
     """

@@ -1,5 +1,4 @@
 """CAPE's sets against a plain reading of section 4.2, its mask against the printed formula, beam search against brute force."""
-import random
 
 import pytest
 import torch

@@ -158,5 +158,6 @@ def test_queries_turn_as_the_targets_keys_do(model):
     turn = torch.outer(torch.arange(20, dtype=torch.float64), freq).repeat(1, 2)
     torch.testing.assert_close(cos.double(), turn.cos(), atol=1e-5, rtol=0)
     q, k = torch.randn(head, dtype=torch.float64), torch.randn(head, dtype=torch.float64)
+    cos, sin = glide.signed((cos, sin))
     score = [(glide.rotate(q, cos[i], sin[i]) * glide.rotate(k, cos[i - 3], sin[i - 3])).sum().item() for i in range(3, 20)]
     assert max(score) - min(score) < 1e-4

@@ -1,0 +1,227 @@
+"""The benchmark end to end, its formula against the paper's table, its mistakes, and the demos of files copied out alone."""
+import gzip
+import json
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, plain, tiny
+
+import bench
+import train
+
+DATA = ROOT.parent / "shared" / "data"
+
+# GLIDE paper, Table 1: cost %, then (acceptance %, E(Spd.)) on GSM8K, Finance-Alpaca, Spider, Code.  gamma = 5 (section 5.1).
+TABLE_1 = """
+Vicuna-7B LLAMA-68m      7.7   51.6 1.46   49.7 1.41   19.2 0.89   34.8 1.11
+Vicuna-7B LLAMA-160m    49.0   58.0 0.66   57.1 0.65   25.1 0.38   40.0 0.48
+Vicuna-7B GLIDE-47m      6.7   64.8 1.97   63.2 1.90   55.7 1.64   67.0 2.06
+Vicuna-13B LLAMA-68m     6.2   50.2 1.51   49.3 1.48   19.0 0.94   32.7 1.13
+Vicuna-13B LLAMA-160m   39.3   56.8 0.75   56.8 0.75   25.4 0.45   38.3 0.54
+Vicuna-13B GLIDE-47m     5.5   67.1 2.16   65.0 2.07   57.1 1.77   68.6 2.24
+Vicuna-33B LLAMA-68m     4.6   49.1 1.57   46.5 1.50   30.0 1.16   31.5 1.19
+Vicuna-33B LLAMA-160m   29.5   56.1 0.89   53.1 0.84   31.4 0.59   36.7 0.64
+Vicuna-33B GLIDE-71m     6.8   69.3 2.16   64.3 1.94   62.7 1.87   68.9 2.14
+Mistral-7B LLAMA-45m     4.9   36.7 1.27   40.2 1.34   41.9 1.38   44.5 1.44
+Mistral-7B GLIDE-47m     6.6   60.1 1.80   56.4 1.67   59.8 1.79   62.6 1.89
+"""
+
+
+def test_expected_speedup_reproduces_table_1():
+    rows = [line.split() for line in TABLE_1.strip().splitlines()]
+    cells = [(row[:2], float(row[2]) / 100, float(row[i]) / 100, float(row[i + 1])) for row in rows for i in (3, 5, 7, 9)]
+    assert len(cells) == 44
+    for name, c, alpha, printed in cells:
+        # the table prints two decimals: a cell is off by at most 0.01 when rounding (0.005) is taken into account
+        assert abs(round(bench.expected_speedup(alpha, c, 5), 2) - printed) <= 0.01 + 1e-9, (name, alpha, c)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A tiny random target with both drafters, trained for a few steps on a made-up text."""
+    folder = tmp_path_factory.mktemp("bench")
+    text = "def add(a, b):\n    return a + b\n\n" * 100
+    tokenizer = train.train_tokenizer([text], 300)
+    for name, seed in (("model", 0), ("other", 1)):
+        tiny("llama", vocab_size=300, max_position_embeddings=64, seed=seed).float().save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    (folder / "text.txt").write_text(text)
+    assert train.main(["glide", "vanilla", "--target", str(folder / "model"), "--data", str(folder / "text.txt"), "--out", str(folder / "drafters"),
+                       "--work", str(folder / "work"), "--device", "cpu", "--steps", "3", "--batch", "2", "--length", "24", "--width", "16"]) == 0
+    (folder / "prompts.jsonl").write_text('{"prompt": "def add("}\n{"prompt": "return a + b"}\n{"question": "1 + 1?", "answer": "2"}\n')
+    return folder
+
+
+def args(small, *more):
+    return ["--target", str(small / "model"), "--checkpoint", str(small / "drafters"), "--prompts", str(small / "prompts.jsonl"),
+            "--max-new-tokens", "12", "--device", "cpu", *more]
+
+
+FIELDS = """target drafter tree dtype device threads batch seed gamma temperature prompts tokens tokens_per_second speedup speedup_low
+speedup_high speedup_vs_generate tau alpha alpha_depth nodes draft_forwards c expected_speedup draft_ms verify_ms target_ms share_draft
+share_verify share_other time_to_first_token peak_memory lossless first_divergence distinct_4grams versions""".split()
+
+
+def test_the_whole_grid(small, tmp_path, capsys):
+    trees = ["chain", "cape", "fixed", "beam", "beam8"]
+    assert bench.main(args(small, "--drafter", "vanilla", "glide", "--tree", *trees, "--json", str(tmp_path / "r.jsonl"), "--show")) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
+        (d, t) for d in ("vanilla", "glide") for t in trees]
+    for r in rows:
+        assert set(FIELDS) <= set(r) and r["lossless"] is True and r["first_divergence"] is None
+        assert r["tokens"] == 3 * 12 and r["prompts"] == 3 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
+        if r["tree"]:
+            assert abs(sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) - 1) < 1e-9
+            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= 6 and r["alpha_depth"] == r["tau"] / 5
+        if r["tree"] == "chain":
+            assert r["expected_speedup"] == bench.expected_speedup(r["alpha"], r["c"], 5)
+    assert any(r["speedup"] == 1 and r["drafter"].startswith("plain") for r in rows), "the baseline is one of the plain arms"
+    out = capsys.readouterr().out
+    assert "glide x cape" in out and "[accepted]bonus" in out
+
+
+def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
+    assert bench.main(args(small, "--tree", "cape", "drawn", "--temperature", "0.8", "--top-k", "20", "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = {(r["drafter"], r["tree"]): r for r in map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())}
+    assert rows["glide", "cape"]["lossless"] is True, "keyed noise: plain sampling's tokens"
+    assert rows["glide", "drawn"]["lossless"] is None and 0 < rows["glide", "drawn"]["alpha_overlap"] <= 1
+
+
+def test_plain_arm_is_the_models_own_greedy_output(small):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(small / "model"), AutoTokenizer.from_pretrained(small / "model")
+    ids = tokenizer("def add(")["input_ids"]
+    target = bench.verify.Target(model)
+    assert bench.verify.generate(target, None, bench.verify.no_draft, ids, 10).tokens == plain(model, ids, 10)
+
+
+def test_divergence_is_reported_with_its_gap(small):
+    """A wrong output on purpose: the first wrong token is named, and the gap is that of the model's own logits."""
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(small / "model")
+    ids, target = [5, 6, 7], bench.verify.Target(model)
+    right = plain(model, ids, 6)
+    wrong = right[:4] + [(right[4] + 1) % 300] + right[5:]
+    found = bench.divergence(target, ids, wrong, right, 2)
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + right[:4]])).logits[0, -1]
+    assert found["prompt"] == 2 and found["token"] == 4
+    assert abs(found["logit_gap"] - (logits[right[4]] - logits[wrong[4]]).item()) < 1e-4
+
+
+def test_stand_in_end_to_end_in_a_real_process(tmp_path):
+    """The README's main command, small: the shipped weights, the real prompts, token for token."""
+    done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--drafter", "glide", "--tree", "cape", "--limit", "2", "--max-new-tokens", "16",
+                           "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl")], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    ours = next(r for r in rows if r["drafter"] == "glide")
+    assert ours["lossless"] is True and ours["tau"] > 1.5 and {r["group"] for r in rows} == {"all", "code", "math"}
+
+
+# ---------------------------------------------------------------- prompts
+def test_prompt_files_are_told_apart_by_their_fields(tmp_path):
+    cases = {"mt.jsonl": ('{"turns": ["first", "second"]}', [{"role": "user", "content": "first"}]),
+             "gsm.jsonl": ('{"question": "q?", "answer": "a"}', "Question: q?\nAnswer:"),
+             "share.json": ('[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]',
+                            [{"role": "user", "content": "hello"}]),
+             "p.jsonl": ('{"prompt": "def f("}', "def f("), "plain.txt": ("Once upon\n", "Once upon\n")}
+    for name, (text, expected) in cases.items():
+        (tmp_path / name).write_text(text)
+        assert [p for _, p in bench.read_prompts(tmp_path / name)] == [expected], name
+    (tmp_path / "he.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def g("}\n{"prompt": "def h("}\n'))
+    assert [p for _, p in bench.read_prompts(tmp_path / "he.jsonl.gz")] == ["def g(", "def h("]
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the public prompt files (../shared/data) are not here")
+def test_public_prompt_files():
+    for name, count, start in (("mt_bench.jsonl", 80, None), ("gsm8k_test.jsonl", 1319, "Question: Janet"), ("HumanEval.jsonl.gz", 164, "from typing")):
+        prompts = [p for _, p in bench.read_prompts(DATA / name)]
+        assert len(prompts) == count and all(prompts) and (start is None or prompts[0].startswith(start))
+
+
+# ---------------------------------------------------------------- mistakes
+@pytest.mark.parametrize("more, words", [
+    (["--drafter", "medusa"], "no drafter 'medusa'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
+    (["--gamma", "33"], "exceeds the 32 nodes"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
+    (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--tree", "drawn"], "give --temperature above 0"),
+    (["--target", "/no/such/model"], "cannot be loaded"), (["--checkpoint", "/no/such"], "no drafter in"), (["--prompts", "/no/such"], "does not exist"),
+    (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
+    (["--device", "cuda"], "no CUDA device"), (["--nonsense"], "unrecognized arguments"),
+])
+def test_mistakes_are_one_sentence(small, capsys, more, words):
+    if words == "no CUDA device" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    check_mistake(args(small, *more), words, capsys)
+
+
+def check_mistake(argv, words, capsys):
+    assert bench.main(argv) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and err.startswith("bench.py: ")
+
+
+def test_prompt_mistakes(small, tmp_path, capsys):
+    for text, words in (("", "holds no prompt"), ('{"prompt": ""}', "is empty"), ('{"prompt": "%s"}' % ("x y " * 200), "context holds 64"),
+                        ('{"sentence": 1}', "has none of the fields"), ('{"prompt": ', "cannot be read")):
+        (tmp_path / "p.jsonl").write_text(text)
+        check_mistake(args(small, "--prompts", str(tmp_path / "p.jsonl")), words, capsys)
+
+
+def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
+    def copied(name):
+        shutil.copytree(small / "drafters", tmp_path / name)
+        return tmp_path / name
+    weights = copied("cut") / "glide" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    check_mistake(args(small, "--checkpoint", str(tmp_path / "cut")), "is damaged", capsys)
+    (copied("gone") / "glide" / "model.safetensors").unlink()
+    check_mistake(args(small, "--checkpoint", str(tmp_path / "gone")), "model.safetensors is missing", capsys)
+    (copied("json") / "glide" / "training.json").write_text("{")
+    check_mistake(args(small, "--checkpoint", str(tmp_path / "json")), "is damaged", capsys)
+    check_mistake(args(small, "--target", str(small / "other")), "was made for another target", capsys)
+    check_mistake(args(small, "--checkpoint", str(small / "drafters" / "vanilla")), "of kind vanilla, not glide", capsys)
+    model = tmp_path / "model"
+    shutil.copytree(small / "model", model)
+    (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
+    check_mistake(args(small, "--target", str(model)), "cannot be loaded", capsys)
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(small / "model", model)
+    source = Path(train.__file__).read_text()
+    train.train_tokenizer([source], 900).save_pretrained(model)
+    (tmp_path / "p.txt").write_text(source)
+    check_mistake(args(small, "--target", str(model), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
+
+
+def test_encoder_decoder_target_is_refused(tmp_path, small, capsys):
+    from transformers import T5Config, T5ForConditionalGeneration
+    config = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    check_mistake(args(small, "--target", str(tmp_path)), "encoder-decoder", capsys)
+
+
+# ---------------------------------------------------------------- copied out
+@pytest.mark.parametrize("name", ["cape", "glide", "verify"])
+def test_each_component_alone_in_an_empty_folder_runs_its_demo(name, tmp_path, monkeypatch, capsys):
+    shutil.copy(ROOT / f"{name}.py", tmp_path)
+    local = {p.stem for p in ROOT.glob("*.py")}
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")])
+    monkeypatch.chdir(tmp_path)
+    for module in local & set(sys.modules):
+        monkeypatch.delitem(sys.modules, module)
+    default = torch.get_default_dtype()
+    try:
+        found = runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
+    finally:
+        torch.set_default_dtype(default)
+    assert found["__doc__"] and capsys.readouterr().out.strip()
+    assert not local & set(sys.modules), "it imported nothing of its neighbours"

@@ -1,0 +1,151 @@
+"""Training: resuming repeats an uninterrupted run, a killed write spoils nothing, held-out text stays out."""
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+import torch
+from conftest import tiny
+
+import glide
+import train
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A tiny random target with a tokenizer, saved as Hugging Face does, and a folder of text."""
+    folder = tmp_path_factory.mktemp("target")
+    text = "def add(a, b):\n    return a + b\n\n" * 400
+    tokenizer = train.train_tokenizer([text], 300)
+    tiny("llama", vocab_size=300, max_position_embeddings=64).float().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text").mkdir()
+    for i in range(60):
+        (folder / "text" / f"{i}.py").write_text(text[i:2000 + i])
+    return folder
+
+
+def flags(small, out, *more):
+    return ["glide", "vanilla", "--target", str(small / "model"), "--data", str(small / "text"), "--out", str(out), "--work",
+            str(out / "work"), "--device", "cpu", "--steps", "8", "--batch", "2", "--length", "24", "--width", "16", "--save-every", "3", *more]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_is_bit_for_bit_uninterrupted(small, tmp_path, monkeypatch, capsys, optimizer):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train.main(flags(small, whole, "--optimizer", optimizer)) == 0
+    draw, calls = train.draw, []
+
+    def interrupting(*args):
+        calls.append(1)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)                  # Ctrl-C in the middle of step 5
+        return draw(*args)
+    monkeypatch.setattr(train, "draw", interrupting)
+    assert train.main(flags(small, cut, "--optimizer", optimizer)) == 2
+    assert "stopped after step 5 of 8" in capsys.readouterr().err and not (cut / "glide").exists()
+    monkeypatch.setattr(train, "draw", draw)
+    assert train.main(flags(small, cut, "--optimizer", optimizer, "--resume")) == 0
+    for name in ("glide", "vanilla"):
+        assert (whole / name / "model.safetensors").read_bytes() == (cut / name / "model.safetensors").read_bytes()
+    states = [torch.load(p / "work" / "glide-vanilla.pt", weights_only=True)["models"] for p in (whole, cut)]
+    for name in states[0]:
+        for key in states[0][name]:
+            assert torch.equal(states[0][name][key], states[1][name][key]), f"{name} {key}"
+
+
+def test_resuming_with_other_flags_is_refused(small, tmp_path, capsys):
+    assert train.main(flags(small, tmp_path)) == 0
+    assert train.main(flags(small, tmp_path, "--lr", "0.1", "--resume")) == 2
+    assert "lr differ" in capsys.readouterr().err
+    (tmp_path / "work" / "glide-vanilla.pt").write_bytes(b"half a file")
+    assert train.main(flags(small, tmp_path, "--resume")) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path):
+    args = [x if x != "8" else "60" for x in flags(small, tmp_path, "--lr", "2e-2")]
+    assert train.main(args) == 0
+    about = json.loads((tmp_path / "glide" / "training.json").read_text())
+    assert about["validation"]["held_out_loss"] < 2.0, "started near log(300) = 5.7"
+    assert about["tokens_seen"] == 60 * 2 * 24 and about["seed"] == 0 and about["command"].startswith("python train.py")
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(small / "model")
+    drafter, _ = glide.load(tmp_path / "glide", model)
+    kept = torch.load(tmp_path / "work" / "glide-vanilla.pt", weights_only=True)["models"]["glide"]
+    for key, value in drafter.state_dict().items():
+        assert torch.equal(value, kept[key].bfloat16().float()), key
+
+
+def test_a_killed_write_leaves_the_last_checkpoint(tmp_path):
+    path = tmp_path / "state.pt"
+    train.write_atomically(path, lambda p: torch.save({"step": 1}, p))
+
+    def killed(p):
+        p.write_bytes(b"half")
+        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        train.write_atomically(path, killed)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+
+
+def test_held_out_text_is_never_trained_on(monkeypatch, tmp_path):
+    """On a made-up interpreter: held-out files and families, and files that copy from a held-out family, stay out."""
+    for source, files in {"stdlib": {"json/decoder.py": "HELD", "ast.py": "OPEN", "test/test_ast.py": "SKIPPED"},
+                          "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
+                          "transformers": {"models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
+                                           "models/moonshine/modeling.py": "# Copied from transformers.models.whisper.modeling SKIPPED"}}.items():
+        for name, word in files.items():
+            path = tmp_path / source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("# licence\n" * 3 + "x = 1\n" + f"# {word}\n" * 40)
+    monkeypatch.setattr(train, "source_roots", lambda: {s: tmp_path / s for s in ("stdlib", "torch", "transformers")})
+    rows = tmp_path / "math.jsonl"
+    rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"}) + "\n" for i in range(100)))
+    docs = list(train.corpus(train.HELD_OUT, rows))
+    words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
+    assert words == {(s, h, "HELD" if h else "OPEN") for s in ("stdlib", "torch", "transformers") for h in (True, False)}
+    math = [(held, t) for s, held, t in docs if s == "math"]
+    assert [h for h, _ in math] == [False] * 98 + [True] * 2 and "<<" not in math[0][1]
+    assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
+
+
+def test_windows_come_from_the_file_and_depend_on_seed_and_step_alone(tmp_path):
+    path = tmp_path / "t.bin"
+    np.arange(1000, dtype=np.uint16).tofile(path)
+    files = {"a": train.TokenFile(path, 2000), "b": train.TokenFile(path, 2000)}
+    assert isinstance(files["a"].ids, np.memmap)
+    first = train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 3)
+    assert torch.equal(first, train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 3))
+    assert not torch.equal(first, train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 4))
+    assert (first.diff(dim=1) == 1).all() and first.dtype == torch.int64
+
+
+def test_learning_rate_schedule():
+    steps = [train.cosine(i, 1000, 0.025) for i in range(1000)]
+    assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24
+    assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["glid"], "cannot train glid"), (["target", "glide"], "name target alone"), (["glide", "--target", "/no/such"], "cannot be loaded"),
+    (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
+    (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
+])
+def test_mistakes_are_one_sentence(argv, words, capsys):
+    if words == "no CUDA device" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    assert train.main(argv) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_data_mistakes(small, tmp_path, capsys):
+    base = ["glide", "--target", str(small / "model"), "--work", str(tmp_path), "--device", "cpu"]
+    (tmp_path / "short.txt").write_text("a")
+    for more, words in ((["--data", "/no/such"], "does not exist"), ([], "--data FILES-OR-FOLDERS is missing"),
+                        (["--data", str(tmp_path / "short.txt")], "too few tokens"),
+                        (["--data", str(small / "text"), "--length", "64", "--layer", "7"], "cannot be read")):
+        assert train.main(base + more) == 2
+        assert words in capsys.readouterr().err

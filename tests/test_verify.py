@@ -1,0 +1,260 @@
+"""Lossless for every drafter x tree; the tree's logits, the cache, the sampling rules against independent oracles."""
+import math
+from functools import partial
+
+import pytest
+import torch
+from conftest import CONTEXT, VOCAB, plain, tiny
+from test_glide import random_drafter
+
+import cape
+import verify
+
+BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3)}
+
+
+class HandMade:
+    """A drafter that knows the plain output and is right at each position with probability `rate`."""
+    needs = {}
+
+    def __init__(self, text, rate):
+        self.text, self.rate = text, rate
+
+    def reset(self):
+        pass
+
+    def begin(self, view):
+        self.t, self.depth = view.length, []
+
+    def keep(self, tokens):
+        pass
+
+    def expand(self, tokens, parents):
+        rows = torch.full((len(parents), VOCAB), 0.1 / VOCAB, dtype=torch.float64)
+        for row, parent in zip(rows, parents):
+            self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
+            at = self.t + self.depth[-1] + 1
+            truth = self.text[at] if at < len(self.text) else 0
+            right = torch.rand(1, generator=torch.Generator().manual_seed(at)).item() < self.rate
+            row[truth if right else (truth + 1) % VOCAB] += 0.9
+            if not right:
+                row[truth] = 0                       # never right: not even among the extras
+        return rows / rows.sum(1, keepdim=True)
+
+
+def drafters(model, text):
+    yield "glide", random_drafter(model, 1)
+    yield "glide, two layers", random_drafter(model, 2)
+    yield "vanilla", random_drafter(model, 1, glimpse=False)
+    for name, rate in (("always right", 1.0), ("never right", 0.0), ("half right", 0.5)):
+        yield name, HandMade(text, rate)
+
+
+@pytest.mark.parametrize("length", [1, 2, 11, CONTEXT - 3, CONTEXT])
+def test_greedy_output_is_plain_decoding(model, length):
+    prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    new = min(24, CONTEXT - length + 1)
+    expected = plain(model, prompt, new)
+    target = verify.Target(model)
+    assert verify.generate(target, None, verify.no_draft, prompt, 24).tokens == expected
+    assert verify.generate(target, None, verify.no_draft_padded, prompt, 24).tokens == expected
+    for name, drafter in drafters(model, prompt + expected):
+        for tree, build in BUILDS.items():
+            out = verify.generate(target, drafter, build, prompt, 24)
+            assert out.tokens == expected, f"{name} x {tree}"
+            assert sum(out.runs) == new - 1 and len(out.runs) == out.rounds
+            if name == "always right":
+                assert out.rounds == math.ceil((new - 1) / 6) and (out.alpha in (None, 1.0))
+            if name == "never right":
+                assert out.rounds == new - 1 and out.accepted == 0
+    assert target.ids == (prompt + expected)[:len(target.ids)], "the cache holds the output and nothing else"
+
+
+def random_tree(n, seed):
+    g = torch.Generator().manual_seed(seed)
+    parents = [-1] + [int(torch.randint(i, (1,), generator=g)) for i in range(1, n)]
+    return torch.randint(VOCAB, (n,), generator=g), parents
+
+
+def path_to(node, parents):
+    path = [node]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return path
+
+
+def test_ancestor_mask_against_walking_up():
+    for seed in range(30):
+        _, parents = random_tree(1 + seed, seed)
+        mask = verify.ancestor_mask(torch.tensor(parents))
+        for i in range(len(parents)):
+            assert mask[i].nonzero().flatten().tolist() == sorted(path_to(i, parents))
+
+
+def test_tree_logits_and_commit_equal_each_path_alone(model):
+    """Every node of a random tree sees its own path and nothing else; a committed path leaves the cache of a fresh prefill."""
+    prompt = torch.randint(VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
+    for seed in range(6):
+        tokens, parents = random_tree(14, seed)
+        target = verify.Target(model)
+        target.watch({"hidden": [1, 2]})
+        with torch.inference_mode():
+            target.sync(prompt)
+            logits = target.forward(tokens, torch.tensor(parents))
+            for node in range(14):
+                path = path_to(node, parents)
+                alone = model(torch.tensor([prompt + tokens[path].tolist()]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(logits[node], alone, atol=1e-6, rtol=1e-5)
+            path = max((path_to(i, parents) for i in range(14)), key=len)
+            text = prompt + tokens[path].tolist()
+            target.commit(path, tokens[path].tolist())
+            fresh = verify.Target(model)
+            fresh.sync(text)
+            n = len(text)
+            assert target.ids == text and target.cache.length == n
+            for kept, whole in ((target.cache.keys, fresh.cache.keys), (target.cache.values, fresh.cache.values)):
+                torch.testing.assert_close(kept[..., :n, :], whole[..., :n, :], atol=1e-6, rtol=1e-5)
+            # hidden states: rows of what was committed, as the library numbers them
+            states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+            view = target.view()
+            assert view.tokens.tolist() == text and view.length == n
+            for k in (1, 2):
+                torch.testing.assert_close(view.hidden[k], states[k][0], atol=1e-6, rtol=1e-5)
+            more, upper = random_tree(5, seed + 100)
+            torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), atol=1e-6, rtol=1e-5)
+
+
+def test_sync_keeps_the_common_prefix(model):
+    target = verify.Target(model)
+    with torch.inference_mode():
+        for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]):
+            logits = target.sync(ids)
+            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=1e-6, rtol=1e-5)
+            assert target.ids == ids and target.cache.length == len(ids)
+
+
+def test_hidden_states_cost_nothing_unasked(llama):
+    target = verify.Target(llama)
+    target.watch({"hidden": [2]})
+    assert sum(len(m._forward_hooks) for m in llama.modules()) == 1
+    verify.generate(target, random_drafter(llama), cape.cape, [1, 2, 3], 5)
+    assert sum(len(m._forward_hooks) for m in llama.modules()) == 0
+
+
+def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
+    prompt = [3, 1, 4]
+    expected = plain(llama, prompt, 24)
+    drafter = HandMade(prompt + expected, 1.0)
+    target = verify.Target(llama)
+    for eos in set(expected):
+        end = expected.index(eos) + 1
+        for build in (cape.chain, cape.cape, cape.beam):
+            assert verify.generate(target, drafter, build, prompt, 24, eos_token_id=eos).tokens == expected[:end]
+    for limit in range(1, 16):
+        out = verify.generate(target, drafter, cape.chain, prompt, limit)
+        assert out.tokens == expected[:limit] and out.alpha in (None, 1.0)
+
+
+def test_a_zero_row_is_never_followed(llama):
+    """A padded or dead cell becomes token 0 elsewhere and is accepted (Medusa): here plain decoding must come out."""
+    class Dead(HandMade):
+        def expand(self, tokens, parents):
+            return super().expand(tokens, parents) * 0
+    expected = plain(llama, [0, 0, 0], 12)
+    for build in BUILDS.values():
+        out = verify.generate(verify.Target(llama), Dead([], 0.0), build, [0, 0, 0], 12)
+        assert out.tokens == expected and out.nodes == 0
+
+
+# ---------------------------------------------------------------- sampling
+@pytest.mark.parametrize("how", [{"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4},
+                                 {"temperature": 0.5, "top_p": 0.8}, {"temperature": 1.3, "top_k": 6, "top_p": 0.9}])
+def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how):
+    target = verify.Target(model)
+    drafter = random_drafter(model)
+    differ = set()
+    for seed in range(3):
+        expected = verify.generate(target, None, verify.no_draft, [1, 2, 3], 16, seed=seed, **how).tokens
+        differ.add(tuple(expected))
+        for tree, build in BUILDS.items():
+            assert verify.generate(target, drafter, build, [1, 2, 3], 16, seed=seed, **how).tokens == expected, tree
+    assert len(differ) > 1, "the seed matters"
+
+
+def chi_square_p(counts, expected):
+    """Upper tail of Pearson's statistic; cells that expect under 5 are pooled."""
+    small = expected < 5
+    counts = torch.cat((counts[~small], counts[small].sum()[None]))
+    expected = torch.cat((expected[~small], expected[small].sum()[None]))
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    x = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), x / 2).item()
+
+
+@pytest.mark.parametrize("kind", ["plain", "drawn chain"])
+def test_sampled_text_follows_the_target(kind):
+    """Three sampled tokens over a vocabulary of 5 against all 125 probabilities.  False-alarm odds: one in a million."""
+    model = tiny("llama", vocab_size=5, num_hidden_layers=1)
+    prompt, n, warp = [1, 2], 2000, verify.warper(0.8, top_k=4)
+    exact = {}
+    with torch.no_grad():
+        for a in range(5):
+            for b in range(5):
+                rows = warp(model(torch.tensor([prompt + [a, b]]), use_cache=False).logits[0, 1:])
+                for c in range(5):
+                    exact[a, b, c] = (rows[0, a] * rows[1, b] * rows[2, c]).item()
+    assert abs(sum(exact.values()) - 1) < 1e-6
+    torch.manual_seed(0)
+    drafter = None if kind == "plain" else random_drafter(model, 1, width=16)
+    generator = torch.Generator().manual_seed(0)
+    build = verify.no_draft if drafter is None else partial(cape.chain, gamma=3, pick=partial(cape.draw, generator=generator))
+    target, counts = verify.Target(model), dict.fromkeys(exact, 0)
+    for seed in range(n):
+        out = verify.generate(target, drafter, build, prompt, 3, temperature=0.8, top_k=4, seed=seed)
+        counts[tuple(out.tokens)] += 1
+    p = chi_square_p(torch.tensor([float(v) for v in counts.values()]), torch.tensor(list(exact.values())) * n)
+    assert p > 1e-6, p
+
+
+def test_drawn_chain_acceptance_follows_the_target():
+    """accept_drawn on fixed random tables, 20 000 times: first token, and the token after an accepted one.  Odds as above."""
+    g = torch.Generator().manual_seed(7)
+    p_target = torch.rand(3, 6, generator=g, dtype=torch.float64) ** 3
+    p_draft = torch.rand(2, 6, generator=g, dtype=torch.float64) ** 3
+    p_target, p_draft = p_target / p_target.sum(1, keepdim=True), p_draft / p_draft.sum(1, keepdim=True)
+    n, first, accepted = 20000, torch.zeros(6), 0
+    for _ in range(n):
+        drawn = torch.multinomial(p_draft, 1, generator=g)[:, 0]
+        tree = verify.Tree(torch.cat((torch.tensor([0]), drawn)), torch.arange(-1, 2), p_draft)
+        path, token = verify.accept_drawn(tree, p_target, g)
+        first[drawn[0] if len(path) > 1 else token] += 1
+        accepted += len(path) > 1
+    assert chi_square_p(first, p_target[0] * n) > 1e-6
+    alpha = torch.minimum(p_target[0], p_draft[0]).sum().item()        # sum_x min(p_T, p_D)
+    assert abs(accepted / n - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / n)
+
+
+# ---------------------------------------------------------------- mistakes
+def test_mistakes_are_named(llama):
+    target = verify.Target(llama)
+    for prompt, words in (([], "the prompt is empty"), ([1] * (CONTEXT + 1), f"has {CONTEXT + 1} tokens")):
+        with pytest.raises(verify.UserError, match=words):
+            verify.generate(target, None, verify.no_draft, prompt, 4)
+    with pytest.raises(verify.UserError, match="at least 1"):
+        verify.generate(target, None, verify.no_draft, [1], 0)
+
+
+def test_encoder_decoder_is_refused():
+    from transformers import T5Config, T5ForConditionalGeneration
+    model = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0))
+    with pytest.raises(verify.UserError, match="encoder-decoder"):
+        verify.Target(model)
+
+
+def test_fingerprint_tells_targets_apart_but_not_precisions(llama):
+    mine = verify.fingerprint(llama)
+    import copy
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert verify.same_target(mine, verify.fingerprint(copy.deepcopy(llama).to(dtype)))
+    assert not verify.same_target(mine, verify.fingerprint(tiny("llama", seed=9)))
+    assert not verify.same_target(mine, verify.fingerprint(tiny("mistral")))
