@@ -37,7 +37,7 @@ from tqdm import tqdm
 import cape
 import glide
 import verify
-from train import HERE, STAND_IN, Parser, clean, load_target, source_roots, write_atomically
+from train import HERE, STAND_IN, Parser, clean, fingerprint, load_target, same_target, source_roots, write_atomically
 from verify import UserError
 
 # Word problems in GSM8K's form, written for this project.
@@ -136,7 +136,7 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
         raise UserError(str(why)) from None
     if about.get("kind", name) != name:
         raise UserError(f"{folder} holds a drafter of kind {about['kind']}, not {name}: name another --checkpoint or --drafter")
-    if not verify.same_target(about["target"], about_target):
+    if not same_target(about["target"], about_target):
         theirs, ours = about["target"], about_target
         raise UserError(f"the drafter in {folder} was made for another target ({theirs['class']}, vocabulary {theirs['vocab_size']}, "
                         f"{theirs['num_hidden_layers']} layers, against {ours['class']}, {ours['vocab_size']}, {ours['num_hidden_layers']}): "
@@ -417,7 +417,7 @@ def run(argv=None):
     target = verify.Target(model, capacity)
     eos = model.generation_config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    about = verify.fingerprint(model)
+    about = fingerprint(model)
     sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
     generator = torch.Generator(a.device)
     drafters = {name: load_drafter(name, a.checkpoint, model, about, context) for name in dict.fromkeys(a.drafter)}

@@ -43,7 +43,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import glide
-from verify import UserError, fingerprint
+from verify import UserError
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE / "checkpoints" / "target"
@@ -207,6 +207,21 @@ def save_target(folder, model, tokenizer, held_out, about):
     for file in part.iterdir():
         os.replace(file, folder / file.name)
     shutil.rmtree(part)
+
+
+def fingerprint(model):
+    """What tells one target from another: shapes, and 16 weights to compare within the rounding of half precision."""
+    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight.detach()
+    rows = torch.linspace(0, weight.shape[0] - 1, 16).long().tolist()
+    return {"class": type(model).__name__, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+            "num_hidden_layers": config.num_hidden_layers,
+            "probe": [round(float(weight[r, (7 * i) % weight.shape[1]]), 6) for i, r in enumerate(rows)]}
+
+
+def same_target(a, b):
+    """Whether two fingerprints are of one model, whatever the precision in which it was loaded."""
+    scale = max(abs(x) for x in a["probe"]) or 1.0
+    return all(a[k] == b[k] for k in a if k != "probe") and all(abs(x - y) < 0.01 * scale for x, y in zip(a["probe"], b["probe"]))
 
 
 def how_made(a, steps, metrics, **more):
@@ -426,6 +441,9 @@ def load_target(name, dtype, device, attention="sdpa"):
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    if not Path(name).exists() and (Path(name).is_absolute() or str(name).count("/") != 1):
+        raise UserError(f"the target {name} does not exist: give a folder or a hub name of a causal language model, or train the "
+                        "stand-in with train.py target")
     try:
         encoder_decoder = AutoConfig.from_pretrained(name).is_encoder_decoder
         if not encoder_decoder:

@@ -150,6 +150,8 @@ class Target:
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise UserError(f"{type(model).__name__} has layers of kind {', '.join(sorted(unknown))}, which keep no KV rows to verify a tree with")
+        if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+            raise UserError(f"{type(model).__name__} builds its position biases (ALiBi) from a 2-D mask, which cannot say what a tree is")
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
         self.hooks, self.captured, self.rows, self.needs = [], {}, {}, {}
         self.reset()
@@ -208,7 +210,7 @@ class Target:
             if a != b:
                 same -= 1
                 break
-        self.cache.length = same
+        self.cache.length, self.shown = same, min(self.shown, same)
         del self.ids[same:]
         logits = self.forward(torch.tensor(ids[same:], device=self.device), logits_to_keep=1)
         self.commit(list(range(len(ids) - same)), list(ids[same:]))
@@ -222,21 +224,6 @@ class Target:
         self.hidden = {k: [] for k in self.hidden}
         return View(torch.tensor(new, device=self.device), t,
                     {i: (self.cache.keys[i, :, :, :t], self.cache.values[i, :, :, :t]) for i in self.needs.get("kv", ())}, hidden)
-
-
-def fingerprint(model):
-    """What tells one target from another: shapes, and 16 weights to compare within the rounding of half precision."""
-    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight.detach()
-    rows = torch.linspace(0, weight.shape[0] - 1, 16).long().tolist()
-    return {"class": type(model).__name__, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-            "num_hidden_layers": config.num_hidden_layers,
-            "probe": [round(float(weight[r, (7 * i) % weight.shape[1]]), 6) for i, r in enumerate(rows)]}
-
-
-def same_target(a, b):
-    """Whether two fingerprints are of one model, whatever the precision in which it was loaded."""
-    scale = max(abs(x) for x in a["probe"]) or 1.0
-    return all(a[k] == b[k] for k in a if k != "probe") and all(abs(x - y) < 0.01 * scale for x, y in zip(a["probe"], b["probe"]))
 
 
 # ---------------------------------------------------------------- acceptance

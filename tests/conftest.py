@@ -15,6 +15,7 @@ SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_
              max_position_embeddings=CONTEXT, eos_token_id=None, bos_token_id=None, pad_token_id=None)
 CLASSES = {
     "llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
+    "llama-eager": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=2, attn_implementation="eager")),
     "mistral": (MistralForCausalLM, MistralConfig, dict(num_key_value_heads=2, sliding_window=9)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2)),
     "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=7, max_window_layers=1)),

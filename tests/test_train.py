@@ -1,4 +1,5 @@
 """Training: resuming repeats an uninterrupted run, a killed write spoils nothing, held-out text stays out."""
+import copy
 import json
 import re
 import signal
@@ -129,7 +130,7 @@ def test_learning_rate_schedule():
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["glid"], "cannot train glid"), (["target", "glide"], "name target alone"), (["glide", "--target", "/no/such"], "cannot be loaded"),
+    (["glid"], "cannot train glid"), (["target", "glide"], "name target alone"), (["glide", "--target", "/no/such"], "does not exist"),
     (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
     (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
 ])
@@ -149,3 +150,11 @@ def test_data_mistakes(small, tmp_path, capsys):
                         (["--data", str(small / "text"), "--length", "64", "--layer", "7"], "cannot be read")):
         assert train.main(base + more) == 2
         assert words in capsys.readouterr().err
+
+
+def test_fingerprint_tells_targets_apart_but_not_precisions(llama):
+    mine = train.fingerprint(llama)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert train.same_target(mine, train.fingerprint(copy.deepcopy(llama).to(dtype)))
+    assert not train.same_target(mine, train.fingerprint(tiny("llama", seed=9)))
+    assert not train.same_target(mine, train.fingerprint(tiny("mistral")))
