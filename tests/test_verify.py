@@ -104,7 +104,7 @@ def test_tree_logits_and_commit_equal_each_path_alone(model):
             for node in range(14):
                 path = path_to(node, parents)
                 alone = model(torch.tensor([prompt + tokens[path].tolist()]), use_cache=False).logits[0, -1]
-                torch.testing.assert_close(logits[node], alone, atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(logits[node], alone, atol=2e-5, rtol=1e-4)
             path = max((path_to(i, parents) for i in range(14)), key=len)
             text = prompt + tokens[path].tolist()
             target.commit(path, tokens[path].tolist())
@@ -113,15 +113,15 @@ def test_tree_logits_and_commit_equal_each_path_alone(model):
             n = len(text)
             assert target.ids == text and target.cache.length == n
             for kept, whole in ((target.cache.keys, fresh.cache.keys), (target.cache.values, fresh.cache.values)):
-                torch.testing.assert_close(kept[..., :n, :], whole[..., :n, :], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(kept[..., :n, :], whole[..., :n, :], atol=2e-5, rtol=1e-4)
             # hidden states: rows of what was committed, as the library numbers them
             states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
             view = target.view()
             assert view.tokens.tolist() == text and view.length == n
             for k in (1, 2):
-                torch.testing.assert_close(view.hidden[k], states[k][0], atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(view.hidden[k], states[k][0], atol=2e-5, rtol=1e-4)
             more, upper = random_tree(5, seed + 100)
-            torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), atol=2e-5, rtol=1e-4)
 
 
 def test_sync_keeps_the_common_prefix(model):
@@ -129,7 +129,7 @@ def test_sync_keeps_the_common_prefix(model):
     with torch.inference_mode():
         for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]):
             logits = target.sync(ids)
-            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=2e-5, rtol=1e-4)
             assert target.ids == ids and target.cache.length == len(ids)
 
 
