@@ -249,7 +249,7 @@ def keyed_noise(seed, position, vocab, device, dtype=torch.float32):
 
 
 def accept(tree, choice):
-    """Walk down while the target's choice is a child.  -> (path of node indices, root first; the token after it).
+    """Walk down while the target's choice is a child.  -> (path of node indices, root first; the target's token after each).
 
     choice: (n,) the target's token after each node: its argmax (greedy), or its keyed draw (sampling).  One host read.
     """
@@ -260,11 +260,11 @@ def accept(tree, choice):
     path = [0]
     while (path[-1], choice[path[-1]]) in child:
         path.append(child[path[-1], choice[path[-1]]])
-    return path, choice[path[-1]]
+    return path, [choice[node] for node in path]
 
 
 def accept_drawn(tree, p_target, generator):
-    """Speculative sampling of a drawn chain (Leviathan et al. 2023): the output follows p_target exactly.
+    """Speculative sampling of a drawn chain (Leviathan et al. 2023): the output follows p_target exactly.  Returns as accept().
 
     Node i + 1, drawn from p_draft[i], is accepted with probability min(1, p_target[i] / p_draft[i]) of its token; at the
     first rejection the next token is drawn from the normalised positive part of p_target[i] - p_draft[i].
@@ -277,9 +277,9 @@ def accept_drawn(tree, p_target, generator):
     residual = (p_target[k] - left).clamp(min=0)
     # Rounding can leave nothing where both distributions are the same; then a rejection had probability zero.
     residual = torch.where(residual.sum() > 0, residual, p_target[k])
-    token = torch.multinomial(residual, 1, generator=generator)[0]
-    k, token = torch.stack((k, token)).tolist()
-    return list(range(k + 1)), token
+    token = torch.multinomial(residual, 1, generator=generator)
+    k, token, *drawn = torch.cat((k[None], token, tree.tokens[1:])).tolist()
+    return list(range(k + 1)), drawn[:k] + [token]
 
 
 # ---------------------------------------------------------------- the loop
@@ -376,16 +376,17 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     def expand(tokens, parents):
         """The drafter's distributions, as the builder sees them: warped like the target's, zero at the length limit."""
         start = clock(target.device)
-        depth.extend(depth[p] + 1 if p >= 0 else 0 for p in parents)
+        for parent in parents:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        new = depths[-len(parents):]
         probs = drafter.expand(tokens, parents)
         out.draft_forwards += 1
         expanding.append((start, clock(target.device)))
         if warp:
             probs = warp(probs.log()).nan_to_num(0.0)           # an all-zero row stays one
-        deepest = [i - len(parents) for i in range(len(parents)) if depth[i - len(parents)] >= limit - len(out.tokens) - 1]
-        if deepest:
-            probs = probs.clone()
-            probs[deepest] = 0
+        last = limit - len(out.tokens) - 1                      # a node this deep has no room for a child
+        if max(new) >= last:
+            probs = probs.masked_fill(torch.tensor([[d >= last] for d in new], device=probs.device), 0)
         return probs
 
     begun = clock(target.device)
@@ -398,7 +399,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     marks.append((begun, clock(target.device)))
     while len(out.tokens) < limit and out.tokens[-1] not in eos:
         start = clock(target.device)
-        depth = []
+        depths = []                                 # of this round's nodes, in the order of expand
         if drafter:
             drafter.begin(target.view())
             spans.append((start, clock(target.device)))
@@ -406,36 +407,35 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         built = clock(target.device)
         logits = target.forward(tree.tokens, tree.parents)                             # verify
         verified = clock(target.device)
-        t = target.cache.length
         if tree.p_draft is not None:                                                   # accept
+            if not warp:
+                raise UserError("a drawn chain is accepted by sampling: give a temperature above 0, or a builder without `pick`")
             p_target = warp(logits.float())
-            path, token = accept_drawn(tree, p_target, generator)
+            path, new = accept_drawn(tree, p_target, generator)
         else:
             levels = ancestor_mask(tree.parents).sum(1).tolist() if warp else ()
-            path, token = accept(tree, choose(logits, [t + d for d in levels]))
-        tokens = tree.tokens[path].tolist()
-        target.commit(path, tokens)                                                    # commit
+            path, new = accept(tree, choose(logits, [target.cache.length + depth for depth in levels]))
+        kept = out.tokens[-1:] + new[:-1]                                              # the root and what was accepted
+        target.commit(path, kept)                                                      # commit
         if drafter:
-            drafter.keep(tokens)
-        new = (tokens[1:] + [token])[:limit - len(out.tokens)]
-        new = new[:next((i + 1 for i, x in enumerate(new) if x in eos), len(new))]
-        root = torch.tensor([token], device=target.device)
-        marks.append((start, built, verified, clock(target.device)))
+            drafter.keep(kept)
+        root = torch.tensor(new[-1:], device=target.device)
 
+        drafted = tree.tokens.shape[0] - 1 if drafter else 0
+        new = new[:limit - len(out.tokens)]
+        new = new[:next((i + 1 for i, x in enumerate(new) if x in eos), len(new))]
+        gained = min(len(path) - 1, len(new))
+        tested = gained + (gained < len(new) and gained < drafted)     # beyond a cut by EOS or the limit nothing was tested
+        if tree.p_draft is not None and tested:
+            out.overlap += torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum().item()
         out.tokens += new
         out.runs.append(len(new))
         out.rounds += 1
-        drafted = tree.tokens.shape[0] - 1 if drafter else 0
-        gained = min(len(path) - 1, len(new))
         out.nodes += drafted
         out.accepted += gained
-        chain = tree.parents.tolist() == list(range(-1, drafted))
-        out.chain &= chain or not drafter
-        # A chain cut off by the length limit or EOS was not tested beyond the cut.
-        tested = gained + (gained == len(path) - 1 < drafted)
         out.tested += tested
-        if tree.p_draft is not None and tested:
-            out.overlap += torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum().item()
+        out.chain &= not drafter or tree.parents.tolist() == list(range(-1, drafted))
+        marks.append((start, built, verified, clock(target.device)))
 
     if torch.device(target.device).type == "cuda":
         torch.cuda.synchronize()

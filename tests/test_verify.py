@@ -226,8 +226,9 @@ def test_drawn_chain_acceptance_follows_the_target():
     for _ in range(n):
         drawn = torch.multinomial(p_draft, 1, generator=g)[:, 0]
         tree = verify.Tree(torch.cat((torch.tensor([0]), drawn)), torch.arange(-1, 2), p_draft)
-        path, token = verify.accept_drawn(tree, p_target, g)
-        first[drawn[0] if len(path) > 1 else token] += 1
+        path, new = verify.accept_drawn(tree, p_target, g)
+        assert new[:-1] == drawn[:len(path) - 1].tolist() and path == list(range(len(new)))
+        first[new[0]] += 1
         accepted += len(path) > 1
     assert chi_square_p(first, p_target[0] * n) > 1e-6
     alpha = torch.minimum(p_target[0], p_draft[0]).sum().item()        # sum_x min(p_T, p_D)
@@ -242,6 +243,8 @@ def test_mistakes_are_named(llama):
             verify.generate(target, None, verify.no_draft, prompt, 4)
     with pytest.raises(verify.UserError, match="at least 1"):
         verify.generate(target, None, verify.no_draft, [1], 0)
+    with pytest.raises(verify.UserError, match="temperature above 0"):
+        verify.generate(target, random_drafter(llama), partial(cape.chain, pick=cape.draw), [1], 4)
 
 
 def test_encoder_decoder_is_refused():
