@@ -154,12 +154,9 @@ class Layer(nn.Module):
 
 
 class Glide(nn.Module):
-    """GLIDE, or the vanilla drafter where config.glimpse is False.
+    """The draft model, GLIDE or (config.glimpse False) vanilla, over all positions at once: what training runs."""
 
-    Drafter of the decoding loop: needs, reset(), begin(view), expand(tokens, parents), keep(tokens).
-    """
-
-    def __init__(self, config, tables, capacity=0):
+    def __init__(self, config, tables):
         """tables: cos, sin of the target's rotary embedding (target_angles), as long as any sequence will get."""
         super().__init__()
         c = self.config = config
@@ -171,10 +168,7 @@ class Glide(nn.Module):
         for name, table in zip(("cos", "sin", "target_cos", "target_sin"),
                                (*signed(angles(c.width // c.heads, tables[0].shape[0])), *signed(tables))):
             self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
-        self.needs = {"kv": c.layers_read}
-        self.store = None
 
-    # ---- training: all positions at once, under the block mask
     def forward(self, ids, kv=None):
         """ids (B, T), kv {layer: (K, V) of (B, H, T, d_k)} -> logits (B, T, V): row j predicts token j + 1."""
         c, T, L = self.config, ids.shape[1], self.config.block
@@ -196,7 +190,21 @@ class Glide(nn.Module):
         logits = self(batch["ids"], batch["kv"])
         return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["ids"][:, 1:].flatten()), logits
 
-    # ---- decoding: nothing is computed twice
+
+class Drafter:
+    """Decoding with a Glide, step by step; nothing is computed twice.  The loop in verify.py calls reset(), begin(view),
+    expand(tokens, parents) and keep(tokens); `needs` says what of the target it reads.
+
+    (No nn.Module: setting an attribute on one costs microseconds, and a step takes a few hundred of them.)
+    """
+
+    def __init__(self, model):
+        self.model, self.config, self.layers = model.eval(), model.config, list(model.layers)
+        self.needs = {"kv": model.config.layers_read}
+        self.tables = model.cos, model.sin, model.target_cos, model.target_sin
+        self.store = None
+        self.reset()
+
     def reset(self):
         """Forget the sequence."""
         self.context = 0                 # committed positions that have rows in the store
@@ -233,8 +241,8 @@ class Glide(nn.Module):
                 mask = torch.ones(p + m, end, dtype=torch.bool, device=ids.device).tril_(start)
         else:
             position, mask = self.tree_rows(m, p, end, ids.device)
-        x = self.embed(ids)[None]                           # (1, p + m, d_D)
-        cos, sin, tcos, tsin = (table[position] for table in (self.cos, self.sin, self.target_cos, self.target_sin))
+        x = F.embedding(ids, self.model.embed.weight)[None]  # (1, p + m, d_D)
+        cos, sin, tcos, tsin = (table[position] for table in self.tables)
         for i, layer in enumerate(self.layers):
             qkv = layer.qkv(layer.norm1(x)).view(p + m, 3, c.heads, -1).permute(1, 2, 0, 3)          # (3, heads, p + m, d)
             qk, v = qkv[:2], qkv[2]
@@ -253,7 +261,7 @@ class Glide(nn.Module):
         if p:
             self.context, self.pending = self.t, self.pending[:0]
         self.nodes += m
-        return self.head(self.norm(x))[0].float().softmax(-1)
+        return self.model.head(self.model.norm(x))[0].float().softmax(-1)
 
     def delayed(self, layer, x, kv, cos, sin, p):
         """The glimpse of drafted rows: all that is committed; the first p rows (pending) see less (`limit`)."""
@@ -294,7 +302,7 @@ class Glide(nn.Module):
         if self.store is None or self.store.shape[3] < rows or self.store.device != device:
             c, old = self.config, self.store
             size = max(1024, 2 * rows)
-            self.store = self.embed.weight.new_zeros(2, c.layers, c.heads, size, c.width // c.heads)
+            self.store = self.model.embed.weight.new_zeros(2, c.layers, c.heads, size, c.width // c.heads)
             if old is not None and old.device == device:
                 self.store[:, :, :, :old.shape[3]] = old
 
@@ -315,7 +323,7 @@ class Glide(nn.Module):
 
 
 def load(folder, model, length=None):
-    """Read a checkpoint made by train.py for the target `model` -> (Glide in the model's dtype, what training.json says).
+    """Read a checkpoint made by train.py for the target `model` -> (Drafter in the model's dtype, what training.json says).
 
     Raises ValueError, in one sentence, where the folder is missing or broken.
     """
@@ -329,12 +337,12 @@ def load(folder, model, length=None):
         about = json.loads((folder / "training.json").read_text())
         config = Config(**{**about["config"], "layers_read": tuple(about["config"]["layers_read"])})
         length = length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
-        drafter = Glide(config, target_angles(model, length + 512))
-        drafter.load_state_dict(load_file(folder / "model.safetensors"))
+        draft_model = Glide(config, target_angles(model, length + 512))
+        draft_model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
         raise ValueError(f"the drafter in {folder} is damaged ({type(why).__name__}: {str(why).splitlines()[0][:100]}); "
                          "train or copy it again") from None
-    return drafter.to(model.device, model.dtype).eval(), about
+    return Drafter(draft_model.to(model.device, model.dtype)), about
 
 
 def main():
@@ -342,14 +350,14 @@ def main():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     c = Config(vocab=20, width=16, hidden=32, layers=2, heads=2, target_heads=4, target_head_size=8, layers_read=(1, 2))
-    drafter = Glide(c, angles(8, 64)).eval()
-    for p in drafter.parameters():
+    model = Glide(c, angles(8, 64))
+    for p in model.parameters():
         p.data.normal_(0, 0.3)
     ids = torch.randint(20, (1, 15))
     kv = {layer: (torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)) for layer in c.layers_read}   # two queries a key
     with torch.no_grad():
-        trained = drafter(ids, kv).softmax(-1)[0]
-        drafter.reset()
+        trained = model(ids, kv).softmax(-1)[0]
+        drafter = Drafter(model)
         worst = 0
         for t in (5, 10):
             new = ids[0, :5] if t == 5 else ids[0, 5:10]

@@ -9,18 +9,19 @@ import glide
 from train import frozen_forward
 
 
-def random_drafter(model, layers=1, glimpse=True, width=24, seed=1, length=64, **more):
-    """A drafter with weights large enough that every part matters, float64."""
+def random_drafter(*args, **more):
+    return glide.Drafter(random_glide(*args, **more))
+
+
+def random_glide(model, layers=1, glimpse=True, width=24, seed=1, length=64, **more):
+    """A draft model with weights large enough that every part matters, float64."""
     torch.manual_seed(seed)
     config = glide.Config.for_target(model, width, layers, glimpse, **more)
-    drafter = glide.Glide(config, glide.target_angles(model, length)).double().eval()
-    for p in drafter.parameters():
+    draft_model = glide.Glide(config, glide.target_angles(model, length)).double().eval()
+    for p in draft_model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.3)
-    # The tables in double, so that the two ways of computing are compared, not their rounding.
-    for name in ("cos", "sin", "target_cos", "target_sin"):
-        setattr(drafter, name, getattr(drafter, name).double())
-    return drafter
+    return draft_model
 
 
 def view(ids, kv, since, t):
@@ -31,12 +32,12 @@ def view(ids, kv, since, t):
 @pytest.mark.parametrize("glimpse", [True, False])
 def test_training_equals_decoding_with_the_delayed_cache(model, layers, glimpse):
     L, T = 5, 20
-    drafter = random_drafter(model, layers, glimpse)
+    draft_model = random_glide(model, layers, glimpse)
+    drafter = glide.Drafter(draft_model)
     ids = torch.randint(VOCAB, (1, T), generator=torch.Generator().manual_seed(2))
     batch = frozen_forward(model, ids, "float32")
     with torch.no_grad():
-        trained = drafter(ids, batch["kv"]).softmax(-1)[0]
-        drafter.reset()
+        trained = draft_model(ids, batch["kv"]).softmax(-1)[0]
         for t in range(L, T, L):                                  # rounds start where blocks do
             drafter.begin(view(ids[0], batch["kv"], 0 if t == L else t - L, t))
             for i in range(L):
@@ -46,20 +47,20 @@ def test_training_equals_decoding_with_the_delayed_cache(model, layers, glimpse)
     if glimpse:                                                   # the glimpse matters, or the test above says nothing
         other = {m: (k.roll(1, -1), v.roll(1, -1)) for m, (k, v) in batch["kv"].items()}
         with torch.no_grad():
-            assert (drafter(ids, other).softmax(-1)[0] - trained)[L:].abs().max() > 0.01
+            assert (draft_model(ids, other).softmax(-1)[0] - trained)[L:].abs().max() > 0.01
 
 
 def test_an_evaluation_loss_does_not_see_the_future(model):
     """Changing the target's keys and values from position k on leaves all rows of blocks up to k's alone."""
-    drafter, L = random_drafter(model, 2), 5
+    draft_model, L = random_glide(model, 2), 5
     ids = torch.randint(VOCAB, (1, 20))
     kv = frozen_forward(model, ids, "float32")["kv"]
     with torch.no_grad():
-        base = drafter.eval()(ids, kv)
+        base = draft_model(ids, kv)
         for k in (0, 4, 5, 12, 19):
             changed = {m: (torch.cat((a[:, :, :k], a[:, :, k:] + 1), 2), torch.cat((b[:, :, :k], b[:, :, k:] - 1), 2)) for m, (a, b) in kv.items()}
             blind = (k // L + 1) * L                              # the first row that may see position k
-            out = drafter(ids, changed)
+            out = draft_model(ids, changed)
             assert torch.equal(out[:, :blind], base[:, :blind])
             assert blind >= 20 or not torch.allclose(out[:, blind:], base[:, blind:])
 
@@ -75,11 +76,11 @@ def test_block_mask_on_fifteen_tokens():
 def test_no_gradient_reaches_the_target(llama):
     llama.zero_grad()
     llama.requires_grad_(True)
-    drafter = random_drafter(llama)
-    loss, _ = drafter.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15)), "float32"))
+    draft_model = random_glide(llama)
+    loss, _ = draft_model.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15)), "float32"))
     loss.backward()
     assert all(p.grad is None for p in llama.parameters())
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in drafter.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
 
 
 @pytest.mark.parametrize("layers", [1, 2])

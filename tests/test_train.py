@@ -75,7 +75,7 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     model = AutoModelForCausalLM.from_pretrained(small / "model")
     drafter, _ = glide.load(tmp_path / "glide", model)
     kept = torch.load(tmp_path / "work" / "glide-vanilla.pt", weights_only=True)["models"]["glide"]
-    for key, value in drafter.state_dict().items():
+    for key, value in drafter.model.state_dict().items():
         assert torch.equal(value, kept[key].bfloat16().float()), key
 
 
