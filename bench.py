@@ -145,14 +145,21 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
 
 
 DRAFTERS = ("glide", "vanilla")
-TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": partial(cape.beam, width=8),
-         "drawn": cape.chain}
+TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": cape.beam, "drawn": cape.chain}
+WIDTHS = {"beam": {"width": 4}, "beam8": {"width": 8}}               # section 5.3 and Table 3
+MOST_NODES = 511                                                     # verify.Target has room for 512, the root included
+
+
+def bounds(name, a):
+    """(most nodes, widest frontier) of the tree `name` with this run's settings, as its builder declares them."""
+    return TREES[name].bounds(**{**WIDTHS.get(name, {}), "gamma": a.gamma, "max_nodes": a.max_nodes})
 
 
 def builder(name, a, generator):
     """The tree builder `name` with this run's settings."""
-    more = {"drawn": {"pick": partial(cape.draw, generator=generator)},
-            "fixed": {"size": a.fixed_size or 4}}.get(name, {})
+    more = {**WIDTHS, "drawn": {"pick": partial(cape.draw, generator=generator)},
+            "cape": {"sizes": a.sizes, "edges": a.edges, "max_nodes": a.max_nodes},
+            "fixed": {"size": a.fixed_size, "max_nodes": a.max_nodes}}.get(name, {})
     return partial(TREES[name], gamma=a.gamma, **more)
 
 
@@ -371,6 +378,9 @@ def parser():
     p.add_argument("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")
     p.add_argument("--max-new-tokens", type=int, default=128)
     p.add_argument("--gamma", type=int, default=cape.GAMMA, help="drafted positions (depth of the tree)")
+    p.add_argument("--sizes", type=int, nargs="+", default=list(cape.SIZES), help="CAPE's S(p): extras for each bin of confidence")
+    p.add_argument("--edges", type=float, nargs="*", default=list(cape.EDGES), help="CAPE's bins of confidence, closed on the right")
+    p.add_argument("--max-nodes", type=int, default=cape.MAX_NODES, help="most nodes of CAPE and fixed, the root not counted")
     p.add_argument("--fixed-size", type=int, help="extras a position of --tree fixed (default: the mean of CAPE's sets, measured first)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -398,8 +408,12 @@ def check(a):
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
     if "drawn" in a.tree and a.temperature == 0:
         raise UserError("--tree drawn draws its tokens: give --temperature above 0, or --tree chain for greedy decoding")
-    if {"cape", "fixed"} & set(a.tree) and a.gamma > cape.MAX_NODES:
-        raise UserError(f"--gamma {a.gamma} exceeds the {cape.MAX_NODES} nodes that CAPE verifies at most")
+    if {"cape", "fixed"} & set(a.tree) and a.gamma > a.max_nodes:
+        raise UserError(f"--gamma {a.gamma} exceeds the {a.max_nodes} nodes that CAPE verifies at most (--max-nodes)")
+    if len(a.sizes) != len(a.edges) + 1 or a.edges != sorted(a.edges) or min(a.sizes) < 0:
+        raise UserError(f"--sizes {a.sizes} and --edges {a.edges}: give ascending edges, and one more size than edges, none below 0")
+    if max(bounds(t, a)[0] for t in a.tree) > MOST_NODES:
+        raise UserError(f"--gamma {a.gamma} makes trees of more than the {MOST_NODES} nodes that the cache has room for")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
 

@@ -150,6 +150,8 @@ def test_public_prompt_files():
 @pytest.mark.parametrize("more, words", [
     (["--drafter", "medusa"], "no drafter 'medusa'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
     (["--gamma", "33"], "exceeds the 32 nodes"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
+    (["--sizes", "3", "1"], "one more size than edges"),
+    (["--edges", "0.6", "0.3", "0.8"], "ascending edges"), (["--gamma", "100", "--tree", "beam8"], "more than the 511 nodes"),
     (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--tree", "drawn"], "give --temperature above 0"),
     (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in"), (["--prompts", "/no/such"], "does not exist"),
     (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
