@@ -5,11 +5,12 @@
     python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16 --device cuda
 
 GLIDE with a CAPE (arXiv 2402.02082), section 5: Table 1 (alpha, c, E(Spd.)), Figures 5 and 6 (walltime), Table 3 (draft time),
-section 5.4 (fixed-size expansion, beam search).
+section 5.4 (fixed-size expansion, beam search).  EDD and PCT (ACL 2025), Table 2: PCT, VCT, EAGLE-2's tree.
 
     column        meaning (the design's words)
     tok/s         new tokens over all seconds, prefill included, of all prompts
     speedup       over plain decoding, prompt by prompt: median [lower quartile - upper quartile]
+    alpha_depth   (JSON) tau / maximum depth, EDD's definition
     tau           new tokens a round, the bonus token included; prefill outside
     alpha         accepted / tested drafted tokens, on chains; trees have none
     nodes         drafted nodes verified a round, the root not counted
@@ -36,6 +37,7 @@ from tqdm import tqdm
 
 import cape
 import glide
+import pct
 import verify
 from train import HERE, STAND_IN, Parser, clean, fingerprint, load_target, same_target, source_roots, write_atomically
 from verify import UserError
@@ -145,22 +147,51 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
 
 
 DRAFTERS = ("glide", "vanilla")
-TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": cape.beam, "drawn": cape.chain}
-WIDTHS = {"beam": {"width": 4}, "beam8": {"width": 8}}               # section 5.3 and Table 3
+TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": cape.beam, "drawn": cape.chain,
+         "pct": pct.pct, "pct-cost": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2}
+DEPTHS = {"pct": pct.DEPTH, "pct-cost": pct.DEPTH, "vct": 5, "eagle2": 6}      # the others: --gamma
 MOST_NODES = 511                                                     # verify.Target has room for 512, the root included
 
 
-def bounds(name, a):
-    """(most nodes, widest frontier) of the tree `name` with this run's settings, as its builder declares them."""
-    return TREES[name].bounds(**{**WIDTHS.get(name, {}), "gamma": a.gamma, "max_nodes": a.max_nodes})
-
-
-def builder(name, a, generator):
-    """The tree builder `name` with this run's settings."""
-    more = {**WIDTHS, "drawn": {"pick": partial(cape.draw, generator=generator)},
+def settings(name, a, costs=None):
+    """This run's settings of the tree builder `name`.  costs: s_d / s_t and the price of a node, for PCT."""
+    more = {"beam": {"width": 4}, "beam8": {"width": 8},                                     # section 5.3 and Table 3 of GLIDE
             "cape": {"sizes": a.sizes, "edges": a.edges, "max_nodes": a.max_nodes},
-            "fixed": {"size": a.fixed_size, "max_nodes": a.max_nodes}}.get(name, {})
-    return partial(TREES[name], gamma=a.gamma, **more)
+            "fixed": {"size": a.fixed_size, "max_nodes": a.max_nodes},
+            "pct": {"cost": costs["cost"]} if costs else {}, "pct-cost": costs or {}}.get(name, {})
+    return more if name in DEPTHS else {**more, "gamma": a.gamma}
+
+
+def builder(name, a, generator, costs=None):
+    """The tree builder `name` as a function of (expand, root)."""
+    draws = {"pick": partial(cape.draw, generator=generator)} if name == "drawn" else {}
+    return partial(TREES[name], **settings(name, a, costs), **draws)
+
+
+@torch.inference_mode()
+def measure_costs(target, drafter, ids, a):
+    """{"cost": s_d / s_t, "node_price": one more verified node}, in plain steps, from a few warm forwards of each."""
+    def median(f, times=12):
+        spent = []
+        for _ in range(times):
+            synchronize(a.device)
+            start = time.perf_counter()
+            f()
+            synchronize(a.device)
+            spent.append(time.perf_counter() - start)
+        return statistics.median(spent[2:])
+    target.watch(drafter.needs)
+    drafter.reset()
+    target.sync(ids)
+    drafter.begin(target.view())
+    token, asked = torch.tensor(ids[-1:], device=a.device), []
+
+    def draft():
+        drafter.expand(token, [len(asked) - 1])
+        asked.append(1)
+    plain = median(lambda: target.forward(token))
+    few, many = (median(lambda: target.forward(token.repeat(n), torch.arange(-1, n - 1)), 8) for n in (4, 32))       # noqa: B023
+    return {"cost": min(1.0, a.cost or median(draft) / plain), "node_price": max(0.0, (many - few) / 28 / plain)}
 
 
 # ---------------------------------------------------------------- one row of the table
@@ -214,17 +245,18 @@ def row_of(arm, base, transformers_arm, which, a, gap=None):
     c = total["draft"] / total["draft_forwards"] / target_s if total["draft_forwards"] else None
     tau = sum(sum(o.runs) for o in outs) / rounds if rounds and arm.tree else None
     wrong = [i for i in which if arm.results[i][1].tokens != base.results[i][1].tokens]
+    depth = DEPTHS.get(arm.tree, a.gamma) if arm.tree else None
     exact = a.temperature == 0 or arm.tree not in ("drawn", "") or arm.drafter.startswith("plain")
     return {
         "target": str(a.target), "drafter": arm.drafter, "tree": arm.tree or None, "group": a.group_name, "dtype": a.dtype,
-        "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": a.gamma if arm.tree else None,
+        "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": depth,
         "temperature": a.temperature, "prompts": len(done), "tokens": tokens, "tokens_per_second": tokens / seconds,
         "speedup": mid, "speedup_low": low, "speedup_high": high,
         "speedup_vs_generate": statistics.median(speed(x) / speed(t) for x, _, t in done),
         "tau": tau, "alpha": alpha, "alpha_overlap": total["overlap"] / total["tested"] if arm.tree == "drawn" and total["tested"] else None,
-        "alpha_depth": tau / a.gamma if tau else None, "nodes": total["nodes"] / rounds if tau else None,
+        "alpha_depth": tau / depth if tau else None, "nodes": total["nodes"] / rounds if tau else None,
         "draft_forwards": total["draft_forwards"] / rounds if tau else None, "c": c,
-        "expected_speedup": expected_speedup(alpha, c, a.gamma) if alpha is not None and c else None,
+        "expected_speedup": expected_speedup(alpha, c, depth) if alpha is not None and c else None,
         "draft_ms": 1e3 * total["draft"] / rounds if rounds else None, "verify_ms": 1e3 * total["verify"] / rounds if rounds else None,
         "other_ms": 1e3 * total["other"] / rounds if rounds else None, "target_ms": 1e3 * target_s,
         **{f"share_{k}": total[k] / spent if rounds and spent else None for k in ("draft", "verify", "other")},
@@ -381,6 +413,7 @@ def parser():
     p.add_argument("--sizes", type=int, nargs="+", default=list(cape.SIZES), help="CAPE's S(p): extras for each bin of confidence")
     p.add_argument("--edges", type=float, nargs="*", default=list(cape.EDGES), help="CAPE's bins of confidence, closed on the right")
     p.add_argument("--max-nodes", type=int, default=cape.MAX_NODES, help="most nodes of CAPE and fixed, the root not counted")
+    p.add_argument("--cost", type=float, help="s_d / s_t of PCT (default: measured at start)")
     p.add_argument("--fixed-size", type=int, help="extras a position of --tree fixed (default: the mean of CAPE's sets, measured first)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -404,6 +437,8 @@ def check(a):
         value = getattr(a, name)
         if value is not None and not value >= low:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {low}")
+    if a.cost is not None and not 0 < a.cost <= 1:
+        raise UserError(f"--cost is {a.cost}: s_d / s_t must be above 0 and at most 1")
     if a.top_p is not None and not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
     if "drawn" in a.tree and a.temperature == 0:
@@ -412,7 +447,7 @@ def check(a):
         raise UserError(f"--gamma {a.gamma} exceeds the {a.max_nodes} nodes that CAPE verifies at most (--max-nodes)")
     if len(a.sizes) != len(a.edges) + 1 or a.edges != sorted(a.edges) or min(a.sizes) < 0:
         raise UserError(f"--sizes {a.sizes} and --edges {a.edges}: give ascending edges, and one more size than edges, none below 0")
-    if max(bounds(t, a)[0] for t in a.tree) > MOST_NODES:
+    if max(TREES[t].bounds(**settings(t, a))[0] for t in a.tree) > MOST_NODES:
         raise UserError(f"--gamma {a.gamma} makes trees of more than the {MOST_NODES} nodes that the cache has room for")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
@@ -445,12 +480,16 @@ def run(argv=None):
     plain, library = baselines(a, model, target, tokenizer)
 
     def arm(drafter, tree):
-        build = builder(tree, a, generator)
+        build = builder(tree, a, generator, costs.get(drafter))
 
         def decode(ids, limit, eos):
             generator.manual_seed(a.seed)
             return verify.generate(target, drafters[drafter], build, ids, limit, eos_token_id=eos, **sampling)
         return Arm(drafter, tree, decode)
+    costs = {}
+    if {"pct", "pct-cost"} & set(a.tree):
+        costs = {d: measure_costs(target, drafters[d], prompts[0][1], a) for d in drafters}
+        note += "".join(f"; {d}: s_d / s_t = {c['cost']:.3f}, a verified node costs {c['node_price']:.3f} plain steps" for d, c in costs.items())
     ours = [arm(d, t) for d in drafters for t in dict.fromkeys(a.tree)]
     arms = [*plain, library, *ours]
     where = torch.cuda.get_device_name() if a.device.startswith("cuda") else f"{torch.get_num_threads()} threads"

@@ -383,7 +383,7 @@ def train_target(a):
     """`python train.py target`: the tokenizer and the stand-in from scratch."""
     from transformers import LlamaForCausalLM
     torch.manual_seed(a.seed)
-    work = Path(a.work) / "target"
+    work = Path(a.work) / f"target-{a.vocab}{'-math' if a.math else ''}"
     tokenizer, train, held = stand_in_tokens(work, HELD_OUT, a.math, vocab=a.vocab)
     model = LlamaForCausalLM(stand_in_config(a.vocab, a.layers or 12, a.width or 192, a.length)).to(a.device)
     forward = torch.compile(model, dynamic=False) if a.compile else model
@@ -413,7 +413,7 @@ def train_target(a):
 
 def setting_of(a):
     """The flags that a resumed run must repeat."""
-    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "seed", "steps", "width", "layers", "optimizer", "dtype")}
+    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "seed", "steps", "width", "layers", "optimizer", "dtype", "data", "math", "vocab")}
 
 
 # ---------------------------------------------------------------- drafters
@@ -461,7 +461,8 @@ def drafter_data(a, model, tokenizer, stand_in):
     """({source: TokenFile} to train on, the same held out)."""
     if stand_in and not a.data:
         held_out = json.loads((Path(a.target) / "held_out.json").read_text())
-        return stand_in_tokens(Path(a.work) / "drafters", held_out, a.math, tokenizer, len(tokenizer))[1:]
+        key = hashlib.sha256((Path(a.target) / "tokenizer.json").read_bytes()).hexdigest()[:8]
+        return stand_in_tokens(Path(a.work) / f"tokens-{key}{'-math' if a.math else ''}", held_out, a.math, tokenizer, len(tokenizer))[1:]
     if not a.data:
         raise UserError("--data FILES-OR-FOLDERS is missing: only the stand-in has a corpus of its own")
     if missing := [p for p in a.data if not Path(p).exists()]:

@@ -68,7 +68,7 @@ share_verify share_other time_to_first_token peak_memory lossless first_divergen
 
 
 def test_the_whole_grid(small, tmp_path, capsys):
-    trees = ["chain", "cape", "fixed", "beam", "beam8"]
+    trees = ["chain", "cape", "fixed", "beam", "beam8", "pct", "pct-cost", "vct", "eagle2"]
     assert bench.main(args(small, "--drafter", "vanilla", "glide", "--tree", *trees, "--json", str(tmp_path / "r.jsonl"), "--show")) == 0
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
@@ -78,7 +78,7 @@ def test_the_whole_grid(small, tmp_path, capsys):
         assert r["tokens"] == 3 * 12 and r["prompts"] == 3 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
         if r["tree"]:
             assert abs(sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) - 1) < 1e-9
-            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= 6 and r["alpha_depth"] == r["tau"] / 5
+            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= r["gamma"] + 1 and r["alpha_depth"] == r["tau"] / r["gamma"]
         if r["tree"] == "chain":
             assert r["expected_speedup"] == bench.expected_speedup(r["alpha"], r["c"], 5)
     assert any(r["speedup"] == 1 and r["drafter"].startswith("plain") for r in rows), "the baseline is one of the plain arms"
@@ -150,7 +150,7 @@ def test_public_prompt_files():
 @pytest.mark.parametrize("more, words", [
     (["--drafter", "medusa"], "no drafter 'medusa'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
     (["--gamma", "33"], "exceeds the 32 nodes"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
-    (["--sizes", "3", "1"], "one more size than edges"),
+    (["--cost", "0"], "--cost is 0"), (["--sizes", "3", "1"], "one more size than edges"),
     (["--edges", "0.6", "0.3", "0.8"], "ascending edges"), (["--gamma", "100", "--tree", "beam8"], "more than the 511 nodes"),
     (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--tree", "drawn"], "give --temperature above 0"),
     (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in"), (["--prompts", "/no/such"], "does not exist"),
@@ -212,7 +212,7 @@ def test_encoder_decoder_target_is_refused(tmp_path, small, capsys):
 
 
 # ---------------------------------------------------------------- copied out
-@pytest.mark.parametrize("name", ["cape", "glide", "verify"])
+@pytest.mark.parametrize("name", ["cape", "glide", "pct", "verify"])
 def test_each_component_alone_in_an_empty_folder_runs_its_demo(name, tmp_path, monkeypatch, capsys):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     local = {p.stem for p in ROOT.glob("*.py")}

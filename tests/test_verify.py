@@ -8,9 +8,11 @@ from conftest import CONTEXT, VOCAB, plain, tiny
 from test_glide import random_drafter
 
 import cape
+import pct
 import verify
 
-BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3)}
+BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
+          "pct": partial(pct.pct, cost=0.05)}
 
 
 class HandMade:
