@@ -21,7 +21,6 @@ Plain decoding is the same target, cache and dtype through the same loop with on
 queries, since one query takes a slow path there, and the faster of the two is the baseline.  Arms interleave prompt by prompt.
 """
 import contextlib
-import gzip
 import json
 import platform
 import resource
@@ -39,7 +38,7 @@ import cape
 import glide
 import pct
 import verify
-from train import HERE, STAND_IN, Parser, clean, fingerprint, load_target, same_target, source_roots, write_atomically
+from train import HERE, STAND_IN, Parser, clean, fingerprint, load_target, read_rows, same_target, source_roots, write_atomically
 from verify import UserError
 
 # Word problems in GSM8K's form, written for this project.
@@ -87,20 +86,7 @@ def read_prompts(path):
     path = Path(path)
     if not path.is_file():
         raise UserError(f"--prompts: {path} does not exist")
-    try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
-        if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            rows = [text] if text.strip() else []
-        else:
-            try:
-                rows = json.loads(text)
-                rows = rows if isinstance(rows, list) else [rows]
-            except json.JSONDecodeError:
-                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, EOFError) as why:
-        raise UserError(f"--prompts: {path} cannot be read as text or JSON lines ({type(why).__name__})") from None
-    group = path.name.split(".")[0]
-    return [(group, prompt_of(row, path)) for row in rows]
+    return [(path.name.split(".")[0], prompt_of(row, path)) for row in read_rows(path)]
 
 
 def prompt_of(row, path):

@@ -105,28 +105,38 @@ def corpus(held_out, math_file=None):
             yield "math", i >= len(rows) * 0.98, f"Question: {row['question']}\nAnswer: {answer}\n"
 
 
+def read_rows(path):
+    """The rows of a .json or .jsonl file (.gz too), or one row with the text of any other file."""
+    path = Path(path)
+    try:
+        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
+        if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
+            return [text] if text.strip() else []
+        try:
+            rows = json.loads(text)
+            return rows if isinstance(rows, list) else [rows]
+        except json.JSONDecodeError:
+            return [json.loads(line) for line in text.splitlines() if line.strip()]
+    except (OSError, ValueError, EOFError) as why:
+        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it or name another file") from None
+
+
 def documents(paths):
-    """Yield the texts in files or folders: .jsonl/.json/.gz rows (conversations, question + answer, prompt, text) or plain."""
+    """Yield the texts (or lists of chat messages) in files or folders."""
     for path in map(Path, paths):
         if path.is_dir():
             yield from documents(sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")))
-            continue
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode(errors="ignore")
-        if path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
-            try:
-                rows = json.loads(text)
-                rows = rows if isinstance(rows, list) else [rows]
-            except json.JSONDecodeError:
-                rows = [json.loads(line) for line in text.splitlines() if line.strip()]
-            yield from map(record_text, rows)
         else:
-            yield text
+            for row in read_rows(path):
+                if not (text := record_text(row)):
+                    raise UserError(f"a row of {path} has none of the fields conversations, messages, question, text, prompt")
+                yield text
 
 
 def record_text(row):
     """One row of a data set as messages (list of role/content) or as text."""
-    if isinstance(row, str):
-        return row
+    if not isinstance(row, dict):
+        return row if isinstance(row, str) else ""
     if turns := row.get("conversations") or row.get("messages"):
         role = {"human": "user", "gpt": "assistant"}
         return [{"role": role.get(m := t.get("from", t.get("role")), m), "content": t.get("value", t.get("content"))}
@@ -210,18 +220,18 @@ def save_target(folder, model, tokenizer, held_out, about):
 
 
 def fingerprint(model):
-    """What tells one target from another: shapes, and 16 weights to compare within the rounding of half precision."""
-    config, weight = model.config.get_text_config(), model.get_input_embeddings().weight.detach()
-    rows = torch.linspace(0, weight.shape[0] - 1, 16).long().tolist()
+    """What tells one target from another, a fine-tuned one from its base too: shapes, and weights from all over the model."""
+    config, matrices = model.config.get_text_config(), [p.detach() for p in model.parameters() if p.ndim == 2]
+    probed = [matrices[i * len(matrices) // 32] for i in range(32)]
     return {"class": type(model).__name__, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
             "num_hidden_layers": config.num_hidden_layers,
-            "probe": [round(float(weight[r, (7 * i) % weight.shape[1]]), 6) for i, r in enumerate(rows)]}
+            "probe": [float(f"{w[w.shape[0] * i // 32, w.shape[1] // 2].item():.5g}") for i, w in enumerate(probed)]}
 
 
 def same_target(a, b):
-    """Whether two fingerprints are of one model, whatever the precision in which it was loaded."""
-    scale = max(abs(x) for x in a["probe"]) or 1.0
-    return all(a[k] == b[k] for k in a if k != "probe") and all(abs(x - y) < 0.01 * scale for x, y in zip(a["probe"], b["probe"]))
+    """Whether two fingerprints are of one model: equal up to the rounding of half precision."""
+    return all(a[k] == b[k] for k in a if k != "probe") and all(
+        abs(x - y) <= abs(x) / 128 + 1e-6 for x, y in zip(a["probe"], b["probe"]))
 
 
 def how_made(a, steps, metrics, **more):
