@@ -70,8 +70,8 @@ def held_out_prompts(target):
                 found.append(("code", head(clean(path.read_text(errors="ignore")))))
             else:
                 missing += 1
-    step = max(1, len(found) // 16)      # sixteen, from all three sources
-    return found[::step][:16] + [("math", question_text(q)) for q in MATH], missing
+    n = min(16, len(found))              # sixteen, from all three sources
+    return [found[i * len(found) // n] for i in range(n)] + [("math", question_text(q)) for q in MATH], missing
 
 
 def question_text(question):
@@ -220,7 +220,7 @@ def row_of(arm, base, transformers_arm, which, a, gap=None):
     def speed(result):
         return len(result[1].tokens) / result[0]
     ratios = [speed(x) / speed(b) for x, b, _ in done]
-    low, mid, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+    low, mid, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     rounds = sum(o.rounds for o in outs) or None
     total = {k: sum(getattr(o, k) for o in outs) for k in ("draft", "verify", "other", "nodes", "accepted", "tested", "draft_forwards", "overlap")}
     spent = total["draft"] + total["verify"] + total["other"]
@@ -483,8 +483,7 @@ def run(argv=None):
           f"up to {a.max_new_tokens} new tokens{note}")
     finished = measure(arms, prompts, a, eos)
     if not finished:
-        print("interrupted before all arms had finished a prompt: nothing to report", file=sys.stderr)
-        return 130
+        raise KeyboardInterrupt
 
     base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
     groups = {"all": range(finished)}
@@ -528,6 +527,9 @@ def main(argv=None):
     except UserError as why:
         print(f"bench.py: {why}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("bench.py: interrupted before there was anything to report", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -101,6 +101,20 @@ def test_plain_arm_is_the_models_own_greedy_output(small):
     assert bench.verify.generate(target, None, bench.verify.no_draft, ids, 10).tokens == plain(model, ids, 10)
 
 
+def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch, capsys):
+    generate, calls = bench.verify.generate, []
+
+    def interrupting(*args, **how):
+        calls.append(1)
+        if len(calls) == 10:               # three arms of ours: warm-up, two prompts, and then
+            raise KeyboardInterrupt
+        return generate(*args, **how)
+    monkeypatch.setattr(bench.verify, "generate", interrupting)
+    assert bench.main(args(small, "--json", str(tmp_path / "r.jsonl"))) == 130
+    assert {json.loads(line)["prompts"] for line in (tmp_path / "r.jsonl").read_text().splitlines()} == {2}
+    assert "2 of 3 prompts" in capsys.readouterr().err
+
+
 def test_divergence_is_reported_with_its_gap(small):
     """A wrong output on purpose: the first wrong token is named, and the gap is that of the model's own logits."""
     from transformers import AutoModelForCausalLM
