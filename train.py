@@ -208,6 +208,8 @@ def save_drafter(folder, drafter, about):
 
 def save_target(folder, model, tokenizer, held_out, about):
     """The stand-in as Hugging Face saves it, in bfloat16, with the names of the held-out modules, each file atomically."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
     folder, part = Path(folder), Path(f"{folder}.part")
     copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
     tokenizer.save_pretrained(part)
@@ -384,6 +386,8 @@ def draw(files, shares, n, length, seed, step):
     """n windows, each from a source drawn with probability `shares` -> (n, length) int64.  Keyed by (seed, step)."""
     rng = np.random.default_rng([seed, step])
     names = [s for s in files if len(files[s].ids) >= length]
+    if not names:
+        raise UserError(f"no text is as long as a window of {length} tokens: give more text or a smaller --length")
     weight = np.array([shares.get(s, 1.0) for s in names])
     counts = rng.multinomial(n, weight / weight.sum())
     return torch.from_numpy(np.concatenate([files[s].windows(c, length, rng) for s, c in zip(names, counts) if c]))
@@ -423,12 +427,13 @@ def train_target(a):
 
 def setting_of(a):
     """The flags that a resumed run must repeat."""
-    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "seed", "steps", "width", "layers", "optimizer", "dtype", "data", "math", "vocab")}
+    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "warmup", "seed", "steps", "width", "layers", "optimizer", "dtype",
+                                       "data", "math", "vocab")}
 
 
 # ---------------------------------------------------------------- drafters
 def make_drafter(name, model, a):
-    """A fresh drafter for the target `model`; a name that is none of ours is a user's mistake."""
+    """A fresh draft model for the target `model`."""
     try:
         config = glide.Config.for_target(model, a.width, a.layers or 1, name == "glide", a.block, a.layer)
     except ValueError as why:

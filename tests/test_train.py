@@ -91,8 +91,9 @@ def test_a_killed_write_leaves_the_last_checkpoint(tmp_path):
     assert torch.load(path, weights_only=True) == {"step": 1}
 
 
-def test_held_out_text_is_never_trained_on(monkeypatch, tmp_path):
-    """On a made-up interpreter: held-out files and families, and files that copy from a held-out family, stay out."""
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    """A made-up interpreter: held-out files (HELD), others (OPEN), and ones that must not be read at all (SKIPPED)."""
     for source, files in {"stdlib": {"json/decoder.py": "HELD", "ast.py": "OPEN", "test/test_ast.py": "SKIPPED"},
                           "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
                           "transformers": {"models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
@@ -100,16 +101,52 @@ def test_held_out_text_is_never_trained_on(monkeypatch, tmp_path):
         for name, word in files.items():
             path = tmp_path / source / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("# licence\n" * 3 + "x = 1\n" + f"# {word}\n" * 40)
+            path.write_text("# licence\n" * 3 + "x = 1\n" + f"# {word} {source}\n" * 900)
     monkeypatch.setattr(train, "source_roots", lambda: {s: tmp_path / s for s in ("stdlib", "torch", "transformers")})
     rows = tmp_path / "math.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"}) + "\n" for i in range(100)))
-    docs = list(train.corpus(train.HELD_OUT, rows))
+    rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"}) + "\n" for i in range(3000)))
+    return rows
+
+
+def test_held_out_text_is_never_trained_on(made_up):
+    """Held-out files and families, and files that copy from a held-out family, stay out."""
+    docs = list(train.corpus(train.HELD_OUT, made_up))
     words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
     assert words == {(s, h, "HELD" if h else "OPEN") for s in ("stdlib", "torch", "transformers") for h in (True, False)}
     math = [(held, t) for s, held, t in docs if s == "math"]
-    assert [h for h, _ in math] == [False] * 98 + [True] * 2 and "<<" not in math[0][1]
+    assert [h for h, _ in math] == [False] * 2940 + [True] * 60 and "<<" not in math[0][1]
     assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
+
+
+def test_the_stand_in_from_scratch_its_drafter_and_the_benchmark(made_up, tmp_path, monkeypatch, capsys):
+    """The whole road on a made-up interpreter: target (resumed, bit for bit), glide on it, bench on its held-out prompts."""
+    import bench
+    monkeypatch.setattr(bench, "source_roots", train.source_roots)
+    base = ["--math", str(made_up), "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "2", "--length", "400", "--save-every", "2"]
+    target = ["target", *base, "--vocab", "300", "--width", "32", "--layers", "2", "--steps", "5", "--out", str(tmp_path / "target")]
+    assert train.main(target) == 0
+    whole = (tmp_path / "target" / "model.safetensors").read_bytes()
+    draw, calls = train.draw, []
+
+    def interrupting(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return draw(*args)
+    monkeypatch.setattr(train, "draw", interrupting)
+    assert train.main(target) == 2
+    monkeypatch.setattr(train, "draw", draw)
+    assert train.main([*target, "--resume"]) == 0
+    assert (tmp_path / "target" / "model.safetensors").read_bytes() == whole
+    about = json.loads((tmp_path / "target" / "training.json").read_text())
+    assert set(about["validation"]) == {"stdlib", "torch", "transformers", "math"} and about["tokens_seen"] == 5 * 2 * 400
+    assert json.loads((tmp_path / "target" / "held_out.json").read_text()) == train.HELD_OUT
+
+    assert train.main(["glide", *base, "--target", str(tmp_path / "target"), "--out", str(tmp_path), "--width", "16", "--steps", "2"]) == 0
+    capsys.readouterr()
+    assert bench.main(["--target", str(tmp_path / "target"), "--checkpoint", str(tmp_path), "--max-new-tokens", "6", "--device", "cpu", "--limit", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "29 held-out modules are not in this interpreter" in out and "code: 2 prompts" in out and "glide x cape" in out and "NO" not in out
 
 
 def test_windows_come_from_the_file_and_depend_on_seed_and_step_alone(tmp_path):
