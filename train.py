@@ -2,6 +2,8 @@
 
     python train.py target                                     # the stand-in: tokenizer and a small Llama, from scratch
     python train.py glide vanilla                              # both drafters of the stand-in from one target forward
+    python train.py continuations                              # what the target writes itself, data for a second stage (appendix B)
+    python train.py glide vanilla --init checkpoints --data work/continuations.jsonl
     python train.py glide --target lmsys/vicuna-7b-v1.5 --data sharegpt.json --out my-glide
 
 The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads the target's keys and
@@ -18,7 +20,9 @@ Differences from the papers:
  1. The stand-in learns from Python source and GSM8K's train split, not SlimPajama and ShareGPT: no download.
  2. A window of tokens is drawn at random at each step instead of passing over the data once in order (that makes a
     resumed run the same, bit for bit, as an uninterrupted one, without storing where it was).
- 3. Matrices of the stand-in target learn by Muon (torch.optim), at the same learning rate scale as AdamW; drafters use
+ 3. The second stage of training is on the target's own greedy continuations (appendix B's sequence-level distillation): the
+    stand-in has no ShareGPT, on whose kind of text the paper's targets and drafters were both tuned.
+ 4. Matrices of the stand-in target learn by Muon (torch.optim), at the same learning rate scale as AdamW; drafters use
     the paper's AdamW.
 """
 import argparse
@@ -134,9 +138,11 @@ def documents(paths):
 
 
 def record_text(row):
-    """One row of a data set as messages (list of role/content) or as text."""
+    """One row of a data set as chat messages (list of role/content), token ids (list of ints) or text."""
     if not isinstance(row, dict):
         return row if isinstance(row, str) else ""
+    if "ids" in row:
+        return row["ids"]
     if turns := row.get("conversations") or row.get("messages"):
         role = {"human": "user", "gpt": "assistant"}
         return [{"role": role.get(m := t.get("from", t.get("role")), m), "content": t.get("value", t.get("content"))}
@@ -172,12 +178,12 @@ class TokenFile:
         dtype, eos, part = np.uint16 if vocab <= 65536 else np.uint32, tokenizer.eos_token_id, f"{path}.part"
         with open(part, "wb") as f:
             for text in texts:
-                if isinstance(text, list):
+                if isinstance(text, list) and isinstance(text[0], dict):
                     if not tokenizer.chat_template:
                         text = "\n\n".join(f"{m['role'].upper()}: {m['content']}" for m in text)
                     else:
                         text = tokenizer.apply_chat_template(text, tokenize=False)
-                ids = tokenizer(text, verbose=False)["input_ids"]
+                ids = text if isinstance(text, list) else tokenizer(text, verbose=False)["input_ids"]
                 f.write(np.array(ids + ([eos] if eos is not None else []), dtype).tobytes())
         os.replace(part, path)
 
@@ -505,7 +511,19 @@ def train_drafters(a):
     model, tokenizer = load_target(a.target, a.target_dtype, a.device)
     model.requires_grad_(False)
     train, held = drafter_data(a, model, tokenizer, stand_in)
-    models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
+    before = {}
+    if a.init:
+        models = {}
+        for name in a.what:
+            try:
+                loaded, before[name] = glide.load(Path(a.init) / name, model)
+            except ValueError as why:
+                raise UserError(str(why)) from None
+            if not same_target(before[name]["target"], fingerprint(model)):
+                raise UserError(f"--init: the drafter in {Path(a.init) / name} was made for another target")
+            models[name] = loaded.model.float()
+    else:
+        models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
     tokens = sum(len(f.ids) for f in train.values())
     a.steps = a.steps or max(1, tokens // (a.batch * a.length))              # one epoch, as the paper
     print("; ".join(f"{n}: {sum(p.numel() for p in m.parameters()) / 1e6:.2f}M weights" for n, m in models.items())
@@ -532,10 +550,39 @@ def train_drafters(a):
     out = Path(a.out) if a.out else HERE / "checkpoints"
     metrics = fit(models, losses, evaluate, Path(a.work) / f"{'-'.join(a.what)}.pt", steps=a.steps, lr=a.lr, warmup=a.warmup,
                   optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
-                  eval_every=a.eval_every, setting={**setting_of(a), "target": str(a.target), "block": a.block, "layer": a.layer})
+                  eval_every=a.eval_every, setting={**setting_of(a), "target": str(a.target), "block": a.block, "layer": a.layer, "init": a.init})
     for name, m in models.items():
-        save_drafter(out / name, m, how_made(a, a.steps, metrics[name], kind=name, target=fingerprint(model)))
+        save_drafter(out / name, m, how_made(
+            a, a.steps, metrics[name], kind=name, target=fingerprint(model), **({"init": before[name]} if before else {})))
         print(f"saved {out / name}", file=sys.stderr)
+
+
+@torch.no_grad()
+def write_continuations(a):
+    """`python train.py continuations`: what the target itself writes, as data for drafters (appendix B, sequence-level).
+
+    A quarter of each window of --length tokens is text, the rest the target's greedy continuation; one JSON row a window.
+    """
+    model, tokenizer = load_target(a.target, a.target_dtype, a.device)
+    train, _ = drafter_data(a, model, tokenizer, (Path(a.target) / "held_out.json").exists())
+    out = Path(a.out) if a.out else Path(a.work) / "continuations.jsonl"
+    rows = out.read_text().splitlines()[:-1] if a.resume and out.exists() else []    # the last line may be cut
+    start = len(rows) // a.batch
+    out.parent.mkdir(parents=True, exist_ok=True)
+    eos, length = tokenizer.eos_token_id, a.length // 4
+    with open(out, "w") as f, tqdm(total=a.steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
+        f.writelines(row + "\n" for row in rows[:start * a.batch])
+        for step in range(start, a.steps):
+            prompts = draw(train, SHARES, a.batch, length, a.seed + 2, step).to(a.device)
+            made = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=a.length - length,
+                                  eos_token_id=eos, pad_token_id=eos)
+            for ids in made.tolist():
+                end = ids.index(eos, length) if eos in ids[length:] else len(ids)
+                f.write(json.dumps({"ids": ids[:end]}) + "\n")
+            f.flush()
+            bar.set_postfix_str(f"{(bar.format_dict['rate'] or 0) * a.batch * (a.length - length):.0f} tokens/s", refresh=False)
+            bar.update()
+    print(f"saved {out}", file=sys.stderr)
 
 
 # ---------------------------------------------------------------- command line
@@ -549,11 +596,12 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(description="Train the stand-in target, or drafters for any target.",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("what", nargs="+", help="target, or any of: glide vanilla")
+    p.add_argument("what", nargs="+", help="target, continuations, or any of: glide vanilla")
     p.add_argument("--target", default=str(STAND_IN), help="folder or hub name of the target that drafters are trained for")
     p.add_argument("--target-dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="how the target is loaded")
     p.add_argument("--data", nargs="+", help="files or folders to train on; the stand-in's own corpus when left out")
     p.add_argument("--math", help="GSM8K's train split (jsonl), part of the stand-in's corpus where given")
+    p.add_argument("--init", help="start drafters from the ones in this folder (the paper's second stage, on other data)")
     p.add_argument("--out", help="folder to save under; checkpoints/ when left out")
     p.add_argument("--work", default=str(HERE / "work"), help="folder for token files and training state")
     p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out")
@@ -579,15 +627,16 @@ def parser():
 
 def run(argv=None):
     a = parser().parse_args(argv)
-    is_target = a.what == ["target"]
-    if unknown := [w for w in a.what if w not in ("glide", "vanilla") and not is_target]:
-        raise UserError(f"cannot train {' '.join(a.what)}: name target alone, or drafters among glide and vanilla (not {unknown[0]})")
+    is_target, is_data = a.what == ["target"], a.what == ["continuations"]
+    if unknown := [w for w in a.what if w not in ("glide", "vanilla") and not is_target and not is_data]:
+        raise UserError(f"cannot train {' '.join(a.what)}: name target or continuations alone, or drafters among glide and vanilla "
+                        f"(not {unknown[0]})")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
     a.batch = a.batch if a.batch is not None else 12 if is_target else 64
     a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 5e-4
     a.optimizer = a.optimizer or ("muon" if is_target else "adamw")
-    a.steps = a.steps if a.steps is not None else 3300 if is_target else None
+    a.steps = a.steps if a.steps is not None else 3300 if is_target else 100 if is_data else None
     for name in ("steps", "batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):
         if getattr(a, name) is not None and getattr(a, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(a, name)}: it must be above 0")
@@ -595,7 +644,7 @@ def run(argv=None):
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}")
     if a.math and not Path(a.math).exists():
         raise UserError(f"--math: {a.math} does not exist")
-    (train_target if is_target else train_drafters)(a)
+    (train_target if is_target else write_continuations if is_data else train_drafters)(a)
 
 
 def main(argv=None):

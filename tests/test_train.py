@@ -7,7 +7,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from conftest import tiny
+from conftest import plain, tiny
 
 import glide
 import train
@@ -147,6 +147,31 @@ def test_the_stand_in_from_scratch_its_drafter_and_the_benchmark(made_up, tmp_pa
     assert bench.main(["--target", str(tmp_path / "target"), "--checkpoint", str(tmp_path), "--max-new-tokens", "6", "--device", "cpu", "--limit", "4"]) == 0
     out = capsys.readouterr().out
     assert "29 held-out modules are not in this interpreter" in out and "code: 2 prompts" in out and "glide x cape" in out and "NO" not in out
+
+
+def test_continuations_are_the_targets_own_and_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
+    base = ["--target", str(small / "model"), "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "3", "--length", "24"]
+    written = tmp_path / "written.jsonl"
+    made = ["continuations", *base, "--data", str(small / "text"), "--steps", "4", "--out", str(written)]
+    assert train.main(made) == 0
+    rows = [json.loads(line)["ids"] for line in written.read_text().splitlines()]
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained(small / "model")
+    assert len(rows) == 12 and len({tuple(r[:6]) for r in rows}) > 6
+    for ids in rows:
+        assert ids[6:] == plain(model, ids[:6], 18)[:len(ids) - 6]
+    whole = written.read_bytes()
+    written.write_bytes(whole[:len(whole) // 2])                   # cut off in the middle of a row
+    assert train.main([*made, "--resume"]) == 0 and written.read_bytes() == whole
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert train.main(["glide", *base, "--data", str(small / "text"), "--width", "16", "--steps", "3", "--out", str(first)]) == 0
+    assert train.main(["glide", *base, "--data", str(written), "--init", str(first), "--lr", "1e-30", "--steps", "1", "--out", str(second)]) == 0
+    assert (first / "glide" / "model.safetensors").read_bytes() == (second / "glide" / "model.safetensors").read_bytes()
+    about = json.loads((second / "glide" / "training.json").read_text())
+    assert about["init"]["tokens_seen"] == 3 * 3 * 24 and about["tokens_seen"] == 3 * 24
+    assert train.main(["vanilla", *base, "--data", str(written), "--init", str(first), "--steps", "1"]) == 2
+    assert "no drafter in" in capsys.readouterr().err
 
 
 def test_windows_come_from_the_file_and_depend_on_seed_and_step_alone(tmp_path):
