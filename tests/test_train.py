@@ -192,7 +192,7 @@ def test_learning_rate_schedule():
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["glid"], "cannot train glid"), (["target", "glide"], "name target alone"), (["glide", "--target", "/no/such"], "does not exist"),
+    (["glid"], "cannot train glid"), (["target", "glide"], "name target or continuations alone"), (["glide", "--target", "/no/such"], "does not exist"),
     (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
     (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
 ])

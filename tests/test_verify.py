@@ -12,7 +12,7 @@ import pct
 import verify
 
 BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
-          "pct": partial(pct.pct, cost=0.05)}
+          "pct": partial(pct.pct, cost=0.05, depth=5)}
 
 
 class HandMade:
