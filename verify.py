@@ -363,14 +363,17 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     warp = warper(temperature, top_k, top_p) if temperature > 0 else None
     generator = torch.Generator(target.device).manual_seed(seed)
     marks, spans, expanding = [], [], []            # (start, built, verified, end) of each round; (start, end) of each expand
-    out = Output([])
+    out, noise = Output([]), {}
 
     def choose(logits, positions):
         """The target's token after nodes whose next token has these positions.  logits (n, V), positions (n,) list."""
         if not warp:
             return logits.argmax(-1)
         p = warp(logits.float())
-        noise = {q: keyed_noise(seed, q, p.shape[-1], p.device) for q in set(positions)}
+        for q in [q for q in noise if q < min(positions)]:          # positions met again in the next round keep their noise
+            del noise[q]
+        for q in set(positions) - set(noise):
+            noise[q] = keyed_noise(seed, q, p.shape[-1], p.device)
         return (p / torch.stack([noise[q] for q in positions])).argmax(-1)
 
     def expand(tokens, parents):
