@@ -22,6 +22,7 @@ queries, since one query takes a slow path there, and the faster of the two is t
 """
 import contextlib
 import json
+import os
 import platform
 import resource
 import statistics
@@ -445,6 +446,8 @@ def run(argv=None):
     if a.threads:
         torch.set_num_threads(a.threads)
     torch.manual_seed(a.seed)
+    if Path(a.target).is_dir():
+        a.target = os.path.relpath(a.target)          # what a table shows should not depend on the machine
     model, tokenizer = load_target(a.target, a.dtype, a.device, a.attention)
     context = verify.Target(model, 1).context
     prompts, note = prepare_prompts(a, tokenizer, context, model.config.get_text_config().vocab_size)

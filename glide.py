@@ -195,7 +195,7 @@ class Drafter:
     """Decoding with a Glide, step by step; nothing is computed twice.  The loop in verify.py calls reset(), begin(view),
     expand(tokens, parents) and keep(tokens); `needs` says what of the target it reads.
 
-    (No nn.Module: setting an attribute on one costs microseconds, and a step takes a few hundred of them.)
+    (No nn.Module: it is state that changes with every step, and setting an attribute on a module is slow.)
     """
 
     def __init__(self, model):

@@ -618,7 +618,7 @@ def parser():
     p.add_argument("--vocab", type=int, default=2048, help="vocabulary of the stand-in")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--compile", action="store_true", help="torch.compile for the stand-in target: a quarter faster after a slow start (needs a C++ compiler)")
+    p.add_argument("--compile", action="store_true", help="torch.compile for the stand-in target: faster steps after a slow start (needs a C++ compiler)")
     p.add_argument("--resume", action="store_true", help="go on from the state in --work")
     p.add_argument("--save-every", type=int, default=200)
     p.add_argument("--eval-every", type=int, default=200)

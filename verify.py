@@ -430,7 +430,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         gained = min(len(path) - 1, len(new))
         tested = gained + (gained < len(new) and gained < drafted)     # beyond a cut by EOS or the limit nothing was tested
         if tree.p_draft is not None and tested:
-            out.overlap += torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum().item()
+            out.overlap = out.overlap + torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum()      # read at the end
         out.tokens += new
         out.runs.append(len(new))
         out.rounds += 1
@@ -442,6 +442,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
 
     if torch.device(target.device).type == "cuda":
         torch.cuda.synchronize()
+    out.overlap = float(out.overlap)
     out.prefill = between(*marks[0])
     out.draft = sum(between(a, b) for a, b in spans + expanding)
     out.verify = sum(between(b, v) for _, b, v, _ in marks[1:])

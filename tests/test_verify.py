@@ -58,8 +58,9 @@ def test_greedy_output_is_plain_decoding(model, length):
     new = min(24, CONTEXT - length + 1)
     expected = plain(model, prompt, new)
     target = verify.Target(model)
-    assert verify.generate(target, None, verify.no_draft, prompt, 24).tokens == expected
-    assert verify.generate(target, None, verify.no_draft_padded, prompt, 24).tokens == expected
+    for build in (verify.no_draft, verify.no_draft_padded):
+        out = verify.generate(target, None, build, prompt, 24)
+        assert out.tokens == expected and out.rounds == new - 1, "the baseline: one token a forward, padded or not"
     for name, drafter in drafters(model, prompt + expected):
         for tree, build in BUILDS.items():
             out = verify.generate(target, drafter, build, prompt, 24)
@@ -127,12 +128,15 @@ def test_tree_logits_and_commit_equal_each_path_alone(model):
 
 
 def test_sync_keeps_the_common_prefix(model):
-    target = verify.Target(model)
+    target, shown = verify.Target(model), []
     with torch.inference_mode():
         for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]):
             logits = target.sync(ids)
             torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=2e-5, rtol=1e-4)
             assert target.ids == ids and target.cache.length == len(ids)
+            view = target.view()                                # what a drafter is shown adds up, rolled back or not
+            shown = shown[:view.length - len(view.tokens)] + view.tokens.tolist()
+            assert shown == ids and view.length == len(ids)
 
 
 def test_hidden_states_cost_nothing_unasked(llama):
