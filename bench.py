@@ -36,10 +36,10 @@ import torch
 from tqdm import tqdm
 
 import cape
-import glide
+import edd
 import pct
 import verify
-from train import HERE, STAND_IN, Parser, clean, fingerprint, load_target, read_rows, same_target, source_roots, write_atomically
+from train import HERE, STAND_IN, Parser, clean, fingerprint, kind_of, load_target, read_rows, same_target, source_roots, write_atomically
 from verify import UserError
 
 # Word problems in GSM8K's form, written for this project.
@@ -120,7 +120,7 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
     folder = Path(checkpoint)
     folder = folder / name if (folder / name).is_dir() or not (folder / "training.json").exists() else folder
     try:
-        drafter, about = glide.load(folder, model, capacity)
+        drafter, about = kind_of(name).load(folder, model, capacity)
     except ValueError as why:
         raise UserError(str(why)) from None
     if about.get("kind", name) != name:
@@ -133,10 +133,10 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
     return drafter
 
 
-DRAFTERS = ("glide", "vanilla")
+DRAFTERS = ("glide", "vanilla", *edd.VARIANTS)
 TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": cape.beam, "drawn": cape.chain,
-         "pct": pct.pct, "pct-cost": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2}
-DEPTHS = {"pct": pct.DEPTH, "pct-cost": pct.DEPTH, "vct": 5, "eagle2": 6}      # the others: --gamma
+         "pct": pct.pct, "pct-cost": pct.pct, "pct-own": pct.pct, "pct-leaves": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2}
+OWN_DEPTH = {"pct", "pct-cost", "pct-own", "pct-leaves", "vct", "eagle2"}        # the others: --gamma
 MOST_NODES = 511                                                     # verify.Target has room for 512, the root included
 
 
@@ -145,8 +145,12 @@ def settings(name, a, costs=None):
     more = {"beam": {"width": 4}, "beam8": {"width": 8},                                     # section 5.3 and Table 3 of GLIDE
             "cape": {"sizes": a.sizes, "edges": a.edges, "max_nodes": a.max_nodes},
             "fixed": {"size": a.fixed_size, "max_nodes": a.max_nodes},
-            "pct": {"cost": costs["cost"]} if costs else {}, "pct-cost": costs or {}}.get(name, {})
-    return more if name in DEPTHS else {**more, "gamma": a.gamma}
+            "pct": {"leaf": a.leaf}, "pct-leaves": {"leaf": 0},                              # Table 3 of EDD: w/o remove leaf nodes,
+            "pct-own": {"leaf": a.leaf, "own": a.own},                                       # w/o expected time gain
+            "pct-cost": {"node_price": costs["node_price"]} if costs else {}}.get(name, {})
+    if name.startswith("pct"):
+        return {**more, "width": a.width, "depth": a.depth, **({"cost": costs["cost"]} if costs else {})}
+    return more if name in OWN_DEPTH else {**more, "gamma": a.gamma}
 
 
 def builder(name, a, generator, costs=None):
@@ -181,6 +185,94 @@ def measure_costs(target, drafter, ids, a):
     return {"cost": min(1.0, a.cost or median(draft) / plain), "node_price": max(0.0, (many - few) / 28 / plain)}
 
 
+# ---------------------------------------------------------------- what a drafter's confidence is worth
+def calibration(target, drafter, prompts, a, eos, length=10):
+    """Chains of `length` drafts -> [(confidence, accepted?)] of every judged token (EDD section 3.2, GLIDE section 4.2).
+
+    Tokens after the first rejection are left out: whether they would have been accepted depends on it.
+    """
+    found = []
+    for _, ids, limit in tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=None):
+        rounds = []
+
+        def build(expand, root, rounds=rounds):
+            rows = []
+
+            def recording(tokens, parents):
+                rows.append(expand(tokens, parents))
+                return rows[-1]
+            tree = cape.chain(recording, root, length)
+            confidence = torch.cat(rows).gather(1, tree.tokens[1:, None]) if len(tree.tokens) > 1 else rows[0][:0]
+            rounds.append((tree.tokens[1:].tolist(), confidence[:, :1].flatten().tolist()))
+            return tree
+        out = verify.generate(target, drafter, build, ids, limit, temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, eos_token_id=eos, seed=a.seed)
+        at = 1
+        for (drafted, confidence), gained in zip(rounds, out.runs):
+            for x, p, y in zip(drafted, confidence, out.tokens[at:at + gained]):
+                found.append((p, x == y))
+                if x != y:
+                    break
+            at += gained
+    return found
+
+
+def reliability(judged, bins=10):
+    """-> ([{low, high, confidence, acceptance, count} of each bin], expected calibration error).  Bins are closed on the right.
+
+    ECE = sum over bins of (count / all) |acceptance - mean confidence|  (Guo et al. 2017).
+    """
+    rows = []
+    for b in range(bins):
+        here = [(p, ok) for p, ok in judged if b < p * bins <= b + 1 or (b == 0 and p == 0)]
+        rows.append({"low": b / bins, "high": (b + 1) / bins, "count": len(here),
+                     "confidence": mean([p for p, _ in here]), "acceptance": mean([ok for _, ok in here])})
+    error = sum(r["count"] * abs(r["acceptance"] - r["confidence"]) for r in rows if r["count"])
+    return rows, error / max(1, len(judged))
+
+
+def reliability_plot(name, rows, error):
+    """The diagram as text: a bar of the bin's acceptance, and | where its mean confidence is."""
+    lines = [f"\n{name}: expected calibration error {error:.3f} over {sum(r['count'] for r in rows)} drafted tokens (bar: accepted; |: confidence)"]
+    for r in rows:
+        bar = ""
+        if r["count"]:
+            bar = "#" * round(40 * r["acceptance"])
+            at = round(40 * r["confidence"])
+            bar = bar.ljust(at + 1)
+            bar = f"{r['confidence']:.2f}  {r['acceptance']:.2f}  {r['count']:6d}  {bar[:at]}|{bar[at + 1:]}"
+        lines.append(f"  ({r['low']:.1f}, {r['high']:.1f}]  {bar}".rstrip())
+    return "\n".join(lines)
+
+
+@torch.inference_mode()
+def optimality(target, drafter, build, prompts, a, eos):
+    """tree_optimality: joint probability of the nodes of a tree over that of the best as many among all that the drafter was
+    asked about (every child, in the whole vocabulary, of every node that was expanded); over the rounds of a few prompts."""
+    kept = best = 0.0
+    for _, ids, limit in prompts:
+        def judged(expand, root):
+            nonlocal kept, best
+            asked, at, rows = {}, [], []                   # (asked parent, token) -> number; joint of each asked node; joint of children
+
+            def recording(tokens, parents):
+                probs = expand(tokens, parents)
+                for i, (x, parent) in enumerate(zip(tokens.tolist(), parents)):
+                    asked[parent, x] = len(at)
+                    at.append(rows[parent][x].item() if parent >= 0 else 1.0)
+                    rows.append(at[-1] * probs[i].double())
+                return probs
+            tree = build(recording, root)
+            where = []                                     # each tree node's number among the asked
+            for x, parent in zip(tree.tokens.tolist(), tree.parents.tolist()):
+                above = where[parent] if parent >= 0 else -1
+                kept += rows[above][x].item() if parent >= 0 else 0.0
+                where.append(asked.get((above, x)))
+            best += torch.cat(rows).topk(len(where) - 1).values.sum().item()
+            return tree
+        verify.generate(target, drafter, judged, ids, min(limit, 48), temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, eos_token_id=eos, seed=a.seed)
+    return kept / best if best else None
+
+
 # ---------------------------------------------------------------- one row of the table
 def expected_speedup(alpha, c, gamma):
     """E(Spd.) = (1 - alpha^(gamma + 1)) / ((1 - alpha) (gamma c + 1)): section 5.1, after Leviathan et al. 2023."""
@@ -206,6 +298,7 @@ class Arm:
     run: callable
     results: dict = field(default_factory=dict)
     memory: int = 0
+    optimality: float = None
 
     @property
     def name(self):
@@ -232,18 +325,19 @@ def row_of(arm, base, transformers_arm, which, a, gap=None):
     c = total["draft"] / total["draft_forwards"] / target_s if total["draft_forwards"] else None
     tau = sum(sum(o.runs) for o in outs) / rounds if rounds and arm.tree else None
     wrong = [i for i in which if arm.results[i][1].tokens != base.results[i][1].tokens]
-    depth = DEPTHS.get(arm.tree, a.gamma) if arm.tree else None
+    depth = sum(o.depth for o in outs) / rounds if rounds and arm.tree else None
     exact = a.temperature == 0 or arm.tree not in ("drawn", "") or arm.drafter.startswith("plain")
     return {
         "target": str(a.target), "drafter": arm.drafter, "tree": arm.tree or None, "group": a.group_name, "dtype": a.dtype,
-        "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": depth,
+        "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": a.gamma, "depth": depth,
         "temperature": a.temperature, "prompts": len(done), "tokens": tokens, "tokens_per_second": tokens / seconds,
         "speedup": mid, "speedup_low": low, "speedup_high": high,
         "speedup_vs_generate": statistics.median(speed(x) / speed(t) for x, _, t in done),
         "tau": tau, "alpha": alpha, "alpha_overlap": total["overlap"] / total["tested"] if arm.tree == "drawn" and total["tested"] else None,
-        "alpha_depth": tau / depth if tau else None, "nodes": total["nodes"] / rounds if tau else None,
+        "alpha_depth": tau / depth if tau and depth else None, "nodes": total["nodes"] / rounds if tau else None,
         "draft_forwards": total["draft_forwards"] / rounds if tau else None, "c": c,
-        "expected_speedup": expected_speedup(alpha, c, depth) if alpha is not None and c else None,
+        "expected_speedup": expected_speedup(alpha, c, a.gamma) if alpha is not None and c else None,
+        "tree_optimality": arm.optimality,
         "draft_ms": 1e3 * total["draft"] / rounds if rounds else None, "verify_ms": 1e3 * total["verify"] / rounds if rounds else None,
         "other_ms": 1e3 * total["other"] / rounds if rounds else None, "target_ms": 1e3 * target_s,
         **{f"share_{k}": total[k] / spent if rounds and spent else None for k in ("draft", "verify", "other")},
@@ -341,6 +435,20 @@ def measure(arms, prompts, a, eos):
     return min(len(arm.results) for arm in arms)
 
 
+def show_calibration(target, drafters, prompts, a, eos):
+    """--calibration: the reliability diagram of every drafter, Figure 3(b) of EDD and Figure 1(b) of GLIDE."""
+    print(f"target {a.target}, {a.dtype}, {a.device}, chains of 10 drafts, temperature {a.temperature:g}, {len(prompts)} prompts, "
+          f"up to {a.max_new_tokens} new tokens")
+    found = []
+    for name, drafter in drafters.items():
+        rows, error = reliability(calibration(target, drafter, prompts, a, eos))
+        print(reliability_plot(name, rows, error))
+        found.append({"target": str(a.target), "drafter": name, "temperature": a.temperature, "seed": a.seed, "ece": error, "bins": rows})
+    if a.json:
+        write_atomically(a.json, lambda p: p.write_text("".join(json.dumps(r) + "\n" for r in found)))
+    return 0
+
+
 def synchronize(device):
     if device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -401,6 +509,11 @@ def parser():
     p.add_argument("--edges", type=float, nargs="*", default=list(cape.EDGES), help="CAPE's bins of confidence, closed on the right")
     p.add_argument("--max-nodes", type=int, default=cape.MAX_NODES, help="most nodes of CAPE and fixed, the root not counted")
     p.add_argument("--cost", type=float, help="s_d / s_t of PCT (default: measured at start)")
+    p.add_argument("--width", type=int, default=pct.WIDTH, help="children of a node of PCT (Figure 6)")
+    p.add_argument("--depth", type=int, default=pct.DEPTH, help="maximum depth of PCT")
+    p.add_argument("--leaf", type=float, default=pct.LEAF, help="PCT removes leaves under this joint probability (pct-leaves: none)")
+    p.add_argument("--own", type=float, default=0.3, help="pct-own expands nodes of at least this confidence of their own")
+    p.add_argument("--calibration", action="store_true", help="reliability diagram of the drafter's confidence instead of the table")
     p.add_argument("--fixed-size", type=int, help="extras a position of --tree fixed (default: the mean of CAPE's sets, measured first)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     p.add_argument("--top-k", type=int)
@@ -418,9 +531,10 @@ def parser():
 def check(a):
     """Refuse what cannot work, before anything is loaded."""
     for kind, given, known in (("drafter", a.drafter, DRAFTERS), ("tree", a.tree, TREES)):
-        if unknown := [x for x in given if x not in known]:
+        if unknown := [x for x in given if x not in known and not (kind == "drafter" and kind_of(x) is edd)]:
             raise UserError(f"--{kind}: there is no {kind} {unknown[0]!r}; choose among {' '.join(known)}")
-    for name, low in (("gamma", 1), ("max_new_tokens", 1), ("limit", 1), ("fixed_size", 0), ("top_k", 1), ("threads", 1), ("temperature", 0)):
+    for name, low in (("gamma", 1), ("width", 1), ("depth", 1), ("leaf", 0), ("own", 0), ("max_new_tokens", 1), ("limit", 1), ("fixed_size", 0),
+                      ("top_k", 1), ("threads", 1), ("temperature", 0)):
         value = getattr(a, name)
         if value is not None and not value >= low:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {low}")
@@ -476,9 +590,11 @@ def run(argv=None):
             return verify.generate(target, drafters[drafter], build, ids, limit, eos_token_id=eos, **sampling)
         return Arm(drafter, tree, decode)
     costs = {}
-    if {"pct", "pct-cost"} & set(a.tree):
+    if any(t.startswith("pct") for t in a.tree):
         costs = {d: measure_costs(target, drafters[d], prompts[0][1], a) for d in drafters}
         note += "".join(f"; {d}: s_d / s_t = {c['cost']:.3f}, a verified node costs {c['node_price']:.3f} plain steps" for d, c in costs.items())
+    if a.calibration:
+        return show_calibration(target, drafters, prompts, a, eos)
     ours = [arm(d, t) for d in drafters for t in dict.fromkeys(a.tree)]
     arms = [*plain, library, *ours]
     where = torch.cuda.get_device_name() if a.device.startswith("cuda") else f"{torch.get_num_threads()} threads"
@@ -488,6 +604,9 @@ def run(argv=None):
     if not finished:
         raise KeyboardInterrupt
 
+    for x in ours:
+        generator.manual_seed(a.seed)
+        x.optimality = optimality(target, drafters[x.drafter], builder(x.tree, a, generator, costs.get(x.drafter)), prompts[:4], a, eos)
     base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
     groups = {"all": range(finished)}
     for g in dict.fromkeys(g for g, _, _ in prompts[:finished]):
@@ -507,7 +626,8 @@ def run(argv=None):
     for r in whole:
         if r["c"]:
             print(f"{r['drafter']} x {r['tree']}: c = {r['c']:.3f}" + (f", E(Spd.) = {r['expected_speedup']:.2f}" if r["expected_speedup"] else "")
-                  + (f", sum min(p_T, p_D) = {r['alpha_overlap']:.3f}" if r["alpha_overlap"] else ""))
+                  + (f", sum min(p_T, p_D) = {r['alpha_overlap']:.3f}" if r["alpha_overlap"] else "")
+                  + (f", tree_optimality {r['tree_optimality']:.3f}" if r["tree_optimality"] else ""))
         if r["first_divergence"]:
             d = r["first_divergence"]
             print(f"{r['drafter']}{' x ' + r['tree'] if r['tree'] else ''} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"

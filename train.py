@@ -40,18 +40,22 @@ import signal
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import edd
 import glide
+import verify
 from verify import UserError
 
 HERE = Path(__file__).resolve().parent
 STAND_IN = HERE / "checkpoints" / "target"
 EOS = "<|endoftext|>"
+SMALL = {"base": (3, 192), "small": (1, 96)}       # stages of the stand-in's cascade: layers, width
 
 # ---------------------------------------------------------------- the stand-in's corpus: what this interpreter has
 # Share of each source in training; the standard library is the smallest and hardest of the three, and is weighed most.
@@ -212,15 +216,15 @@ def save_drafter(folder, drafter, about):
     write_atomically(Path(folder) / "training.json", lambda p: p.write_text(json.dumps(about, indent=1) + "\n"))
 
 
-def save_target(folder, model, tokenizer, held_out, about):
-    """The stand-in as Hugging Face saves it, in bfloat16, with the names of the held-out modules, each file atomically."""
+def save_lm(folder, model, tokenizer, notes):
+    """A language model as Hugging Face saves it, in bfloat16, and `notes` {file name: what to write as JSON}, each file atomically."""
     from transformers.utils import logging
     logging.disable_progress_bar()
     folder, part = Path(folder), Path(f"{folder}.part")
     copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
     tokenizer.save_pretrained(part)
-    (part / "held_out.json").write_text(json.dumps(held_out, indent=1) + "\n")
-    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    for name, note in notes.items():
+        (part / name).write_text(json.dumps(note, indent=1) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     for file in part.iterdir():
         os.replace(file, folder / file.name)
@@ -427,7 +431,8 @@ def train_target(a):
                   eval_every=a.eval_every, setting=setting_of(a))
     out = Path(a.out) if a.out else STAND_IN
     corpus_tokens = {s: len(f.ids) for s, f in train.items()}
-    save_target(out, model, tokenizer, HELD_OUT, how_made(a, a.steps, metrics["target"], corpus_tokens=corpus_tokens, shares=SHARES))
+    about = how_made(a, a.steps, metrics["target"], corpus_tokens=corpus_tokens, shares=SHARES)
+    save_lm(out, model, tokenizer, {"held_out.json": HELD_OUT, "training.json": about})
     print(f"saved {out}", file=sys.stderr)
 
 
@@ -438,21 +443,76 @@ def setting_of(a):
 
 
 # ---------------------------------------------------------------- drafters
+class SmallLM(torch.nn.Module):
+    """An independent small language model with the target's vocabulary (a stage of cascade.py), trained like a drafter.
+
+    Any Hugging Face causal LM inside; `loss` is KL to the target, or cross entropy.
+    """
+
+    def __init__(self, lm, loss="kl"):
+        super().__init__()
+        self.lm, self.kind, self.config = lm, loss, SimpleNamespace(hidden=None)
+
+    def loss(self, batch):
+        logits = self.lm(input_ids=batch["ids"], use_cache=False).logits
+        if self.kind == "ce":
+            return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["ids"][:, 1:].flatten()), logits
+        return edd.kl(edd.p_target(batch), logits), logits
+
+
+def kind_of(name):
+    """The module that has the drafter `name`: glide, edd, or SmallLM; None where there is no such name."""
+    if name in ("glide", "vanilla"):
+        return glide
+    return SmallLM if name in SMALL else edd if name in edd.VARIANTS or re.fullmatch(r"edd-h\d+", name) else None
+
+
 def make_drafter(name, model, a):
     """A fresh draft model for the target `model`."""
+    kind, vocab = kind_of(name), model.config.get_text_config().vocab_size
+    if kind is SmallLM:
+        from transformers import LlamaForCausalLM
+        layers, width = SMALL[name]
+        return SmallLM(LlamaForCausalLM(stand_in_config(vocab, a.layers or layers, a.width or width, model.config.get_text_config().max_position_embeddings)))
     try:
+        if kind is edd:
+            hidden, more = (int(name[5:]), {}) if name not in edd.VARIANTS else (a.hidden, edd.VARIANTS[name])
+            return edd.EDD(edd.Config.for_target(model, hidden, **more), model).float()
         config = glide.Config.for_target(model, a.width, a.layers or 1, name == "glide", a.block, a.layer)
     except ValueError as why:
         raise UserError(str(why)) from None
     return glide.Glide(config, glide.target_angles(model, a.length))
 
 
-def frozen_forward(model, ids, dtype):
-    """What drafters may look at: {"ids", "kv" {layer: (K, V)}, "logits"} of one forward of the frozen target."""
+def read_drafter(folder, name, model):
+    """(the draft model that train.py saved in `folder`, what its training.json says), refused if it was made for another target."""
+    try:
+        if kind_of(name) is SmallLM:
+            lm, _ = load_target(folder, "float32", model.device.type)
+            loaded, about = SmallLM(lm), json.loads((folder / "training.json").read_text())
+        else:
+            loaded, about = kind_of(name).load(folder, model)
+            loaded = loaded.model
+    except ValueError as why:
+        raise UserError(str(why)) from None
+    if not same_target(about["target"], fingerprint(model)):
+        raise UserError(f"--init: the drafter in {folder} was made for another target")
+    return loaded.float(), about
+
+
+def frozen_forward(model, ids, dtype, hidden=()):
+    """What drafters may look at: {"ids", "kv" {layer: (K, V)}, "hidden" {index: (B, T, D)}, "logits"} of one forward of the
+    frozen target.  hidden: the indices of hidden_states that somebody reads."""
     from transformers import DynamicCache
-    with torch.no_grad(), autocast(ids.device.type, dtype):
-        out = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
-    return {"ids": ids, "logits": out.logits,
+    states = {}
+    hooks = verify.capture(model, hidden, states)
+    try:
+        with torch.no_grad(), autocast(ids.device.type, dtype):
+            out = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return {"ids": ids, "logits": out.logits, "hidden": states,
             "kv": {i: (layer.keys, layer.values) for i, layer in enumerate(out.past_key_values.layers)}}
 
 
@@ -515,13 +575,7 @@ def train_drafters(a):
     if a.init:
         models = {}
         for name in a.what:
-            try:
-                loaded, before[name] = glide.load(Path(a.init) / name, model)
-            except ValueError as why:
-                raise UserError(str(why)) from None
-            if not same_target(before[name]["target"], fingerprint(model)):
-                raise UserError(f"--init: the drafter in {Path(a.init) / name} was made for another target")
-            models[name] = loaded.model.float()
+            models[name], before[name] = read_drafter(Path(a.init) / name, name, model)
     else:
         models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
     tokens = sum(len(f.ids) for f in train.values())
@@ -529,8 +583,11 @@ def train_drafters(a):
     print("; ".join(f"{n}: {sum(p.numel() for p in m.parameters()) / 1e6:.2f}M weights" for n, m in models.items())
           + f"; {a.steps} steps of {a.batch} x {a.length} from {tokens / 1e6:.1f}M tokens", file=sys.stderr)
 
+    hidden = {m.config.hidden for m in models.values() if getattr(m.config, "encoding", False)}
+
     def losses(step):
-        batch = frozen_forward(model, draw(train, SHARES, a.batch, a.length, a.seed + 1, step).to(a.device), a.dtype)
+        batch = frozen_forward(model, draw(train, SHARES, a.batch, a.length, a.seed + 1, step).to(a.device), a.dtype, hidden)
+        batch |= {"block": None, "random": np.random.default_rng([a.seed + 3, step])}
         with autocast(a.device, a.dtype):
             return {name: m.loss(batch)[0] for name, m in models.items()}
 
@@ -538,7 +595,8 @@ def train_drafters(a):
         """alpha: how often the drafter's first choice is the target's, on held-out text; every source counts the same."""
         found = {name: {"alpha": [], "held_out_loss": []} for name in models}
         for f in held.values():
-            batch = frozen_forward(model, draw({"held": f}, {}, a.batch, a.length, 10**6, 0).to(a.device), a.dtype)
+            batch = frozen_forward(model, draw({"held": f}, {}, a.batch, a.length, 10**6, 0).to(a.device), a.dtype, hidden)
+            batch["block"] = a.block
             with autocast(a.device, a.dtype):
                 for name, m in models.items():
                     loss, logits = m.loss(batch)
@@ -552,8 +610,11 @@ def train_drafters(a):
                   optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
                   eval_every=a.eval_every, setting={**setting_of(a), "target": str(a.target), "block": a.block, "layer": a.layer, "init": a.init})
     for name, m in models.items():
-        save_drafter(out / name, m, how_made(
-            a, a.steps, metrics[name], kind=name, target=fingerprint(model), **({"init": before[name]} if before else {})))
+        about = how_made(a, a.steps, metrics[name], kind=name, target=fingerprint(model), **({"init": before[name]} if before else {}))
+        if isinstance(m, SmallLM):
+            save_lm(out / name, m.lm, tokenizer, {"training.json": about})
+        else:
+            save_drafter(out / name, m, about)
         print(f"saved {out / name}", file=sys.stderr)
 
 
@@ -596,7 +657,7 @@ class Parser(argparse.ArgumentParser):
 def parser():
     p = Parser(description="Train the stand-in target, or drafters for any target.",
                                 formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("what", nargs="+", help="target, continuations, or any of: glide vanilla")
+    p.add_argument("what", nargs="+", help=f"target, continuations, or any of: glide vanilla {' '.join(edd.VARIANTS)} edd-hN {' '.join(SMALL)}")
     p.add_argument("--target", default=str(STAND_IN), help="folder or hub name of the target that drafters are trained for")
     p.add_argument("--target-dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="how the target is loaded")
     p.add_argument("--data", nargs="+", help="files or folders to train on; the stand-in's own corpus when left out")
@@ -605,9 +666,9 @@ def parser():
     p.add_argument("--out", help="folder to save under; checkpoints/ when left out")
     p.add_argument("--work", default=str(HERE / "work"), help="folder for token files and training state")
     p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out")
-    p.add_argument("--batch", type=int, help="windows a step; 64 (the paper's), 12 for the stand-in target")
+    p.add_argument("--batch", type=int, help="windows a step; GLIDE's 64, EDD's 8, 12 for the stand-in target")
     p.add_argument("--length", type=int, default=512, help="tokens a window")
-    p.add_argument("--lr", type=float, help="peak learning rate; 5e-4 (the paper's), 3e-3 for the stand-in target")
+    p.add_argument("--lr", type=float, help="peak learning rate; GLIDE's 5e-4, EDD's 1e-4, 3e-3 for the stand-in target")
     p.add_argument("--warmup", type=float, default=0.025, help="fraction of the steps")
     p.add_argument("--optimizer", choices=["adamw", "muon"], help="adamw (the paper's) for drafters, muon for the stand-in target")
     p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="autocast")
@@ -615,6 +676,7 @@ def parser():
     p.add_argument("--layers", type=int, help="layers: N_D of a drafter (1), 12 for the target")
     p.add_argument("--block", type=int, default=5, help="L: block length of GLIDE's mask")
     p.add_argument("--layer", type=int, help="target layer that GLIDE's top layer reads, from 0; the top one when left out (Figure 7)")
+    p.add_argument("--hidden", type=int, default=edd.HIDDEN, help="hidden_states of the target that EDD reads (Figure 5; edd-h9 reads the 9th)")
     p.add_argument("--vocab", type=int, default=2048, help="vocabulary of the stand-in")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -628,13 +690,14 @@ def parser():
 def run(argv=None):
     a = parser().parse_args(argv)
     is_target, is_data = a.what == ["target"], a.what == ["continuations"]
-    if unknown := [w for w in a.what if w not in ("glide", "vanilla") and not is_target and not is_data]:
-        raise UserError(f"cannot train {' '.join(a.what)}: name target or continuations alone, or drafters among glide and vanilla "
-                        f"(not {unknown[0]})")
+    if unknown := [w for w in a.what if not kind_of(w) and not is_target and not is_data]:
+        raise UserError(f"cannot train {' '.join(a.what)}: name target or continuations alone, or drafters among glide vanilla "
+                        f"{' '.join(edd.VARIANTS)} edd-hN {' '.join(SMALL)} (not {unknown[0]})")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
-    a.batch = a.batch if a.batch is not None else 12 if is_target else 64
-    a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 5e-4
+    edds = all(kind_of(w) is edd for w in a.what)                    # the papers' recipes: EDD's, or GLIDE's
+    a.batch = a.batch if a.batch is not None else 12 if is_target else 8 if edds else 64
+    a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 1e-4 if edds else 5e-4
     a.optimizer = a.optimizer or ("muon" if is_target else "adamw")
     a.steps = a.steps if a.steps is not None else 3300 if is_target else 100 if is_data else None
     for name in ("steps", "batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):

@@ -126,6 +126,20 @@ class TreeCache(Cache):
         self.length += len(path)
 
 
+def capture(model, indices, into):
+    """Forward hooks that leave hidden_states[k] (k >= 1: the output of layer k) of every forward in into[k] -> the hooks.
+
+    Hooks, since the numbering of output_hidden_states differs between releases; the last one is not normed here.
+    """
+    def hook(k):
+        def keep(module, args, out):
+            into[k] = out[0] if isinstance(out, tuple) else out
+        return keep
+    n = model.config.get_text_config().num_hidden_layers
+    blocks = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
+    return [blocks[k - 1].register_forward_hook(hook(k)) for k in indices]
+
+
 class Target:
     """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache.
 
@@ -167,14 +181,8 @@ class Target:
         """Say what a drafter reads: {"kv": [layers], "hidden": [Hugging Face's hidden_states indices >= 1]}."""
         for hook in self.hooks:
             hook.remove()
-        self.needs, self.captured, self.hooks = needs, {}, []
-        for k in needs.get("hidden", ()):       # hooks, since the numbering of output_hidden_states differs between releases
-            blocks = next(m for m in self.model.get_decoder().modules()
-                          if isinstance(m, torch.nn.ModuleList) and len(m) == self.config.num_hidden_layers)
-
-            def capture(module, args, out, k=k):
-                self.captured[k] = out[0] if isinstance(out, tuple) else out
-            self.hooks.append(blocks[k - 1].register_forward_hook(capture))
+        self.needs, self.captured = needs, {}
+        self.hooks = capture(self.model, needs.get("hidden", ()), self.captured)
         self.reset()
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
@@ -289,6 +297,7 @@ class Output:
     tokens: list
     rounds: int = 0
     nodes: int = 0                  # tree nodes verified, roots not counted
+    depth: int = 0                  # sum of the trees' depths
     accepted: int = 0               # drafted tokens that became output
     tested: int = 0                 # drafted tokens on chains that the target judged
     overlap: float = 0.0            # sum over tested draws of sum_x min(p_target, p_draft)
@@ -410,14 +419,16 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         built = clock(target.device)
         logits = target.forward(tree.tokens, tree.parents)                             # verify
         verified = clock(target.device)
+        parents, levels = tree.parents.tolist(), []
+        for parent in parents:
+            levels.append(levels[parent] + 1 if parent >= 0 else 1)
         if tree.p_draft is not None:                                                   # accept
             if not warp:
                 raise UserError("a drawn chain is accepted by sampling: give a temperature above 0, or a builder without `pick`")
             p_target = warp(logits.float())
             path, new = accept_drawn(tree, p_target, generator)
         else:
-            levels = ancestor_mask(tree.parents).sum(1).tolist() if warp else ()
-            path, new = accept(tree, choose(logits, [target.cache.length + depth for depth in levels]))
+            path, new = accept(tree, choose(logits, [target.cache.length + depth for depth in levels] if warp else ()))
         kept = out.tokens[-1:] + new[:-1]                                              # the root and what was accepted
         target.commit(path, kept)                                                      # commit
         if drafter:
@@ -437,7 +448,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         out.nodes += drafted
         out.accepted += gained
         out.tested += tested
-        out.chain &= not drafter or tree.parents.tolist() == list(range(-1, drafted))
+        out.depth += max(levels) - 1
+        out.chain &= not drafter or parents == list(range(-1, drafted))
         marks.append((start, built, verified, clock(target.device)))
 
     if torch.device(target.device).type == "cuda":

@@ -51,7 +51,8 @@ def small(tmp_path_factory):
         tiny("llama", vocab_size=300, max_position_embeddings=64, seed=seed).float().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "text.txt").write_text(text)
-    assert train.main(["glide", "vanilla", "--target", str(folder / "model"), "--data", str(folder / "text.txt"), "--out", str(folder / "drafters"),
+    assert train.main(["glide", "vanilla", "edd", "--hidden", "2", "--target", str(folder / "model"), "--data", str(folder / "text.txt"),
+                       "--out", str(folder / "drafters"),
                        "--work", str(folder / "work"), "--device", "cpu", "--steps", "3", "--batch", "2", "--length", "24", "--width", "16"]) == 0
     (folder / "prompts.jsonl").write_text('{"prompt": "def add("}\n{"prompt": "return a + b"}\n{"question": "1 + 1?", "answer": "2"}\n')
     return folder
@@ -62,28 +63,115 @@ def args(small, *more):
             "--max-new-tokens", "12", "--device", "cpu", *more]
 
 
-FIELDS = """target drafter tree dtype device threads batch seed gamma temperature prompts tokens tokens_per_second speedup speedup_low
+FIELDS = """target drafter tree dtype device threads batch seed gamma depth tree_optimality temperature prompts tokens tokens_per_second speedup speedup_low
 speedup_high speedup_vs_generate tau alpha alpha_depth nodes draft_forwards c expected_speedup draft_ms verify_ms target_ms share_draft
 share_verify share_other time_to_first_token peak_memory lossless first_divergence distinct_4grams versions""".split()
 
 
 def test_the_whole_grid(small, tmp_path, capsys):
-    trees = ["chain", "cape", "fixed", "beam", "beam8", "pct", "pct-cost", "vct", "eagle2"]
-    assert bench.main(args(small, "--drafter", "vanilla", "glide", "--tree", *trees, "--json", str(tmp_path / "r.jsonl"), "--show")) == 0
+    trees = ["chain", "cape", "fixed", "beam", "beam8", "pct", "pct-cost", "pct-own", "pct-leaves", "vct", "eagle2"]
+    assert bench.main(args(small, "--drafter", "vanilla", "glide", "edd", "--tree", *trees, "--json", str(tmp_path / "r.jsonl"), "--show")) == 0
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
-        (d, t) for d in ("vanilla", "glide") for t in trees]
+        (d, t) for d in ("vanilla", "glide", "edd") for t in trees]
     for r in rows:
         assert set(FIELDS) <= set(r) and r["lossless"] is True and r["first_divergence"] is None
         assert r["tokens"] == 3 * 12 and r["prompts"] == 3 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
         if r["tree"]:
             assert abs(sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) - 1) < 1e-9
-            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= r["gamma"] + 1 and r["alpha_depth"] == r["tau"] / r["gamma"]
+            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= r["depth"] + 1
+            assert r["alpha_depth"] == (r["tau"] / r["depth"] if r["depth"] else None)
+            assert r["nodes"] or r["tree"].startswith("pct"), "PCT may find nothing worth verifying"
+            if r["nodes"]:
+                assert 0 < r["tree_optimality"] <= 1 + 1e-9 and 0 < r["depth"] <= (10 if r["tree"].startswith("pct") else 6 if r["tree"] == "eagle2" else 5)
         if r["tree"] == "chain":
             assert r["expected_speedup"] == bench.expected_speedup(r["alpha"], r["c"], 5)
     assert any(r["speedup"] == 1 and r["drafter"].startswith("plain") for r in rows), "the baseline is one of the plain arms"
     out = capsys.readouterr().out
     assert "glide x cape" in out and "[accepted]bonus" in out
+
+
+def test_reliability_against_a_count_by_hand():
+    judged = [(0.05, False), (0.1, True), (0.10001, True), (0.95, True), (1.0, True), (0.99, False), (0.0, False)]
+    rows, error = bench.reliability(judged)
+    assert [r["count"] for r in rows] == [3, 1, 0, 0, 0, 0, 0, 0, 0, 3], "bins are closed on the right"
+    assert rows[0]["acceptance"] == 1 / 3 and rows[9]["confidence"] == pytest.approx(0.98) and rows[4]["acceptance"] is None
+    assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
+    assert bench.reliability([])[1] == 0
+    plot = bench.reliability_plot("edd", rows, error).splitlines()
+    assert len(plot) == 12 and plot[-1].count("#") == round(40 * 2 / 3) and plot[-1].index("|") > plot[-1].rindex("#")
+
+
+def test_calibration_judges_up_to_the_first_rejection(small, tmp_path, monkeypatch, capsys):
+    """The pairs it counts, against chains drafted by hand over the plain output."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(small / "model"), AutoTokenizer.from_pretrained(small / "model")
+    target, drafter = bench.verify.Target(model), bench.kind_of("edd").load(small / "drafters" / "edd", model)[0]
+    ids = tokenizer("def add(")["input_ids"]
+    a = bench.parser().parse_args([])
+    found = bench.calibration(target, drafter, [("x", ids, 12)], a, [])
+    text, at, expected = ids + plain(model, ids, 12), len(ids), []
+    with torch.inference_mode():
+        while at < len(text) - 1:
+            path, judged = text[:at + 1], 0
+            for i in range(min(10, len(text) - 2 - at)):              # the last token cannot be a drafted one: a bonus follows
+                target.watch(drafter.needs)
+                drafter.reset()
+                target.sync(text[:at])
+                drafter.begin(target.view())
+                row = drafter.expand(torch.tensor(path[at:]), list(range(-1, len(path) - at - 1)))[-1]
+                path.append(row.argmax().item())
+                expected.append((row.max().item(), path[-1] == text[at + 1 + i]))
+                if not expected[-1][1]:
+                    break
+                judged += 1
+            at += judged + 1
+    assert [ok for _, ok in found] == [ok for _, ok in expected]
+    assert [p for p, _ in found] == pytest.approx([p for p, _ in expected], abs=1e-5)
+    assert bench.main(args(small, "--drafter", "edd", "glide", "--calibration", "--json", str(tmp_path / "c.jsonl"))) == 0
+    rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
+    assert [r["drafter"] for r in rows] == ["edd", "glide"] and all(len(r["bins"]) == 10 and 0 <= r["ece"] <= 1 for r in rows)
+    assert "edd: expected calibration error" in capsys.readouterr().out
+
+
+def test_tree_optimality_against_all_subtrees(small):
+    """A hand-made drafter over four tokens: the best n nodes under what was asked, by trying every set of that size."""
+    from itertools import combinations
+    table = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
+    shown = {}
+
+    class Drafter:
+        needs = {}
+
+        def expand(self, tokens, parents):
+            return table[tokens]
+
+        def reset(self):
+            pass
+        begin = keep = lambda self, x: None
+
+    class OneRound:                                        # the loop, cut down to one tree
+        def generate(target, drafter, build, ids, limit, **more):
+            shown["tree"] = build(drafter.expand, torch.tensor([0]))
+    a = bench.parser().parse_args([])
+    for build in (bench.partial(bench.cape.cape, gamma=2, sizes=(1,), edges=()), bench.partial(bench.cape.chain, gamma=3),
+                  bench.partial(bench.pct.pct, cost=0.2, leaf=0.04, width=3, depth=3), bench.partial(bench.pct.vct, width=2, depth=2)):
+        with pytest.MonkeyPatch.context() as m:
+            m.setattr(bench.verify, "generate", OneRound.generate)
+            found = bench.optimality(None, Drafter(), build, [("x", [0], 8)], a, [])
+        tree, asked = shown["tree"], []
+        build(lambda tokens, parents, asked=asked: asked.extend(zip(tokens.tolist(), parents)) or table[tokens], torch.tensor([0]))
+        joint = []
+        for token, parent in asked:
+            joint.append(joint[parent] * table[asked[parent][0], token].item() if parent >= 0 else 1.0)
+        candidates = [joint[i] * table[token, x].item() for i, (token, _) in enumerate(asked) for x in range(4)]
+        n = len(tree.tokens) - 1
+        best = max(sum(c) for c in combinations(candidates, n)) if len(candidates) <= 16 else sum(sorted(candidates)[-n:])
+        above, kept = [1.0], 0.0
+        for token, parent in list(zip(tree.tokens.tolist(), tree.parents.tolist()))[1:]:
+            above.append(above[parent] * table[tree.tokens[parent], token].item())
+            kept += above[-1]
+        assert found == pytest.approx(kept / best)
 
 
 def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):

@@ -5,14 +5,16 @@ from functools import partial
 import pytest
 import torch
 from conftest import CONTEXT, VOCAB, plain, tiny
+from test_edd import random_edd
 from test_glide import random_drafter
 
 import cape
+import edd
 import pct
 import verify
 
 BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
-          "pct": partial(pct.pct, cost=0.05, depth=5)}
+          "pct": partial(pct.pct, cost=0.05, depth=5), "vct": partial(pct.vct, width=2, depth=5), "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
 
 
 class HandMade:
@@ -48,6 +50,8 @@ def drafters(model, text):
     yield "glide", random_drafter(model, 1)
     yield "glide, two layers", random_drafter(model, 2)
     yield "vanilla", random_drafter(model, 1, glimpse=False)
+    yield "edd", edd.Drafter(random_edd(model))
+    yield "vdm", edd.Drafter(random_edd(model, encoding=False))
     for name, rate in (("always right", 1.0), ("never right", 0.0), ("half right", 0.5)):
         yield name, HandMade(text, rate)
 
