@@ -366,7 +366,7 @@ def stand_in_config(vocab, layers, width, context):
     """A deep and narrow Llama, so that a one-layer drafter costs of it what GLIDE's costs of Vicuna-7B."""
     from transformers import LlamaConfig
     return LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=round(width * 8 / 3 / 64) * 64,
-                       num_hidden_layers=layers, num_attention_heads=width // 32, num_key_value_heads=width // 32,
+                       num_hidden_layers=layers, num_attention_heads=max(1, width // 32), num_key_value_heads=max(1, width // 32),
                        max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
                        pad_token_id=None)
 
@@ -477,7 +477,8 @@ def make_drafter(name, model, a):
     try:
         if kind is edd:
             hidden, more = (int(name[5:]), {}) if name not in edd.VARIANTS else (a.hidden, edd.VARIANTS[name])
-            return edd.EDD(edd.Config.for_target(model, hidden, **more), model).float()
+            config = edd.Config.for_target(model, hidden, **more)
+            return edd.KINDS[config.kind][0](config, model).float()
         config = glide.Config.for_target(model, a.width, a.layers or 1, name == "glide", a.block, a.layer)
     except ValueError as why:
         raise UserError(str(why)) from None
@@ -516,9 +517,12 @@ def frozen_forward(model, ids, dtype, hidden=()):
             "kv": {i: (layer.keys, layer.values) for i, layer in enumerate(out.past_key_values.layers)}}
 
 
-def load_target(name, dtype, device, attention="sdpa"):
-    """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False):
+    """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence.
+
+    encoder_decoder: whether such a model (FLAN-T5) may come back; drafters that are trained read decoder-only targets alone.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -526,14 +530,15 @@ def load_target(name, dtype, device, attention="sdpa"):
         raise UserError(f"the target {name} does not exist: give a folder or a hub name of a causal language model, or train the "
                         "stand-in with train.py target")
     try:
-        encoder_decoder = AutoConfig.from_pretrained(name).is_encoder_decoder
-        if not encoder_decoder:
+        is_encoder_decoder = AutoConfig.from_pretrained(name).is_encoder_decoder
+        if encoder_decoder or not is_encoder_decoder:
             tokenizer = AutoTokenizer.from_pretrained(name)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, dtype), attn_implementation=attention)
+            kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
+            model = kind.from_pretrained(name, dtype=getattr(torch, dtype), attn_implementation=attention)
     except Exception as why:
         raise UserError(f"the target {name} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
                         "complete folder or a hub name of a causal language model") from None
-    if encoder_decoder:
+    if is_encoder_decoder and not encoder_decoder:
         raise UserError(f"the target {name} is an encoder-decoder model: give a decoder-only one")
     return model.to(device).eval(), tokenizer
 

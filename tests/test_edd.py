@@ -1,4 +1,4 @@
-"""EDD: the mask of Figure 3(a), Eq. 4, training equals decoding, each soft-prompt row computed once, nothing stale."""
+"""EDD: the mask of Figure 3(a), Eq. 4, training equals decoding, each soft-prompt row computed once, nothing stale; EAGLE, MEDUSA."""
 import json
 from types import SimpleNamespace
 
@@ -12,10 +12,12 @@ import edd
 import verify
 from train import frozen_forward, save_drafter
 
+LAST = 3                         # the tiny targets' last layer, which EAGLE and MEDUSA read
 
 def random_edd(model, seed=1, **more):
     """A draft model with weights large enough that every part matters."""
-    draft_model = edd.EDD(edd.Config.for_target(model, **{"hidden": 2, **more}), model).eval()
+    config = edd.Config.for_target(model, **{"hidden": 2, **more})
+    draft_model = edd.KINDS[config.kind][0](config, model).eval()
     torch.manual_seed(seed)
     for p in draft_model.parameters():
         if p.ndim == 2:
@@ -23,8 +25,22 @@ def random_edd(model, seed=1, **more):
     return draft_model
 
 
+def random_drafter(model, name, **more):
+    """What decodes with a random draft model of VARIANTS."""
+    draft_model = random_edd(model, **edd.VARIANTS[name], **more)
+    return edd.KINDS[draft_model.config.kind][1](draft_model)
+
+
+def some_text(model, length, seed):
+    """Random ids (length,) and the target's hidden states {k: (length, D)} that drafters here read."""
+    ids = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
+    states = frozen_forward(model, ids[None], "float32", {2, LAST})["hidden"]
+    return ids, {k: h[0] for k, h in states.items()}
+
+
 def view(ids, hidden, since, t):
-    return SimpleNamespace(tokens=ids[since:t], length=t, kv={}, hidden={2: hidden[since:t]})
+    hidden = hidden if isinstance(hidden, dict) else {2: hidden}
+    return SimpleNamespace(tokens=ids[since:t], length=t, kv={}, hidden={k: h[since:t] for k, h in hidden.items()})
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -86,10 +102,10 @@ def test_training_does_not_see_what_drafting_cannot(model):
             assert blind >= 20 or not torch.allclose(out[:, blind:], base[:, blind:])
 
 
-def test_rows_of_a_tree_equal_paths_drafted_alone(model):
-    drafter = edd.Drafter(random_edd(model))
-    ids = torch.randint(VOCAB, (13,), generator=torch.Generator().manual_seed(3))
-    hidden = frozen_forward(model, ids[None], "float32", {2})["hidden"][2][0]
+@pytest.mark.parametrize("name", ["edd", "eagle", "medusa"])
+def test_rows_of_a_tree_equal_paths_drafted_alone(model, name):
+    drafter = random_drafter(model, name)
+    ids, hidden = some_text(model, 13, 3)
     tokens, parents = torch.tensor([4, 1, 2, 7, 7, 3, 5, 0, 2]), [-1, 0, 0, 1, 2, 2, 3, 3, 5]
     with torch.no_grad():
         drafter.begin(view(ids, hidden, 0, 12))
@@ -104,24 +120,24 @@ def test_rows_of_a_tree_equal_paths_drafted_alone(model):
             torch.testing.assert_close(rows[node], alone, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("encoding", [True, False])
-def test_a_round_costs_the_committed_and_the_drafted_rows(model, encoding):
-    """Rows that go through the layer, and what a round says, whatever was drafted and rejected before."""
-    draft_model = random_edd(model, encoding=encoding)
-    drafter, fresh, passed = edd.Drafter(draft_model), edd.Drafter(draft_model), []
+@pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
+def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
+    """Rows that go through the layer (MEDUSA: through its first head), and what a round says, whatever was rejected before."""
+    drafter, passed = random_drafter(model, name), []
+    fresh = type(drafter)(drafter.model)
     g = torch.Generator().manual_seed(5)
-    ids = torch.randint(VOCAB, (36,), generator=g)
-    hidden = frozen_forward(model, ids[None], "float32", {2})["hidden"][2][0]
+    ids, hidden = some_text(model, 36, 5)
     t, before = 4, 0
     with torch.no_grad():
         while t < 30:
-            hook = draft_model.layer.register_forward_pre_hook(lambda module, args: passed.append(args[0].shape[1]))
+            part = drafter.model.heads[0] if name == "medusa" else drafter.model.layer
+            hook = part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
             passed.clear()
             drafter.begin(view(ids, hidden, before, t))
             root = drafter.expand(ids[t:t + 1], [-1])
             drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
             drafter.expand(ids[t + 2:t + 3], [2])
-            assert passed == [t - before + 1, 2, 1], "rows of a round depend on what is new, not on the context"
+            assert passed == ([1] if name == "medusa" else [t - before + 1, 2, 1]), "rows of a round depend on what is new, not on the context"
             hook.remove()
             fresh.reset()
             fresh.begin(view(ids, hidden, 0, t))
@@ -137,11 +153,102 @@ def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, kin
     llama.zero_grad()
     llama.requires_grad_(True)
     draft_model = random_edd(llama, **edd.VARIANTS[kind])
-    batch = frozen_forward(llama, torch.randint(VOCAB, (2, 20)), "float32", {2})
+    batch = frozen_forward(llama, torch.randint(VOCAB, (2, 20)), "float32", {draft_model.config.hidden})
     loss, _ = draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)})
     loss.backward()
     assert all(p.grad is None for p in llama.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
+
+
+@pytest.mark.parametrize("name", ["eagle", "medusa"])
+def test_the_feature_is_what_the_targets_head_reads(model, name):
+    """The last layer's hook, normed, under the frozen head: the target's own logits; the frozen parts are its own, untrained, unsaved."""
+    batch = frozen_forward(model, torch.randint(VOCAB, (2, 9)), "float32", {LAST})
+    draft_model = random_edd(model, **edd.VARIANTS[name])
+    torch.testing.assert_close(draft_model.target.head(draft_model.target.norm(batch["hidden"][LAST])), batch["logits"])
+    assert draft_model.target.embed.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    own = {k.split(".")[0] for k in draft_model.state_dict()}
+    assert own == ({"fc", "layer"} if name == "eagle" else {"heads", "w"}) == {k.split(".")[0] for k, _ in draft_model.named_parameters()}
+
+
+def test_eagle_equals_brute_force(model):
+    """Row by row: training's forward where features are true, and a forward over everything that is fed predicted ones elsewhere."""
+    T, t0 = 20, 7
+    drafter = random_drafter(model, "eagle")
+    draft_model, (ids, hidden) = drafter.model, some_text(model, T, 2)
+    head, embed, f = draft_model.target.head, draft_model.target.embed, draft_model.target.norm(hidden[LAST])
+    with torch.no_grad():
+        trained = head(draft_model(ids[None], f[None]))[0].softmax(-1)
+        before = 0
+        for t in (t0, t0 + 1, t0 + 5, T - 4):
+            drafter.begin(view(ids, hidden, before, t))
+            fed = list(torch.cat((torch.zeros_like(f[:1]), f[:t])))                # the feature before each position
+            for i in range(4):
+                row = drafter.expand(ids[t + i:t + i + 1], [i - 1])[0]
+                x = draft_model.fc(torch.cat((embed(ids[:t + i + 1]), torch.stack(fed)), -1))[None]
+                predicted = draft_model.rows(x, torch.arange(t + i + 1)[None], torch.ones(t + i + 1, t + i + 1).tril().bool())[0, -1]
+                torch.testing.assert_close(row, head(predicted).softmax(-1).float(), atol=1e-6, rtol=0)
+                if i == 0:
+                    torch.testing.assert_close(row, trained[t].float(), atol=1e-6, rtol=0)
+                fed.append(predicted)
+            assert (row - trained[t + 3]).abs().max() > 1e-3, "predicted features differ from true ones, or the above says nothing"
+            before = t
+        with pytest.raises(AssertionError, match="cannot go on from token 5"):      # a rollback that it has no feature for
+            drafter.begin(view(ids, hidden, 5, 9))
+
+
+def test_eagle_does_not_see_what_drafting_cannot(model):
+    """Row i of training is made of tokens up to i and of features before i."""
+    draft_model, (ids, hidden) = random_edd(model, **edd.VARIANTS["eagle"]), some_text(model, 12, 3)
+    with torch.no_grad():
+        base = draft_model(ids[None], hidden[LAST][None])[0]
+        for k in (0, 5, 11):
+            f = torch.cat((hidden[LAST][:k], hidden[LAST][k:] + 1))
+            out = draft_model(ids[None], f[None])[0]
+            assert torch.equal(out[:k + 1], base[:k + 1]) and not (out[k + 1:] == base[k + 1:]).all(-1).any()
+            other = ids.clone()
+            other[k] = (ids[k] + 1) % VOCAB
+            out = draft_model(other[None], hidden[LAST][None])[0]
+            assert torch.equal(out[:k], base[:k]) and not torch.equal(out[k], base[k])
+
+
+def test_eagles_loss(llama):
+    """SmoothL1 and a tenth of the cross entropy to the target's distribution, element by element."""
+    ids, hidden = some_text(llama, 9, 4)
+    draft_model = random_edd(llama, **edd.VARIANTS["eagle"])
+    batch = frozen_forward(llama, ids[None], "float32", {LAST})
+    with torch.no_grad():
+        loss, logits = draft_model.loss(batch)
+        f = draft_model.target.norm(hidden[LAST])
+        d = (draft_model(ids[None], f[None])[0] - f).abs()
+        smooth = torch.where(d < 1, d * d / 2, d - 0.5).mean()
+        ce = -(batch["logits"][0].softmax(-1) * logits[0].log_softmax(-1)).sum(-1).mean()
+    torch.testing.assert_close(loss.double(), smooth + 0.1 * ce, atol=1e-5, rtol=1e-5)
+
+
+def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
+    draft_model = edd.Medusa(edd.Config.for_target(llama, **edd.VARIANTS["medusa"]), llama)
+    ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
+    batch = frozen_forward(llama, ids, "float32", {LAST})
+    with torch.no_grad():
+        assert len(draft_model.heads) == 5
+        for logits in draft_model(batch["hidden"][LAST]):
+            torch.testing.assert_close(logits, batch["logits"])       # untrained: every head says what the target does
+        draft_model = random_edd(llama, **edd.VARIANTS["medusa"])
+        loss, shown = draft_model.loss(batch)
+        expected, found = 0, draft_model(batch["hidden"][LAST])
+        for k in range(5):                                                          # from f_i head k predicts t_{i+2+k}
+            picked = [-found[k][b, i].log_softmax(-1)[ids[b, i + 2 + k]] for b in range(2) for i in range(20 - 2 - k)]
+            expected += 0.8 ** k * sum(picked) / len(picked)
+        torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(shown[:, 1:], found[0][:, :-1])                          # row j, from f_{j-1}, predicts token j + 1
+        assert draft_model.loss({**batch, "ids": ids[:, :4], "hidden": {LAST: batch["hidden"][LAST][:, :4]}})[0].isfinite()
+        drafter = edd.MedusaDrafter(draft_model)                                    # a token at depth d comes from head d - 1
+        drafter.begin(view(ids[0], {LAST: batch["hidden"][LAST][0]}, 0, 8))
+        rows = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
+        for row, head in zip(rows[[0, 1, 3, 4, 5]], found):
+            torch.testing.assert_close(row, head[0, 7].softmax(-1).float())
+        assert torch.equal(rows[1], rows[2]) and not rows[6:].any(), "whatever the path; nothing beyond the last head"
 
 
 def test_block_lengths_are_drawn_from_the_whole_range(llama, monkeypatch):
@@ -204,6 +311,19 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     drafter, about = edd.load(tmp_path / "edd", single)
     assert about["config"]["hidden"] == 2
     torch.testing.assert_close(drafter.model.head.weight, draft_model.head.weight.bfloat16().float())
+    for name in ("eagle", "medusa"):
+        save_drafter(tmp_path / name, saved := random_edd(llama, **edd.VARIANTS[name]).float(), {"kind": name})
+        loaded, _ = edd.load(tmp_path / name, single)
+        assert type(loaded) is edd.KINDS[name][1] and type(loaded.model) is type(saved) and loaded.needs == {"hidden": (LAST,)}
+        for key, value in loaded.model.state_dict().items():
+            assert torch.equal(value, saved.state_dict()[key].bfloat16().float())
+    config = {k: v for k, v in about["config"].items() if k not in ("kind", "heads")}      # checkpoints older than the baselines
+    (tmp_path / "edd" / "training.json").write_text(json.dumps({"config": config}))
+    assert type(edd.load(tmp_path / "edd", single)[0]) is edd.Drafter
+    (tmp_path / "edd" / "training.json").write_text(json.dumps({"config": {**config, "kind": "hydra"}}))
+    with pytest.raises(ValueError, match="damaged"):
+        edd.load(tmp_path / "edd", single)
+    save_drafter(tmp_path / "edd", draft_model, {"kind": "edd"})
     with pytest.raises(ValueError, match="another target"):
         edd.load(tmp_path / "edd", tiny("llama", hidden_size=64))
     with pytest.raises(ValueError, match="is missing"):

@@ -102,8 +102,8 @@ def test_eagle2_is_the_best_connected_subtree():
         table = random_table(seed, vocab=3)
         tree = pct.eagle2(table_expand(table), torch.tensor([0]), total=3, depth=2, expanded=3)
         nodes = brute(table.tolist(), 0, (), 1.0, lambda *_: True, 3, 2)
-        best = max((sum(nodes[n] for n in some) for some in itertools.combinations(nodes, 3)
-                    if all(n[:-1] == () or n[:-1] in some for n in some)))
+        best = max(sum(nodes[n] for n in some) for some in itertools.combinations(nodes, 3)
+                    if all(n[:-1] == () or n[:-1] in some for n in some))
         assert abs(sum(nodes[n] for n in paths(tree)) - best) < 1e-12
 
 
