@@ -36,7 +36,9 @@ import torch
 from tqdm import tqdm
 
 import cape
+import cascade
 import edd
+import maxgram
 import pct
 import verify
 from train import HERE, STAND_IN, Parser, clean, fingerprint, kind_of, load_target, read_rows, same_target, source_roots, write_atomically
@@ -133,7 +135,8 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
     return drafter
 
 
-DRAFTERS = ("glide", "vanilla", *edd.VARIANTS)
+SEQUENCE = ("maxgram", "cascade")                                    # drafters that write a chain themselves
+DRAFTERS = ("glide", "vanilla", *edd.VARIANTS, *SEQUENCE)
 TREES = {"chain": cape.chain, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "beam8": cape.beam, "drawn": cape.chain,
          "pct": pct.pct, "pct-cost": pct.pct, "pct-own": pct.pct, "pct-leaves": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2}
 OWN_DEPTH = {"pct", "pct-cost", "pct-own", "pct-leaves", "vct", "eagle2"}        # the others: --gamma
@@ -153,24 +156,85 @@ def settings(name, a, costs=None):
     return more if name in OWN_DEPTH else {**more, "gamma": a.gamma}
 
 
-def builder(name, a, generator, costs=None):
-    """The tree builder `name` as a function of (expand, root)."""
+def load_stage(name, a, target, tokenizer):
+    """A stage of a cascade: `name` is a folder of --checkpoint, or any folder or hub name of a language model with the target's vocabulary."""
+    folder = Path(a.checkpoint) / name
+    model, theirs = load_target(str(folder) if (folder / "config.json").exists() else name, a.dtype, a.device, a.attention, encoder_decoder=True)
+    ours, other = target.config.get_text_config().vocab_size, model.config.get_text_config().vocab_size
+    if ours != other or tokenizer.get_vocab() != theirs.get_vocab() or model.config.is_encoder_decoder != target.config.is_encoder_decoder:
+        raise UserError(f"--models: {name} has another vocabulary or another kind of model than the target ({type(model).__name__}, {other} tokens, "
+                        f"against {type(target).__name__}, {ours}): stages of a cascade share both with the target")
+    if model.num_parameters() >= target.num_parameters():
+        print(f"bench.py: warning: the stage {name} has {model.num_parameters():,} weights, the target {target.num_parameters():,}: it will slow it down",
+              file=sys.stderr)
+    return model
+
+
+def load_gram(a, vocab):
+    """Max-Gram with the bigram of --bigram, or of --checkpoint where it has one."""
+    path = Path(a.bigram) if a.bigram else Path(a.checkpoint) / "bigram.json"
+    try:
+        return maxgram.MaxGram(*(maxgram.read_bigram(path, vocab) if a.bigram or path.exists() else ()))
+    except ValueError as why:
+        raise UserError(f"--bigram: {why}") from None
+
+
+def load_cascades(a, target, tokenizer, context):
+    """{name in the table: (Cascade, names of its stages, their models)} for every --models; Max-Gram alone is one too."""
+    vocab, loaded, found, lists = target.config.get_text_config().vocab_size, {}, {}, a.models or []
+    if "maxgram" in a.drafter:
+        found["maxgram"] = cascade.Cascade([], gram=load_gram(a, vocab), capacity=context, vocab=vocab), ["maxgram"], []
+    for names, k in zip(lists, a.k or [None] * len(lists)):
+        neural = [n for n in names if n != "maxgram"]
+        loaded |= {n: load_stage(n, a, target, tokenizer) for n in neural if n not in loaded}
+        models = [loaded[n] for n in neural]
+        K = cascade.table2(k, len(neural), "maxgram" in names) if k else None
+        c = cascade.Cascade(models, K, a.lenience if len(neural) > 1 else 1.0, load_gram(a, vocab) if "maxgram" in names else None, context, vocab)
+        label = " ".join([f"cascade ({', '.join(Path(n).name for n in names)})", *(["k", *map(str, k)] if k and len(lists) > 1 else [])])
+        found[label] = (c, names, models)
+    return found
+
+
+def builder(name, a, generator, costs=None, own=False):
+    """The tree builder `name` as a function of (expand, root).  own: the drafter writes chains itself."""
+    if own and name in ("chain", "drawn"):
+        return partial(verify.proposal, **({"generator": generator} if name == "drawn" else {}))
     draws = {"pick": partial(cape.draw, generator=generator)} if name == "drawn" else {}
     return partial(TREES[name], **settings(name, a, costs), **draws)
+
+
+def median_time(f, device, times=12):
+    """Median seconds of f(), a few warm calls."""
+    spent = []
+    for _ in range(times):
+        synchronize(device)
+        start = time.perf_counter()
+        f()
+        synchronize(device)
+        spent.append(time.perf_counter() - start)
+    return statistics.median(spent[2:])
+
+
+@torch.inference_mode()
+def stage_costs(a, target, c, names, models, ids):
+    """Cost of a run of each stage over one of the target: {"measured", "ms": by weights, "given": --costs}; Max-Gram's is 0."""
+    def step(t):
+        if t.encoder_decoder:
+            t.encode(ids)
+        t.sync([t.start] if t.encoder_decoder else ids)
+        return median_time(lambda: t.forward(torch.tensor(ids[-1:], device=a.device)), a.device)
+    plain, free = step(target), [0.0] * (len(names) - len(c.stages))
+    found = {"measured": [step(s) / plain for s in c.stages] + free,
+             "ms": [s.model.num_parameters() / target.model.num_parameters() for s in c.stages] + free}
+    if a.costs:
+        found["given"] = [a.costs[list(models).index(n)] for n in names[:len(c.stages)]] + free
+    return found
 
 
 @torch.inference_mode()
 def measure_costs(target, drafter, ids, a):
     """{"cost": s_d / s_t, "node_price": one more verified node}, in plain steps, from a few warm forwards of each."""
-    def median(f, times=12):
-        spent = []
-        for _ in range(times):
-            synchronize(a.device)
-            start = time.perf_counter()
-            f()
-            synchronize(a.device)
-            spent.append(time.perf_counter() - start)
-        return statistics.median(spent[2:])
+    median = partial(median_time, device=a.device)
     target.watch(drafter.needs)
     drafter.reset()
     target.sync(ids)
@@ -181,39 +245,71 @@ def measure_costs(target, drafter, ids, a):
         drafter.expand(token, [len(asked) - 1])
         asked.append(1)
     plain = median(lambda: target.forward(token))
-    few, many = (median(lambda: target.forward(token.repeat(n), torch.arange(-1, n - 1)), 8) for n in (4, 32))       # noqa: B023
+    few, many = (median(lambda: target.forward(token.repeat(n), torch.arange(-1, n - 1)), times=8) for n in (4, 32))       # noqa: B023
     return {"cost": min(1.0, a.cost or median(draft) / plain), "node_price": max(0.0, (many - few) / 28 / plain)}
 
 
+def sampling_of(a):
+    """How to choose tokens, as verify.generate takes it."""
+    return {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
+
+
 # ---------------------------------------------------------------- what a drafter's confidence is worth
+def played(target, drafter, build, prompts, a, eos):
+    """Yield (tree, the tokens that the output went on with after its root) of every round."""
+    for _, ids, limit in tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=None):
+        trees = []
+
+        def recording(expand, root, trees=trees):
+            trees.append(build(expand, root))
+            return trees[-1]
+        out, at = verify.generate(target, drafter, recording, ids, limit, eos_token_id=eos, **sampling_of(a)), 1
+        for tree, gained in zip(trees, out.runs):
+            yield tree, out.tokens[at:at + gained]
+            at += gained
+
+
 def calibration(target, drafter, prompts, a, eos, length=10):
     """Chains of `length` drafts -> [(confidence, accepted?)] of every judged token (EDD section 3.2, GLIDE section 4.2).
 
     Tokens after the first rejection are left out: whether they would have been accepted depends on it.
     """
-    found = []
-    for _, ids, limit in tqdm(prompts, unit="prompt", dynamic_ncols=True, disable=None):
-        rounds = []
+    found, confidence = [], []
 
-        def build(expand, root, rounds=rounds):
-            rows = []
+    def build(expand, root):
+        rows = []
 
-            def recording(tokens, parents):
-                rows.append(expand(tokens, parents))
-                return rows[-1]
-            tree = cape.chain(recording, root, length)
-            confidence = torch.cat(rows).gather(1, tree.tokens[1:, None]) if len(tree.tokens) > 1 else rows[0][:0]
-            rounds.append((tree.tokens[1:].tolist(), confidence[:, :1].flatten().tolist()))
-            return tree
-        out = verify.generate(target, drafter, build, ids, limit, temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, eos_token_id=eos, seed=a.seed)
-        at = 1
-        for (drafted, confidence), gained in zip(rounds, out.runs):
-            for x, p, y in zip(drafted, confidence, out.tokens[at:at + gained]):
-                found.append((p, x == y))
-                if x != y:
-                    break
-            at += gained
+        def recording(tokens, parents):
+            rows.append(expand(tokens, parents))
+            return rows[-1]
+        tree = cape.chain(recording, root, length)
+        confidence.append(torch.cat(rows)[:len(tree.tokens) - 1].max(1).values.tolist())
+        return tree
+    for n, (tree, went_on) in enumerate(played(target, drafter, build, prompts, a, eos)):
+        for x, p, y in zip(tree.tokens[1:].tolist(), confidence[n], went_on):
+            found.append((p, x == y))
+            if x != y:
+                break
     return found
+
+
+def position_acceptance(target, drafter, build, prompts, a, eos):
+    """-> [(drafted, accepted)] of each position of a chain (Cascade, Figures 2 and 3): accepted with all before it."""
+    found = []
+    for tree, went_on in played(target, drafter, build, prompts, a, eos):
+        drafted = tree.tokens[1:].tolist()
+        same = next((i for i, (x, y) in enumerate(zip(drafted, went_on)) if x != y), min(len(drafted), len(went_on)))
+        cut = same == len(went_on) < len(drafted)                # the output ended here: later positions were not judged
+        for i in range(same if cut else len(drafted)):
+            found += [[0, 0]] * (i + 1 - len(found))
+            found[i] = [found[i][0] + 1, found[i][1] + (i < same)]
+    return found
+
+
+def position_plot(name, found):
+    """Figures 2 and 3 as text."""
+    lines = [f"\n{name}: probability that a drafted token is accepted, by its position in the chain"]
+    return "\n".join(lines + [f"  {i:3d}  {ok / n:.2f}  {n:6d}  {'#' * round(40 * ok / n)}".rstrip() for i, (n, ok) in enumerate(found, 1)])
 
 
 def reliability(judged, bins=10):
@@ -269,7 +365,7 @@ def optimality(target, drafter, build, prompts, a, eos):
                 where.append(asked.get((above, x)))
             best += torch.cat(rows).topk(len(where) - 1).values.sum().item()
             return tree
-        verify.generate(target, drafter, judged, ids, min(limit, 48), temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, eos_token_id=eos, seed=a.seed)
+        verify.generate(target, drafter, judged, ids, min(limit, 48), eos_token_id=eos, **sampling_of(a))
     return kept / best if best else None
 
 
@@ -299,6 +395,9 @@ class Arm:
     results: dict = field(default_factory=dict)
     memory: int = 0
     optimality: float = None
+    stages: tuple = ()                    # of a cascade
+    K: list = None
+    costs: dict = None                    # cost of a run of each stage: measured, by parameters ("ms"), as given
 
     @property
     def name(self):
@@ -322,11 +421,13 @@ def row_of(arm, base, transformers_arm, which, a, gap=None):
     target_s = sum(s for s, _ in steps) / max(1, sum(n for _, n in steps))
     chain = rounds and total["tested"] and all(o.chain for o in outs)
     alpha = total["accepted"] / total["tested"] if chain else None
-    c = total["draft"] / total["draft_forwards"] / target_s if total["draft_forwards"] else None
+    c = total["draft"] / total["draft_forwards"] / target_s if total["draft_forwards"] and not arm.stages else None
     tau = sum(sum(o.runs) for o in outs) / rounds if rounds and arm.tree else None
     wrong = [i for i in which if arm.results[i][1].tokens != base.results[i][1].tokens]
     depth = sum(o.depth for o in outs) / rounds if rounds and arm.tree else None
-    exact = a.temperature == 0 or arm.tree not in ("drawn", "") or arm.drafter.startswith("plain")
+    exact = a.temperature == 0 or not any(o.drawn for o in outs) and (arm.tree or arm.drafter.startswith("plain"))
+    stages = [sum(counts) for counts in zip(*(o.stage_runs for o in outs))]
+    counts = [sum(o.rounds + 1 for o in outs), *stages]                  # every prompt's prefill is a run, as it is in plain decoding
     return {
         "target": str(a.target), "drafter": arm.drafter, "tree": arm.tree or None, "group": a.group_name, "dtype": a.dtype,
         "device": a.device, "threads": torch.get_num_threads(), "batch": 1, "seed": a.seed, "gamma": a.gamma, "depth": depth,
@@ -337,7 +438,8 @@ def row_of(arm, base, transformers_arm, which, a, gap=None):
         "alpha_depth": tau / depth if tau and depth else None, "nodes": total["nodes"] / rounds if tau else None,
         "draft_forwards": total["draft_forwards"] / rounds if tau else None, "c": c,
         "expected_speedup": expected_speedup(alpha, c, a.gamma) if alpha is not None and c else None,
-        "tree_optimality": arm.optimality,
+        "tree_optimality": arm.optimality, "stages": arm.stages or None, "K": arm.K, "runs": counts if rounds else None,
+        **{f"swi_{how}": cascade.swi(tokens, counts, [1, *costs]) if arm.stages else None for how, costs in (arm.costs or {}).items()},
         "draft_ms": 1e3 * total["draft"] / rounds if rounds else None, "verify_ms": 1e3 * total["verify"] / rounds if rounds else None,
         "other_ms": 1e3 * total["other"] / rounds if rounds else None, "target_ms": 1e3 * target_s,
         **{f"share_{k}": total[k] / spent if rounds and spent else None for k in ("draft", "verify", "other")},
@@ -388,26 +490,28 @@ def shown(out, tokenizer):
 
 
 # ---------------------------------------------------------------- the run
-def baselines(a, model, target, tokenizer):
-    """Arms that every table has: plain decoding (on a CPU also padded to two queries) and transformers' generate()."""
-    sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
-
+def baselines(a, model, target, stages, lookup):
+    """Arms that every table has: plain decoding (on a CPU also padded to two queries) and transformers' generate(); and its
+    assisted generation with each of `stages` {name: model}, and prompt lookup."""
     def plain(build):
-        return lambda ids, limit, eos: verify.generate(target, None, build, ids, limit, eos_token_id=eos, **sampling)
+        return lambda ids, limit, eos: verify.generate(target, None, build, ids, limit, eos_token_id=eos, **sampling_of(a))
 
-    def library(ids, limit, eos):
+    def library(ids, limit, eos, **more):
         torch.manual_seed(a.seed)
         how = {"do_sample": True, "temperature": a.temperature, "top_k": a.top_k or 0, "top_p": a.top_p or 1.0} if a.temperature else {
             "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         ids = torch.tensor([ids], device=a.device)
         with torch.inference_mode():
             got = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit, eos_token_id=eos or None,
-                                 pad_token_id=eos[0] if eos else 0, **how)
-        return verify.Output(got[0, ids.shape[1]:].tolist())
+                                 pad_token_id=eos[0] if eos else 0, **how, **more)
+        return verify.Output(got[0, 1 if target.encoder_decoder else ids.shape[1]:].tolist())
     arms = [Arm("plain", "", plain(verify.no_draft))]
-    if a.device == "cpu":
+    if a.device == "cpu" and not target.encoder_decoder:
         arms.append(Arm("plain, two queries", "", plain(verify.no_draft_padded)))
-    return arms, Arm("generate()", "", library)
+    helped = [Arm(f"assisted generation ({n})", "", partial(library, assistant_model=lm)) for n, lm in stages.items()]
+    if lookup:
+        helped.append(Arm("prompt lookup", "", partial(library, prompt_lookup_num_tokens=cascade.GRAM)))
+    return arms, Arm("generate()", "", library), helped
 
 
 def measure(arms, prompts, a, eos):
@@ -435,15 +539,23 @@ def measure(arms, prompts, a, eos):
     return min(len(arm.results) for arm in arms)
 
 
-def show_calibration(target, drafters, prompts, a, eos):
-    """--calibration: the reliability diagram of every drafter, Figure 3(b) of EDD and Figure 1(b) of GLIDE."""
-    print(f"target {a.target}, {a.dtype}, {a.device}, chains of 10 drafts, temperature {a.temperature:g}, {len(prompts)} prompts, "
-          f"up to {a.max_new_tokens} new tokens")
+def show_acceptance(target, drafters, build, prompts, a, eos):
+    """--calibration: the reliability diagram of every drafter, Figure 3(b) of EDD and Figure 1(b) of GLIDE; --position-acceptance:
+    Figures 2 and 3 of Cascade, chains of 30 (a cascade's own: --k)."""
+    print(f"target {a.target}, {a.dtype}, {a.device}, chains of {'10' if a.calibration else '30'} drafts, temperature {a.temperature:g}, {len(prompts)} "
+          f"prompts, up to {a.max_new_tokens} new tokens")
     found = []
     for name, drafter in drafters.items():
-        rows, error = reliability(calibration(target, drafter, prompts, a, eos))
-        print(reliability_plot(name, rows, error))
-        found.append({"target": str(a.target), "drafter": name, "temperature": a.temperature, "seed": a.seed, "ece": error, "bins": rows})
+        row = {"target": str(a.target), "drafter": name, "temperature": a.temperature, "seed": a.seed}
+        if a.calibration:
+            bins, error = reliability(calibration(target, drafter, prompts, a, eos))
+            print(reliability_plot(name, bins, error))
+            found.append({**row, "ece": error, "bins": bins})
+        if a.position_acceptance:
+            chain = build(name, "chain") if hasattr(drafter, "chain") else partial(cape.chain, gamma=30)
+            positions = position_acceptance(target, drafter, chain, prompts, a, eos)
+            print(position_plot(name, positions))
+            found.append({**row, "positions": [{"position": i, "drafted": n, "accepted": ok} for i, (n, ok) in enumerate(positions, 1)]})
     if a.json:
         write_atomically(a.json, lambda p: p.write_text("".join(json.dumps(r) + "\n" for r in found)))
     return 0
@@ -500,6 +612,14 @@ def parser():
     p.add_argument("--tree", nargs="+", default=["cape"], help=f"any of: {' '.join(TREES)} (default: cape); drawn is a drawn chain, for "
                    "--temperature above 0")
     p.add_argument("--checkpoint", default=str(HERE / "checkpoints"), help="folder of the drafter, or of one folder a drafter")
+    p.add_argument("--models", nargs="+", action="append", help="stages of --drafter cascade, largest first: folders or hub names of small language models, "
+                   "maxgram last; give it again for another cascade in the same run")
+    p.add_argument("--k", nargs="+", type=int, action="append", help="Table 2's k11, or k11 k12 k22: row by row, cumulative (8 13 1 is Algorithm 1's K "
+                   "[[8, 5, 10], [0, 1, 10], [0, 0, 10]], lower bounds); once for each --models")
+    p.add_argument("--lenience", type=float, default=1.0, help="l of reviews by a cascade's models; the target never uses it")
+    p.add_argument("--costs", nargs="+", type=float, help="cost of a run of each named model of the cascades over one of the target, for SWI as given (PW)")
+    p.add_argument("--bigram", help="Max-Gram's bigram: made by maxgram.py bigram, or a flat JSON array (default: the checkpoint folder's)")
+    p.add_argument("--position-acceptance", action="store_true", help="acceptance by draft position (chains of 30) instead of the table")
     p.add_argument("--prompts", nargs="+", help="files of prompts (default: heads of held-out modules and word problems)")
     p.add_argument("--limit", type=int, help="at most so many prompts")
     p.add_argument("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")
@@ -542,6 +662,22 @@ def check(a):
         raise UserError(f"--cost is {a.cost}: s_d / s_t must be above 0 and at most 1")
     if a.top_p is not None and not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
+    if ("cascade" in a.drafter) != bool(a.models):
+        raise UserError("--drafter cascade and --models go together: name its stages, as in --models base small maxgram")
+    for names in a.models or ():
+        if "maxgram" in names[:-1] or len(set(names)) < len(names):
+            raise UserError(f"--models {' '.join(names)}: name every stage once, largest first, maxgram last")
+    if a.k and len(a.k) != len(a.models or ()):
+        raise UserError(f"--k is given {len(a.k)} time(s) for {len(a.models or ())} --models: give it once for each, or not at all")
+    for names, k in zip(a.models or (), a.k or ()):
+        cascade.table2(k, len([n for n in names if n != "maxgram"]), "maxgram" in names)
+    if not a.lenience >= 1:
+        raise UserError(f"--lenience is {a.lenience}: it must be at least 1, which is none")
+    if a.lenience > 1 and "drawn" in a.tree:
+        raise UserError("--lenience above 1 leaves no true distribution to draw from: use --tree chain, or --lenience 1")
+    stages = list(dict.fromkeys(n for names in a.models or () for n in names if n != "maxgram"))
+    if a.costs and len(a.costs) != len(stages):
+        raise UserError(f"--costs gives {len(a.costs)} number(s) for the models {' '.join(stages)}: give one for each, in that order")
     if "drawn" in a.tree and a.temperature == 0:
         raise UserError("--tree drawn draws its tokens: give --temperature above 0, or --tree chain for greedy decoding")
     if {"cape", "fixed"} & set(a.tree) and a.gamma > a.max_nodes:
@@ -562,41 +698,47 @@ def run(argv=None):
     torch.manual_seed(a.seed)
     if Path(a.target).is_dir():
         a.target = os.path.relpath(a.target)          # what a table shows should not depend on the machine
-    model, tokenizer = load_target(a.target, a.dtype, a.device, a.attention)
-    context = verify.Target(model, 1).context
-    prompts, note = prepare_prompts(a, tokenizer, context, model.config.get_text_config().vocab_size)
+    model, tokenizer = load_target(a.target, a.dtype, a.device, a.attention, encoder_decoder=True)
+    if model.config.is_encoder_decoder and (set(a.drafter) - set(SEQUENCE) or set(a.tree) - {"chain", "drawn"} or a.calibration):
+        raise UserError(f"{a.target} is an encoder-decoder model: it takes --drafter maxgram or cascade with --tree chain (relative positions of "
+                        "its decoder follow the order of the cache, not the depth in a tree)")
+    vocab, context = model.config.get_text_config().vocab_size, verify.Target(model, 1).context
+    prompts, note = prepare_prompts(a, tokenizer, context, vocab)
     capacity = min(context, max(len(ids) + limit for _, ids, limit in prompts))
     target = verify.Target(model, capacity)
     eos = model.generation_config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
-    about = fingerprint(model)
-    sampling = {"temperature": a.temperature, "top_k": a.top_k, "top_p": a.top_p, "seed": a.seed}
     generator = torch.Generator(a.device)
-    drafters = {name: load_drafter(name, a.checkpoint, model, about, context) for name in dict.fromkeys(a.drafter)}
+    cascades = load_cascades(a, model, tokenizer, context)
+    named = {n: m for _, names, models in cascades.values() for n, m in zip(names, models)}
+    drafters = {name: load_drafter(name, a.checkpoint, model, fingerprint(model), context) for name in dict.fromkeys(a.drafter) if name not in SEQUENCE}
+    drafters |= {label: c for label, (c, _, _) in cascades.items()}
 
     if "fixed" in a.tree and a.fixed_size is None:
         outs = [verify.generate(target, next(iter(drafters.values())), builder("cape", a, generator), ids, min(limit, 64),
-                                eos_token_id=eos, **sampling) for _, ids, limit in prompts[:8]]
+                                eos_token_id=eos, **sampling_of(a)) for _, ids, limit in prompts[:8]]
         a.fixed_size = max(0, round(sum(o.nodes for o in outs) / sum(o.rounds for o in outs) / a.gamma - 1))
         note += f"; fixed: {a.fixed_size} extras a position, the measured mean of CAPE's sets"
-
-    plain, library = baselines(a, model, target, tokenizer)
-
-    def arm(drafter, tree):
-        build = builder(tree, a, generator, costs.get(drafter))
-
-        def decode(ids, limit, eos):
-            generator.manual_seed(a.seed)
-            return verify.generate(target, drafters[drafter], build, ids, limit, eos_token_id=eos, **sampling)
-        return Arm(drafter, tree, decode)
     costs = {}
     if any(t.startswith("pct") for t in a.tree):
         costs = {d: measure_costs(target, drafters[d], prompts[0][1], a) for d in drafters}
         note += "".join(f"; {d}: s_d / s_t = {c['cost']:.3f}, a verified node costs {c['node_price']:.3f} plain steps" for d, c in costs.items())
-    if a.calibration:
-        return show_calibration(target, drafters, prompts, a, eos)
+
+    def build(drafter, tree):
+        generator.manual_seed(a.seed)
+        return builder(tree, a, generator, costs.get(drafter), hasattr(drafters[drafter], "chain"))
+    if a.calibration or a.position_acceptance:
+        return show_acceptance(target, drafters, build, prompts, a, eos)
+
+    def arm(drafter, tree):
+        def decode(ids, limit, eos):
+            return verify.generate(target, drafters[drafter], build(drafter, tree), ids, limit, eos_token_id=eos, **sampling_of(a))
+        c, names, _ = cascades.get(drafter, (None, (), ()))
+        return Arm(drafter, tree, decode, stages=names, K=c and c.K, costs=c and stage_costs(a, target, c, names, named, prompts[0][1]))
+    uses_gram = any("maxgram" in names for _, names, _ in cascades.values())
+    plain, library, helped = baselines(a, model, target, named, uses_gram and not target.encoder_decoder)
     ours = [arm(d, t) for d in drafters for t in dict.fromkeys(a.tree)]
-    arms = [*plain, library, *ours]
+    arms = [*plain, library, *helped, *ours]
     where = torch.cuda.get_device_name() if a.device.startswith("cuda") else f"{torch.get_num_threads()} threads"
     print(f"target {a.target}, {a.dtype}, {a.device} ({where}), gamma {a.gamma}, temperature {a.temperature:g}, {len(prompts)} prompts, "
           f"up to {a.max_new_tokens} new tokens{note}")
@@ -605,8 +747,9 @@ def run(argv=None):
         raise KeyboardInterrupt
 
     for x in ours:
-        generator.manual_seed(a.seed)
-        x.optimality = optimality(target, drafters[x.drafter], builder(x.tree, a, generator, costs.get(x.drafter)), prompts[:4], a, eos)
+        if hasattr(drafters[x.drafter], "chain") and x.tree in ("chain", "drawn"):
+            continue                                             # nobody was asked for distributions
+        x.optimality = optimality(target, drafters[x.drafter], build(x.drafter, x.tree), prompts[:4], a, eos)
     base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
     groups = {"all": range(finished)}
     for g in dict.fromkeys(g for g, _, _ in prompts[:finished]):
@@ -624,13 +767,17 @@ def run(argv=None):
     print(f"\nbaseline: {base.name}, {whole[arms.index(base)]['target_ms']:.2f} ms a token; distinct 4-grams of its output: "
           f"{whole[arms.index(base)]['distinct_4grams'] or 0:.0%}")
     for r in whole:
-        if r["c"]:
-            print(f"{r['drafter']} x {r['tree']}: c = {r['c']:.3f}" + (f", E(Spd.) = {r['expected_speedup']:.2f}" if r["expected_speedup"] else "")
-                  + (f", sum min(p_T, p_D) = {r['alpha_overlap']:.3f}" if r["alpha_overlap"] else "")
-                  + (f", tree_optimality {r['tree_optimality']:.3f}" if r["tree_optimality"] else ""))
+        name = r["drafter"] + (f" x {r['tree']}" if r["tree"] else "")
+        runs = ", ".join(f"{n} {count}" for n, count in zip(["target", *r["stages"]], r["runs"])) if r["stages"] else ""
+        facts = [("c = {:.3f}", r["c"]), ("E(Spd.) = {:.2f}", r["expected_speedup"]), ("sum min(p_T, p_D) = {:.3f}", r["alpha_overlap"]),
+                 ("tree_optimality {:.3f}", r["tree_optimality"]), ("K = {}", r["K"]), ("runs: {}", runs),
+                 ("SWI {:.2f} (costs measured here)", r.get("swi_measured")), ("SWI {:.2f} (MS: by weights)", r.get("swi_ms")),
+                 ("SWI {:.2f} (--costs)", r.get("swi_given"))]
+        if facts := [text.format(value) for text, value in facts if value]:
+            print(f"{name}: " + "; ".join(facts))
         if r["first_divergence"]:
             d = r["first_divergence"]
-            print(f"{r['drafter']}{' x ' + r['tree'] if r['tree'] else ''} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"
+            print(f"{name} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"
                   + (f": the target's logits of the two tokens differ by {d['logit_gap']:.2g} there" if d["logit_gap"] is not None else ""))
     if a.show:
         for x in ours:

@@ -29,7 +29,7 @@ from collections import namedtuple
 from dataclasses import dataclass, field
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, those included;
@@ -135,27 +135,31 @@ def capture(model, indices, into):
         def keep(module, args, out):
             into[k] = out[0] if isinstance(out, tuple) else out
         return keep
+    if not indices:
+        return []
     n = model.config.get_text_config().num_hidden_layers
     blocks = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
     return [blocks[k - 1].register_forward_hook(hook(k)) for k in indices]
 
 
 class Target:
-    """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache.
+    """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache; an encoder-decoder model for chains.
 
     forward(tokens, parents) -> logits (n, V) of a tree's nodes, which become permanent by commit(path).
     sync(ids) -> logits (V,) after the last of ids: keeps the longest common prefix in the cache and forwards the rest.
+    encode(ids): the encoder's input, once a prompt; the decoder then starts from `start`, its start token.
     capacity: the most positions, prompt and new tokens; the model's context when None.
     """
 
     def __init__(self, model, capacity=None, max_nodes=512):
-        config = model.config.get_text_config()
-        if model.config.is_encoder_decoder:
-            raise UserError(f"{type(model).__name__} is an encoder-decoder model: this target wrapper serves decoder-only models")
+        self.encoder_decoder = model.config.is_encoder_decoder
+        config = model.config if self.encoder_decoder else model.config.get_text_config()
         kind = getattr(config, "_attn_implementation", None)
         if kind not in (None, "sdpa", "eager"):
             raise UserError(f"attn_implementation {kind} takes no tree mask: load the model with 'sdpa' or 'eager'")
         self.model, self.config, self.max_nodes = model.eval(), config, max_nodes
+        self.start = getattr(model.generation_config, "decoder_start_token_id", None) if self.encoder_decoder else None
+        self.depth = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers      # T5's name for the decoder's layers
         self.context = getattr(config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or self.context, self.context)
         self.device, self.dtype = model.device, model.dtype
@@ -173,7 +177,7 @@ class Target:
     def reset(self):
         """Forget everything; the allocated memory is kept."""
         if not hasattr(self, "cache"):
-            self.cache = TreeCache(self.config.num_hidden_layers, self.capacity + self.max_nodes)
+            self.cache = TreeCache(self.depth, self.capacity + self.max_nodes)
         self.cache.length, self.ids, self.shown = 0, [], 0
         self.hidden = {k: [] for k in self.needs.get("hidden", ())}
 
@@ -185,6 +189,13 @@ class Target:
         self.hooks = capture(self.model, needs.get("hidden", ()), self.captured)
         self.reset()
 
+    def encode(self, ids):
+        """Run the encoder over ids (list), once; the decoder's cache is emptied, its cross-attention is computed at its first step."""
+        ids = torch.tensor([ids], device=self.device)
+        self.encoded = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids))
+        self.crossed = EncoderDecoderCache(self.cache, DynamicCache())
+        self.reset()
+
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """Forward a tree (or, without parents, a chain) behind the cached prefix, each node once.
 
@@ -192,6 +203,12 @@ class Target:
         """
         n, t = tokens.shape[0], self.cache.length
         assert t + n <= self.cache.capacity, f"{n} nodes behind {t} cached tokens exceed the cache of {self.cache.capacity}"
+        if self.encoder_decoder:
+            if parents is not None and parents.tolist() != list(range(-1, n - 1)):
+                raise UserError(f"{type(self.model).__name__} verifies chains only: relative positions of its decoder follow the order of "
+                                "the cache, not the depth in a tree; use --tree chain")
+            return self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None].to(self.device),
+                              past_key_values=self.crossed, use_cache=True).logits[0, -logits_to_keep:]
         if n == 1 and all(w is None or t < w for w in self.windows.values()):
             position, mask = torch.full((1, 1), t, device=self.device), None           # a lone token may look everywhere
         else:
@@ -211,18 +228,16 @@ class Target:
         for k in self.hidden:
             self.hidden[k].append(self.rows[k][path])
 
-    def sync(self, ids):
-        """Make the cache hold ids[:-1] and forward what is missing -> logits (V,) after ids[-1], which is cached too."""
-        same = 0
-        for same, (a, b) in enumerate(zip(self.ids, ids[:-1]), 1):
-            if a != b:
-                same -= 1
-                break
+    def sync(self, ids, rows=None):
+        """Make the cache hold ids, forwarding what is missing -> logits (V,) after ids[-1]; with `rows`, (rows, V): after the last so many."""
+        same = min(len(self.ids), len(ids) - (rows or 1))          # what must be forwarded is not looked for in the cache
+        if self.ids[:same] != ids[:same]:
+            same = next(i for i, (a, b) in enumerate(zip(self.ids, ids)) if a != b)
         self.cache.length, self.shown = same, min(self.shown, same)
         del self.ids[same:]
-        logits = self.forward(torch.tensor(ids[same:], device=self.device), logits_to_keep=1)
+        logits = self.forward(torch.tensor(ids[same:], device=self.device), logits_to_keep=rows or 1)
         self.commit(list(range(len(ids) - same)), list(ids[same:]))
-        return logits[-1]
+        return logits if rows else logits[-1]
 
     def view(self):
         """What was committed since the last view, and what the drafter reads of it."""
@@ -307,6 +322,8 @@ class Output:
     other: float = 0.0
     prefill: float = 0.0
     runs: list = field(default_factory=list)      # tokens gained in each round, the bonus token included
+    stage_runs: list = field(default_factory=list)      # forwards of each stage of a cascade
+    drawn: bool = False             # a drawn chain: the same distribution as plain sampling, not the same tokens
     chain: bool = True
 
     @property
@@ -334,6 +351,12 @@ def between(a, b):
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
 
 
+def proposal(expand, root, generator=None):
+    """The chain that a sequence drafter (one with chain(): a cascade, Max-Gram) proposes itself; drawn, if a generator is given."""
+    tokens, p_draft = expand.chain(generator)
+    return Tree(torch.cat((root, torch.tensor(tokens, dtype=torch.long, device=root.device))), torch.arange(-1, len(tokens)), p_draft)
+
+
 def no_draft(expand, root):
     """The tree of plain decoding: the root alone."""
     return Tree(root, torch.tensor([-1]))
@@ -355,14 +378,15 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     target: Target.  build(expand, root (1,)) -> Tree, a function such as those of cape.py.
     drafter: any object with `needs` (see Target.watch), reset(), begin(view): a round starts, expand(tokens (m,), parents [m
     ints, -1 for the root]) -> probabilities (m, V) at temperature 1 (a row of zeros: cannot go on), keep(tokens): the
-    accepted ids of the round, root first.
+    accepted ids of the round, root first.  A sequence drafter has chain(root, most, warp, generator) -> (tokens, p_draft) too,
+    which `proposal` asks for, `runs` (forwards of each stage), and source(ids) where the target has an encoder.
     input_ids: list of ids or tensor (n,) or (1, n).  temperature 0 is greedy.  eos_token_id: int, list or None.
     Returns Output.  Raises UserError for an empty prompt and for one that leaves no room in the context.
     """
     ids = torch.as_tensor(input_ids).flatten().tolist()
     if not ids:
         raise UserError("the prompt is empty: give at least one token")
-    room = target.capacity - len(ids) + 1           # the last token produced need not be forwarded
+    room = target.capacity - (1 if target.encoder_decoder else len(ids)) + 1           # the last token produced need not be forwarded
     if room < 1:
         raise UserError(f"the prompt has {len(ids)} tokens, but the target's context holds {target.capacity}: shorten it")
     if max_new_tokens < 1:
@@ -401,10 +425,23 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
             probs = probs.masked_fill(torch.tensor([[d >= last] for d in new], device=probs.device), 0)
         return probs
 
+    def own_chain(generator=None):
+        """A sequence drafter's own chain, no longer than the length limit allows -> (tokens, p_draft)."""
+        start, most = clock(target.device), limit - len(out.tokens) - 1
+        drafted = drafter.chain(out.tokens[-1], most, warp, generator) if most > 0 else ([], None)
+        expanding.append((start, clock(target.device)))
+        return drafted
+    expand.chain = own_chain
+
     begun = clock(target.device)
     target.watch(drafter.needs if drafter else {})
     if drafter:
         drafter.reset()
+    if target.encoder_decoder:
+        target.encode(ids)
+        if hasattr(drafter, "source"):
+            drafter.source(ids)
+        ids = [target.start]
     logits = target.sync(ids)                                                          # prefill
     root = choose(logits[None], [len(ids)])
     out.tokens.append(root.item())
@@ -422,6 +459,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         parents, levels = tree.parents.tolist(), []
         for parent in parents:
             levels.append(levels[parent] + 1 if parent >= 0 else 1)
+        out.drawn |= tree.p_draft is not None
         if tree.p_draft is not None:                                                   # accept
             if not warp:
                 raise UserError("a drawn chain is accepted by sampling: give a temperature above 0, or a builder without `pick`")
@@ -455,6 +493,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     if torch.device(target.device).type == "cuda":
         torch.cuda.synchronize()
     out.overlap = float(out.overlap)
+    out.stage_runs = list(getattr(drafter, "runs", ()))
+    out.draft_forwards += sum(out.stage_runs)
     out.prefill = between(*marks[0])
     out.draft = sum(between(a, b) for a, b in spans + expanding)
     out.verify = sum(between(b, v) for _, b, v, _ in marks[1:])

@@ -1,4 +1,5 @@
 """The benchmark end to end, its formula against the paper's table, its mistakes, and the demos of files copied out alone."""
+import contextlib
 import gzip
 import json
 import runpy
@@ -51,8 +52,8 @@ def small(tmp_path_factory):
         tiny("llama", vocab_size=300, max_position_embeddings=64, seed=seed).float().save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     (folder / "text.txt").write_text(text)
-    assert train.main(["glide", "vanilla", "edd", "--hidden", "2", "--target", str(folder / "model"), "--data", str(folder / "text.txt"),
-                       "--out", str(folder / "drafters"),
+    assert train.main(["glide", "vanilla", "edd", "base", "small", "--layers", "1", "--hidden", "2", "--target", str(folder / "model"),
+                       "--data", str(folder / "text.txt"), "--out", str(folder / "drafters"),
                        "--work", str(folder / "work"), "--device", "cpu", "--steps", "3", "--batch", "2", "--length", "24", "--width", "16"]) == 0
     (folder / "prompts.jsonl").write_text('{"prompt": "def add("}\n{"prompt": "return a + b"}\n{"question": "1 + 1?", "answer": "2"}\n')
     return folder
@@ -250,7 +251,7 @@ def test_public_prompt_files():
 
 # ---------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("more, words", [
-    (["--drafter", "medusa"], "no drafter 'medusa'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
+    (["--drafter", "bush"], "no drafter 'bush'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
     (["--gamma", "33"], "exceeds the 32 nodes"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
     (["--cost", "0"], "--cost is 0"), (["--sizes", "3", "1"], "one more size than edges"),
     (["--edges", "0.6", "0.3", "0.8"], "ascending edges"), (["--gamma", "100", "--tree", "beam8"], "more than the 511 nodes"),
@@ -258,6 +259,13 @@ def test_public_prompt_files():
     (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in"), (["--prompts", "/no/such"], "does not exist"),
     (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
     (["--device", "cuda"], "no CUDA device"), (["--nonsense"], "unrecognized arguments"),
+    (["--drafter", "cascade"], "go together"), (["--models", "base"], "go together"), (["--drafter", "cascade", "--models", "maxgram", "base"], "maxgram last"),
+    (["--drafter", "cascade", "--models", "base", "base"], "every stage once"),
+    (["--drafter", "cascade", "--models", "base", "--k", "1", "2"], "take 1 number"),
+    (["--drafter", "cascade", "--models", "base", "small", "--k", "5", "4", "1"], "never falls"), (["--lenience", "0.9"], "--lenience is 0.9"),
+    (["--drafter", "cascade", "--models", "base", "--k", "3", "--k", "4"], "given 2 time(s)"), (["--leaf", "-1"], "--leaf is -1"),
+    (["--drafter", "cascade", "--models", "base", "small", "--costs", "0.1"], "one for each"),
+    (["--drafter", "cascade", "--models", "base", "--lenience", "2", "--tree", "drawn", "--temperature", "1"], "no true distribution"),
 ])
 def test_mistakes_are_one_sentence(small, capsys, more, words):
     if words == "no CUDA device" and torch.cuda.is_available():
@@ -306,26 +314,106 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
     check_mistake(args(small, "--target", str(model), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
 
 
-def test_encoder_decoder_target_is_refused(tmp_path, small, capsys):
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    """A small random T5 target and two stages of the real class, with a tokenizer, saved as Hugging Face does."""
     from transformers import T5Config, T5ForConditionalGeneration
-    config = T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
-    T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    check_mistake(args(small, "--target", str(tmp_path)), "encoder-decoder", capsys)
+    folder = tmp_path_factory.mktemp("t5")
+    tokenizer = train.train_tokenizer(["def add(a, b):\n    return a + b\n\n" * 100], 300)
+    for name, layers, seed in (("target", 3, 0), ("base", 2, 1), ("small", 1, 2)):
+        torch.manual_seed(seed)
+        model = T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers, num_heads=4,
+                                                    decoder_start_token_id=0, pad_token_id=0, eos_token_id=None))
+        for p in model.parameters():
+            if p.ndim == 2:
+                torch.nn.init.normal_(p, std=0.3)
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
+    argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"))
+    assert bench.main([*argv, "--drafter", "cascade", "maxgram", "--tree", "chain", "--models", "base", "small", "maxgram", "--models", "base"]) == 0
+    rows = {r["drafter"]: r for r in map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())}
+    assert set(rows) == {"plain", "generate()", "assisted generation (base)", "assisted generation (small)", "maxgram", "cascade (base, small, maxgram)",
+                         "cascade (base)"}
+    assert all(r["lossless"] for r in rows.values())
+    assert bench.main([*argv, "--drafter", "cascade", "--tree", "chain", "drawn", "--models", "base", "--temperature", "1"]) == 0
+    capsys.readouterr()
+    for more in (["--tree", "chain"], ["--drafter", "maxgram"], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
+        check_mistake(argv + more, "is an encoder-decoder model: it takes", capsys)
+    assert train.main(["glide", "--target", str(t5 / "target"), "--data", str(small / "text.txt"), "--device", "cpu"]) == 2
+    assert "encoder-decoder" in capsys.readouterr().err
+
+
+def test_cascades_in_one_run(small, tmp_path, capsys):
+    """Rows of every --models, runs of each stage and SWI from them, beside transformers' assisted generation and prompt lookup."""
+    assert bench.main(args(small, "--drafter", "cascade", "maxgram", "--tree", "chain", "cape", "pct", "--models", "base",
+                           "--models", "base", "small", "maxgram", "--k", "3", "--k", "2", "4", "1", "--lenience", "2",
+                           "--costs", "0.5", "0.25", "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert all(r["lossless"] for r in rows)
+    assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
+    found = {(r["drafter"], r["tree"]): r for r in rows if r["stages"]}
+    assert {d for d, _ in found} == {"maxgram", "cascade (base) k 3", "cascade (base, small, maxgram) k 2 4 1"}
+    assert {t for _, t in found} == {"chain", "cape", "pct"}
+    r = found["cascade (base, small, maxgram) k 2 4 1", "chain"]
+    assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and len(r["runs"]) == 4
+    assert r["swi_given"] == pytest.approx(r["tokens"] / (r["runs"][0] + 0.5 * r["runs"][1] + 0.25 * r["runs"][2]))
+    weights = [sum(p.numel() for p in bench.load_target(str(folder), "float32", "cpu")[0].parameters())
+               for folder in (small / "model", small / "drafters" / "base", small / "drafters" / "small")]
+    assert r["swi_ms"] == pytest.approx(r["tokens"] / (r["runs"][0] + weights[1] / weights[0] * r["runs"][1] + weights[2] / weights[0] * r["runs"][2]))
+    assert found["maxgram", "chain"]["swi_ms"] == r["tokens"] / found["maxgram", "chain"]["runs"][0]
+    assert "SWI" in capsys.readouterr().out
+
+
+def test_position_acceptance_against_a_count_by_hand(small, tmp_path, capsys, monkeypatch):
+    """The played rounds are made up: which positions were drafted, judged, accepted."""
+    rounds = [([5, 6, 7], [5, 6, 9]), ([5, 6, 7], [4]), ([5, 6, 7], [5, 6, 7, 8]), ([5, 6, 7], [5, 6])]
+    monkeypatch.setattr(bench, "played", lambda *_: ((bench.verify.Tree(torch.tensor([0] + d), None), o) for d, o in rounds))
+    # position 3 of the last round was never judged: the output ended before it
+    assert bench.position_acceptance(*[None] * 6) == [[4, 3], [4, 3], [3, 1]]
+    monkeypatch.undo()
+    assert bench.main(args(small, "--drafter", "cascade", "glide", "--tree", "chain", "--models", "base", "--k", "4", "--position-acceptance", "--json",
+                           str(tmp_path / "p.jsonl"))) == 0
+    rows = {r["drafter"]: r["positions"] for r in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())}
+    assert len(rows["cascade (base)"]) == 4 and len(rows["glide"]) >= 8
+    for positions in rows.values():
+        share = [p["accepted"] / p["drafted"] for p in positions]
+        assert all(p["accepted"] <= p["drafted"] for p in positions) and share[0] <= 1
+
+
+def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
+    cascade = ["--drafter", "cascade", "--tree", "chain"]
+    shutil.copytree(small / "drafters" / "base", tmp_path / "other")
+    train.train_tokenizer(["another text altogether " * 100], 300).save_pretrained(tmp_path / "other")
+    check_mistake(args(small, *cascade, "--models", str(tmp_path / "other")), "another vocabulary", capsys)
+    check_mistake(args(small, *cascade, "--models", str(t5 / "base")), "another kind of model", capsys)
+    check_mistake(args(small, *cascade, "--models", "nowhere"), "does not exist", capsys)
+    assert bench.main(args(small, *cascade, "--models", str(small / "other"), "--limit", "1")) == 0
+    assert "will slow it down" in capsys.readouterr().err
+    (tmp_path / "bigram.json").write_text(json.dumps([1] * 301))
+    check_mistake(args(small, "--drafter", "maxgram", "--bigram", str(tmp_path / "bigram.json")), "vocabulary", capsys)
+    check_mistake(args(small, "--drafter", "maxgram", "--bigram", str(tmp_path / "none.json")), "--bigram", capsys)
 
 
 # ---------------------------------------------------------------- copied out
-@pytest.mark.parametrize("name", ["cape", "glide", "pct", "verify"])
+@pytest.mark.parametrize("name", ["cape", "edd", "glide", "maxgram", "pct", "verify"])
 def test_each_component_alone_in_an_empty_folder_runs_its_demo(name, tmp_path, monkeypatch, capsys):
     shutil.copy(ROOT / f"{name}.py", tmp_path)
     local = {p.stem for p in ROOT.glob("*.py")}
     monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")])
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     for module in local & set(sys.modules):
         monkeypatch.delitem(sys.modules, module)
     default = torch.get_default_dtype()
     try:
-        found = runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
+        with contextlib.suppress(SystemExit):
+            runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
     finally:
         torch.set_default_dtype(default)
-    assert found["__doc__"] and capsys.readouterr().out.strip()
+    done = capsys.readouterr()
+    assert done.out.strip() and not done.err
     assert not local & set(sys.modules), "it imported nothing of its neighbours"

@@ -52,6 +52,8 @@ def drafters(model, text):
     yield "vanilla", random_drafter(model, 1, glimpse=False)
     yield "edd", edd.Drafter(random_edd(model))
     yield "vdm", edd.Drafter(random_edd(model, encoding=False))
+    yield "eagle", edd.EagleDrafter(random_edd(model, **edd.VARIANTS["eagle"]))
+    yield "medusa", edd.MedusaDrafter(random_edd(model, **edd.VARIANTS["medusa"]))
     for name, rate in (("always right", 1.0), ("never right", 0.0), ("half right", 0.5)):
         yield name, HandMade(text, rate)
 
@@ -256,9 +258,3 @@ def test_mistakes_are_named(llama):
     with pytest.raises(verify.UserError, match="temperature above 0"):
         verify.generate(target, random_drafter(llama), partial(cape.chain, pick=cape.draw), [1], 4)
 
-
-def test_encoder_decoder_is_refused():
-    from transformers import T5Config, T5ForConditionalGeneration
-    model = T5ForConditionalGeneration(T5Config(vocab_size=16, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2, decoder_start_token_id=0))
-    with pytest.raises(verify.UserError, match="encoder-decoder"):
-        verify.Target(model)
