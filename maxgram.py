@@ -46,7 +46,7 @@ import time
 from array import array
 from collections import Counter
 from datetime import date
-from itertools import groupby, islice
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -358,24 +358,26 @@ def write_bigram(a):
     vocab, total, tokens = len(tokenizer), sum(1 for _ in documents(a.corpus)), 0
     if not total:
         raise UserError("--corpus holds no text: give files or folders that do")
-    held = max(1, total // 50) if total > 1 else 0
+    every, held = min(50, total), []                         # every fiftieth document is held out, or the last of fewer
 
     def encoded():
         nonlocal tokens
-        for text in tqdm(documents(a.corpus), total=total, unit="document", dynamic_ncols=True, disable=None):
+        for i, text in enumerate(tqdm(documents(a.corpus), total=total, unit="document", dynamic_ncols=True, disable=None), 1):
             ids = text if isinstance(text, list) else tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             tokens += len(ids)
-            yield ids
+            if i % every == 0 and total > 1:
+                held.append(ids)
+            else:
+                yield ids
 
-    texts = encoded()
-    bigram = build_bigram(islice(texts, total - held), vocab)
-    confidence = measure_confidence(texts, bigram)
-    about = {"tokenizer": a.tokenizer, "corpus": a.corpus, "documents": total, "held_out": held, "tokens": tokens, "date": str(date.today())}
+    bigram = build_bigram(encoded(), vocab)
+    confidence = measure_confidence(tqdm(held, unit="document", dynamic_ncols=True, disable=None), bigram)
+    about = {"tokenizer": a.tokenizer, "corpus": a.corpus, "documents": total, "held_out": len(held), "tokens": tokens, "date": str(date.today())}
     out.parent.mkdir(parents=True, exist_ok=True)
     part = out.with_name(out.name + ".part")
     part.write_text(json.dumps({"bigram": bigram, "confidence": confidence and [round(c, 4) for c in confidence], "about": about}) + "\n")
     os.replace(part, out)                    # a killed write leaves the old file whole
-    print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} documents, {held} of them held out; confidence by "
+    print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} documents, {len(held)} of them held out; confidence by "
           f"length of match: {' '.join(f'{c:.2f}' for c in confidence) if confidence else 'not measured, the defaults hold'}")
 
 
@@ -390,8 +392,8 @@ def parser():
     p = Parser(description="Max-Gram (arXiv 2312.11462): without a command, a demo.")
     b = p.add_subparsers(dest="command", required=True).add_parser(
         "bigram", help="count a bigram and measure the confidence of matches",
-        description="Count the most frequent follower of each token of a corpus, and measure on the last fiftieth of its documents (at "
-                    "least one, if there are two) how often proposals are right.")
+        description="Count the most frequent follower of each token of a corpus, and measure on every fiftieth of its documents (the "
+                    "last, if there are fewer) how often proposals are right.")
     b.add_argument("--corpus", nargs="+", required=True, metavar="PATH",
                    help="files, or folders of them: plain text, one document a file; .jsonl with a \"text\" field, one document a row; .bin of "
                         "uint16 token ids (little-endian), of the same tokenizer, where token 0 separates documents")

@@ -1,7 +1,10 @@
-"""Train the stand-in target and any drafter.   (GLIDE: arXiv 2402.02082, sections 4.1, 5.1 and appendix A)
+"""Train the stand-in target and any drafter.   (GLIDE: arXiv 2402.02082, sections 4.1, 5.1 and appendix A; EDD: section 3.1 and appendix B)
 
     python train.py target                                     # the stand-in: tokenizer and a small Llama, from scratch
     python train.py glide vanilla                              # both drafters of the stand-in from one target forward
+    python train.py edd vdm                                    # EDD and its control; Table 3's ablations and the baselines: edd-ce
+                                                               # edd-fixed vdm-ce, Figure 5: edd-h3 ..., Table 1: eagle medusa
+    python train.py base small                                 # small language models, stages of a cascade
     python train.py continuations                              # what the target writes itself, data for a second stage (appendix B)
     python train.py glide vanilla --init checkpoints --data work/continuations.jsonl
     python train.py glide --target lmsys/vicuna-7b-v1.5 --data sharegpt.json --out my-glide
@@ -14,6 +17,7 @@ holds the token ids and what the frozen forward left behind.
     name here        shape            meaning
     ids              (B, T)           token ids, position 0 ... T-1
     kv[l]            2 x (B,H,T,d)    keys and values of the target's layer l as its cache holds them (keys rotated)
+    hidden[k]        (B, T, D)        hidden_states[k]: the output of the target's layer k (from 1), where a drafter reads it
     logits           (B, T, V)        what the target predicts after each id
 
 Differences from the papers:
@@ -23,7 +27,8 @@ Differences from the papers:
  3. The second stage of training is on the target's own greedy continuations (appendix B's sequence-level distillation): the
     stand-in has no ShareGPT, on whose kind of text the paper's targets and drafters were both tuned.
  4. Matrices of the stand-in target learn by Muon (torch.optim), at the same learning rate scale as AdamW; drafters use
-    the paper's AdamW.
+    the papers' AdamW unless told otherwise.
+ 5. Cascade's small models were trained on their own; the stand-in's learn from the target (KL), on the drafters' text.
 """
 import argparse
 import contextlib

@@ -27,8 +27,11 @@ def small(tmp_path_factory):
     return folder
 
 
+KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
+
+
 def flags(small, out, *more):
-    return ["glide", "vanilla", "--target", str(small / "model"), "--data", str(small / "text"), "--out", str(out), "--work",
+    return [*KINDS, "--hidden", "2", "--target", str(small / "model"), "--data", str(small / "text"), "--out", str(out), "--work",
             str(out / "work"), "--device", "cpu", "--steps", "8", "--batch", "2", "--length", "24", "--width", "16", "--save-every", "3", *more]
 
 
@@ -48,9 +51,9 @@ def test_resumed_is_bit_for_bit_uninterrupted(small, tmp_path, monkeypatch, caps
     assert "stopped after step 5 of 8" in capsys.readouterr().err and not (cut / "glide").exists()
     monkeypatch.setattr(train, "draw", draw)
     assert train.main(flags(small, cut, "--optimizer", optimizer, "--resume")) == 0
-    for name in ("glide", "vanilla"):
+    for name in KINDS:
         assert (whole / name / "model.safetensors").read_bytes() == (cut / name / "model.safetensors").read_bytes()
-    states = [torch.load(p / "work" / "glide-vanilla.pt", weights_only=True)["models"] for p in (whole, cut)]
+    states = [torch.load(p / "work" / f"{'-'.join(KINDS)}.pt", weights_only=True)["models"] for p in (whole, cut)]
     for name in states[0]:
         for key in states[0][name]:
             assert torch.equal(states[0][name][key], states[1][name][key]), f"{name} {key}"
@@ -60,7 +63,7 @@ def test_resuming_with_other_flags_is_refused(small, tmp_path, capsys):
     assert train.main(flags(small, tmp_path)) == 0
     assert train.main(flags(small, tmp_path, "--lr", "0.1", "--resume")) == 2
     assert "lr differ" in capsys.readouterr().err
-    (tmp_path / "work" / "glide-vanilla.pt").write_bytes(b"half a file")
+    (tmp_path / "work" / f"{'-'.join(KINDS)}.pt").write_bytes(b"half a file")
     assert train.main(flags(small, tmp_path, "--resume")) == 2
     assert "cannot be read" in capsys.readouterr().err
 
@@ -74,7 +77,7 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained(small / "model")
     drafter, _ = glide.load(tmp_path / "glide", model)
-    kept = torch.load(tmp_path / "work" / "glide-vanilla.pt", weights_only=True)["models"]["glide"]
+    kept = torch.load(tmp_path / "work" / f"{'-'.join(KINDS)}.pt", weights_only=True)["models"]["glide"]
     for key, value in drafter.model.state_dict().items():
         assert torch.equal(value, kept[key].bfloat16().float()), key
 
@@ -164,14 +167,31 @@ def test_continuations_are_the_targets_own_and_a_second_stage_starts_from_the_fi
     written.write_bytes(whole[:len(whole) // 2])                   # cut off in the middle of a row
     assert train.main([*made, "--resume"]) == 0 and written.read_bytes() == whole
 
-    first, second = tmp_path / "first", tmp_path / "second"
-    assert train.main(["glide", *base, "--data", str(small / "text"), "--width", "16", "--steps", "3", "--out", str(first)]) == 0
-    assert train.main(["glide", *base, "--data", str(written), "--init", str(first), "--lr", "1e-30", "--steps", "1", "--out", str(second)]) == 0
-    assert (first / "glide" / "model.safetensors").read_bytes() == (second / "glide" / "model.safetensors").read_bytes()
+    first, second, kinds = tmp_path / "first", tmp_path / "second", ["glide", "edd", "small"]
+    assert train.main([*kinds, *base, "--hidden", "2", "--data", str(small / "text"), "--width", "16", "--steps", "3", "--out", str(first)]) == 0
+    assert train.main([*kinds, *base, "--data", str(written), "--init", str(first), "--lr", "1e-30", "--steps", "1", "--out", str(second)]) == 0
+    for name in kinds:
+        assert (first / name / "model.safetensors").read_bytes() == (second / name / "model.safetensors").read_bytes()
     about = json.loads((second / "glide" / "training.json").read_text())
     assert about["init"]["tokens_seen"] == 3 * 3 * 24 and about["tokens_seen"] == 3 * 24
     assert train.main(["vanilla", *base, "--data", str(written), "--init", str(first), "--steps", "1"]) == 2
     assert "no drafter in" in capsys.readouterr().err
+
+
+def test_defaults_are_the_papers_recipes_and_the_loss_of_a_small_model_is_kl(small, tmp_path, monkeypatch, llama):
+    """EDD's batch 8 and learning rate 1e-4, GLIDE's 64 and 5e-4, as they reach the training loop."""
+    seen = []
+    monkeypatch.setattr(train, "train_drafters", seen.append)
+    for names in (["edd", "vdm"], ["glide"], ["glide", "edd"], ["edd-h2"]):
+        assert train.main([*names, "--target", "x", "--device", "cpu"]) == 0
+    assert [(a.batch, a.lr, a.optimizer) for a in seen] == [(8, 1e-4, "adamw"), (64, 5e-4, "adamw"), (64, 5e-4, "adamw"), (8, 1e-4, "adamw")]
+    model = train.SmallLM(tiny("llama", seed=5))
+    ids = torch.randint(12, (2, 9))
+    loss, logits = model.loss(train.frozen_forward(llama, ids, "float32"))
+    with torch.no_grad():
+        p, q = (torch.distributions.Categorical(logits=m(ids).logits) for m in (llama, model.lm))
+    assert loss.item() == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), abs=1e-5)
+    assert torch.equal(logits, model.lm(ids).logits)
 
 
 def test_windows_come_from_the_file_and_depend_on_seed_and_step_alone(tmp_path):
@@ -192,7 +212,8 @@ def test_learning_rate_schedule():
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["glid"], "cannot train glid"), (["target", "glide"], "name target or continuations alone"), (["glide", "--target", "/no/such"], "does not exist"),
+    (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"),
+    (["target", "glide"], "name target or continuations alone"), (["glide", "--target", "/no/such"], "does not exist"),
     (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
     (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
 ])
@@ -215,6 +236,8 @@ def test_data_mistakes(small, tmp_path, capsys):
                         (["--data", str(small / "text"), "--length", "64", "--layer", "7"], "cannot be read")):
         assert train.main(base + more) == 2
         assert words in capsys.readouterr().err
+    assert train.main(["edd-h9", *base[1:], "--data", str(small / "text"), "--length", "64"]) == 2
+    assert "no layer's output" in capsys.readouterr().err
 
 
 def test_fingerprint_tells_targets_apart_but_not_precisions(llama):
