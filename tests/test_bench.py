@@ -360,6 +360,7 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
     assert {t for _, t in found} == {"chain", "cape", "pct"}
     r = found["cascade (base, small, maxgram) k 2 4 1", "chain"]
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and len(r["runs"]) == 4
+    assert r["runs"][0] == pytest.approx(r["prompts"] + (r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
     assert r["swi_given"] == pytest.approx(r["tokens"] / (r["runs"][0] + 0.5 * r["runs"][1] + 0.25 * r["runs"][2]))
     weights = [sum(p.numel() for p in bench.load_target(str(folder), "float32", "cpu")[0].parameters())
                for folder in (small / "model", small / "drafters" / "base", small / "drafters" / "small")]

@@ -148,6 +148,20 @@ def test_output_is_plain_decodings_over_every_tree(models, neural, gram, K):
             assert out.tokens == sampled.tokens, f"{name}: the target's own draws decide"
 
 
+def test_chains_end_where_the_output_must(models):
+    """No drafted token stands where the length limit or the context leaves no room for it."""
+    target, drafter, deepest = verify.Target(models[0]), cascade.Cascade([models[1]], [[6, 10], [0, 8]], 1.0, MaxGram(BIGRAM)), []
+
+    def watched(expand, root):
+        tree = verify.proposal(expand, root)
+        deepest.append(target.cache.length + len(tree.tokens))         # the bonus token's position at most
+        return tree
+    for length, new in ((8, 5), (CONTEXT - 6, 20)):
+        deepest.clear()
+        out = verify.generate(target, drafter, watched, list(range(length % VOCAB)) * 1 + [3] * (length - length % VOCAB), new)
+        assert len(out.tokens) == min(new, CONTEXT - length + 1) and max(deepest) <= length + len(out.tokens) - 1
+
+
 def test_every_class_of_model_as_target_and_stage(model):
     target, prompt = verify.Target(model), [3, 1, 4, 1, 5, 9, 2, 6, 5]
     drafter = cascade.Cascade([relative(model, 0.03, 1), relative(model, 0.06, 2)], [[3, 2, 4], [0, 1, 5], [0, 0, 5]], 2.0, MaxGram())
@@ -191,7 +205,7 @@ def chi_square_ok(counts, p):
 @pytest.mark.parametrize("neural, gram, K", [(1, False, [[3]]), (2, False, [[2, 2], [0, 2]]), (1, True, [[2, 3], [0, 3]])])
 def test_a_drawn_chain_keeps_its_true_distribution(neural, gram, K):
     """Each token's p_draft is its last reviewer's distribution, and the tokens follow it; Max-Gram is certain of its own."""
-    target = tiny("llama")
+    target = tiny("llama", num_hidden_layers=1)
     stages = [relative(target, 0.1, 1), relative(target, 0.3, 2)][:neural]
     drafter = cascade.Cascade(stages, K, 1.0, MaxGram(BIGRAM) if gram else None)
     text, root, warp = [3, 1, 4, 1, 5, 9, 2, 6], 5, verify.warper(1.5, 8)
@@ -218,12 +232,12 @@ def test_a_drawn_chain_keeps_its_true_distribution(neural, gram, K):
 @pytest.mark.parametrize("neural, gram, K", [(1, False, [[2]]), (2, True, [[1, 1, 2], [0, 1, 2], [0, 0, 2]])])
 def test_drawn_output_follows_the_targets_distribution(neural, gram, K):
     """Two new tokens after the prefill's, against the exact joint distribution of plain sampling."""
-    target = tiny("llama")
+    target = tiny("llama", num_hidden_layers=1)
     for p in target.parameters():
         p.data *= 0.8                                               # flatter
     drafter = cascade.Cascade([relative(target, 0.2, 1), relative(target, 0.3, 2)][:neural], K, 1.0, MaxGram(BIGRAM) if gram else None)
     wrapped, prompt, warp = verify.Target(target), [3, 1, 4, 1], verify.warper(1.0, 3)
-    counts, n = {}, 2500
+    counts, n = {}, 2000
     for seed in range(n):
         build = partial(verify.proposal, generator=torch.Generator().manual_seed(seed))
         out = verify.generate(wrapped, drafter, build, prompt, 3, temperature=1.0, top_k=3, seed=seed)
@@ -335,6 +349,17 @@ def test_encoder_decoder_chains_are_plain_decodings(seed):
         hook.remove()
     with pytest.raises(verify.UserError, match="chains only"):
         verify.generate(target, drafters[1][1], partial(cape.cape, gamma=2), prompts[0], 10)
+
+
+def test_another_encoder_input_empties_the_decoders_cache():
+    model = t5()
+    target = verify.Target(model)
+    with torch.inference_mode():
+        for prompt in ([5, 6, 7, 1], [9, 2, 1], [9, 2, 1]):
+            target.encode(prompt)
+            for ids in ([0, 3, 4, 5], [0, 3, 8]):
+                alone = model(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+                torch.testing.assert_close(target.sync(ids), alone, atol=1e-9, rtol=0)
 
 
 def test_max_gram_reads_the_encoders_input():

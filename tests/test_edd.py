@@ -147,6 +147,20 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
             before, t = t, t + 1 + gained
 
 
+def test_rows_outgrow_their_first_allocation(llama):
+    """A context longer than what was allocated at first: the same distributions as in one go."""
+    drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
+    ids = torch.randint(VOCAB, (1300,), generator=torch.Generator().manual_seed(6))
+    hidden = torch.randn(1300, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    with torch.no_grad():
+        for before, t in ((0, 500), (500, 1200)):
+            drafter.begin(view(ids, hidden, before, t))
+            row = drafter.expand(ids[t:t + 1], [-1])
+        fresh.begin(view(ids, hidden, 0, 1200))
+        torch.testing.assert_close(row, fresh.expand(ids[1200:1201], [-1]), atol=1e-6, rtol=0)
+        assert drafter.cache.keys.shape[2] > 1200
+
+
 @pytest.mark.parametrize("kind", list(edd.VARIANTS))
 def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, kind):
     import numpy as np
