@@ -457,7 +457,9 @@ def divergence(target, ids, ours, plain, prompt):
     found = {"prompt": prompt, "token": at, "logit_gap": None}
     if at < min(len(ours), len(plain)):
         target.reset()
-        logits = target.sync(ids + plain[:at]).float()
+        if target.encoder_decoder:
+            target.encode(ids)
+        logits = target.sync(([target.start] if target.encoder_decoder else ids) + plain[:at]).float()
         found["logit_gap"] = (logits[plain[at]] - logits[ours[at]]).item()
     return found
 
@@ -542,8 +544,8 @@ def measure(arms, prompts, a, eos):
 def show_acceptance(target, drafters, build, prompts, a, eos):
     """--calibration: the reliability diagram of every drafter, Figure 3(b) of EDD and Figure 1(b) of GLIDE; --position-acceptance:
     Figures 2 and 3 of Cascade, chains of 30 (a cascade's own: --k)."""
-    print(f"target {a.target}, {a.dtype}, {a.device}, chains of {'10' if a.calibration else '30'} drafts, temperature {a.temperature:g}, {len(prompts)} "
-          f"prompts, up to {a.max_new_tokens} new tokens")
+    print(f"target {a.target}, {a.dtype}, {a.device}, temperature {a.temperature:g}, {len(prompts)} prompts, up to {a.max_new_tokens} new tokens; "
+          f"chains of {'10' if a.calibration else '30, or of a cascade'}")
     found = []
     for name, drafter in drafters.items():
         row = {"target": str(a.target), "drafter": name, "temperature": a.temperature, "seed": a.seed}
@@ -690,6 +692,40 @@ def check(a):
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
 
 
+def report(a, arms, plain, library, prompts, finished, target):
+    """Print a table for each group of prompts, and what does not fit into it -> the rows, those of all prompts first."""
+    base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
+    groups = {"all": range(finished)}
+    for g in dict.fromkeys(g for g, _, _ in prompts[:finished]):
+        groups[g] = [i for i in range(finished) if prompts[i][0] == g]
+    rows = []
+    for name, which in groups.items() if len(groups) > 2 else [next(iter(groups.items()))]:
+        a.group_name = name
+        for x in arms:
+            bad = next((i for i in which if x.results[i][1].tokens != base.results[i][1].tokens), None)
+            gap = divergence(target, prompts[bad][1], x.results[bad][1].tokens, base.results[bad][1].tokens, bad) if bad is not None else None
+            rows.append(row_of(x, base, library, which, a, gap))
+        print(f"\n{name}: {len(which)} prompts" if len(groups) > 2 else "")
+        print(table(rows[-len(arms):]))
+    whole = rows[:len(arms)]
+    print(f"\nbaseline: {base.name}, {whole[arms.index(base)]['target_ms']:.2f} ms a token; distinct 4-grams of its output: "
+          f"{whole[arms.index(base)]['distinct_4grams'] or 0:.0%}")
+    for r in whole:
+        name = r["drafter"] + (f" x {r['tree']}" if r["tree"] else "")
+        runs = ", ".join(f"{n} {count}" for n, count in zip(["target", *r["stages"]], r["runs"])) if r["stages"] else ""
+        facts = [("c = {:.3f}", r["c"]), ("E(Spd.) = {:.2f}", r["expected_speedup"]), ("sum min(p_T, p_D) = {:.3f}", r["alpha_overlap"]),
+                 ("tree_optimality {:.3f}", r["tree_optimality"]), ("K = {}", r["K"]), ("runs: {}", runs),
+                 ("SWI {:.2f} (costs measured here)", r.get("swi_measured")), ("SWI {:.2f} (MS: by weights)", r.get("swi_ms")),
+                 ("SWI {:.2f} (--costs)", r.get("swi_given"))]
+        if facts := [text.format(value) for text, value in facts if value]:
+            print(f"{name}: " + "; ".join(facts))
+        if r["first_divergence"]:
+            d = r["first_divergence"]
+            print(f"{name} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"
+                  + (f": the target's logits of the two tokens differ by {d['logit_gap']:.2g} there" if d["logit_gap"] is not None else ""))
+    return rows
+
+
 def run(argv=None):
     a = parser().parse_args(argv)
     check(a)
@@ -750,35 +786,7 @@ def run(argv=None):
         if hasattr(drafters[x.drafter], "chain") and x.tree in ("chain", "drawn"):
             continue                                             # nobody was asked for distributions
         x.optimality = optimality(target, drafters[x.drafter], build(x.drafter, x.tree), prompts[:4], a, eos)
-    base = min(plain, key=lambda p: sum(p.results[i][0] for i in range(finished)))
-    groups = {"all": range(finished)}
-    for g in dict.fromkeys(g for g, _, _ in prompts[:finished]):
-        groups[g] = [i for i in range(finished) if prompts[i][0] == g]
-    rows = []
-    for name, which in groups.items() if len(groups) > 2 else [next(iter(groups.items()))]:
-        a.group_name = name
-        for x in arms:
-            bad = next((i for i in which if x.results[i][1].tokens != base.results[i][1].tokens), None)
-            gap = divergence(target, prompts[bad][1], x.results[bad][1].tokens, base.results[bad][1].tokens, bad) if bad is not None else None
-            rows.append(row_of(x, base, library, which, a, gap))
-        print(f"\n{name}: {len(which)} prompts" if len(groups) > 2 else "")
-        print(table(rows[-len(arms):]))
-    whole = rows[:len(arms)]
-    print(f"\nbaseline: {base.name}, {whole[arms.index(base)]['target_ms']:.2f} ms a token; distinct 4-grams of its output: "
-          f"{whole[arms.index(base)]['distinct_4grams'] or 0:.0%}")
-    for r in whole:
-        name = r["drafter"] + (f" x {r['tree']}" if r["tree"] else "")
-        runs = ", ".join(f"{n} {count}" for n, count in zip(["target", *r["stages"]], r["runs"])) if r["stages"] else ""
-        facts = [("c = {:.3f}", r["c"]), ("E(Spd.) = {:.2f}", r["expected_speedup"]), ("sum min(p_T, p_D) = {:.3f}", r["alpha_overlap"]),
-                 ("tree_optimality {:.3f}", r["tree_optimality"]), ("K = {}", r["K"]), ("runs: {}", runs),
-                 ("SWI {:.2f} (costs measured here)", r.get("swi_measured")), ("SWI {:.2f} (MS: by weights)", r.get("swi_ms")),
-                 ("SWI {:.2f} (--costs)", r.get("swi_given"))]
-        if facts := [text.format(value) for text, value in facts if value]:
-            print(f"{name}: " + "; ".join(facts))
-        if r["first_divergence"]:
-            d = r["first_divergence"]
-            print(f"{name} leaves plain decoding at token {d['token']} of prompt {d['prompt'] + 1}"
-                  + (f": the target's logits of the two tokens differ by {d['logit_gap']:.2g} there" if d["logit_gap"] is not None else ""))
+    rows = report(a, arms, plain, library, prompts, finished, target)
     if a.show:
         for x in ours:
             print(f"\n--- {x.name}, {prompts[0][0]} prompt 1, tau {x.results[0][1].tau:.2f}: [accepted]bonus\n{shown(x.results[0][1], tokenizer)}")
