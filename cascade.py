@@ -256,16 +256,16 @@ class Cascade:
         logits = model.sync(ids, len(drafts) + 1)                            # (n + 1, V)
         tree = Tree(torch.tensor(ids[len(ids) - len(drafts) - 1:], device=logits.device), torch.arange(-1, len(drafts)),
                     None if self.generator is None else self.rows(drafts, logits.device))
-        if self.generator is not None:                                                   # speculative sampling: what comes out follows p_r
-            p = self.warp(logits.float())
-            _, new = accept_drawn(tree, p, self.generator)
+        if self.generator is not None:                                       # speculative sampling: what comes out follows p_reviewer
+            rows = self.warp(logits.float())
+            _, new = accept_drawn(tree, rows, self.generator)
         else:
             choice = logits.argmax(-1)
             if self.lenience > 1 and drafts:
                 choice = self.lenient(drafts, logits, choice)
-            p = logits
+            rows = logits
             _, new = accept(tree, choice)
-        gen += [Draft(token, p[i], None) for i, token in enumerate(new)]
+        gen += [Draft(token, rows[i], None) for i, token in enumerate(new)]
 
     def lenient(self, drafts, logits, choice):
         """Greedy lenience: where M_d(x) <= l M_r(x), x is what the reviewer chooses.  Never for Max-Gram's drafts.  -> choice."""
@@ -273,9 +273,9 @@ class Cascade:
         asked = [i for i, d in enumerate(drafts) if d.row is not None]
         if asked:
             x = torch.tensor([drafts[i].token for i in asked], device=logits.device)[:, None]
-            p_d = torch.stack([drafts[i].row for i in asked]).float().softmax(-1).gather(1, x)[:, 0]
-            p_r = logits[asked].float().softmax(-1).gather(1, x)[:, 0]
-            choice[asked] = torch.where(p_d <= self.lenience * p_r, x[:, 0], choice[asked])
+            p_draft = torch.stack([drafts[i].row for i in asked]).float().softmax(-1).gather(1, x)[:, 0]
+            p_reviewer = logits[asked].float().softmax(-1).gather(1, x)[:, 0]
+            choice[asked] = torch.where(p_draft <= self.lenience * p_reviewer, x[:, 0], choice[asked])
         return choice
 
     def rows(self, drafts, device):
