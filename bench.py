@@ -117,7 +117,7 @@ def encode(prompt, tokenizer):
 
 
 # ---------------------------------------------------------------- drafters and trees
-def load_drafter(name, checkpoint, model, about_target, capacity):
+def load_drafter(name, checkpoint, model, about_target, capacity, raw=False):
     """The drafter `name` from CHECKPOINT or CHECKPOINT/NAME, refused if it was made for another target."""
     folder = Path(checkpoint)
     folder = folder / name if (folder / name).is_dir() or not (folder / "training.json").exists() else folder
@@ -132,6 +132,8 @@ def load_drafter(name, checkpoint, model, about_target, capacity):
         raise UserError(f"the drafter in {folder} was made for another target ({theirs['class']}, vocabulary {theirs['vocab_size']}, "
                         f"{theirs['num_hidden_layers']} layers, against {ours['class']}, {ours['vocab_size']}, {ours['num_hidden_layers']}): "
                         "train one for this target with train.py --target")
+    if raw:
+        drafter.temperature = 1.0
     return drafter
 
 
@@ -635,6 +637,7 @@ def parser():
     p.add_argument("--depth", type=int, default=pct.DEPTH, help="maximum depth of PCT")
     p.add_argument("--leaf", type=float, default=pct.LEAF, help="PCT removes leaves under this joint probability (pct-leaves: none)")
     p.add_argument("--own", type=float, default=0.3, help="pct-own expands nodes of at least this confidence of their own")
+    p.add_argument("--raw-confidence", action="store_true", help="greedy decoding without the drafters' temperature scaling")
     p.add_argument("--calibration", action="store_true", help="reliability diagram of the drafter's confidence instead of the table")
     p.add_argument("--fixed-size", type=int, help="extras a position of --tree fixed (default: the mean of CAPE's sets, measured first)")
     p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -747,7 +750,8 @@ def run(argv=None):
     generator = torch.Generator(a.device)
     cascades = load_cascades(a, model, tokenizer, context)
     named = {n: m for _, names, models in cascades.values() for n, m in zip(names, models)}
-    drafters = {name: load_drafter(name, a.checkpoint, model, fingerprint(model), context) for name in dict.fromkeys(a.drafter) if name not in SEQUENCE}
+    about = fingerprint(model) if set(a.drafter) - set(SEQUENCE) else None
+    drafters = {name: load_drafter(name, a.checkpoint, model, about, context, a.raw_confidence) for name in dict.fromkeys(a.drafter) if name not in SEQUENCE}
     drafters |= {label: c for label, (c, _, _) in cascades.items()}
 
     if "fixed" in a.tree and a.fixed_size is None:

@@ -361,7 +361,9 @@ def load(folder, model, length=None):
         draft_model.load_state_dict(weights)
     except RuntimeError as why:
         raise ValueError(f"the drafter in {folder} is damaged ({str(why).splitlines()[-1].strip()[:100]}); train or copy it again") from None
-    return drafter_class(draft_model), about
+    drafter = drafter_class(draft_model)
+    drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
+    return drafter, about
 
 
 def main():

@@ -342,7 +342,9 @@ def load(folder, model, length=None):
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
         raise ValueError(f"the drafter in {folder} is damaged ({type(why).__name__}: {str(why).splitlines()[0][:100]}); "
                          "train or copy it again") from None
-    return Drafter(draft_model.to(model.device, model.dtype)), about
+    drafter = Drafter(draft_model.to(model.device, model.dtype))
+    drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
+    return drafter, about
 
 
 def main():

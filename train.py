@@ -506,6 +506,16 @@ def read_drafter(folder, name, model):
     return loaded.float(), about
 
 
+def greedy_temperature(logits, choice):
+    """Temperature scaling (Guo et al. 2017) -> T such that softmax(logits / T) best predicts the target's greedy choice.
+
+    logits (n, V), choice (n,).  A drafter that learned the target's distribution (KL) is right about draws from it; the greedy choice
+    is more certain than that, and confidence is what trees are built on.
+    """
+    grid = [round(0.3 + 0.025 * i, 3) for i in range(49)]
+    return min(grid, key=lambda t: F.cross_entropy(logits.float() / t, choice).item())
+
+
 def frozen_forward(model, ids, dtype, hidden=()):
     """What drafters may look at: {"ids", "kv" {layer: (K, V)}, "hidden" {index: (B, T, D)}, "logits"} of one forward of the
     frozen target.  hidden: the indices of hidden_states that somebody reads."""
@@ -589,7 +599,7 @@ def train_drafters(a):
     else:
         models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
     tokens = sum(len(f.ids) for f in train.values())
-    a.steps = a.steps or max(1, tokens // (a.batch * a.length))              # one epoch, as the paper
+    a.steps = max(1, tokens // (a.batch * a.length)) if a.steps is None else a.steps              # one epoch, as the paper
     print("; ".join(f"{n}: {sum(p.numel() for p in m.parameters()) / 1e6:.2f}M weights" for n, m in models.items())
           + f"; {a.steps} steps of {a.batch} x {a.length} from {tokens / 1e6:.1f}M tokens", file=sys.stderr)
 
@@ -602,16 +612,18 @@ def train_drafters(a):
             return {name: m.loss(batch)[0] for name, m in models.items()}
 
     def evaluate():
-        """alpha: how often the drafter's first choice is the target's, on held-out text; every source counts the same."""
-        found = {name: {"alpha": [], "held_out_loss": []} for name in models}
+        """On held-out text, every source counting the same: alpha, how often the drafter's first choice is the target's; the loss;
+        the temperature at which the drafter's confidence in it is calibrated."""
+        found = {name: {"alpha": [], "held_out_loss": [], "temperature": []} for name in models}
         for f in held.values():
             batch = frozen_forward(model, draw({"held": f}, {}, a.batch, a.length, 10**6, 0).to(a.device), a.dtype, hidden)
             batch["block"] = a.block
             with autocast(a.device, a.dtype):
                 for name, m in models.items():
                     loss, logits = m.loss(batch)
-                    same = logits.argmax(-1) == batch["logits"].argmax(-1)
-                    found[name]["alpha"].append(same[:, a.block:].float().mean().item())
+                    choice = batch["logits"].argmax(-1)
+                    found[name]["alpha"].append((logits.argmax(-1) == choice)[:, a.block:].float().mean().item())
+                    found[name]["temperature"].append(greedy_temperature(logits[:, a.block::4].flatten(0, 1), choice[:, a.block::4].flatten()))
                     found[name]["held_out_loss"].append(loss.item())
         return {n: {k: sum(v) / len(v) for k, v in values.items()} for n, values in found.items()}
 
@@ -675,7 +687,7 @@ def parser():
     p.add_argument("--init", help="start drafters from the ones in this folder (the paper's second stage, on other data)")
     p.add_argument("--out", help="folder to save under; checkpoints/ when left out")
     p.add_argument("--work", default=str(HERE / "work"), help="folder for token files and training state")
-    p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out")
+    p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out; 0 with --init measures alone")
     p.add_argument("--batch", type=int, help="windows a step; GLIDE's 64, EDD's 8, 12 for the stand-in target")
     p.add_argument("--length", type=int, default=512, help="tokens a window")
     p.add_argument("--lr", type=float, help="peak learning rate; GLIDE's 5e-4, EDD's 1e-4, 3e-3 for the stand-in target")
@@ -710,7 +722,9 @@ def run(argv=None):
     a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 1e-4 if edds else 5e-4
     a.optimizer = a.optimizer or ("muon" if is_target else "adamw")
     a.steps = a.steps if a.steps is not None else 3300 if is_target else 100 if is_data else None
-    for name in ("steps", "batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):
+    if a.steps is not None and a.steps < 0 or a.steps == 0 and not a.init:
+        raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")
+    for name in ("batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):
         if getattr(a, name) is not None and getattr(a, name) <= 0:
             raise UserError(f"--{name.replace('_', '-')} is {getattr(a, name)}: it must be above 0")
     if a.length <= a.block:

@@ -20,7 +20,9 @@ Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though x_t must be forwarded too.
  2. Sampling over a tree is stated nowhere (CAPE is evaluated greedily).  Here the target's own draw, with noise keyed by
     (seed, position), decides at each node: the output is that of plain sampling with the same seed, token for token.
- 3. E_{x~p_D} min(p_T, p_D), printed as the acceptance rate in section 5.1, is meant as the sum over x of min(p_T, p_D).
+ 3. A drafter's distributions are rescaled by its own temperature in greedy decoding (see generate), since the confidence of one that
+    learned the target's distribution says how often the target would draw its token, not how often that is the greedy choice.
+ 4. E_{x~p_D} min(p_T, p_D), printed as the acceptance rate in section 5.1, is meant as the sum over x of min(p_T, p_D).
 
     python verify.py          # the demo at the end: a random Llama, an oracle drafter and a useless one, both lossless
 """
@@ -378,8 +380,10 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     target: Target.  build(expand, root (1,)) -> Tree, a function such as those of cape.py.
     drafter: any object with `needs` (see Target.watch), reset(), begin(view): a round starts, expand(tokens (m,), parents [m
     ints, -1 for the root]) -> probabilities (m, V) at temperature 1 (a row of zeros: cannot go on), keep(tokens): the
-    accepted ids of the round, root first.  A sequence drafter has chain(root, most, warp, generator) -> (tokens, p_draft) too,
-    which `proposal` asks for, `runs` (forwards of each stage), and source(ids) where the target has an encoder.
+    accepted ids of the round, root first.  Where it has a `temperature`, greedy decoding shows builders its distributions at
+    that one (temperature scaling: what it is most sure of stays, how sure it is becomes calibrated).  A sequence drafter has
+    chain(root, most, warp, generator) -> (tokens, p_draft) too, which `proposal` asks for, `runs` (forwards of each stage), and
+    source(ids) where the target has an encoder.
     input_ids: list of ids or tensor (n,) or (1, n).  temperature 0 is greedy.  eos_token_id: int, list or None.
     Returns Output.  Raises UserError for an empty prompt and for one that leaves no room in the context.
     """
@@ -420,6 +424,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         expanding.append((start, clock(target.device)))
         if warp:
             probs = warp(probs.log()).nan_to_num(0.0)           # an all-zero row stays one
+        elif sharp != 1:
+            probs = (probs.log() / sharp).softmax(-1).nan_to_num(0.0)
         last = limit - len(out.tokens) - 1                      # a node this deep has no room for a child
         if max(new) >= last:
             probs = probs.masked_fill(torch.tensor([[d >= last] for d in new], device=probs.device), 0)
@@ -433,6 +439,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         return drafted
     expand.chain = own_chain
 
+    sharp = getattr(drafter, "temperature", 1.0)    # at which the drafter's confidence in the greedy choice is calibrated
     begun = clock(target.device)
     target.watch(drafter.needs if drafter else {})
     if drafter:

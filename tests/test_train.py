@@ -176,6 +176,20 @@ def test_continuations_are_the_targets_own_and_a_second_stage_starts_from_the_fi
     assert about["init"]["tokens_seen"] == 3 * 3 * 24 and about["tokens_seen"] == 3 * 24
     assert train.main(["vanilla", *base, "--data", str(written), "--init", str(first), "--steps", "1"]) == 2
     assert "no drafter in" in capsys.readouterr().err
+    assert train.main([*kinds, *base, "--data", str(written), "--init", str(second), "--steps", "0", "--out", str(tmp_path / "third")]) == 0
+    assert (tmp_path / "third" / "edd" / "model.safetensors").read_bytes() == (second / "edd" / "model.safetensors").read_bytes()
+    about = json.loads((tmp_path / "third" / "edd" / "training.json").read_text())
+    drafter, _ = train.edd.load(tmp_path / "third" / "edd", model)
+    assert about["tokens_seen"] == 0 and drafter.temperature == about["validation"]["temperature"] != 1
+
+
+def test_greedy_temperature_is_found_again():
+    """Choices drawn from softmax(logits / T): the fit finds T."""
+    g = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(20000, 8, generator=g)
+    for t in (0.5, 1.0, 1.4):
+        choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
+        assert abs(train.greedy_temperature(logits, choice) - t) <= 0.05
 
 
 def test_defaults_are_the_papers_recipes_and_the_loss_of_a_small_model_is_kl(small, tmp_path, monkeypatch, llama):
@@ -214,7 +228,8 @@ def test_learning_rate_schedule():
 @pytest.mark.parametrize("argv, words", [
     (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"),
     (["target", "glide"], "name target or continuations alone"), (["glide", "--target", "/no/such"], "does not exist"),
-    (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
+    (["glide", "--steps", "0"], "--steps is 0"),
+    (["glide", "--steps", "-1"], "--steps is -1"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
     (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
 ])
 def test_mistakes_are_one_sentence(argv, words, capsys):

@@ -258,3 +258,24 @@ def test_mistakes_are_named(llama):
     with pytest.raises(verify.UserError, match="temperature above 0"):
         verify.generate(target, random_drafter(llama), partial(cape.chain, pick=cape.draw), [1], 4)
 
+
+
+def test_builders_see_calibrated_confidence_in_greedy_decoding_alone(llama):
+    """At the drafter's temperature: p^(1/T), normalised; rows of zeros stay; sampling is left alone."""
+    seen = []
+
+    def build(expand, root):
+        seen.append(expand(root, [-1]))
+        return verify.Tree(root, torch.tensor([-1]))
+    drafter = HandMade([0] * 40, 1.0)
+    drafter.temperature = 0.5
+    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3)
+    drafter.begin(verify.View(None, 2, {}, {}))
+    p = drafter.expand(torch.tensor([0]), [-1])
+    torch.testing.assert_close(seen[0], p ** 2 / (p ** 2).sum())
+    assert not seen[-1].any(), "at the length limit there is still no child"
+    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3, temperature=1.0)
+    torch.testing.assert_close(seen[2], p)
+    drafter.expand = lambda tokens, parents: torch.zeros(1, VOCAB)
+    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3)
+    assert not seen[-2].any()
