@@ -121,6 +121,7 @@ def test_calibration_judges_up_to_the_first_rejection(small, tmp_path, monkeypat
                 target.sync(text[:at])
                 drafter.begin(target.view())
                 row = drafter.expand(torch.tensor(path[at:]), list(range(-1, len(path) - at - 1)))[-1]
+                row = row ** (1 / drafter.temperature) / (row ** (1 / drafter.temperature)).sum()
                 path.append(row.argmax().item())
                 expected.append((row.max().item(), path[-1] == text[at + 1 + i]))
                 if not expected[-1][1]:
