@@ -241,11 +241,12 @@ def measure_costs(target, drafter, ids, a):
     drafter.reset()
     target.sync(ids)
     drafter.begin(target.view())
-    token, asked = torch.tensor(ids[-1:], device=a.device), []
+    token, asked = torch.tensor(ids[-1:], device=a.device), [1]
+    drafter.expand(token, [-1])
 
-    def draft():
-        drafter.expand(token, [len(asked) - 1])
-        asked.append(1)
+    def draft():                       # a frontier of three nodes, as PCT's are about
+        drafter.expand(token.repeat(3), [sum(asked) - 1] * 3)
+        asked.append(3)
     plain = median(lambda: target.forward(token))
     few, many = (median(lambda: target.forward(token.repeat(n), torch.arange(-1, n - 1)), times=8) for n in (4, 32))       # noqa: B023
     return {"cost": min(1.0, a.cost or median(draft) / plain), "node_price": max(0.0, (many - few) / 28 / plain)}

@@ -26,7 +26,7 @@ Differences from the paper:
     falls below the threshold, and never removes leaves.  This file follows the text.
  5. VCT of width 3 and depth 5 has 3 + 9 + 27 + 81 + 243 = 363 nodes, as its text says literally.
  6. EAGLE-2's re-ranking may break the tree where confidences tie; here a parent always comes before its child.
- 7. node_price is beyond the paper, which takes a verified node as free.
+ 7. node_price is beyond the paper, which takes a verified node as free, and a token as worth s_t however fast the round is.
  8. The thresholds alone allow 1 / leaf nodes a layer; a cap, far above what trees have in practice, keeps the most probable.
 
     python pct.py          # the demo: a small tree in the setting of Figure 4 (s_d / s_t = 0.1, leaves under 0.05 removed)
@@ -77,14 +77,32 @@ def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, own=None, 
     """Section 3.2.  cost: s_d / s_t.  leaf: nodes under this joint probability are removed (0: "w/o remove leaf nodes").
 
     own: expand by each node's own confidence against this threshold instead ("w/o expected time gain", Table 3).
-    node_price: what one more verified node costs, in plain steps; then `best_prefix` takes the place of `leaf`.
+    node_price: what one more verified node costs, in plain steps; then `best_prefix` takes the place of `leaf`, and a token is
+    worth what it costs in this round, not a plain step: nodes are expanded while p_j >= rate s_d / s_t (see `rate_of`).
     """
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t, between 0 and 1"
-    def pays(node):
-        return node.joint >= cost if own is None else node.own >= own
-    nodes = grow(expand, root, width, depth, lambda nodes, layer: [i for i in layer if pays(nodes[i])])
+    rate = 1.0
+
+    def pays(nodes, layer):
+        nonlocal rate
+        if own is not None:
+            return [i for i in layer if nodes[i].own >= own]
+        if node_price is not None:
+            rate = max(rate, rate_of(nodes, cost, node_price, rate))
+        return [i for i in layer if nodes[i].joint >= rate * cost]
+    nodes = grow(expand, root, width, depth, pays)
     likely = best_prefix(nodes, cost, node_price) if node_price is not None else [i for i in ranking(nodes) if nodes[i].joint >= leaf]
     return as_tree(nodes, sorted(likely[:max_nodes]), root)
+
+
+def rate_of(nodes, cost, node_price, rate):
+    """Expected tokens a plain step if drafting ended here, with the nodes that are worth their price at `rate` (Dinkelbach's step).
+
+    Eq. 5 holds a drafting step against s_t, what a token costs without speculation.  A round that already yields `rate` tokens a
+    plain step makes a token for s_t / rate: a further depth must beat that.
+    """
+    kept = [node.joint for node in nodes[1:] if node.joint >= rate * node_price]
+    return (1 + sum(kept)) / (1 + cost * nodes[-1].depth + node_price * len(kept))
 
 
 def best_prefix(nodes, cost, node_price):

@@ -125,12 +125,37 @@ def test_eagle2_expands_the_ten_best_of_each_layer():
         assert expand.widest <= 10 and expand.calls == 6
 
 
+def layered(table, start, width, depth, cost, price):
+    """All nodes {path: joint}, layer by layer: a node is expanded if drafting below it costs less than a token does so far."""
+    found, frontier, rate = {}, {(): 1.0}, 1.0
+    for _level in range(1, depth + 1):
+        layer = {}
+        for path, joint in frontier.items():
+            row = table[path[-1] if path else start]
+            for x in sorted(range(len(table)), key=lambda x: (-row[x], x))[:width]:
+                if row[x] > 0:
+                    layer[path + (x,)] = joint * row[x]
+        found.update(layer)
+        paid = [p for p in found.values() if p >= price * rate]
+        if found:
+            deepest = max(map(len, found))
+            rate = max(rate, (1 + sum(paid)) / (1 + cost * deepest + price * len(paid)))
+        frontier = {path: p for path, p in layer.items() if p >= cost * rate}
+        if not frontier:
+            break
+    return found
+
+
 def test_node_price_keeps_the_most_profitable_subtree():
-    """Against all connected subtrees of a small tree: none gives more expected tokens for its time."""
+    """Against all connected subtrees of what was drafted: none gives more expected tokens for its time."""
+    deep = 0
     for seed in range(60):
-        table, cost, price = random_table(seed, vocab=3), 0.2, [0.0, 0.03, 0.2, 1.0][seed % 4]
-        tree = pct.pct(table_expand(table), torch.tensor([0]), cost=cost, width=3, depth=2, node_price=price)
-        nodes = brute(table.tolist(), 0, (), 1.0, lambda path, joint, cost=cost: not path or joint >= cost, 3, 2)
+        table, cost, price = random_table(seed, vocab=3), [0.05, 0.2][seed % 2], [0.0, 0.03, 0.2, 1.0][seed % 4]
+        expand = table_expand(table)
+        tree = pct.pct(expand, torch.tensor([0]), cost=cost, width=3, depth=2, node_price=price)
+        nodes = layered(table.tolist(), 0, 3, 2, cost, price)
+        deep += expand.calls > 1
+        assert expand.calls == max(map(len, nodes), default=1)
         time = 1 + cost * max(map(len, nodes))
 
         def worth(some):
@@ -138,3 +163,18 @@ def test_node_price_keeps_the_most_profitable_subtree():
         best = max(worth(some) for k in range(len(nodes) + 1) for some in itertools.combinations(nodes, k)
                    if all(n[:-1] == () or n[:-1] in some for n in some))
         assert abs(worth(paths(tree)) - best) < 1e-12
+    assert deep > 20
+
+
+def test_a_token_is_worth_less_in_a_fast_round():
+    """With a price, fewer nodes are expanded than by Eq. 5, and those are the ones that p >= rate s_d / s_t allows."""
+    fewer = 0
+    for seed in range(200):
+        table = random_table(seed, vocab=8)
+        priced, free = table_expand(table), table_expand(table)
+        pct.pct(priced, torch.tensor([0]), cost=0.1, node_price=0.02)
+        pct.pct(free, torch.tensor([0]), cost=0.1)
+        nodes = layered(table.tolist(), 0, pct.WIDTH, pct.DEPTH, 0.1, 0.02)
+        assert priced.calls == max(map(len, nodes)) <= free.calls
+        fewer += priced.calls < free.calls
+    assert fewer > 50
