@@ -161,7 +161,7 @@ def settings(name, a, costs=None):
 def load_stage(name, a, target, tokenizer):
     """A stage of a cascade: `name` is a folder of --checkpoint, or any folder or hub name of a language model with the target's vocabulary."""
     folder = Path(a.checkpoint) / name
-    model, theirs = load_target(str(folder) if (folder / "config.json").exists() else name, a.dtype, a.device, a.attention, encoder_decoder=True)
+    model, theirs = load_target(str(folder) if (folder / "config.json").exists() else name, a.dtype, a.device, a.attention, True, "the stage")
     ours, other = target.config.get_text_config().vocab_size, model.config.get_text_config().vocab_size
     if ours != other or tokenizer.get_vocab() != theirs.get_vocab() or model.config.is_encoder_decoder != target.config.is_encoder_decoder:
         raise UserError(f"--models: {name} has another vocabulary or another kind of model than the target ({type(model).__name__}, {other} tokens, "

@@ -532,17 +532,18 @@ def frozen_forward(model, ids, dtype, hidden=()):
             "kv": {i: (layer.keys, layer.values) for i, layer in enumerate(out.past_key_values.layers)}}
 
 
-def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False):
+def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, role="the target"):
     """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence.
 
     encoder_decoder: whether such a model (FLAN-T5) may come back; drafters that are trained read decoder-only targets alone.
+    role: what the sentence calls it.
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
     from transformers.utils import logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     if not Path(name).exists() and (Path(name).is_absolute() or str(name).count("/") != 1):
-        raise UserError(f"the target {name} does not exist: give a folder or a hub name of a causal language model, or train the "
+        raise UserError(f"{role} {name} does not exist: give a folder or a hub name of a causal language model, or train the "
                         "stand-in with train.py target")
     try:
         is_encoder_decoder = AutoConfig.from_pretrained(name).is_encoder_decoder
@@ -551,10 +552,10 @@ def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False):
             kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
             model = kind.from_pretrained(name, dtype=getattr(torch, dtype), attn_implementation=attention)
     except Exception as why:
-        raise UserError(f"the target {name} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
+        raise UserError(f"{role} {name} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
                         "complete folder or a hub name of a causal language model") from None
     if is_encoder_decoder and not encoder_decoder:
-        raise UserError(f"the target {name} is an encoder-decoder model: give a decoder-only one")
+        raise UserError(f"{role} {name} is an encoder-decoder model: give a decoder-only one")
     return model.to(device).eval(), tokenizer
 
 

@@ -392,7 +392,7 @@ def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
     train.train_tokenizer(["another text altogether " * 100], 300).save_pretrained(tmp_path / "other")
     check_mistake(args(small, *cascade, "--models", str(tmp_path / "other")), "another vocabulary", capsys)
     check_mistake(args(small, *cascade, "--models", str(t5 / "base")), "another kind of model", capsys)
-    check_mistake(args(small, *cascade, "--models", "nowhere"), "does not exist", capsys)
+    check_mistake(args(small, *cascade, "--models", "nowhere"), "the stage nowhere does not exist", capsys)
     assert bench.main(args(small, *cascade, "--models", str(small / "other"), "--limit", "1")) == 0
     assert "will slow it down" in capsys.readouterr().err
     (tmp_path / "bigram.json").write_text(json.dumps([1] * 301))
