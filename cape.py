@@ -2,148 +2,293 @@
 
 GLIDE with a CAPE (arXiv 2402.02082), section 4.2; baselines of sections 5.3, 5.4 and Table 3.
 
-The idea.  The drafter's confidence says how likely its first choice is to be accepted.  Where it is low, offer the target
-more of the next best tokens; they are not continued, so they cost the drafter nothing.
+The idea.  The drafter's confidence says how likely its first choice is to be accepted.  Where it is low,
+offer the target more of the next best tokens; they are not continued, so they cost the drafter nothing.
 
     paper                   shape         name here
-    x_t                     (1,)          root (already produced by the target, not yet in its cache)
+    x_t                     (1,)          root (produced by the target, not yet in its cache)
     gamma                   int           gamma: drafted positions
-    p_D(.|x_{<t+i})         (V,)          a row of expand(...)
-    p_i = max p_D           float         confidence of position i
-    S(p), K_i               int           size_of(p): 7, 5, 3, 1 for p in (0, .3], (.3, .6], (.6, .8], (.8, 1]
-    X_i                     K_i tokens    the extras of position i: the best tokens but the first
-    beta                    int           number of nodes without the root, at most 32 (section 5.3)
+    x_{t+1..t+gamma}        (gamma,)      chosen: the standard proposal, a chain
+    p_D(.|x_{<t+i})         (gamma, V)    rows: the drafter's distribution at each position
+    p_i = max p_D           (gamma,)      p: confidence of each position
+    S(p), K_i               (gamma,)      size_of(p): 7, 5, 3, 1 for p in (0, .3], (.3, .6], (.6, .8], (.8, 1]
+    X_i                     (gamma, K)    extras: the K_i best tokens other than x_{t+i}; K = max(sizes)
+    beta                    int           nodes without the root, at most 32 (section 5.3): max_nodes
 
-A builder is a function of `expand(tokens (m,), parents [m ints]) -> probs (m, V)`, which runs the drafter over m new nodes
-(`parents` index nodes in the order given to expand; -1 is the cached prefix), and of the root.  It returns a Tree: tokens
-(n,) with the root first, parents (n,) with parents[0] = -1 and parents before children, p_draft.  A row of zeros says that
-the drafter cannot go on; no child of probability zero is ever added.
+A builder is a function of expand(tokens (m,), parents [m ints]) -> probabilities (m, V), which runs the
+drafter once over m new nodes (`parents` index nodes in the order given to expand; -1 is the cached prefix),
+and of the root (1,).  It returns a Tree: tokens (n,) with the root first, parents (n,) with parents[0] = -1
+and parents before children.  A row of zeros says that the drafter cannot go on; no child of probability zero
+is ever added.
+
+Chain and CAPE read nothing back from the device, so their number of nodes cannot depend on what was drafted:
+they always return the most there can be, and a node that is not there is *absent*: its parent is -1 although
+it is not the root.  Nobody accepts or counts it.
 
 Differences from the paper:
- 1. pos(i) = i for i <= gamma and "x_{t+j}" for "token x_j" are unstated in the printed mask, and the root x_t is left out of
-    it; here the root is node 0.
- 2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, above the stated maximum of 32, and how it is cut is not
-    said (the official code drafts four: 4 x 8 = 32).  Here the chain stays and the extras of lowest joint probability go.
+ 1. pos(i) = i for i <= gamma and "x_{t+j}" for "token x_j" are unstated in the printed mask, and the root x_t
+    is left out of it; here the root is node 0.
+ 2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, above the stated maximum of 32, and how it
+    is cut is not said (the official code drafts four: 4 x 8 = 32).  Here the chain stays and the extras of
+    lowest joint probability go.  Extras are appended most probable first, not set by set.
  3. gamma for CAPE's own experiments is not stated; 5 is section 5.1's.
  4. Beam search keeps every hypothesis that was in a beam as a node, as tree verification can use them all.
 
     python cape.py          # the demo: the example of Figure 3
 """
-from bisect import bisect_left
 from collections import namedtuple
+from functools import lru_cache, partial
 
 import torch
+from torch.nn.functional import pad
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 
 GAMMA = 5                        # drafted positions (section 5.1)
 SIZES = (7, 5, 3, 1)             # S(p) of section 4.2 ...
 EDGES = (0.3, 0.6, 0.8)          # ... on bins closed on the right
-MAX_NODES = 32                   # "the maximum number of tokens for verification" (section 5.3), the root not counted
+MAX_NODES = 32                   # "the maximum number of tokens for verification" (section 5.3)
+SIZE = 4                         # extras at each position of the fixed-size control (section 5.4)
+WIDTH = 4                        # beam size (section 5.3)
+ABSENT = -1                      # the parent of a node that is not there
 
-
-def size_of(p, sizes=SIZES, edges=EDGES):
-    """S(p): the number of extras for confidence p."""
-    return sizes[bisect_left(edges, p)]
-
+# ------------------------------------------------------------------ the standard proposal
+def best(row):
+    """The most probable token of each row (m, V) -> (m,)."""
+    return row.argmax(-1)
 
 def draw(row, generator=None):
-    """A `pick` that draws from the row (V,): an exponential race, which a row of zeros survives without a host read."""
-    return (row / torch.empty_like(row).exponential_(generator=generator)).argmax()
+    """A token drawn from each row (m, V) -> (m,), by an exponential race.
 
+    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  Unlike torch.multinomial, it takes a
+    row of zeros without a complaint, which would be a host read; what it says there has probability zero.
+    """
+    race = torch.empty_like(row).exponential_(generator=generator)
+    return (row / race).argmax(-1)
 
-def draft(expand, root, gamma, pick=None):
-    """Draft a chain one token at a time, without reading anything back -> rows (gamma, V), tokens (gamma,)."""
-    assert gamma >= 1, "gamma must be at least 1"
-    pick = pick or (lambda row: row.argmax())
+def draft(expand, root, gamma, pick):
+    """Draft a chain, one token at a time, and read nothing back.
+
+    pick(row (1, V)) -> token (1,).  Returns chosen (gamma,), the probability p (gamma,) of each, and the
+    rows (gamma, V).  What follows a token of probability zero is meaningless.
+    """
+    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
     rows, tokens = [], [root]
     for i in range(gamma):
-        rows.append(expand(tokens[-1], [i - 1])[0])
-        tokens.append(pick(rows[-1]).reshape(1))
-    return torch.stack(rows), torch.cat(tokens[1:])
+        # x_{t+i+1} is picked from p_D(.|x_{<t+i+1}), the distribution after node i, whose parent is i - 1
+        row = expand(tokens[i], [i - 1])                          # (1, V)
+        rows.append(row)
+        tokens.append(pick(row))                                  # (1,)
+    chosen = torch.cat(tokens[1:])
+    rows = torch.cat(rows)
+    p = rows.gather(1, chosen[:, None])                           # (gamma, 1)
+    return chosen, p.flatten(), rows
 
+def chain_parents(p):
+    """Parents (1 + gamma,) of the root and a chain whose tokens have probabilities p (gamma,).
 
-def chain(expand, root, gamma=GAMMA, pick=None):
-    """The standard proposal: gamma tokens, each the best (or `pick`ed) continuation of the one before it.
-
-    pick(row (V,)) -> token (); when given (cape.draw), the rows are kept as p_draft, for speculative sampling.  It may be
-    asked about rows of zeros, and what it says there is dropped.
+    Each node hangs from the one before it; the first of probability zero is absent, and all that follow it.
     """
-    rows, tokens = draft(expand, root, gamma, pick)
-    can = (rows.gather(1, tokens[:, None])[:, 0] > 0).tolist() + [False]           # the one host read
-    n = can.index(False)
-    return Tree(torch.cat((root, tokens[:n])), torch.arange(-1, n), rows[:n] if pick else None)
+    parents = torch.arange(-1, len(p), device=p.device)
+    p = pad(p, (1, 0), value=1.0)                                 # the root is there
+    least = p.cummin(0).values                                    # of a node and all above it
+    return parents.masked_fill(least <= 0, ABSENT)
 
+def chain(expand, root, gamma=GAMMA):
+    """The standard proposal (section 4.2): gamma tokens, each the most probable continuation.
 
-def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODES):
-    """Section 4.2: the greedy chain, and beside each of its tokens the S(p_i) next best ones."""
-    assert len(sizes) == len(edges) + 1 and list(edges) == sorted(edges), "one more size than edges, edges ascending"
+    Returns a Tree of 1 + gamma nodes, absent ones last.
+    """
+    chosen, p, rows = draft(expand, root, gamma, best)
+    tokens = torch.cat((root, chosen))
+    return Tree(tokens, chain_parents(p))
+
+def drawn(expand, root, gamma=GAMMA, generator=None):
+    """A chain whose tokens are drawn from the drafter, for speculative sampling.
+
+    generator: on the device of the rows; by default expand.generator, where the loop has set one.  It must
+    not be the one that accepts: draws and acceptances that know of each other are biased.
+    Returns a Tree of 1 + gamma nodes with p_draft (gamma, V): row i is the distribution that node i + 1 was
+    drawn from.  Absent nodes come last, so the rows of all others stay aligned.
+    """
+    if generator is None:
+        generator = getattr(expand, "generator", None)
+    pick = partial(draw, generator=generator)
+    chosen, p, rows = draft(expand, root, gamma, pick)
+    tokens = torch.cat((root, chosen))
+    return Tree(tokens, chain_parents(p), rows)
+
+# ------------------------------------------------------------------ the expanded proposal
+@lru_cache(maxsize=64)
+def constant(numbers, dtype, device):
+    """A tuple as a tensor, made once: a copy to the device in each round would be a wait in each round."""
+    return torch.tensor(numbers, dtype=dtype, device=device)
+
+def size_of(p, sizes=SIZES, edges=EDGES):
+    """S(p) of section 4.2: the number of extras, long, for confidences p (gamma,).
+
+    Bin b is (edges[b - 1], edges[b]]; p and the edges are compared in p's own precision.
+    """
+    sizes = constant(tuple(sizes), torch.long, p.device)
+    edges = constant(tuple(edges), p.dtype, p.device)
+    b = torch.bucketize(p, edges)
+    return sizes[b]
+
+def expansion_sets(rows, chosen, p, sizes=SIZES, edges=EDGES):
+    """The sets X_i of section 4.2: beside each chosen token, the S(p_i) next best ones.
+
+    rows (gamma, V), chosen (gamma,), p (gamma,): p_i = rows[i, chosen_i].
+    Returns extras (gamma, K) and their probabilities (gamma, K), the best first, where K is max(sizes), or V
+    if that is less.  A probability of zero says that the token is not in the set.
+    """
+    # "K_i tokens (excluding x_{t+i}) that have the highest probabilities according to p_D(.|x_{<t+i})".
+    # x_{t+i} is taken out first: where several tokens tie, it need not be the first of the sorted ones.
+    others = rows.scatter(1, chosen[:, None], 0.0)
+    _, V = rows.shape
+    most = min(max(sizes), V)
+    p_extras, extras = others.topk(most)                          # (gamma, K)
+    # K_i = S(p_i)
+    K = size_of(p, sizes, edges)
+    rank = torch.arange(most, device=rows.device)
+    outside = rank >= K[:, None]                                  # (gamma, K)
+    return extras, p_extras.masked_fill(outside, 0.0)
+
+def cap(p, p_extras, room):
+    """The `room` extras of highest joint probability (difference 2).
+
+    p (gamma,) of the chain, p_extras (gamma, K).  Returns joint (room,), highest first, and index (room,) as
+    `extras.take` has it.  Where the joint probability is zero there is no extra.
+    """
+    # x'_{t+i,j} counts only after x_{t+1} ... x_{t+i-1}: p_1 ... p_{i-1} p_D(x'_{t+i,j})
+    before = pad(p[:-1], (1, 0), value=1.0)                       # 1, p_1, ..., p_{gamma-1}
+    above = before.cumprod(0)                                     # (gamma,)
+    joint = above[:, None] * p_extras                             # (gamma, K)
+    return joint.flatten().topk(room)
+
+def cape(expand, root,
+         gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODES):
+    """Section 4.2: the greedy chain, and beside each of its tokens the S(p_i) next best ones.
+
+    sizes, edges: S(p) is sizes[b] in bin b = (edges[b - 1], edges[b]].  max_nodes: the root not counted.
+    Returns a Tree of 1 + gamma + min(gamma K, max_nodes - gamma) nodes: root, chain, extras; the chain is the
+    one that `chain` drafts.
+    """
+    assert len(sizes) == len(edges) + 1, f"{len(edges)} edges need {len(edges) + 1} sizes: {sizes}"
+    assert list(edges) == sorted(edges), f"edges must ascend: {edges}"
+    assert min(sizes) >= 0, f"a set cannot have fewer than no tokens: {sizes}"
     assert max_nodes >= gamma, f"max_nodes {max_nodes} cannot hold the chain of {gamma}"
-    rows, _ = draft(expand, root, gamma)
-    best = rows.topk(min(1 + max(sizes), rows.shape[1]))                             # (gamma, 1 + max K)
-    probs, tokens = torch.stack((best.values.double(), best.indices.double())).tolist()   # the one host read
-    proposal, extras, joint = [], [], 1.0
-    for i, (p, x) in enumerate(zip(probs, tokens)):
-        if p[0] <= 0:
-            break
-        proposal.append(int(x[0]))
-        k = size_of(p[0], sizes, edges)                                              # K_i = S(p_i)
-        extras += [(joint * p[j], i, int(x[j])) for j in range(1, min(1 + k, len(x))) if p[j] > 0]
-        joint *= p[0]
-    if len(proposal) + len(extras) > max_nodes:                                      # difference 2
-        best_first = sorted(range(len(extras)), key=lambda e: (-extras[e][0], e))[:max_nodes - len(proposal)]
-        extras = [extras[e] for e in sorted(best_first)]
-    parents = list(range(-1, len(proposal))) + [i for _, i, _ in extras]
-    linear = torch.tensor(proposal + [x for _, _, x in extras], dtype=torch.long, device=root.device)
-    return Tree(torch.cat((root, linear)), torch.tensor(parents))
+    # the proposal x_{t+1} ... x_{t+gamma}
+    chosen, p, rows = draft(expand, root, gamma, best)
+    # its expansion sets X_1 ... X_gamma
+    extras, p_extras = expansion_sets(rows, chosen, p, sizes, edges)
+    room = min(extras.numel(), max_nodes - gamma)
+    joint, index = cap(p, p_extras, room)                         # (room,)
 
+    # linearised: the root, the chain, the extras
+    K = max(1, extras.shape[1])
+    tokens = torch.cat((root, chosen, extras.take(index)))
+    # What x_{t+i} may see of the x_{t+j}:
+    #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
+    #                       A_ij    if i = j                         itself
+    #                       -inf    otherwise                        neither other extras nor what is later
+    # In a tree a node sees itself and its ancestors.  So the parent of x_{t+i} is the chain's token at
+    # position pos(i) - 1 (the root, node 0, where pos(i) = 1), and an extra is nobody's parent.
+    # X_1 is row 0 of the extras: pos(i) - 1 is the number of the row.
+    parents = (index // K).masked_fill(joint <= 0, ABSENT)
+    parents = torch.cat((chain_parents(p), parents))
+    return Tree(tokens, parents)
 
-def fixed(expand, root, gamma=GAMMA, size=4, max_nodes=MAX_NODES):
-    """Section 5.4's control: the same number of extras everywhere (the paper's 4: the mean of CAPE's sets there)."""
-    return cape(expand, root, gamma, (size,), (), max_nodes)
+# ------------------------------------------------------------------ what it is compared with
+def fixed(expand, root, gamma=GAMMA, size=SIZE, max_nodes=MAX_NODES):
+    """Section 5.4's control: `size` extras everywhere (4 is the mean size of CAPE's sets in the paper)."""
+    one_size, no_edges = (size,), ()
+    return cape(expand, root, gamma, one_size, no_edges, max_nodes)
 
+def beam(expand, root, gamma=GAMMA, width=WIDTH):
+    """Beam search (sections 5.3 and 5.4, Table 3): the `width` most probable sequences of each length.
 
-def beam(expand, root, gamma=GAMMA, width=4):
-    """Beam search (sections 5.3 and 5.4, Table 3): the `width` most probable sequences of each length, all as nodes."""
-    assert gamma >= 1 and width >= 1, "gamma and width must be at least 1"
+    All of them are nodes.  Which of them a sequence continues is read back at each depth: one host read.
+    """
+    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
+    assert width >= 1, f"width is {width}: keep at least one sequence"
     tokens, parents = [root], [-1]
-    frontier, joint = [0], torch.ones(1, 1, dtype=torch.float64, device=root.device)
+    frontier = [0]                                                # the nodes of the latest length
+    score = torch.zeros(1, 1, device=root.device)                 # log p of the sequences that end there
     for _ in range(gamma):
-        rows = expand(tokens[-1], [parents[node] for node in frontier])              # (m, V)
-        score = joint * rows                                                         # (m, V) joint probabilities
-        best = score.flatten().topk(min(width, score.numel()))
-        flat, kept = torch.stack((best.indices.double(), best.values)).tolist()      # one host read a depth
-        kept = sum(p > 0 for p in kept)
-        if not kept:
+        above = [parents[node] for node in frontier]
+        rows = expand(tokens[-1], above)                          # (m, V)
+        each = min(width, rows.shape[1])                          # no sequence can use more continuations
+        p, x = rows.topk(each)                                    # (m, each)
+        # log p(sequence, x) = log p(sequence) + log p_D(x | sequence)
+        score = score + p.log()                                   # (m, each)
+        most = min(width, score.numel())
+        score, index = score.flatten().topk(most)
+        # which of the m sequences each of them continues; those of probability zero come last, and go
+        continued = index // each
+        continued = continued.masked_fill(score.isneginf(), -1)
+        continued = [m for m in continued.tolist() if m >= 0]     # the host read
+        kept = len(continued)
+        if kept == 0:
             break
-        parents += [frontier[int(i) // rows.shape[1]] for i in flat[:kept]]
-        tokens.append(best.indices[:kept] % rows.shape[1])
-        joint = best.values[:kept, None]
-        frontier = list(range(len(parents) - kept, len(parents)))
-    return Tree(torch.cat(tokens), torch.tensor(parents))
+        tokens.append(x.take(index[:kept]))
+        score = score[:kept, None]                                # (kept, 1)
+        parents += [frontier[m] for m in continued]
+        frontier = range(len(parents) - kept, len(parents))
+    tokens = torch.cat(tokens)
+    parents = torch.tensor(parents, device=root.device)
+    return Tree(tokens, parents)
 
+# ------------------------------------------------------------------ what a builder can ask for at most
+# bounds(**settings) -> (nodes without the root, nodes of one expand), absent nodes counted: for static shapes
+def chain_bounds(gamma=GAMMA, **_):
+    return gamma, 1
 
-# What a builder can ask for at most: (nodes without the root, nodes of one expand), for static shapes.
-chain.bounds = lambda gamma=GAMMA, **_: (gamma, 1)
-cape.bounds = lambda gamma=GAMMA, max_nodes=MAX_NODES, **_: (max_nodes, 1)
-fixed.bounds = cape.bounds
-beam.bounds = lambda gamma=GAMMA, width=4, **_: (gamma * width, width)
+def cape_bounds(gamma=GAMMA, sizes=SIZES, max_nodes=MAX_NODES, **_):
+    return min(gamma + gamma * max(sizes), max_nodes), 1
 
+def fixed_bounds(gamma=GAMMA, size=SIZE, max_nodes=MAX_NODES, **_):
+    return cape_bounds(gamma, (size,), max_nodes)
+
+def beam_bounds(gamma=GAMMA, width=WIDTH, **_):
+    return gamma * width, width
+
+chain.bounds = drawn.bounds = chain_bounds
+cape.bounds = cape_bounds
+fixed.bounds = fixed_bounds
+beam.bounds = beam_bounds
 
 def main():
-    """Figure 3: the proposal "Attention is all the", one extra at each later position, and "you" beside "the"."""
-    words = ["<root>", "Attention", "is", "all", "the", "All", "that", "you", "need"]
-    word = {w: i for i, w in enumerate(words)}
-    table = torch.zeros(len(words), len(words))
-    for here, (first, p, second) in {"<root>": ("Attention", 0.85, "All"), "Attention": ("is", 0.9, "that"),
-                                     "is": ("all", 0.95, "that"), "all": ("the", 0.82, "you")}.items():
-        table[word[here], word[first]], table[word[here], word[second]] = p, 1 - p
-    tree = cape(lambda tokens, parents: table[tokens], torch.tensor([0]), gamma=4)
-    drawn = [words[i] for i in tree.tokens]
-    assert drawn == ["<root>", "Attention", "is", "all", "the", "All", "that", "that", "you"]
-    assert tree.parents.tolist() == [-1, 0, 1, 2, 3, 0, 1, 2, 3]
-    print("proposal:", " ".join(drawn[1:5]), "| extras:", " | ".join(drawn[5:]))
+    """Figure 3: "Attention is all the", and one extra beside each of its tokens ("you" beside "the")."""
+    drafter = {
+        "<root>": {"Attention": 0.85, "All": 0.15},
+        "Attention": {"is": 0.9, "that": 0.1},
+        "is": {"all": 0.95, "that": 0.05},
+        "all": {"the": 0.82, "you": 0.18},
+    }
+    words = ["<root>", "Attention", "is", "all", "the", "All", "that", "you"]
+    table = torch.zeros(8, 8)
+    for here, row in drafter.items():
+        for word, p in row.items():
+            table[words.index(here), words.index(word)] = p
 
+    def expand(tokens, parents):
+        return table[tokens]
+
+    root = torch.tensor([0])
+    tree = cape(expand, root, gamma=4)
+    tokens = [words[token] for token in tree.tokens]
+    parents = tree.parents.tolist()
+    # every confidence is above 0.8, so each K_i is 1; there is room for 28 extras, so 24 are absent
+    assert len(tokens) == 1 + 4 + 28
+    assert tokens[1:5] == ["Attention", "is", "all", "the"]
+    assert parents[:5] == [-1, 0, 1, 2, 3]
+    X = {i: [] for i in range(4)}
+    for token, parent in zip(tokens[5:], parents[5:]):
+        if parent != ABSENT:
+            X[parent].append(token)
+    assert X == {0: ["All"], 1: ["that"], 2: ["that"], 3: ["you"]}
+    for i in range(4):
+        print(f"x_t+{i + 1}: {tokens[i + 1]:10s} X_{i + 1}:", *X[i])
 
 if __name__ == "__main__":
     main()

@@ -2,38 +2,50 @@
 
 GLIDE with a CAPE (arXiv 2402.02082), section 4.1 and Figure 2; the vanilla drafter is Figure 4's control.
 
-The idea.  When the target has verified x_{<t} its keys and values lie in the cache for free.  Each layer of the small draft
-model gets a cross-attention onto them, between self-attention and feed-forward, so that the drafter reads the prefix with
-the target's own understanding.  While drafting x_{t+1}, x_{t+2}, ... those keys end at x_{t-1}: they are delayed.
-Training imitates the delay with a block-wise mask.
+The idea.  When the target has verified x_{<t} its keys and values lie in the cache for free.  Each layer of
+the small draft model gets a cross-attention onto them, between self-attention and feed-forward, so that the
+drafter reads the prefix with the target's own understanding.  While drafting x_{t+1}, x_{t+2}, ... those
+keys end at x_{t-1}: they are delayed.  Training imitates the delay with a block-wise mask.
 
     paper              shape               name here
-    N_D, d_D           ints                config.layers, config.width
-    H^m                (m, d_D)            x, after self-attention of layer m
+    N_T, N_D, d_D      ints                the target's layers; config.layers, config.width
+    H^m                (B, T, d_D)         x, after self-attention of layer m
     W_j                (d_D, d_k) x h      layer.glimpse_q: all heads of the target side by side
-    K^{l,j}, V^{l,j}   (H, t, d_k)         kv[l]; l = N_T - N_D + m, `layers_read`
+    K^{l,j}, V^{l,j}   (B, H, t, d_k)      kv[l] with l = N_T - N_D + m: config.layers_read[m]
     W^O                (h d_k, d_D)        layer.glimpse_o
     L                  int                 config.block: length of a block in training (5)
     Mask_Block         (T, T)              block_mask(T, L)
 
+The delay on fifteen tokens a b c d e | f g h i j | k l m n o, in blocks of L = 5.  In training the query of
+h sees the target's keys of a ... e, those of the blocks before its own, and the drafter's own keys of a ...
+h.  It is the same in decoding if a round begins when the target has verified a ... e: f, g, h are drafted
+one by one, the target's keys still end at e.  Once f ... j are accepted the next round drafts k ... o with
+the keys of a ... j.  With two layers the first layer's output for h lives on in the second layer's key of
+h, so a row keeps what it was drafted with: no row is encoded twice.  Rows that were never drafted are
+encoded under the delay that training would have had: a prompt's in blocks of L, the last accepted token's
+with the keys its round began with.
+
 Differences from the paper:
- 1. Queries are rotated by the target's rotary embedding at their own position, as the cached keys are (the paper is silent;
-    the official code fixes theta = 10000, which is wrong for other targets).
- 2. Positions of the first block see no key of the target.  The official code falls back to the causal mask there, which lets
-    a position see its own key; here such a glimpse contributes zero.
- 3. In the printed mask j is the query and k the key.  It is "not used for testing" in the paper; here an evaluation loss
-    uses it too, since without it a query would see the target's keys of the future.
- 4. With one layer the drafter's own keys and values depend on (token, position) alone.  With more, rows are kept as they were
-    drafted, and prompt positions are encoded under the block delay: decoding computes what training computed.  The official
-    code re-encodes the accepted tokens in every round.
- 5. M_D stands for M_T twice in section 4.1, d_b for d_D, and "up to position t" means t - 1.
- 6. "GLIDE-47m" with d_D = 4096 cannot be: one such layer alone has some 200M weights.  Sizes here are free.
+ 1. Queries are rotated by the target's rotary embedding at their own position, as the cached keys are (the
+    paper is silent; the official code fixes theta = 10000, which is wrong for other targets).
+ 2. Positions of the first block see no key of the target.  The official code falls back to the causal mask
+    there, which lets a position see its own key; here such a glimpse contributes zero (in a prompt with N_D
+    >= 2 too).
+ 3. The glimpse reads the residual stream as it is, without a norm before it, as the official code does.
+ 4. In the printed mask j is the query and k the key.  It is "not used for testing" in the paper; here an
+    evaluation loss uses it too, since without it a query would see the target's keys of the future.
+ 5. With one layer the drafter's own keys and values depend on (token, position) alone.  With more, decoding
+    computes what training computed (above).  The official code re-encodes the accepted tokens in every
+    round.
+ 6. M_D stands for M_T twice in section 4.1, d_b for d_D, and "up to position t" means t - 1.
+ 7. "GLIDE-47m" with d_D = 4096 cannot be: one such layer alone has some 200M weights.  Sizes here are free.
 
     python glide.py         # the demo: training under the mask and step-by-step decoding give the same logits
     python train.py glide vanilla
 """
 import json
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,335 +54,390 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-
 @dataclass
 class Config:
-    """vocab: ids; width: d_D; hidden: feed-forward; target_*: what the cache rows look like; layers_read: 0-based l."""
+    """Sizes.  vocab: ids; width: d_D; target_*: what the rows of the target's cache look like."""
     vocab: int
     width: int
-    hidden: int
+    feed_forward: int                # hidden size of the MLP
     layers: int = 1                  # N_D: 1 for 7B and 13B targets, 2 for 33B (section 5.1)
     heads: int = 8
     block: int = 5                   # L (section 4.1)
     glimpse: bool = True             # False: the vanilla drafter
     target_heads: int = 0            # h
     target_head_size: int = 0        # d_k
-    layers_read: tuple = ()          # target layer that layer m reads; the paper's: N_T - N_D + m
+    target_value_size: int = 0       # of a value, where it is not d_k (multi-head latent attention)
+    layers_read: tuple = ()          # the target layer l (0-based) that layer m reads
 
     @classmethod
     def for_target(cls, model, width=None, layers=1, glimpse=True, block=5, layer=None):
-        """Sizes that fit `model`.  layer: the target layer (0-based) that the top layer reads; the top one if None."""
+        """Sizes that fit `model`.  layer: the target layer (0-based) that the top layer reads, or None."""
         c = model.config.get_text_config()
         head = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         width = width or c.hidden_size
-        top = c.num_hidden_layers - 1 if layer is None else layer
-        if not layers - 1 <= top < c.num_hidden_layers:
-            raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers} layer(s): it has layers "
-                             f"{layers - 1} to {c.num_hidden_layers - 1} for that")
-        own = next(h for h in (head, 64, 32, 16, 8, 4, 2) if width % h == 0)
-        return cls(c.vocab_size, width, -(-width * 8 // 3 // 32) * 32, layers, width // own, block, glimpse,
-                   c.num_attention_heads, head, tuple(range(top - layers + 1, top + 1)) if glimpse else ())
+        # Heads of the target's size, or of the next smaller power of two that divides the width.
+        own = head
+        while width % own:
+            own = 1 << (own - 1).bit_length() - 1
+        # Llama's feed-forward: 8/3 of the width, rounded up to a multiple of 32
+        feed_forward = -(-width * 8 // 3 // 32) * 32
+        config = cls(c.vocab_size, width, feed_forward, layers)
+        config.heads, config.block, config.glimpse = width // own, block, glimpse
+        if glimpse:
+            # l = N_T - N_D + m: the drafter's layers look at the target's last ones, in order.
+            top = c.num_hidden_layers - 1 if layer is None else layer
+            if not layers - 1 <= top < c.num_hidden_layers:
+                raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
+                                 f"has layers {layers - 1} to {c.num_hidden_layers - 1} for that")
+            config.layers_read = tuple(range(top - layers + 1, top + 1))
+            config.target_heads, config.target_head_size = c.num_attention_heads, head
+            if getattr(c, "qk_nope_head_dim", None):
+                config.target_head_size = c.qk_nope_head_dim + c.qk_rope_head_dim
+                config.target_value_size = c.v_head_dim
+        return config
 
-
-def block_mask(length, block):
-    """Mask_Block -> (length, length) bool: query j sees the target's key k iff block(j) > block(k)."""
-    of = torch.arange(length) // block
+def block_mask(length, block, device="cpu"):
+    """Mask_Block (section 4.1) -> (length, length) bool: query j sees key k iff block(j) > block(k)."""
+    of = torch.arange(length, device=device) // block
     return of[:, None] > of[None, :]
 
-
+# ---------------------------------------------------------------- rotary embeddings
 def angles(size, length, theta=10000.0):
     """The drafter's own rotary table: cos and sin, (length, size) each."""
-    freq = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    turn = torch.outer(torch.arange(length, dtype=torch.float64), freq).repeat(1, 2)
+    # theta^(-2i / size) for pair i, times the position
+    pair = torch.arange(0, size, 2, dtype=torch.float64)
+    position = torch.arange(length, dtype=torch.float64)
+    turn = torch.outer(position, theta ** (-pair / size))              # (length, size / 2)
+    turn = turn.repeat(1, 2)
     return turn.cos(), turn.sin()
 
-
 def target_angles(model, length):
-    """The target's own rotary table, from its own module; (length, r) each, r = 0 where it has none (GPT-2, OPT).
+    """The target's own rotary table, from its own module; (length, r) each, r = 0 where it has none (GPT-2).
 
-    Families that rotate neighbouring pairs (GPT-J, Cohere) are not laid out like this; their queries must learn the rest.
-    Where the table differs by kind of layer (Gemma 3), it is the top layer's.
+    Families that rotate neighbouring pairs (GPT-J, Cohere) are not laid out like this; their queries must
+    learn the rest.  Where the table differs by kind of layer (Gemma 3), it is the top layer's.
     """
-    rotary, device = getattr(model.get_decoder(), "rotary_emb", None), next(model.parameters()).device
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    device = next(model.parameters()).device
     if rotary is None:
-        return torch.zeros(length, 0, device=device), torch.zeros(length, 0, device=device)
-    kind = {"layer_type": model.config.get_text_config().layer_types[-1]} if "layer_type" in signature(rotary.forward).parameters else {}
-    cos, sin = rotary(torch.zeros(1, length, 1, device=device), torch.arange(length, device=device)[None], **kind)
+        none = torch.zeros(length, 0, device=device)
+        return none, none
+    kind = {}
+    if "layer_type" in signature(rotary.forward).parameters:
+        kind["layer_type"] = model.config.get_text_config().layer_types[-1]
+    position = torch.arange(length, device=device)[None]
+    cos, sin = rotary(torch.zeros(1, length, 1, device=device), position, **kind)
     return cos[0].detach(), sin[0].detach()
 
-
-def signed(table):
-    """(cos, sin) as rotate() takes them: the sign of the first half's sine is folded in."""
-    cos, sin = table
-    half = sin.shape[-1] // 2
-    return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
-
+def rotate_half(x):
+    """(a, b) -> (-b, a) for the two halves of the last axis."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
 
 def rotate(x, cos, sin):
-    """Rotary embedding on the last axis, pairs (i, i + r/2) of the first r, as Llama lays them out: three operations."""
+    """Rotary embedding of x (..., T, d) by tables (T, r): the first r <= d entries turn, i, i + r/2."""
     r = cos.shape[-1]
-    if r == 0:
-        return x
-    y = x if r == x.shape[-1] else x[..., :r]
-    y = torch.addcmul(y * cos, y.roll(r // 2, -1), sin)
-    return y if r == x.shape[-1] else torch.cat((y, x[..., r:]), -1)
+    if r == x.shape[-1]:
+        return x * cos + rotate_half(x) * sin
+    turned, rest = x[..., :r], x[..., r:]
+    turned = turned * cos + rotate_half(turned) * sin
+    return torch.cat((turned, rest), -1)
 
-
+# ---------------------------------------------------------------- the draft model
 class Layer(nn.Module):
     """One layer of the drafter: h += SelfAttn(norm(h)); h += Glimpse(h); h += MLP(norm(h))."""
 
     def __init__(self, c):
         super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(c.width, eps=1e-6), nn.RMSNorm(c.width, eps=1e-6)
-        self.qkv, self.o = nn.Linear(c.width, 3 * c.width, bias=False), nn.Linear(c.width, c.width, bias=False)
-        if c.glimpse:
-            wide = c.target_heads * c.target_head_size
-            self.glimpse_q, self.glimpse_o = nn.Linear(c.width, wide, bias=False), nn.Linear(wide, c.width, bias=False)
-        self.up, self.down = nn.Linear(c.width, 2 * c.hidden, bias=False), nn.Linear(c.hidden, c.width, bias=False)
         self.c = c
+        linear = partial(nn.Linear, bias=False)
+        self.norm1 = nn.RMSNorm(c.width, eps=1e-6)
+        self.qkv = linear(c.width, 3 * c.width)
+        self.o = linear(c.width, c.width)
+        if c.glimpse:
+            value_size = c.target_value_size or c.target_head_size
+            self.glimpse_q = linear(c.width, c.target_heads * c.target_head_size)
+            self.glimpse_o = linear(c.target_heads * value_size, c.width)
+        self.norm2 = nn.RMSNorm(c.width, eps=1e-6)
+        self.up = linear(c.width, 2 * c.feed_forward)
+        self.down = linear(c.feed_forward, c.width)
 
-    def heads(self, x, n):
-        """(..., T, n * d) -> (..., n, T, d)"""
-        return x.unflatten(-1, (n, -1)).transpose(-3, -2)
+    def project(self, x, turn):
+        """Queries, keys, values.  x (B, T, d_D), turn: cos and sin, (T, d) each -> (B, heads, T, d) each."""
+        qkv = self.qkv(self.norm1(x))                                                        # (B, T, 3 d_D)
+        qkv = qkv.unflatten(-1, (3, self.c.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        return rotate(q, *turn), rotate(k, *turn), v
 
-    def glimpse(self, x, kv, cos, sin, mask=None):
-        """Cross-attention onto the target's cache.  x (B, T, d_D), kv (B, H, t, d_k) each -> (B, T, d_D).
-
-        hd_j = SoftMax(Q^{m,j} (K^{l,j})^T / sqrt(d_k)) V^{l,j}.  Heads that share a key (grouped queries) are laid out as
-        further rows of one query, so no key is ever repeated in memory.
-        """
+    def glimpse(self, x, kv, turn, mask=None):
+        """Cross-attention onto the target's cache.  x (B, T, d_D), kv (B, H, t, d_k) each, mask (T, t)."""
         k, v = kv
-        q = rotate(self.heads(self.glimpse_q(x), self.c.target_heads), cos, sin)             # (B, h, T, d_k)
-        B, h, T, d = q.shape
+        # Q^{m,j} = H^m W_j, turned to its position as the cached keys are
+        q = self.glimpse_q(x)
+        q = q.unflatten(-1, (self.c.target_heads, -1)).transpose(1, 2)                       # (B, h, T, d_k)
+        q = rotate(q, *turn).to(k.dtype)
+        # Heads that share a key (grouped queries) are further rows of one query: no key is repeated.
+        B, h, T, _ = q.shape
         group = h // k.shape[1]
-        if mask is not None and group > 1:
-            mask = mask.repeat(group, 1)                                                     # (group * T, t)
-        seen = F.scaled_dot_product_attention(q.reshape(B, k.shape[1], group * T, d).to(k.dtype), k, v, attn_mask=mask)
-        return self.glimpse_o(seen.reshape(B, h, T, d).transpose(1, 2).flatten(2).to(x.dtype))
+        q = q.reshape(B, k.shape[1], group * T, -1)
+        blind = None
+        if mask is not None:
+            # A softmax over no key is not a number: such a row looks anywhere, and what it saw is dropped.
+            blind = ~mask.any(1, keepdim=True)                                               # (T, 1)
+            mask = (mask | blind).repeat(group, 1)
+        # hd_j = SoftMax(Q^{m,j} (K^{l,j})^T / sqrt(d_k)) V^{l,j}
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        seen = seen.reshape(B, h, T, -1)
+        seen = seen.transpose(1, 2).flatten(2)                                               # (B, T, h d_v)
+        if blind is not None:
+            seen = seen.masked_fill(blind, 0)
+        # [hd_1, ..., hd_h] W^O
+        return self.glimpse_o(seen.to(x.dtype))
 
-    def feed(self, x):
+    def forward(self, x, turn, mask, kv=None, target_turn=None, glimpse_mask=None, cache=None):
+        """x (B, T, d_D) -> (B, T, d_D).  turn, target_turn: cos and sin of the rows' positions.
+
+        mask (T, keys) bool: what a row sees of the drafter's own rows (None: all); glimpse_mask (T, t): of
+        the target's.  cache: writes (k, v) behind the rows of earlier tokens, and returns all of them.
+        """
+        # Self-attention, over the drafter's own rows
+        q, k, v = self.project(x, turn)
+        if cache is not None:
+            k, v = cache(k, v)
+        k, v = k.to(q.dtype), v.to(q.dtype)
+        seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)     # (B, heads, T, d)
+        seen = seen.transpose(1, 2).flatten(2)
+        x = x + self.o(seen)
+        # Cross-attention, the glimpse of the target's rows
+        if self.c.glimpse:
+            x = x + self.glimpse(x, kv, target_turn, glimpse_mask)
+        # Feed-forward
         gate, up = self.up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
-
 class Glide(nn.Module):
-    """The draft model, GLIDE or (config.glimpse False) vanilla, over all positions at once: what training runs."""
+    """The draft model, GLIDE or (config.glimpse False) vanilla, all positions at once, as in training."""
 
     def __init__(self, config, tables):
-        """tables: cos, sin of the target's rotary embedding (target_angles), as long as any sequence will get."""
+        """tables: cos, sin of the target's rotary embedding (target_angles), as long as sequences get."""
         super().__init__()
         c = self.config = config
-        self.embed, self.head = nn.Embedding(c.vocab, c.width), nn.Linear(c.width, c.vocab, bias=False)
-        self.layers, self.norm = nn.ModuleList(Layer(c) for _ in range(c.layers)), nn.RMSNorm(c.width, eps=1e-6)
+        self.embed = nn.Embedding(c.vocab, c.width)
+        self.layers = nn.ModuleList(Layer(c) for _ in range(c.layers))
+        self.norm = nn.RMSNorm(c.width, eps=1e-6)
+        self.head = nn.Linear(c.width, c.vocab, bias=False)
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
-        for name, table in zip(("cos", "sin", "target_cos", "target_sin"),
-                               (*signed(angles(c.width // c.heads, tables[0].shape[0])), *signed(tables))):
-            self.register_buffer(name, table.to(torch.get_default_dtype()), persistent=False)
+        own = angles(c.width // c.heads, tables[0].shape[0])
+        dtype = torch.get_default_dtype()
+        for name, (cos, sin) in {"": own, "target_": tables}.items():
+            self.register_buffer(name + "cos", cos.to(dtype), persistent=False)
+            self.register_buffer(name + "sin", sin.to(dtype), persistent=False)
+
+    def turns(self, position):
+        """((cos, sin) of the drafter, (cos, sin) of the target) at these positions: a slice or (T,)."""
+        own = self.cos[position], self.sin[position]
+        return own, (self.target_cos[position], self.target_sin[position])
 
     def forward(self, ids, kv=None):
-        """ids (B, T), kv {layer: (K, V) of (B, H, T, d_k)} -> logits (B, T, V): row j predicts token j + 1."""
-        c, T, L = self.config, ids.shape[1], self.config.block
-        assert not c.glimpse or set(c.layers_read) <= set(kv), f"the drafter reads target layers {c.layers_read}"
-        x = self.embed(ids)
+        """ids (B, T), kv {layer: (K, V) of (B, H, T, d_k)} -> logits (B, T, V): row j for token j + 1."""
+        c, T = self.config, ids.shape[1]
+        if c.glimpse:
+            assert set(c.layers_read) <= set(kv), f"the drafter reads target layers {c.layers_read}"
+        turn, target_turn = self.turns(slice(0, T))
+        causal = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        # Mask_Block: the drafter's own rows are up to date, the target's are delayed
+        delayed = block_mask(T, c.block, ids.device)
+        x = self.embed(ids)                                                                  # (B, T, d_D)
         for m, layer in enumerate(self.layers):
-            q, k, v = (layer.heads(y, c.heads) for y in layer.qkv(layer.norm1(x)).chunk(3, -1))
-            q, k = rotate(q, self.cos[:T], self.sin[:T]), rotate(k, self.cos[:T], self.sin[:T])
-            x = x + layer.o(F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), is_causal=True).transpose(1, 2).flatten(2))
-            if c.glimpse and T > L:          # rows of the first block see nothing: their glimpse is zero
-                seen = layer.glimpse(x[:, L:], kv[c.layers_read[m]], self.target_cos[L:T], self.target_sin[L:T],
-                                     block_mask(T, L)[L:].to(x.device))
-                x = x + F.pad(seen, (0, 0, L, 0))
-            x = layer.feed(x)
+            seen = kv[c.layers_read[m]] if c.glimpse else None
+            x = layer(x, turn, causal, seen, target_turn, delayed)
         return self.head(self.norm(x))
 
     def loss(self, batch):
-        """Cross entropy of the next token (section 5.1).  batch: ids (B, T), kv -> (loss, logits (B, T, V))."""
+        """Cross entropy of the next token (section 5.1).  batch: ids (B, T), kv -> loss, logits (B, T, V)."""
         logits = self(batch["ids"], batch["kv"])
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["ids"][:, 1:].flatten()), logits
+        predicted = logits[:, :-1].flatten(0, 1).float()
+        following = batch["ids"][:, 1:].flatten()
+        return F.cross_entropy(predicted, following), logits
 
-
+# ---------------------------------------------------------------- decoding
 class Drafter:
-    """Decoding with a Glide, step by step; nothing is computed twice.  The loop in verify.py calls reset(), begin(view),
-    expand(tokens, parents) and keep(tokens); `needs` says what of the target it reads.
+    """Decoding with a Glide, step by step; nothing is computed twice.  Its contract is verify.py's.
 
     (No nn.Module: it is state that changes with every step, and setting an attribute on a module is slow.)
+    The store holds the drafter's own keys and values: rows of committed tokens, then of this round's nodes.
     """
+    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
 
     def __init__(self, model):
-        self.model, self.config, self.layers = model.eval(), model.config, list(model.layers)
+        self.model, self.config = model.eval(), model.config
         self.needs = {"kv": model.config.layers_read}
-        self.tables = model.cos, model.sin, model.target_cos, model.target_sin
         self.store = None
         self.reset()
 
     def reset(self):
         """Forget the sequence."""
-        self.context = 0                 # committed positions that have rows in the store
-        self.fresh_from = None           # t of the round in which the last tokens were drafted
+        self.context = 0                 # committed tokens that have rows in the store
+        self.began = None         # t of the last round: how many of the target's keys its nodes could glimpse
 
     def begin(self, view):
         """A round starts: x_{<t} is committed, the target's rows for it are in view.kv."""
         self.kv, self.t = view.kv, view.length
+        self.lines = []                  # of each node of the round: the nodes from the root down to it
         missing = self.t - self.context
-        self.pending = view.tokens[view.tokens.shape[0] - missing:]          # committed, not encoded yet
-        self.nodes, self.node_tokens, self.parents, self.is_chain, self.above = 0, [], [], True, None
-        # What a pending position may glimpse: in a prompt the earlier blocks, as in training; after that, what was
-        # committed when its round began, as the positions that were drafted in that round did.
-        if self.config.layers > 1 and missing:
-            place = torch.arange(self.context, self.t, device=self.pending.device)
-            L = self.config.block
-            self.limit = place // L * L if self.fresh_from is None else torch.full_like(place, self.fresh_from)
+        if missing:
+            self.encode(view.tokens[-missing:])
+
+    def encode(self, tokens):
+        """Rows of committed tokens that were never drafted: the prompt, the last one of an accepted chain."""
+        c, model, device = self.config, self.model, tokens.device
+        self.room(self.t)
+        place = torch.arange(self.context, self.t, device=device)                            # (p,)
+        turn, target_turn = model.turns(place)
+        causal = delayed = None
+        if c.layers > 1:
+            key = torch.arange(self.t, device=device)
+            causal = key <= place[:, None]
+            # How many of the target's keys a row may glimpse: in a prompt the earlier blocks, as in training;
+            # later, what was committed when its round began.
+            limit = place // c.block * c.block
+            if self.began is not None:
+                limit = torch.full_like(place, self.began)
+            delayed = key < limit[:, None]
+        x = model.embed(tokens)[None]                                                        # (1, p, d_D)
+        for m, layer in enumerate(model.layers[:-1]):
+            kv = self.kv[c.layers_read[m]] if c.glimpse else None
+            write = self.writer(m, place, self.t)
+            x = layer(x, turn, causal, kv, target_turn, delayed, write)
+        # Nobody asks what the last layer makes of these rows: its keys and values suffice.
+        _, k, v = model.layers[-1].project(x, turn)
+        write = self.writer(c.layers - 1, place, self.t)
+        write(k, v)
+        self.context = self.t
 
     def expand(self, tokens, parents):
-        """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> probabilities (m, V)."""
-        c, m, first = self.config, tokens.shape[0], self.nodes == 0
-        self.is_chain &= parents == list(range(self.nodes - 1, self.nodes - 1 + m)) and (m == 1 or first)
-        self.parents += parents
-        self.node_tokens.append(tokens)
-        p = self.pending.shape[0]
-        ids = torch.cat((self.pending, tokens)) if p else tokens
-        start = self.context + self.nodes                   # first row written
-        end = start + p + m
-        self.room(end, ids.device)
-        mask = None
-        if self.is_chain:
-            position = slice(start, end)
-            if m > 1 or (p and c.layers > 1):
-                mask = torch.ones(p + m, end, dtype=torch.bool, device=ids.device).tril_(start)
+        """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
+        c, model, device = self.config, self.model, tokens.device
+        before, m = len(self.lines), len(parents)
+        for parent in parents:
+            above = self.lines[parent] if parent >= 0 else []
+            self.lines.append(above + [len(self.lines)])
+        end = self.t + before + m
+        self.room(end)
+        slots = torch.arange(self.t + before, end, device=device)
+        if len(self.lines[-1]) == before + m:
+            # A chain, each node below all before it: its place in the store is its position
+            position, mask = slots, None
+            if m > 1:
+                mask = torch.arange(end, device=device) <= slots[:, None]                    # (m, end)
         else:
-            position, mask = self.tree_rows(m, p, end, ids.device)
-        x = F.embedding(ids, self.model.embed.weight)[None]  # (1, p + m, d_D)
-        cos, sin, tcos, tsin = (table[position] for table in self.tables)
-        for i, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.norm1(x)).view(p + m, 3, c.heads, -1).permute(1, 2, 0, 3)          # (3, heads, p + m, d)
-            qk, v = qkv[:2], qkv[2]
-            q, k = rotate(qk, cos, sin)
-            last = i == c.layers - 1
-            if last and p:                                  # pending rows need no output: their keys and values suffice
-                q, x, tcos, tsin = q[:, p:], x[:, p:], tcos[p:], tsin[p:]
-                mask = mask if mask is None else mask[p:]
-            keys, values = self.store[0, i, :, :end], self.store[1, i, :, :end]
-            keys[:, start:], values[:, start:] = k, v
-            y = F.scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=mask)
-            x = x + layer.o(y.transpose(1, 2).flatten(2))
-            if c.glimpse:
-                x = x + self.delayed(layer, x, self.kv[c.layers_read[i]], tcos, tsin, 0 if last else p)
-            x = layer.feed(x)
-        if p:
-            self.context, self.pending = self.t, self.pending[:0]
-        self.nodes += m
-        return self.model.head(self.model.norm(x))[0].float().softmax(-1)
+            position, mask = self.tree_rows(before, m, end)
+            position, mask = position.to(device), mask.to(device)
+        turn, target_turn = model.turns(position)
+        x = model.embed(tokens)[None]                                                        # (1, m, d_D)
+        for i, layer in enumerate(model.layers):
+            # All that the target has verified: its keys end at x_{t-1}, however deep the node is
+            kv = self.kv[c.layers_read[i]] if c.glimpse else None
+            write = self.writer(i, slots, end)
+            x = layer(x, turn, mask, kv, target_turn, cache=write)
+        return model.head(model.norm(x))[0]
 
-    def delayed(self, layer, x, kv, cos, sin, p):
-        """The glimpse of drafted rows: all that is committed; the first p rows (pending) see less (`limit`)."""
-        if not p:
-            return layer.glimpse(x, kv, cos, sin)
-        limit = torch.cat((self.limit, self.limit.new_full((x.shape[1] - p,), self.t)))
-        mask = torch.arange(self.t, device=x.device) < limit[:, None]
-        blind = limit == 0                                  # no key at all: the glimpse is zero
-        seen = layer.glimpse(x, kv, cos, sin, mask | blind[:, None])
-        return seen.masked_fill(blind[:, None], 0)
+    def tree_rows(self, before, m, end):
+        """Positions (m,) of new nodes in a tree, and what they see (m, end): prefix and own line."""
+        position = torch.zeros(m, dtype=torch.long)
+        mask = torch.zeros(m, end, dtype=torch.bool)
+        mask[:, :self.t] = True
+        for i, line in enumerate(self.lines[before:]):
+            position[i] = self.t + len(line) - 1
+            mask[i, [self.t + node for node in line]] = True
+        return position, mask
 
-    def tree_rows(self, m, p, end, device):
-        """Positions (p + m,) and self-attention mask (p + m, end) of new nodes in a tree.
+    def writer(self, layer, slots, keys):
+        """The `cache` of Layer.forward: writes rows at `slots` (m,), returns the first `keys` rows."""
+        own_keys = self.store[0, layer, None]                                  # (1, heads, rows, d)
+        own_values = self.store[1, layer, None]
 
-        above[1 + i, j] says that node j is node i or above it; row 0 stands for the prefix, above which no node is.
-        """
-        if self.above is None:
-            self.above, self.depth = torch.zeros(65, 64, dtype=torch.bool), []
-        while self.above.shape[1] < len(self.parents):
-            self.above = F.pad(self.above, (0, self.above.shape[1], 0, self.above.shape[1]))
-        done = len(self.depth)                              # nodes entered so far; those of a chain that now branches come late
-        for a, b in ((done, self.nodes), (self.nodes, self.nodes + m)):
-            rows = range(a, b) if any(parent >= a for parent in self.parents[a:b]) else [slice(a, b)]
-            for i in rows:                                  # a frontier at once; one by one where parents came in the same call
-                i = slice(i, i + 1) if isinstance(i, int) else i
-                self.above[1 + i.start:1 + i.stop] = self.above[torch.tensor(self.parents[i], dtype=torch.long) + 1]
-                self.above[1 + i.start:1 + i.stop, i].fill_diagonal_(True)
-            for parent in self.parents[a:b]:
-                self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
-        mask = torch.ones(p + m, end, dtype=torch.bool)
-        mask[:p].tril_(end - p - m)
-        mask[p:, self.t:] = self.above[1 + self.nodes:1 + self.nodes + m, :self.nodes + m]
-        position = torch.tensor(list(range(self.t - p, self.t)) + [self.t + d for d in self.depth[-m:]])
-        return position.to(device), mask.to(device)
+        def write(k, v):
+            own_keys.index_copy_(2, slots, k)
+            own_values.index_copy_(2, slots, v)
+            return own_keys[:, :, :keys], own_values[:, :, :keys]
+        return write
 
-    def room(self, rows, device):
-        """Preallocated keys and values of the drafter: (2, N_D, heads, capacity, d)."""
-        if self.store is None or self.store.shape[3] < rows or self.store.device != device:
-            c, old = self.config, self.store
-            size = max(1024, 2 * rows)
-            self.store = self.model.embed.weight.new_zeros(2, c.layers, c.heads, size, c.width // c.heads)
-            if old is not None and old.device == device:
-                self.store[:, :, :, :old.shape[3]] = old
+    def room(self, rows):
+        """Have room for so many rows: the store is (2, N_D, heads, rows, d)."""
+        c, old = self.config, self.store
+        have = 0 if old is None else old.shape[3]
+        if have >= rows:
+            return
+        size = max(1024, 2 * rows)
+        weight = self.model.embed.weight
+        self.store = weight.new_zeros(2, c.layers, c.heads, size, c.width // c.heads)
+        if have:
+            self.store[:, :, :, :have] = old
 
-    def keep(self, tokens):
-        """tokens: the accepted ids, root first.  Their rows stay; rows of everything else are forgotten."""
-        drafted = torch.cat(self.node_tokens).tolist() if self.nodes else []
-        child = {key: i for i, key in enumerate(zip(self.parents, drafted))}
-        path, node = [], -1
-        for token in tokens:
-            if (node := child.get((node, token), -2)) < 0:
-                break
-            path.append(node)
+    def keep(self, path):
+        """The nodes `path` were accepted: their rows stay, moved together; all others are forgotten."""
         if path != list(range(len(path))):
-            rows = torch.tensor(path, device=self.store.device) + self.context
-            self.store[:, :, :, self.context:self.context + len(path)] = self.store.index_select(3, rows)
-        self.context += len(path)
-        self.fresh_from = self.t
-
+            rows = torch.tensor(path, device=self.store.device) + self.t
+            place = slice(self.t, self.t + len(path))
+            self.store[:, :, :, place] = self.store.index_select(3, rows)
+        self.context = self.t + len(path)
+        self.began = self.t
 
 def load(folder, model, length=None):
-    """Read a checkpoint made by train.py for the target `model` -> (Drafter in the model's dtype, what training.json says).
+    """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json).
 
     Raises ValueError, in one sentence, where the folder is missing or broken.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
     folder = Path(folder)
-    if missing := [name for name in ("training.json", "model.safetensors") if not (folder / name).is_file()]:
-        raise ValueError(f"no drafter in {folder}: {missing[0]} is missing; train one with train.py or name its folder with "
-                         "--checkpoint")
+    for name in ("training.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or name "
+                             "its folder with --checkpoint")
     try:
         about = json.loads((folder / "training.json").read_text())
-        config = Config(**{**about["config"], "layers_read": tuple(about["config"]["layers_read"])})
+        config = Config(**about["config"])
+        config.layers_read = tuple(config.layers_read)
         length = length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
-        draft_model = Glide(config, target_angles(model, length + 512))
+        draft_model = Glide(config, target_angles(model, length + 1024))
         draft_model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
-        raise ValueError(f"the drafter in {folder} is damaged ({type(why).__name__}: {str(why).splitlines()[0][:100]}); "
-                         "train or copy it again") from None
+        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
     drafter = Drafter(draft_model.to(model.device, model.dtype))
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about
-
 
 def main():
     """On fifteen tokens in blocks of five: training under the mask equals decoding with the delayed cache."""
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    c = Config(vocab=20, width=16, hidden=32, layers=2, heads=2, target_heads=4, target_head_size=8, layers_read=(1, 2))
+    c = Config(vocab=20, width=16, feed_forward=32, layers=2, heads=2)
+    c.target_heads, c.target_head_size, c.layers_read = 4, 8, (1, 2)
     model = Glide(c, angles(8, 64))
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     ids = torch.randint(20, (1, 15))
-    kv = {layer: (torch.randn(1, 2, 15, 8), torch.randn(1, 2, 15, 8)) for layer in c.layers_read}   # two queries a key
+    # Grouped queries: two query heads for each of the target's two key heads.
+    kv = {layer: torch.randn(2, 1, 2, 15, 8) for layer in c.layers_read}
     with torch.no_grad():
-        trained = model(ids, kv).softmax(-1)[0]
-        drafter = Drafter(model)
-        worst = 0
+        trained = model(ids, kv)[0]                                                          # (15, V)
+        drafter, worst = Drafter(model), 0
         for t in (5, 10):
-            new = ids[0, :5] if t == 5 else ids[0, 5:10]
-            drafter.begin(SimpleNamespace(tokens=new, length=t, kv={m: (k[:, :, :t], v[:, :, :t]) for m, (k, v) in kv.items()}))
-            for i in range(5):
-                row = drafter.expand(ids[0, t + i:t + i + 1], [i - 1])[0]
-                worst = max(worst, (row - trained[t + i]).abs().max().item())
-            drafter.keep(ids[0, t:t + 5].tolist())
+            seen = {layer: rows[:, :, :, :t] for layer, rows in kv.items()}
+            view = SimpleNamespace(tokens=ids[0, t - 5:t], length=t, kv=seen)
+            drafter.begin(view)
+            for i in range(t, t + 5):
+                row = drafter.expand(ids[0, i:i + 1], [i - t - 1])
+                error = (row[0] - trained[i]).abs().max()
+                worst = max(worst, error.item())
+            drafter.keep([0, 1, 2, 3, 4])
     assert worst < 1e-5, worst
     print(f"training under the block mask = step-by-step decoding: largest difference {worst:.0e}")
-
 
 if __name__ == "__main__":
     main()

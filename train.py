@@ -1,55 +1,43 @@
-"""Train the stand-in target and any drafter.   (GLIDE: arXiv 2402.02082, sections 4.1, 5.1 and appendix A; EDD: section 3.1 and appendix B)
+"""Train drafters for any target.  (GLIDE, arXiv 2402.02082: sections 4.1, 5.1, app. A; EDD: 3.1, app. B)
 
-    python train.py target                                     # the stand-in: tokenizer and a small Llama, from scratch
-    python train.py glide vanilla                              # both drafters of the stand-in from one target forward
-    python train.py edd vdm                                    # EDD and its control; Table 3's ablations and the baselines: edd-ce
-                                                               # edd-fixed vdm-ce, Figure 5: edd-h3 ..., Table 1: eagle medusa
-    python train.py base small                                 # small language models, stages of a cascade
-    python train.py continuations                              # what the target writes itself, data for a second stage (appendix B)
-    python train.py glide vanilla --init checkpoints --data work/continuations.jsonl
     python train.py glide --target lmsys/vicuna-7b-v1.5 --data sharegpt.json --out my-glide
+    python train.py edd vdm --data work/corpus                    # recipes: docs/training.md
 
-The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads the target's keys and
-values and EDD its hidden states, so each step needs one forward of the target, which is nearly the whole cost; however
-many drafters are named, they share it.  Every drafter is a module with `loss(batch) -> (loss, logits)`, where `batch`
-holds the token ids and what the frozen forward left behind.
+The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads the target's
+keys and values, EDD its hidden states, so each step needs one forward of the target: nearly the whole cost,
+shared by all drafters of a run.  A drafter is a module with loss(batch) -> (loss, logits).
 
-    name here        shape            meaning
-    ids              (B, T)           token ids, position 0 ... T-1
-    kv[l]            2 x (B,H,T,d)    keys and values of the target's layer l as its cache holds them (keys rotated)
-    hidden[k]        (B, T, D)        hidden_states[k]: the output of the target's layer k (from 1), where a drafter reads it
-    logits           (B, T, V)        what the target predicts after each id
+    batch       shape            meaning
+    ids         (B, T)           token ids, position 0 ... T-1
+    kv[l]       2 x (B,H,T,d)    keys and values of the target's layer l, as its cache holds them
+    hidden[k]   (B, T, D)        hidden_states[k]: the output of the target's layer k, for who reads it
+    logits      (B, T, V)        what the target predicts after each id
 
 Differences from the papers:
- 1. The stand-in learns from Python source and GSM8K's train split, not SlimPajama and ShareGPT: no download.
- 2. A window of tokens is drawn at random at each step instead of passing over the data once in order (that makes a
-    resumed run the same, bit for bit, as an uninterrupted one, without storing where it was).
- 3. The second stage of training is on the target's own greedy continuations (appendix B's sequence-level distillation): the
-    stand-in has no ShareGPT, on whose kind of text the paper's targets and drafters were both tuned.
- 4. Matrices of the stand-in target learn by Muon (torch.optim), at the same learning rate scale as AdamW; drafters use
-    the papers' AdamW unless told otherwise.
- 5. Cascade's small models were trained on their own; the stand-in's learn from the target (KL), on the drafters' text.
+ 1. Windows of tokens are drawn at random, at each step by (seed, step) alone, where the papers pass over the
+    data: a resumed run is an uninterrupted one, bit for bit.  A window may span the end of a document.
+ 2. --init goes on with trained drafters: a second stage, where the papers have ShareGPT.
+ 3. Matrices may learn by Muon (torch.optim); the papers' AdamW is the default.
+ 4. Each drafter gets a temperature, fitted on held-out text, at which trees can trust its confidence.
 """
 import argparse
-import contextlib
-import copy
-import datetime
 import gzip
 import hashlib
 import json
 import math
 import os
-import re
-import shutil
 import signal
 import sys
-import sysconfig
+import time
+from array import array
 from pathlib import Path
-from types import SimpleNamespace
 
+import jinja2
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
 from tqdm import tqdm
 
 import edd
@@ -58,616 +46,386 @@ import verify
 from verify import UserError
 
 HERE = Path(__file__).resolve().parent
-STAND_IN = HERE / "checkpoints" / "target"
-EOS = "<|endoftext|>"
-SMALL = {"base": (3, 192), "small": (1, 96)}       # stages of the stand-in's cascade: layers, width
+STAND_IN = HERE / "checkpoints" / "target"        # the default target
+# Chat messages as text, where a tokenizer has no template.
+PLAIN = "{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
+HELD_OUT = 50                                     # every fiftieth document, unless its row says
+RECIPES = {glide: (64, 5e-4), edd: (8, 1e-4)}     # the papers' batch and learning rate
+# Drafters by name: the file, and what the name stands for in it.  edd-h9 reads hidden_states[9] (Figure 5).
+DRAFTERS = {"glide": (glide, {"glimpse": True}), "vanilla": (glide, {"glimpse": False})}
+DRAFTERS |= {name: (edd, variant) for name, variant in edd.VARIANTS.items()}
+NAMES = f"{' '.join(DRAFTERS)} edd-hN"
+DRAFTERS |= {f"edd-h{k}": (edd, {"hidden": k}) for k in range(1, 200)}
+# Fields that make a document, behind the string that joins them.
+FIELDS = (
+    ("", "text"),
+    ("", "prompt", "canonical_solution", "completion"),       # HumanEval
+    ("\n", "instruction", "input", "output"),                 # Alpaca, Finance-Alpaca
+    ("\n", "article", "highlights"),                          # CNN/DM
+    ("", "whole_func_string"),                                # CodeSearchNet
+)
+# The flags that all training has, checkpoints/make.py's too: name, type or choices, default, meaning.
+FLAGS = (
+    ("target", str, str(STAND_IN), "folder or hub name of the target"),
+    ("target-dtype", ("float32", "bfloat16", "float16"), "float32", "how it is loaded"),
+    ("init", str, None, "folder of drafters to start from (a second stage, on other data)"),
+    ("out", str, str(HERE / "checkpoints"), "folder to save under"),
+    ("work", str, str(HERE / "work"), "folder for token files and the state of a run"),
+    ("steps", int, None, "one pass over the data when left out; 0: what --init has is only measured"),
+    ("batch", int, None, "windows a step; when left out GLIDE's 64, or EDD's 8 where one is named first"),
+    ("length", int, 512, "tokens a window"),
+    ("lr", float, None, "peak learning rate; when left out GLIDE's 5e-4, or EDD's 1e-4"),
+    ("warmup", float, 0.025, "fraction of the steps"),
+    ("optimizer", ("adamw", "muon"), "adamw", "muon: for hidden matrices"),
+    ("dtype", ("bfloat16", "float32"), "bfloat16", "autocast"),
+    ("width", int, None, "d_D, GLIDE's hidden size; the target's when left out"),
+    ("layers", int, 1, "N_D, GLIDE's layers"),
+    ("layer", int, None, "target layer that GLIDE's top layer reads, from 0; the top one when left out"),
+    ("block", int, 5, "L, block length of GLIDE's mask"),
+    ("hidden", int, edd.HIDDEN, "which of the target's hidden_states EDD reads (Figure 5)"),
+    ("seed", int, 0, "of weights and windows"),
+    ("every", int, 200, "steps between two savings of the state, and two validations"),
+    ("device", str, "cuda" if torch.cuda.is_available() else "cpu", "cpu or cuda"),
+)
+FREE = {"lr", "warmup", "resume", "every", "device", "out", "work", "command"}     # --resume lets them change
 
-# ---------------------------------------------------------------- the stand-in's corpus: what this interpreter has
-# Share of each source in training; the standard library is the smallest and hardest of the three, and is weighed most.
-SHARES = {"stdlib": 0.45, "torch": 0.20, "transformers": 0.25, "math": 0.10}
-# Never trained on: source -> {prefix held out: the file whose head is a prompt of bench.py}.
-HELD_OUT = {
-    "stdlib": {f: f for f in ("argparse.py", "calendar.py", "configparser.py", "csv.py", "difflib.py", "fractions.py",
-                              "gettext.py", "heapq.py", "mailbox.py", "pprint.py", "shlex.py", "statistics.py",
-                              "textwrap.py", "tokenize.py", "trace.py", "wave.py")} | {"json": "json/decoder.py"},
-    "torch": {"optim": "optim/adamax.py", "distributions": "distributions/gamma.py", "hub.py": "hub.py",
-              "utils/checkpoint.py": "utils/checkpoint.py", "nn/modules/rnn.py": "nn/modules/rnn.py",
-              "autograd/gradcheck.py": "autograd/gradcheck.py"},
-    "transformers": {f"models/{m}": f"models/{m}/{f}_{m}.py" for m, f in (
-        ("whisper", "tokenization"), ("fnet", "modeling"), ("xlnet", "modeling"), ("reformer", "configuration"),
-        ("tapas", "modeling"), ("vits", "modeling"), ("canine", "tokenization"), ("levit", "modeling"))},
-}
-SKIP = re.compile(r"(^|/)(tests?|idlelib|lib2to3|pydoc_data|encodings|site-packages|_vendor|config-[^/]*)(/|$)|_ops_meta\.py$")
-
-
-def source_roots():
-    """Folder of each source of Python text in the running interpreter."""
-    import transformers
-    return {"stdlib": Path(sysconfig.get_paths()["stdlib"]), "torch": Path(torch.__file__).parent,
-            "transformers": Path(transformers.__file__).parent}
-
-
-def clean(source):
-    """Python source without the comment lines at its top: licence headers are the same everywhere and easy to draft."""
-    lines = source.splitlines(keepends=True)
-    first = next((i for i, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines))
-    return "".join(lines[first:])
-
-
-def corpus(held_out, math_file=None):
-    """Yield (source, held out?, text) for every document of the stand-in's corpus.
-
-    held_out: as HELD_OUT.  A transformers file that names a held-out model family is dropped whole, since the library
-    copies code between families.  math_file: GSM8K's train split (jsonl); its last fiftieth is held out.
-    """
-    families = "|".join(p.split("/")[1] for p in held_out.get("transformers", ()) if p.startswith("models/")) or "$^"
-    copied = re.compile(rf"models\.({families})\b|from \.\.({families})\b")
-    for name, root in source_roots().items():
-        for path in sorted(root.rglob("*.py")):
-            relative = path.relative_to(root).as_posix()
-            if SKIP.search(relative):
-                continue
-            text = clean(path.read_text(errors="ignore"))
-            held = any(relative == p or relative.startswith(p + "/") for p in held_out.get(name, ()))
-            if len(text) > 200 and (held or not (name == "transformers" and copied.search(text))):
-                yield name, held, text
-    if math_file:
-        rows = [json.loads(line) for line in Path(math_file).read_text().splitlines()]
-        for i, row in enumerate(rows):
-            answer = re.sub(r"<<.*?>>", "", row["answer"])
-            yield "math", i >= len(rows) * 0.98, f"Question: {row['question']}\nAnswer: {answer}\n"
-
-
+# ---------------------------------------------------------------- text and tokens
 def read_rows(path):
     """The rows of a .json or .jsonl file (.gz too), or one row with the text of any other file."""
     path = Path(path)
     try:
-        text = (gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()).decode()
-        if not path.name.removesuffix(".gz").endswith((".json", ".jsonl")):
+        data = path.read_bytes()
+        text = gzip.decompress(data).decode() if path.suffix == ".gz" else data.decode()
+        if ".json" not in path.name:
             return [text] if text.strip() else []
         try:
             rows = json.loads(text)
-            return rows if isinstance(rows, list) else [rows]
         except json.JSONDecodeError:
-            return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError, EOFError) as why:
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it or name another file") from None
+            # One row a line.  Not splitlines(): strings may hold Unicode's other line ends.
+            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except Exception as why:
+        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__})") from None
+    return rows if isinstance(rows, list) else [rows]
 
+def question_text(question):
+    """A word problem, in the form of GSM8K's."""
+    return f"Question: {question}\nAnswer:"
 
-def documents(paths):
-    """Yield the texts (or lists of chat messages) in files or folders."""
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from documents(sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith(".")))
-        else:
-            for row in read_rows(path):
-                if not (text := record_text(row)):
-                    raise UserError(f"a row of {path} has none of the fields conversations, messages, question, text, prompt")
-                yield text
+def conversation(row):
+    """A row of ShareGPT, "messages" or MT-Bench -> chat messages [{"role", "content"}]; any other: None."""
+    messages = []
+    try:
+        if "turns" in row:                               # MT-Bench: what the user says, turn by turn
+            return [{"role": "user", "content": turn} for turn in row["turns"]]
+        for turn in row.get("conversations", row.get("messages")):
+            role = turn.get("from", turn.get("role"))
+            content = turn.get("value", turn.get("content"))
+            if content:
+                role = {"human": "user", "gpt": "assistant"}.get(role, role)
+                messages.append({"role": role, "content": content})
+    except (AttributeError, TypeError):                  # it has another shape
+        return None
+    return messages
 
-
-def record_text(row):
-    """One row of a data set as chat messages (list of role/content), token ids (list of ints) or text."""
-    if not isinstance(row, dict):
-        return row if isinstance(row, str) else ""
-    if "ids" in row:
+def document(row):
+    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known."""
+    messages = conversation(row)
+    if messages is not None or not isinstance(row, dict):
+        return messages
+    if isinstance(row.get("ids"), list):
         return row["ids"]
-    if turns := row.get("conversations") or row.get("messages"):
-        role = {"human": "user", "gpt": "assistant"}
-        return [{"role": role.get(m := t.get("from", t.get("role")), m), "content": t.get("value", t.get("content"))}
-                for t in turns]
     if "question" in row:
-        return f"Question: {row['question']}\nAnswer: {row.get('answer', '')}\n"
-    return row.get("text") or row.get("prompt", "") + row.get("canonical_solution", row.get("completion", ""))
+        return f"{question_text(row['question'])} {row.get('answer', '')}\n"
+    for between, *names in FIELDS:
+        if names[0] in row:
+            return between.join(row[name] for name in names if isinstance(row.get(name), str))
 
+def documents(paths, flag="--data"):
+    """Yield (place, row, document) of all rows of files and folders, in order; hidden files are left out."""
+    for path in map(Path, paths):
+        if not path.exists():
+            raise UserError(f"{flag}: {path} does not exist")
+        inside = sorted(path.rglob("[!.]*")) if path.is_dir() else [path]
+        for file in filter(Path.is_file, inside):
+            for number, row in enumerate(read_rows(file), 1):
+                row = {"text": row} if isinstance(row, str) else row
+                place, found = f"row {number} of {file}", document(row)
+                if found is None:
+                    known = ", ".join(names[1] for names in FIELDS)
+                    raise UserError(f"{flag}: {place} has none of the fields conversations, messages, turns, "
+                                    f"ids, question, {known}: rename one, or leave the file out")
+                yield place, row, found
 
-# ---------------------------------------------------------------- tokens on disk
-def train_tokenizer(texts, vocab):
-    """Byte-level BPE over `texts`; digits one by one, so that arithmetic has a chance."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
-                                                 pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab, special_tokens=[EOS], show_progress=False,
-                                                       initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=EOS, bos_token=None, clean_up_tokenization_spaces=False)
+def encode(found, tokenizer, special_tokens=True):
+    """A document -> list of token ids.  Messages go through the tokenizer's own template, or PLAIN."""
+    if isinstance(found, str):
+        ids = tokenizer(found, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+        return ids if found.strip() else []
+    if not found or not isinstance(found[0], dict):
+        return found
+    template = tokenizer.chat_template or PLAIN
+    return tokenizer.apply_chat_template(found, chat_template=template, return_dict=True)["input_ids"]
 
+def encode_all(paths, tokenizer):
+    """The documents of `paths`, each with the end-of-text token -> ids (n,) to train on, ids held out."""
+    eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    parts, skipped = (array("i"), array("i")), []
+    for number, (place, row, found) in enumerate(documents(paths), 1):
+        try:
+            ids = encode(found, tokenizer)
+        except jinja2.TemplateError:                     # for example, roles that do not alternate
+            ids = []
+        if not ids:
+            skipped.append(place)
+            continue
+        if max(ids) >= len(tokenizer):
+            raise UserError(f"--data: {place} holds token id {max(ids)}, the tokenizer has {len(tokenizer)}: "
+                            "give text, or ids of this tokenizer")
+        held = row.get("held_out", number % HELD_OUT == 0)
+        # A row may say how often it counts.
+        parts[held].extend((ids + eos) * row.get("times", 1))
+    if skipped:
+        print(f"left out, {len(skipped)} rows without text: {', '.join(skipped[:9])}", file=sys.stderr)
+    return [torch.from_numpy(np.array(part, "i")) for part in parts]
 
-class TokenFile:
-    """Token ids on disk, memory-mapped; windows are drawn at random by a generator keyed by (seed, step)."""
+def read_data(a, tokenizer):
+    """--data -> ids (n,) to train on, ids held out, their key; encoded into --work when first seen."""
+    content = hashlib.sha256(f"{vocabulary_fingerprint(tokenizer)} {tokenizer.chat_template}".encode())
+    for _, row, found in documents(a.data):
+        content.update(f"{row} {found}".encode())
+    # The key covers what was encoded: a file that was rewritten is encoded again.
+    path = Path(a.work) / f"tokens-{content.hexdigest()[:16]}.pt"
+    if not path.exists():
+        tokens = encode_all(a.data, tokenizer)
+        write_atomically(path, lambda part: torch.save(tokens, part))
+    train, held = torch.load(path, mmap=True)
+    if len(train) <= a.length:                           # a window, and the token after it
+        raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
+    if len(held) <= a.length:
+        print("too little text is held out: validation is on what is trained on", file=sys.stderr)
+        held = train
+    return train, held, path.stem
 
-    def __init__(self, path, vocab):
-        self.ids = np.memmap(path, dtype=np.uint16 if vocab <= 65536 else np.uint32, mode="r")
+def draw(ids, n, length, seed, step):
+    """n random windows of `ids` -> (n, length) int64, always the same for the same seed and step."""
+    starts = np.random.default_rng([seed, step]).integers(0, len(ids) - length + 1, n)
+    return torch.stack([ids[start:start + length] for start in starts]).long()
 
-    @staticmethod
-    def write(path, texts, tokenizer, vocab):
-        """Encode `texts`, each followed by the end-of-text token, into the file `path`, atomically."""
-        dtype, eos, part = np.uint16 if vocab <= 65536 else np.uint32, tokenizer.eos_token_id, f"{path}.part"
-        with open(part, "wb") as f:
-            for text in texts:
-                if isinstance(text, list) and isinstance(text[0], dict):
-                    if not tokenizer.chat_template:
-                        text = "\n\n".join(f"{m['role'].upper()}: {m['content']}" for m in text)
-                    else:
-                        text = tokenizer.apply_chat_template(text, tokenize=False)
-                ids = text if isinstance(text, list) else tokenizer(text, verbose=False)["input_ids"]
-                f.write(np.array(ids + ([eos] if eos is not None else []), dtype).tobytes())
-        os.replace(part, path)
-
-    def windows(self, n, length, rng):
-        """n random windows of `length` tokens -> (n, length) int64."""
-        starts = rng.integers(0, max(1, len(self.ids) - length + 1), n)
-        return np.stack([self.ids[s:s + length] for s in starts]).astype(np.int64)
-
-
-# ---------------------------------------------------------------- files that a crash cannot spoil
+# ---------------------------------------------------------------- the loop that every training shares
 def write_atomically(path, write):
-    """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file whole."""
+    """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     write(part)
     os.replace(part, path)
 
-
 def save_drafter(folder, drafter, about):
-    """A drafter as model.safetensors (bfloat16) and training.json (its config and how it was made), each atomically."""
-    from safetensors.torch import save_file
-    tensors = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in drafter.state_dict().items()}
-    about = {"config": vars(drafter.config), **about}
-    write_atomically(Path(folder) / "model.safetensors", lambda p: save_file(tensors, p, metadata={"format": "pt"}))
-    write_atomically(Path(folder) / "training.json", lambda p: p.write_text(json.dumps(about, indent=1) + "\n"))
+    """A drafter as model.safetensors (bfloat16) and training.json (its config and how it was made)."""
+    weights = {name: w.to("cpu", torch.bfloat16).contiguous() for name, w in drafter.state_dict().items()}
+    about = json.dumps({"config": vars(drafter.config), **about}, indent=1)
+    write_atomically(folder / "model.safetensors", lambda part: save_file(weights, part, {"format": "pt"}))
+    write_atomically(folder / "training.json", lambda part: part.write_text(about + "\n"))
 
+def how_made(a, metrics, **more):
+    """What training.json says: the command, seed, tokens seen, date, validation figures."""
+    return {"command": a.command, "seed": a.seed, "steps": a.steps, "date": time.strftime("%Y-%m-%d"),
+            "tokens_seen": a.steps * a.batch * a.length, "validation": metrics, **more}
 
-def save_lm(folder, model, tokenizer, notes):
-    """A language model as Hugging Face saves it, in bfloat16, and `notes` {file name: what to write as JSON}, each file atomically."""
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    folder, part = Path(folder), Path(f"{folder}.part")
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    for name, note in notes.items():
-        (part / name).write_text(json.dumps(note, indent=1) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in part.iterdir():
-        os.replace(file, folder / file.name)
-    shutil.rmtree(part)
-
-
-def fingerprint(model):
-    """What tells one target from another, a fine-tuned one from its base too: shapes, and weights from all over the model."""
-    config, matrices = model.config.get_text_config(), [p.detach() for p in model.parameters() if p.ndim == 2]
-    probed = [matrices[i * len(matrices) // 32] for i in range(32)]
-    return {"class": type(model).__name__, "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
-            "num_hidden_layers": config.num_hidden_layers,
-            "probe": [float(f"{w[w.shape[0] * i // 32, w.shape[1] // 2].item():.5g}") for i, w in enumerate(probed)]}
-
-
-def same_target(a, b):
-    """Whether two fingerprints are of one model: equal up to the rounding of half precision."""
-    return all(a[k] == b[k] for k in a if k != "probe") and all(
-        abs(x - y) <= abs(x) / 128 + 1e-6 for x, y in zip(a["probe"], b["probe"]))
-
-
-def how_made(a, steps, metrics, **more):
-    """What training.json says: the command, seed, tokens seen, date, validation figures, versions."""
-    import transformers
-    words = [w for w in sys.argv[1:] if w != "--resume"]
-    return {"command": " ".join(["python train.py", *words]), "seed": a.seed, "steps": steps,
-            "tokens_seen": steps * a.batch * a.length, "date": datetime.date.today().isoformat(), "validation": metrics,
-            "torch": torch.__version__, "transformers": transformers.__version__, **more}
-
-
-# ---------------------------------------------------------------- the loop that every training shares
-def optimizers(module, lr, kind="adamw"):
-    """AdamW with the official code's betas; kind "muon": hidden matrices by torch.optim.Muon, the rest by AdamW."""
-    muon = kind == "muon"
-    hidden = [p for n, p in module.named_parameters() if p.ndim == 2 and "embed" not in n and "head" not in n]
-    rest = [p for p in module.parameters() if not muon or not any(p is h for h in hidden)]
-    found = [torch.optim.AdamW(rest, lr=lr, betas=(0.9, 0.95), weight_decay=0.01)]
-    if muon:
-        found.append(torch.optim.Muon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+def optimizers(module, kind):
+    """AdamW with the official code's betas; kind "muon": hidden matrices by Muon, the rest by AdamW."""
+    hidden, rest = [], []
+    for name, weight in module.named_parameters():
+        matrix = weight.ndim == 2 and "embed" not in name and "head" not in name
+        (hidden if matrix and kind == "muon" else rest).append(weight)
+    found = [torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01)]
+    if hidden:
+        found.append(torch.optim.Muon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found
 
-
 def cosine(step, steps, warmup):
-    """Learning rate factor: linear warm-up over `warmup` (a fraction of `steps`), then half a cosine down to zero."""
+    """Learning rate factor: linear warm-up over `warmup` (a fraction of `steps`), then half a cosine to 0."""
     ramp = max(1, round(steps * warmup))
     if step < ramp:
         return (step + 1) / ramp
-    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / max(1, steps - ramp)))
+    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / (steps - ramp)))
 
+def restore(path, setting, together, learners):
+    """Read an interrupted run's state -> steps done."""
+    try:
+        state = torch.load(path, weights_only=True)
+    except Exception as why:
+        raise UserError(f"{path} cannot be read ({type(why).__name__}): leave out --resume") from None
+    changed = [name for name in setting if setting[name] != state["setting"].get(name)]
+    if changed:
+        raise UserError(f"--resume: the interrupted run in {path} had another {', '.join(changed)}: give the "
+                        "same, or leave out --resume (--lr, --warmup and --every may change)")
+    together.load_state_dict(state["models"])
+    for learner, kept in zip(learners, state["learners"]):
+        learner.load_state_dict(kept)
+    return state["step"]
 
-def fit(models, losses, evaluate, state_file, *, steps, lr, warmup=0.025, optimizer="adamw", resume=False,
-        tokens_per_step=1, save_every=200, eval_every=200, setting=None):
-    """Train every module of `models` for `steps` steps -> {name: last evaluation}.
+def fit(models, losses, evaluate, a):
+    """Train the modules {name: module} with the flags `a` -> {name: last evaluation}.
 
-    losses(step) -> {name: loss}, a function of the step alone, so that a resumed run repeats an uninterrupted one bit for
-    bit.  evaluate() -> {name: {metric: value}}.  The state goes to `state_file` every `save_every` steps and on Ctrl-C;
-    `setting` is kept in it and must be the same on resuming.
+    losses(step) -> {name: loss}, by the step alone.  evaluate() -> {name: {metric: value}}, with an "alpha".
     """
-    opts = {name: optimizers(m, lr, optimizer) for name, m in models.items()}
-    start, state_file, setting = 0, Path(state_file), setting or {}
-    if resume and state_file.exists():
-        try:
-            state = torch.load(state_file, weights_only=True)
-        except Exception as why:
-            raise UserError(f"{state_file} cannot be read ({type(why).__name__}): delete it and start without --resume") from None
-        if changed := sorted(k for k in {*setting, *state["setting"]} if setting.get(k) != state["setting"].get(k)):
-            raise UserError(f"--resume: {', '.join(changed)} differ from the interrupted run kept in {state_file}: give the "
-                            "same flags, or start without --resume")
-        start = state["step"]
-        for name, m in models.items():
-            m.load_state_dict(state["models"][name])
-            for o, kept in zip(opts[name], state["optimizers"][name]):
-                o.load_state_dict(kept)
+    together = torch.nn.ModuleDict(models)
+    learners = optimizers(together, a.optimizer)         # the rate is set at each step
+    setting = {name: value for name, value in vars(a).items() if name not in FREE}
+    path = Path(a.work) / f"{'-'.join(models)}.pt"
+    start = restore(path, setting, together, learners) if a.resume and path.exists() else 0
+    autocast = torch.autocast(torch.device(a.device).type, torch.bfloat16, enabled=a.dtype == "bfloat16")
 
     def save(step):
-        state = {"step": step, "setting": setting, "models": {n: m.state_dict() for n, m in models.items()},
-                 "optimizers": {n: [o.state_dict() for o in kinds] for n, kinds in opts.items()}}
-        write_atomically(state_file, lambda p: torch.save(state, p))
+        state = {"step": step, "setting": setting, "models": together.state_dict()}
+        state["learners"] = [learner.state_dict() for learner in learners]
+        write_atomically(path, lambda part: torch.save(state, part))
 
-    # Ctrl-C lets the step under way end, then saves; a second one stops at once (the last saved state is still whole).
+    # Ctrl-C lets the step under way end, and saves; a second one stops at once (what is saved stays whole).
     asked = []
-    before = {s: signal.signal(s, lambda *_: asked.append(1) if not asked else signal.default_int_handler())
-              for s in (signal.SIGINT, signal.SIGTERM)}
-    average, metrics, step = {}, {}, start
-    bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=1)
+    handler = signal.signal(signal.SIGINT, lambda *_: sys.exit(130) if asked else asked.append(True))
+    bar = tqdm(range(start, a.steps + 1), total=a.steps, initial=start, unit="step")
     try:
-        while step < steps:
-            for o in (o for kinds in opts.values() for o in kinds):
-                for group in o.param_groups:
-                    group["lr"] = lr * cosine(step, steps, warmup)
-            for m in models.values():
-                m.train()
-            found = losses(step)
+        for step in bar:
+            if step in (start, a.steps) or step % a.every == 0:
+                together.eval()
+                with torch.no_grad(), autocast:
+                    metrics = evaluate()
+                bar.write(f"step {step}: {metrics}")
+            if step == a.steps:
+                break
+            together.train()
+            with autocast:
+                found = losses(step)
             sum(found.values()).backward()
-            for name, m in models.items():
-                torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-                for o in opts[name]:
-                    o.step()
-                    o.zero_grad(set_to_none=True)
-                value = found[name].item()
-                if not math.isfinite(value):
-                    raise UserError(f"the loss of {name} is {value} at step {step}: lower --lr and go on with --resume")
-                average[name] = 0.98 * average.get(name, value) + 0.02 * value
-            step += 1
-            if step % eval_every == 0 or step == steps:
-                metrics = measured(models, evaluate)
-                bar.write(f"step {step}  " + "  ".join(f"{n}: loss {average[n]:.3f} " + " ".join(
-                    f"{k} {v:.3f}" for k, v in metrics[n].items()) for n in models), file=sys.stderr)
-            if step % save_every == 0 or step == steps or asked:
+            shown = f"{(bar.format_dict['rate'] or 0) * a.batch * a.length:.0f} tokens/s"
+            for name, module in models.items():
+                norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0).item()
+                loss = found[name].item()
+                if not math.isfinite(loss + norm):
+                    advice = "lower --lr and go on with --resume" if step > start else "no --lr mends that"
+                    raise UserError(f"step {step}: loss of {name} is {loss}, the gradient {norm}: {advice}")
+                shown += f", {name} loss {loss:.3f} alpha {metrics[name]['alpha']:.3f}"
+            # Saved before the update: these weights gave a finite loss, so going on from them works.
+            if step % a.every == 0 or asked:
                 save(step)
-            bar.set_postfix_str(", ".join(f"{n}: loss {average[n]:.3f}" + "".join(
-                f" {k} {v:.3f}" for k, v in list(metrics.get(n, {}).items())[:1]) for n in models)
-                + f", {(bar.format_dict['rate'] or 0) * tokens_per_step:.0f} tokens/s", refresh=False)
-            bar.update()
-            if asked and step < steps:
-                raise UserError(f"stopped after step {step} of {steps}, saved in {state_file}: go on with --resume")
+            if asked:
+                raise UserError(f"stopped after {step} of {a.steps} steps: the same with --resume goes on")
+            for learner in learners:
+                for group in learner.param_groups:
+                    group["lr"] = a.lr * cosine(step, a.steps, a.warmup)
+                learner.step()
+                learner.zero_grad()
+            bar.set_postfix_str(shown, refresh=False)
     finally:
         bar.close()
-        for s, handler in before.items():
-            signal.signal(s, handler)
-    return metrics or measured(models, evaluate)
+        signal.signal(signal.SIGINT, handler)
+    save(a.steps)
+    return metrics
 
-
-@torch.no_grad()
-def measured(models, evaluate):
-    """evaluate() with every model in evaluation mode."""
-    for m in models.values():
-        m.eval()
-    return evaluate()
-
-
-def autocast(device, dtype):
-    """bfloat16 autocast, or nothing when `dtype` is float32."""
-    return torch.autocast(device, torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext()
-
-
-# ---------------------------------------------------------------- the stand-in target
-def stand_in_config(vocab, layers, width, context):
-    """A deep and narrow Llama, so that a one-layer drafter costs of it what GLIDE's costs of Vicuna-7B."""
-    from transformers import LlamaConfig
-    return LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=round(width * 8 / 3 / 64) * 64,
-                       num_hidden_layers=layers, num_attention_heads=max(1, width // 32), num_key_value_heads=max(1, width // 32),
-                       max_position_embeddings=context, tie_word_embeddings=True, bos_token_id=None, eos_token_id=0,
-                       pad_token_id=None)
-
-
-def stand_in_tokens(work, held_out, math_file, tokenizer=None, vocab=2048):
-    """Tokenise the stand-in's corpus into `work`; returns (tokenizer, {source: TokenFile}, {source: held-out TokenFile})."""
-    from transformers import AutoTokenizer
-    work = Path(work)
-    work.mkdir(parents=True, exist_ok=True)
-    docs = list(corpus(held_out, math_file))
-    if tokenizer is None and (work / "tokenizer.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(work)
-    if tokenizer is None:
-        tokenizer = train_tokenizer((t for s, h, t in docs if not h for _ in range(3 if s in ("stdlib", "math") else 1)), vocab)
-        tokenizer.save_pretrained(work)
-    files = ({}, {})
-    for source in dict.fromkeys(s for s, _, _ in docs):
-        for held, found in enumerate(files):
-            path = work / f"{source}-{'held-out' if held else 'train'}.bin"
-            if not path.exists():
-                TokenFile.write(path, (t for s, h, t in docs if s == source and h == bool(held)), tokenizer, vocab)
-            found[source] = TokenFile(path, vocab)
-    return tokenizer, *files
-
-
-def draw(files, shares, n, length, seed, step):
-    """n windows, each from a source drawn with probability `shares` -> (n, length) int64.  Keyed by (seed, step)."""
-    rng = np.random.default_rng([seed, step])
-    names = [s for s in files if len(files[s].ids) >= length]
-    if not names:
-        raise UserError(f"no text is as long as a window of {length} tokens: give more text or a smaller --length")
-    weight = np.array([shares.get(s, 1.0) for s in names])
-    counts = rng.multinomial(n, weight / weight.sum())
-    return torch.from_numpy(np.concatenate([files[s].windows(c, length, rng) for s, c in zip(names, counts) if c]))
-
-
-def train_target(a):
-    """`python train.py target`: the tokenizer and the stand-in from scratch."""
-    from transformers import LlamaForCausalLM
-    torch.manual_seed(a.seed)
-    work = Path(a.work) / f"target-{a.vocab}{'-math' if a.math else ''}"
-    tokenizer, train, held = stand_in_tokens(work, HELD_OUT, a.math, vocab=a.vocab)
-    model = LlamaForCausalLM(stand_in_config(a.vocab, a.layers or 12, a.width or 192, a.length)).to(a.device)
-    forward = torch.compile(model, dynamic=False) if a.compile else model
-    print(f"target: {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M weights; corpus " + ", ".join(
-        f"{s} {len(f.ids) / 1e6:.1f}M" for s, f in train.items()) + f" tokens; {a.steps} steps of {a.batch} x {a.length}", file=sys.stderr)
-
-    def loss_of(ids):
-        ids = ids.to(a.device)
-        with autocast(a.device, a.dtype):
-            logits = forward(input_ids=ids[:, :-1], use_cache=False).logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-
-    def losses(step):
-        return {"target": loss_of(draw(train, SHARES, a.batch, a.length + 1, a.seed, step))}
-
-    def evaluate():
-        return {"target": {s: loss_of(draw({s: f}, {}, a.batch, a.length + 1, 10**6, 0)).item() for s, f in held.items()}}
-
-    metrics = fit({"target": model}, losses, evaluate, work / "state.pt", steps=a.steps, lr=a.lr, warmup=a.warmup,
-                  optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
-                  eval_every=a.eval_every, setting=setting_of(a))
-    out = Path(a.out) if a.out else STAND_IN
-    corpus_tokens = {s: len(f.ids) for s, f in train.items()}
-    about = how_made(a, a.steps, metrics["target"], corpus_tokens=corpus_tokens, shares=SHARES)
-    save_lm(out, model, tokenizer, {"held_out.json": HELD_OUT, "training.json": about})
-    print(f"saved {out}", file=sys.stderr)
-
-
-def setting_of(a):
-    """The flags that a resumed run must repeat."""
-    return {k: getattr(a, k) for k in ("what", "batch", "length", "lr", "warmup", "seed", "steps", "width", "layers", "optimizer", "dtype",
-                                       "data", "math", "vocab")}
-
-
-# ---------------------------------------------------------------- drafters
-class SmallLM(torch.nn.Module):
-    """An independent small language model with the target's vocabulary (a stage of cascade.py), trained like a drafter.
-
-    Any Hugging Face causal LM inside; `loss` is KL to the target, or cross entropy.
-    """
-
-    def __init__(self, lm, loss="kl"):
-        super().__init__()
-        self.lm, self.kind, self.config = lm, loss, SimpleNamespace(hidden=None)
-
-    def loss(self, batch):
-        logits = self.lm(input_ids=batch["ids"], use_cache=False).logits
-        if self.kind == "ce":
-            return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch["ids"][:, 1:].flatten()), logits
-        return edd.kl(edd.p_target(batch), logits), logits
-
-
-def kind_of(name):
-    """The module that has the drafter `name`: glide, edd, or SmallLM; None where there is no such name."""
-    if name in ("glide", "vanilla"):
-        return glide
-    return SmallLM if name in SMALL else edd if name in edd.VARIANTS or re.fullmatch(r"edd-h\d+", name) else None
-
-
-def make_drafter(name, model, a):
-    """A fresh draft model for the target `model`."""
-    kind, vocab = kind_of(name), model.config.get_text_config().vocab_size
-    if kind is SmallLM:
-        from transformers import LlamaForCausalLM
-        layers, width = SMALL[name]
-        return SmallLM(LlamaForCausalLM(stand_in_config(vocab, a.layers or layers, a.width or width, model.config.get_text_config().max_position_embeddings)))
-    try:
-        if kind is edd:
-            hidden, more = (int(name[5:]), {}) if name not in edd.VARIANTS else (a.hidden, edd.VARIANTS[name])
-            config = edd.Config.for_target(model, hidden, **more)
-            return edd.KINDS[config.kind][0](config, model).float()
-        config = glide.Config.for_target(model, a.width, a.layers or 1, name == "glide", a.block, a.layer)
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    return glide.Glide(config, glide.target_angles(model, a.length))
-
-
-def read_drafter(folder, name, model):
-    """(the draft model that train.py saved in `folder`, what its training.json says), refused if it was made for another target."""
-    try:
-        if kind_of(name) is SmallLM:
-            lm, _ = load_target(folder, "float32", model.device.type)
-            loaded, about = SmallLM(lm), json.loads((folder / "training.json").read_text())
-        else:
-            loaded, about = kind_of(name).load(folder, model)
-            loaded = loaded.model
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    if not same_target(about["target"], fingerprint(model)):
-        raise UserError(f"--init: the drafter in {folder} was made for another target")
-    return loaded.float(), about
-
-
-def greedy_temperature(logits, choice):
-    """Temperature scaling (Guo et al. 2017) -> T such that softmax(logits / T) best predicts the target's greedy choice.
-
-    logits (n, V), choice (n,).  A drafter that learned the target's distribution (KL) is right about draws from it; the greedy choice
-    is more certain than that, and confidence is what trees are built on.
-    """
-    grid = [round(0.3 + 0.025 * i, 3) for i in range(49)]
-    return min(grid, key=lambda t: F.cross_entropy(logits.float() / t, choice).item())
-
-
-def frozen_forward(model, ids, dtype, hidden=()):
-    """What drafters may look at: {"ids", "kv" {layer: (K, V)}, "hidden" {index: (B, T, D)}, "logits"} of one forward of the
-    frozen target.  hidden: the indices of hidden_states that somebody reads."""
-    from transformers import DynamicCache
-    states = {}
-    hooks = verify.capture(model, hidden, states)
-    try:
-        with torch.no_grad(), autocast(ids.device.type, dtype):
-            out = model(input_ids=ids, past_key_values=DynamicCache(), use_cache=True)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return {"ids": ids, "logits": out.logits, "hidden": states,
-            "kv": {i: (layer.keys, layer.values) for i, layer in enumerate(out.past_key_values.layers)}}
-
-
+# ---------------------------------------------------------------- the target and its drafters
 def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, role="the target"):
-    """(model, tokenizer) as transformers loads them; anything that goes wrong is one sentence.
-
-    encoder_decoder: whether such a model (FLAN-T5) may come back; drafters that are trained read decoder-only targets alone.
-    role: what the sentence calls it.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-    from transformers.utils import logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    if not Path(name).exists() and (Path(name).is_absolute() or str(name).count("/") != 1):
-        raise UserError(f"{role} {name} does not exist: give a folder or a hub name of a causal language model, or train the "
-                        "stand-in with train.py target")
+    """(model, tokenizer) as transformers loads them; encoder_decoder: T5 may come too; role: for mistakes."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    give = "give a complete folder or a hub name of a causal language model"
+    if not Path(name).exists() and str(name).count("/") != 1:                # OWNER/NAME may be on the hub
+        raise UserError(f"{role} {name} does not exist: {give}")
     try:
-        is_encoder_decoder = AutoConfig.from_pretrained(name).is_encoder_decoder
-        if encoder_decoder or not is_encoder_decoder:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-            kind = AutoModelForSeq2SeqLM if is_encoder_decoder else AutoModelForCausalLM
-            model = kind.from_pretrained(name, dtype=getattr(torch, dtype), attn_implementation=attention)
+        two = transformers.AutoConfig.from_pretrained(name).is_encoder_decoder
+        if two and not encoder_decoder:
+            raise UserError("it is an encoder-decoder model")
+        kind = transformers.AutoModelForSeq2SeqLM if two else transformers.AutoModelForCausalLM
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
     except Exception as why:
-        raise UserError(f"{role} {name} cannot be loaded ({type(why).__name__}: {str(why).splitlines()[0][:150]}): give a "
-                        "complete folder or a hub name of a causal language model") from None
-    if is_encoder_decoder and not encoder_decoder:
-        raise UserError(f"{role} {name} is an encoder-decoder model: give a decoder-only one")
+        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:150]}"
+        raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
     return model.to(device).eval(), tokenizer
 
+def vocabulary_fingerprint(tokenizer):
+    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and their ids."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
-def drafter_data(a, model, tokenizer, stand_in):
-    """({source: TokenFile} to train on, the same held out)."""
-    if stand_in and not a.data:
-        held_out = json.loads((Path(a.target) / "held_out.json").read_text())
-        key = hashlib.sha256((Path(a.target) / "tokenizer.json").read_bytes()).hexdigest()[:8]
-        return stand_in_tokens(Path(a.work) / f"tokens-{key}{'-math' if a.math else ''}", held_out, a.math, tokenizer, len(tokenizer))[1:]
-    if not a.data:
-        raise UserError("--data FILES-OR-FOLDERS is missing: only the stand-in has a corpus of its own")
-    if missing := [p for p in a.data if not Path(p).exists()]:
-        raise UserError(f"--data: {missing[0]} does not exist")
-    vocab = model.config.get_text_config().vocab_size
-    key = hashlib.sha256(repr((a.target, [str(Path(p).resolve()) for p in a.data])).encode()).hexdigest()[:12]
-    files = []
-    for held in (False, True):         # every fiftieth document is held out
-        path = Path(a.work) / f"{key}-{'held-out' if held else 'train'}.bin"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            TokenFile.write(path, (t for i, t in enumerate(documents(a.data)) if (i % 50 == 49) == held), tokenizer, vocab)
-        if path.stat().st_size == 0 and held:      # fewer than fifty documents: validate on what is trained on
-            path = Path(a.work) / f"{key}-train.bin"
-        if path.stat().st_size < 8 * a.length:
-            raise UserError(f"--data holds too few tokens for windows of {a.length}: give more text or a smaller --length")
-        files.append({"data": TokenFile(path, vocab)})
-    return files
+def fingerprint(model, tokenizer=None):
+    """What tells one target from another, a fine-tuned one from its base too: shapes, and some weights."""
+    about = {"class": type(model).__name__, "probe": []}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        about[name] = getattr(model.config.get_text_config(), name)
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    for i in range(32):                                  # a weight of each of 32 matrices, top to bottom
+        matrix = matrices[i * len(matrices) // 32]
+        weight = matrix[matrix.shape[0] * i // 32, matrix.shape[1] // 2]
+        about["probe"].append(float(f"{weight.item():.5g}"))
+    if tokenizer is not None:
+        about["vocabulary"] = vocabulary_fingerprint(tokenizer)
+    return about
 
+def same_target(a, b):
+    """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
+    close = np.allclose(a["probe"], b["probe"], rtol=1 / 128, atol=1e-6)
+    return close and all(a[key] == b[key] for key in a if key in b and key != "probe")
 
-def train_drafters(a):
-    """`python train.py glide vanilla ...`: all named drafters from one forward of the frozen target a step."""
-    torch.manual_seed(a.seed)
-    stand_in = (Path(a.target) / "held_out.json").exists()
-    model, tokenizer = load_target(a.target, a.target_dtype, a.device)
-    model.requires_grad_(False)
-    train, held = drafter_data(a, model, tokenizer, stand_in)
-    before = {}
+def frozen_forward(model, ids, hidden=()):
+    """One forward of the frozen target -> batch.  hidden: which hidden_states somebody reads."""
+    states, cache = {}, transformers.DynamicCache()
+    hooks = verify.capture(model, hidden, states)
+    with torch.no_grad():
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    for hook in hooks:
+        hook.remove()
+    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
+    return {"ids": ids, "logits": logits, "hidden": states, "kv": kv}
+
+def make_drafter(name, target, a):
+    """A draft model for `target`, fresh, or the one in --init -> (module, its training.json or None)."""
+    module, variant = DRAFTERS[name]
     if a.init:
-        models = {}
-        for name in a.what:
-            models[name], before[name] = read_drafter(Path(a.init) / name, name, model)
-    else:
-        models = {name: make_drafter(name, model, a).to(a.device) for name in a.what}
-    tokens = sum(len(f.ids) for f in train.values())
-    a.steps = max(1, tokens // (a.batch * a.length)) if a.steps is None else a.steps              # one epoch, as the paper
-    print("; ".join(f"{n}: {sum(p.numel() for p in m.parameters()) / 1e6:.2f}M weights" for n, m in models.items())
-          + f"; {a.steps} steps of {a.batch} x {a.length} from {tokens / 1e6:.1f}M tokens", file=sys.stderr)
+        drafter, before = module.load(Path(a.init) / name, target, a.length)
+        return drafter.model.float(), before
+    if module is edd:
+        config = edd.Config.for_target(target, **{"hidden": a.hidden, **variant})
+        draft_model, _ = edd.KINDS[config.kind]
+        return draft_model(config, target).float(), None
+    config = glide.Config.for_target(target, a.width, a.layers, variant["glimpse"], a.block, a.layer)
+    return glide.Glide(config, glide.target_angles(target, a.length)).to(target.device), None
 
+def greedy_temperature(logits, choice):
+    """Temperature scaling (Guo et al. 2017) -> T for which softmax(logits / T) best predicts greedy choices.
+
+    logits (n, V), choice (n,).  Who learned the target's distribution (KL) is right about draws from it; the
+    greedy choice is more certain than that, and confidence is what trees are built on.
+    """
+    grid = [0.3 * 1.03 ** i for i in range(89)]          # 0.3 ... 4
+    return min(grid, key=lambda t: F.cross_entropy(logits.float() / t, choice).item())
+
+def train_together(models, target, data, a):
+    """Train the draft models {name: module}, all from one target forward a step -> {name: metrics}."""
+    train, held = data
     hidden = {m.config.hidden for m in models.values() if getattr(m.config, "encoding", False)}
 
     def losses(step):
-        batch = frozen_forward(model, draw(train, SHARES, a.batch, a.length, a.seed + 1, step).to(a.device), a.dtype, hidden)
-        batch |= {"block": None, "random": np.random.default_rng([a.seed + 3, step])}
-        with autocast(a.device, a.dtype):
-            return {name: m.loss(batch)[0] for name, m in models.items()}
+        ids = draw(train, a.batch, a.length, a.seed + 1, step)
+        batch = frozen_forward(target, ids.to(a.device), hidden)
+        batch |= {"block": None, "random": np.random.default_rng([a.seed + 3, step])}   # EDD draws its block
+        return {name: m.loss(batch)[0] for name, m in models.items()}
 
     def evaluate():
-        """On held-out text, every source counting the same: alpha, how often the drafter's first choice is the target's; the loss;
-        the temperature at which the drafter's confidence in it is calibrated."""
-        found = {name: {"alpha": [], "held_out_loss": [], "temperature": []} for name in models}
-        for f in held.values():
-            batch = frozen_forward(model, draw({"held": f}, {}, a.batch, a.length, 10**6, 0).to(a.device), a.dtype, hidden)
-            batch["block"] = a.block
-            with autocast(a.device, a.dtype):
-                for name, m in models.items():
-                    loss, logits = m.loss(batch)
-                    choice = batch["logits"].argmax(-1)
-                    found[name]["alpha"].append((logits.argmax(-1) == choice)[:, a.block:].float().mean().item())
-                    found[name]["temperature"].append(greedy_temperature(logits[:, a.block::4].flatten(0, 1), choice[:, a.block::4].flatten()))
-                    found[name]["held_out_loss"].append(loss.item())
-        return {n: {k: sum(v) / len(v) for k, v in values.items()} for n, values in found.items()}
-
-    out = Path(a.out) if a.out else HERE / "checkpoints"
-    metrics = fit(models, losses, evaluate, Path(a.work) / f"{'-'.join(a.what)}.pt", steps=a.steps, lr=a.lr, warmup=a.warmup,
-                  optimizer=a.optimizer, resume=a.resume, tokens_per_step=a.batch * a.length, save_every=a.save_every,
-                  eval_every=a.eval_every, setting={**setting_of(a), "target": str(a.target), "block": a.block, "layer": a.layer, "init": a.init})
-    for name, m in models.items():
-        about = how_made(a, a.steps, metrics[name], kind=name, target=fingerprint(model), **({"init": before[name]} if before else {}))
-        if isinstance(m, SmallLM):
-            save_lm(out / name, m.lm, tokenizer, {"training.json": about})
-        else:
-            save_drafter(out / name, m, about)
-        print(f"saved {out / name}", file=sys.stderr)
-
-
-@torch.no_grad()
-def write_continuations(a):
-    """`python train.py continuations`: what the target itself writes, as data for drafters (appendix B, sequence-level).
-
-    A quarter of each window of --length tokens is text, the rest the target's greedy continuation; one JSON row a window.
-    """
-    model, tokenizer = load_target(a.target, a.target_dtype, a.device)
-    train, _ = drafter_data(a, model, tokenizer, (Path(a.target) / "held_out.json").exists())
-    out = Path(a.out) if a.out else Path(a.work) / "continuations.jsonl"
-    rows = out.read_text().splitlines()[:-1] if a.resume and out.exists() else []    # the last line may be cut
-    start = len(rows) // a.batch
-    out.parent.mkdir(parents=True, exist_ok=True)
-    eos, length = tokenizer.eos_token_id, a.length // 4
-    with open(out, "w") as f, tqdm(total=a.steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
-        f.writelines(row + "\n" for row in rows[:start * a.batch])
-        for step in range(start, a.steps):
-            prompts = draw(train, SHARES, a.batch, length, a.seed + 2, step).to(a.device)
-            made = model.generate(prompts, attention_mask=torch.ones_like(prompts), do_sample=False, max_new_tokens=a.length - length,
-                                  eos_token_id=eos, pad_token_id=eos)
-            for ids in made.tolist():
-                end = ids.index(eos, length) if eos in ids[length:] else len(ids)
-                f.write(json.dumps({"ids": ids[:end]}) + "\n")
-            f.flush()
-            bar.set_postfix_str(f"{(bar.format_dict['rate'] or 0) * a.batch * (a.length - length):.0f} tokens/s", refresh=False)
-            bar.update()
-    print(f"saved {out}", file=sys.stderr)
-
+        """On held-out text: alpha, how often the first choice is the target's; the loss; the temperature."""
+        ids = draw(held, a.batch, a.length, 10 ** 6, 0)
+        batch = frozen_forward(target, ids.to(a.device), hidden) | {"block": a.block}
+        choice = batch["logits"][:, a.block:].argmax(-1).flatten()     # (n,); the first block sees no target
+        metrics = {}
+        for name, m in models.items():
+            loss, logits = m.loss(batch)
+            logits = logits[:, a.block:].flatten(0, 1)                 # (n, V)
+            right = (logits.argmax(-1) == choice).float().mean().item()
+            t = greedy_temperature(logits[::4], choice[::4])
+            metrics[name] = {"alpha": right, "held_out_loss": loss.item(), "temperature": t}
+        return metrics
+    return fit(models, losses, evaluate, a)
 
 # ---------------------------------------------------------------- command line
 class Parser(argparse.ArgumentParser):
@@ -676,74 +434,63 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
 
-
-def parser():
-    p = Parser(description="Train the stand-in target, or drafters for any target.",
-                                formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("what", nargs="+", help=f"target, continuations, or any of: glide vanilla {' '.join(edd.VARIANTS)} edd-hN {' '.join(SMALL)}")
-    p.add_argument("--target", default=str(STAND_IN), help="folder or hub name of the target that drafters are trained for")
-    p.add_argument("--target-dtype", default="float32", choices=["float32", "float16", "bfloat16"], help="how the target is loaded")
-    p.add_argument("--data", nargs="+", help="files or folders to train on; the stand-in's own corpus when left out")
-    p.add_argument("--math", help="GSM8K's train split (jsonl), part of the stand-in's corpus where given")
-    p.add_argument("--init", help="start drafters from the ones in this folder (the paper's second stage, on other data)")
-    p.add_argument("--out", help="folder to save under; checkpoints/ when left out")
-    p.add_argument("--work", default=str(HERE / "work"), help="folder for token files and training state")
-    p.add_argument("--steps", type=int, help="steps; one pass over as many tokens as the data has when left out; 0 with --init measures alone")
-    p.add_argument("--batch", type=int, help="windows a step; GLIDE's 64, EDD's 8, 12 for the stand-in target")
-    p.add_argument("--length", type=int, default=512, help="tokens a window")
-    p.add_argument("--lr", type=float, help="peak learning rate; GLIDE's 5e-4, EDD's 1e-4, 3e-3 for the stand-in target")
-    p.add_argument("--warmup", type=float, default=0.025, help="fraction of the steps")
-    p.add_argument("--optimizer", choices=["adamw", "muon"], help="adamw (the paper's) for drafters, muon for the stand-in target")
-    p.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"], help="autocast")
-    p.add_argument("--width", type=int, help="hidden size: d_D of a drafter (the target's when left out), 192 for the target")
-    p.add_argument("--layers", type=int, help="layers: N_D of a drafter (1), 12 for the target")
-    p.add_argument("--block", type=int, default=5, help="L: block length of GLIDE's mask")
-    p.add_argument("--layer", type=int, help="target layer that GLIDE's top layer reads, from 0; the top one when left out (Figure 7)")
-    p.add_argument("--hidden", type=int, default=edd.HIDDEN, help="hidden_states of the target that EDD reads (Figure 5; edd-h9 reads the 9th)")
-    p.add_argument("--vocab", type=int, default=2048, help="vocabulary of the stand-in")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    p.add_argument("--compile", action="store_true", help="torch.compile for the stand-in target: faster steps after a slow start (needs a C++ compiler)")
-    p.add_argument("--resume", action="store_true", help="go on from the state in --work")
-    p.add_argument("--save-every", type=int, default=200)
-    p.add_argument("--eval-every", type=int, default=200)
-    return p
-
-
-def run(argv=None):
-    a = parser().parse_args(argv)
-    is_target, is_data = a.what == ["target"], a.what == ["continuations"]
-    if unknown := [w for w in a.what if not kind_of(w) and not is_target and not is_data]:
-        raise UserError(f"cannot train {' '.join(a.what)}: name target or continuations alone, or drafters among glide vanilla "
-                        f"{' '.join(edd.VARIANTS)} edd-hN {' '.join(SMALL)} (not {unknown[0]})")
-    if a.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
-    edds = all(kind_of(w) is edd for w in a.what)                    # the papers' recipes: EDD's, or GLIDE's
-    a.batch = a.batch if a.batch is not None else 12 if is_target else 8 if edds else 64
-    a.lr = a.lr if a.lr is not None else 3e-3 if is_target else 1e-4 if edds else 5e-4
-    a.optimizer = a.optimizer or ("muon" if is_target else "adamw")
-    a.steps = a.steps if a.steps is not None else 3300 if is_target else 100 if is_data else None
-    if a.steps is not None and a.steps < 0 or a.steps == 0 and not a.init:
-        raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")
-    for name in ("batch", "lr", "width", "layers", "block", "vocab", "save_every", "eval_every"):
+def prepare(a):
+    """Check the flags -> (target, tokenizer, data); fills in --steps."""
+    for name in ("batch", "lr", "width", "layers", "block", "every"):
         if getattr(a, name) is not None and getattr(a, name) <= 0:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(a, name)}: it must be above 0")
+            raise UserError(f"--{name} is {getattr(a, name)}: it must be above 0")
+    if a.steps is not None and a.steps < (0 if a.init else 1):
+        raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")
     if a.length <= a.block:
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}")
-    if a.math and not Path(a.math).exists():
-        raise UserError(f"--math: {a.math} does not exist")
-    (train_target if is_target else write_continuations if is_data else train_drafters)(a)
+    if a.device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
+    torch.manual_seed(a.seed)
+    target, tokenizer = load_target(a.target, a.target_dtype, a.device)
+    # From here on a.data stands for the content, which a resumed run must share.
+    train, held, a.data = read_data(a, tokenizer)
+    if a.steps is None:                                  # one epoch, as in the papers
+        a.steps = max(1, len(train) // (a.batch * a.length))
+    return target.requires_grad_(False), tokenizer, (train, held)
 
+def run(argv):
+    p = Parser(description="Train drafters.", formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p.add_argument("what", nargs="+", help=f"any of: {NAMES}")
+    p.add_argument("--data", nargs="+", required=True, help="files or folders to train on")
+    p.add_argument("--resume", action="store_true", help="go on from the state in --work")
+    for name, kind, default, meaning in FLAGS:
+        takes = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        p.add_argument(f"--{name}", **takes, default=default, help=meaning)
+    a = p.parse_args(argv)
+    a.command = " ".join(["python train.py", *argv])
+    unknown = [name for name in a.what if name not in DRAFTERS]
+    if unknown:
+        raise UserError(f"cannot train {' '.join(unknown)}: name drafters among {NAMES}")
+    batch, lr = RECIPES[DRAFTERS[a.what[0]][0]]
+    a.batch, a.lr = a.batch or batch, a.lr or lr
+    target, tokenizer, data = prepare(a)
+    mine, models, before = fingerprint(target, tokenizer), {}, {}
+    for name in a.what:
+        try:
+            models[name], before[name] = make_drafter(name, target, a)
+        except ValueError as why:
+            raise UserError(str(why)) from None
+        if a.init and not same_target(before[name]["target"], mine):
+            raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
+    metrics = train_together(models, target, data, a)
+    for name, model in models.items():
+        about = how_made(a, metrics[name], kind=name, target=mine, init=before[name])
+        save_drafter(Path(a.out) / name, model, about)
+        print(f"saved {Path(a.out) / name}")
 
-def main(argv=None):
-    """Exit status: 0, or 2 after one sentence about a user's mistake."""
+def main(argv):
+    """Exit status: 0; 2 after one sentence, about a mistake or Ctrl-C."""
     try:
         run(argv)
-    except UserError as why:
+    except (UserError, OSError) as why:
         print(f"train.py: {why}", file=sys.stderr)
         return 2
     return 0
 
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,137 +1,146 @@
 """Tree verification: the target model, its KV cache, the acceptance rules and the decoding loop.
 
-GLIDE with a CAPE (arXiv 2402.02082), section 3, section 4.2 "Verification of Expanded Proposals", Figures 1 and 2; the
-same loop serves the Pruned Candidate Tree (ACL 2025) and Cascade Speculative Drafting (arXiv 2312.11462).
+GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2; the loop also serves the Pruned
+Candidate Tree (ACL 2025) and Cascade Speculative Drafting (arXiv 2312.11462).
 
-The idea.  A drafter proposes a tree of tokens that hangs from the root, the last token that the target has produced but
-not yet read.  One forward of the target over all nodes, in which a node sees the cached prefix and its own ancestors,
-gives the target's choice after every node.  Walk down from the root while the target's choice is a child; where it is not,
-it is the next root.  The output is the target's own, whatever the drafter says.
+The idea.  A drafter proposes a tree of tokens that hangs from the root, the last token that the target has
+produced but not yet read.  One forward of the target over all nodes, in which a node sees the cached prefix
+and its own ancestors, gives the target's choice after every node.  Walk down from the root while that
+choice is a child; the first that is not is the next root.  The output is the target's own, whatever the
+drafter says.
 
     paper                  shape               name here
     x_{<t}, its K and V    2 x (L,1,H,t,d)     TreeCache.keys / values [..., :t, :]
-    x_t (not cached yet)   ()                  the root: tree.tokens[0]
-    proposal P             (n,)                tree.tokens; tree.parents[0] = -1, parents come before children
+    x_t, not cached yet    ()                  the root: tree.tokens[0]
+    proposal P             (n,)                tree.tokens; tree.parents[0] = -1, parents before children
     mask_CAPE              (n, t + n)          tree_mask(ancestor_mask(parents), t)
     p_T(.|node)            (n, V)              p_target
-    p_D(.|node)            (n - 1, V)          tree.p_draft: node i + 1 was drawn from row i (drawn chains only)
+    p_D(.|node)            (n - 1, V)          tree.p_draft: node i + 1 was drawn from row i (drawn chains)
+
+The contract.  A builder, build(expand, root (1,)) -> Tree, asks expand(tokens (m,), parents [m ints]) for
+probabilities (m, V); parents count the nodes in the order given to expand in this round, -1 is the committed
+prefix.  It adds no child of probability zero.  Where the drafter finds 3 after the root 7, and then 5:
+    rows = expand(torch.tensor([7]), [-1])                # node 0; rows[0].argmax() == 3
+    rows = expand(torch.tensor([3]), [0])                 # node 1, below node 0; rows[0].argmax() == 5
+    return Tree(torch.tensor([7, 3, 5]), torch.tensor([-1, 0, 1]))
+(A node but the root with parent -1 is absent: a place that a builder which reads nothing back left empty.)
+A drafter has
+    needs                    what it reads: {"kv": [layers], "hidden": [hidden_states indices >= 1]}, or {}
+    reset(), begin(view)     a new sequence; a new round, with what was committed since the last one (View)
+    expand(tokens, parents)  as above, but -> logits (m, V); a row of -inf: it cannot go on there
+    keep(path)               the nodes (numbers as in parents) that were accepted, root first; forget others
+and may have temperature (1.0), at which its confidence in the argmax is calibrated.  One that writes chains
+itself (cascade, Max-Gram) has chain(root, most, warp, generator) -> (tokens, p_draft).
 
 Differences from the paper:
- 1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though x_t must be forwarded too.
- 2. Sampling over a tree is stated nowhere (CAPE is evaluated greedily).  Here the target's own draw, with noise keyed by
-    (seed, position), decides at each node: the output is that of plain sampling with the same seed, token for token.
- 3. A drafter's distributions are rescaled by its own temperature in greedy decoding (see generate), since the confidence of one that
-    learned the target's distribution says how often the target would draw its token, not how often that is the greedy choice.
- 4. E_{x~p_D} min(p_T, p_D), printed as the acceptance rate in section 5.1, is meant as the sum over x of min(p_T, p_D).
+ 1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though it must be
+    read.
+ 2. Sampling over a tree is stated nowhere (CAPE is evaluated greedily).  Here the target's own draw, with
+    noise keyed by (seed, position), decides at each node: the output is plain sampling's with that seed.
+ 3. Greedy decoding shows builders softmax(logits / temperature): a drafter that learned the target's
+    distribution knows how often the target would draw its token, not how often that is the argmax.
 
-    python verify.py          # the demo at the end: a random Llama, an oracle drafter and a useless one, both lossless
+    python verify.py      # the demo: a random Llama and a drafter that knows the answer
 """
-import time
+import hashlib
 from collections import namedtuple
-from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
+import torch.nn.functional as F
+from transformers.cache_utils import Cache
+from transformers.generation import logits_process
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
-# What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, those included;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`, numbered as Hugging Face does.
+# What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, with those;
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`.
 View = namedtuple("View", "tokens length kv hidden")
 
+SLICE = 512              # tokens of a prompt that are read at once
+MOST_NODES = 512         # of a tree, the root counted
 
 class UserError(ValueError):
-    """A user's mistake: one sentence that says what is wrong and what to do.  Programs print it and exit with 2."""
-
+    """A user's mistake, in one sentence that says what to do.  Programs print it and exit with 2."""
 
 # ---------------------------------------------------------------- a tree from its parents
 def ancestor_mask(parents):
-    """(n,) parents -> (n, n) bool: entry (i, j) says that j is i or above it.
-
-    Doubling: a matrix that reaches s steps up, times itself, reaches 2s, so log2(n) small products, no host read.
-    """
+    """(n,) parents -> (n, n) bool: entry (i, j) says that j is i or above it."""
     n = parents.shape[0]
-    reach = torch.eye(n, device=parents.device)
-    rows = torch.arange(n, device=parents.device)
-    # parents of -1 point at a column beyond the last, which is cut off
-    reach = torch.cat((reach, reach.new_zeros(n, 1)), 1).index_put((rows, parents), reach.new_ones(()))[:, :n]
+    # A further row, number n, stands for "nothing above": it sees nothing and has itself above it.
+    above = torch.cat((parents, parents.new_full((1,), n)))
+    above = torch.where(above < 0, n, above)
+    seen = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
+    seen[n].fill_(False)
+    # Copy the row of the node above; as that row then reaches a step further, of the node two above, four ...
     for _ in range((n - 1).bit_length()):
-        reach = (reach @ reach).clamp_(max=1)
-    return reach > 0
+        seen = seen | seen[above]
+        above = above[above]
+    return seen[:n, :n]
 
+def tree_mask(seen, cached, window=None, dtype=torch.float32):
+    """Additive mask (1, 1, n, cached + n) over cached prefix and tree: 0 where a node may look, else -inf.
 
-def tree_mask(seen, cached, window=None, dtype=torch.float32, device="cpu"):
-    """Additive mask (1, 1, n, cached + n) over the cached prefix and the tree: 0 where a node may look, else -inf.
-
-    seen: (n, n) bool, the tree's ancestor_mask.  window: a node sees the last `window` positions up to its own, as
-    sliding-window models do.  Rows are laid out a multiple of 16 apart, as CUDA's kernels want them.
+    seen (n, n) bool: the tree's ancestor_mask.  cached: how many tokens the cache holds.
+    window: a node sees the last `window` positions up to its own, as sliding-window models do.
     """
-    n = seen.shape[0]
+    n, device = seen.shape[0], seen.device
+    # CUDA's kernels want rows that lie a multiple of 16 apart.
     wide = -(-(cached + n) // 16) * 16
     mask = torch.zeros(n, wide, dtype=dtype, device=device)[:, :cached + n]
-    mask[:, cached:].masked_fill_(~seen.to(device), float("-inf"))
+    # mask_CAPE: all of the prefix, and of the tree a node itself and what is above it
+    mask[:, cached:].masked_fill_(~seen, float("-inf"))
     if window is not None:
-        position = (cached + seen.sum(1) - 1).to(device)
-        key_position = torch.cat((torch.arange(cached, device=device), position))
+        position = cached + seen.sum(1) - 1                                            # (n,)
+        key_position = torch.cat((torch.arange(cached, device=device), position))      # (cached + n,)
         mask.masked_fill_(position[:, None] - key_position >= window, float("-inf"))
     return mask[None, None]
 
-
 # ---------------------------------------------------------------- the target
-class TreeLayer(CacheLayerMixin):
-    """One layer of the TreeCache, in the shape in which transformers asks for it."""
-
-    def __init__(self, cache, index):
-        super().__init__()
-        self.cache, self.index, self.is_initialized = cache, index, True
-
-    def lazy_initialization(self, key_states, value_states=None):
-        pass
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write the rows of the nodes behind the cached ones; return all rows up to them (views)."""
-        return self.cache.write(self.index, key_states, value_states)
-
-    def get_seq_length(self, *args):
-        return self.cache.length
-
-    def get_mask_sizes(self, query_length):
-        return self.cache.length + query_length, 0
-
-    def get_max_length(self):
-        return self.cache.capacity
-
-    get_max_cache_shape = get_max_length
-
-
 class TreeCache(Cache):
-    """Preallocated keys and values, (L, 1, H, capacity, d) each; rows from `length` on belong to the tree in hand."""
+    """Keys and values, (L, 1, H, rows, d) each; rows from `length` on belong to the tree in hand."""
 
-    def __init__(self, layers, capacity):
-        super().__init__(layers=[TreeLayer(self, i) for i in range(layers)])
-        self.capacity, self.length, self.keys, self.values = capacity, 0, None, None
+    def __init__(self, layers, most):
+        super().__init__(layers=[])
+        self.depth, self.most = layers, most
+        self.rows, self.length, self.keys, self.values = 0, 0, None, None
 
-    def write(self, layer, k, v):
+    def reserve(self, rows):
+        """Have room for so many rows; what is there stays."""
+        if rows > self.rows and self.keys is not None:
+            rows = min(max(rows, 2 * self.rows), self.most)
+            self.keys = F.pad(self.keys, (0, 0, 0, rows - self.rows))
+            self.values = F.pad(self.values, (0, 0, 0, rows - self.rows))
+        self.rows = max(rows, self.rows)
+
+    def update(self, k, v, layer_idx, *args, **kwargs):
+        """Write the nodes' rows of one layer, (1, H, n, d) each, behind the cached ones -> all (views)."""
         if self.keys is None:
-            self.keys, self.values = (x.new_zeros(len(self.layers), *x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
+            self.keys = k.new_zeros(self.depth, *k.shape[:2], self.rows, k.shape[3])
+            self.values = v.new_zeros(self.depth, *v.shape[:2], self.rows, v.shape[3])
         end = self.length + k.shape[2]
-        keys, values = self.keys[layer, :, :, :end], self.values[layer, :, :, :end]
+        keys, values = self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end]
         keys[:, :, self.length:] = k
         values[:, :, self.length:] = v
         return keys, values
 
-    def commit(self, path):
-        """Keep the tree's rows `path` (ascending), moved together behind the cached ones; the rest is forgotten."""
-        if path != list(range(len(path))):
-            rows = torch.tensor(path, device=self.keys.device) + self.length
-            for store in (self.keys, self.values):
-                store[..., self.length:self.length + len(path), :] = store.index_select(-2, rows)
-        self.length += len(path)
+    def get_seq_length(self, layer_idx=0):
+        return self.length
 
+    def get_mask_sizes(self, query_length, layer_idx=0):
+        return self.length + query_length, 0
+
+    def commit(self, count, index=None):
+        """Keep `count` rows of the tree: the first, or those of index (count,), moved together."""
+        if index is not None:
+            here = slice(self.length, self.length + count)
+            self.keys[..., here, :] = self.keys.index_select(-2, index + self.length)
+            self.values[..., here, :] = self.values.index_select(-2, index + self.length)
+        self.length += count
 
 def capture(model, indices, into):
-    """Forward hooks that leave hidden_states[k] (k >= 1: the output of layer k) of every forward in into[k] -> the hooks.
+    """Forward hooks that leave hidden_states[k] (k >= 1: the output of layer k) of every forward in into[k].
 
-    Hooks, since the numbering of output_hidden_states differs between releases; the last one is not normed here.
+    Hooks, since releases number output_hidden_states differently; the last layer's is not normed here.
     """
     def hook(k):
         def keep(module, args, out):
@@ -139,400 +148,444 @@ def capture(model, indices, into):
         return keep
     if not indices:
         return []
-    n = model.config.get_text_config().num_hidden_layers
-    blocks = next(m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == n)
+    layers = model.config.get_text_config().num_hidden_layers
+    lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList)]
+    blocks = next(m for m in lists if len(m) == layers)
     return [blocks[k - 1].register_forward_hook(hook(k)) for k in indices]
 
+def windows_of(model, config):
+    """{kind of layer: its sliding window, or None}: a 4-D mask switches the model's own window off."""
+    name, window = type(model).__name__, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UserError(f"{name} has layers of kind {', '.join(unknown)}, which keep no KV rows for a tree")
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise UserError(f"{name} builds its position biases (ALiBi) from a 2-D mask, which knows no tree")
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in (None, "sdpa", "eager"):
+        raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or 'eager'")
+    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 class Target:
-    """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache; an encoder-decoder model for chains.
+    """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache.
 
     forward(tokens, parents) -> logits (n, V) of a tree's nodes, which become permanent by commit(path).
-    sync(ids) -> logits (V,) after the last of ids: keeps the longest common prefix in the cache and forwards the rest.
-    encode(ids): the encoder's input, once a prompt; the decoder then starts from `start`, its start token.
+    sync(ids) -> logits (V,) after the last of ids: the longest common prefix stays, the rest is forwarded.
     capacity: the most positions, prompt and new tokens; the model's context when None.
     """
+    encoder_decoder = False
 
-    def __init__(self, model, capacity=None, max_nodes=512):
-        self.encoder_decoder = model.config.is_encoder_decoder
-        config = model.config if self.encoder_decoder else model.config.get_text_config()
-        kind = getattr(config, "_attn_implementation", None)
-        if kind not in (None, "sdpa", "eager"):
-            raise UserError(f"attn_implementation {kind} takes no tree mask: load the model with 'sdpa' or 'eager'")
-        self.model, self.config, self.max_nodes = model.eval(), config, max_nodes
-        self.start = getattr(model.generation_config, "decoder_start_token_id", None) if self.encoder_decoder else None
-        self.depth = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers      # T5's name for the decoder's layers
+    def __init__(self, model, capacity=None):
+        config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
+        self.model, self.config = model.eval(), config
+        self.device, self.dtype = model.device, model.dtype
+        self.windows = windows_of(model, config)
         self.context = getattr(config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or self.context, self.context)
-        self.device, self.dtype = model.device, model.dtype
-        # A 4-D mask switches the model's own sliding window off, so the window goes into the mask, by kind of layer.
-        window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * config.num_hidden_layers
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise UserError(f"{type(model).__name__} has layers of kind {', '.join(sorted(unknown))}, which keep no KV rows to verify a tree with")
-        if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-            raise UserError(f"{type(model).__name__} builds its position biases (ALiBi) from a 2-D mask, which cannot say what a tree is")
-        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds}
-        self.hooks, self.captured, self.rows, self.needs = [], {}, {}, {}
+        # T5 has its own name for the decoder's layers.
+        layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
+        self.cache = TreeCache(layers, most=self.capacity + MOST_NODES)
+        self.needs, self.hooks, self.captured = {}, [], {}
         self.reset()
 
     def reset(self):
         """Forget everything; the allocated memory is kept."""
-        if not hasattr(self, "cache"):
-            self.cache = TreeCache(self.depth, self.capacity + self.max_nodes)
-        self.cache.length, self.ids, self.shown = 0, [], 0
+        self.cache.length, self.ids = 0, []                    # ids: what the cache holds
+        self.shown, self.latest = 0, None                      # how much of it a view has shown; the newest
         self.hidden = {k: [] for k in self.needs.get("hidden", ())}
 
     def watch(self, needs):
-        """Say what a drafter reads: {"kv": [layers], "hidden": [Hugging Face's hidden_states indices >= 1]}."""
+        """Say what a drafter reads: its `needs`."""
         for hook in self.hooks:
             hook.remove()
         self.needs, self.captured = needs, {}
         self.hooks = capture(self.model, needs.get("hidden", ()), self.captured)
         self.reset()
 
-    def encode(self, ids):
-        """Run the encoder over ids (list), once; the decoder's cache is emptied, its cross-attention is computed at its first step."""
-        ids = torch.tensor([ids], device=self.device)
-        self.encoded = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids))
-        self.crossed = EncoderDecoderCache(self.cache, DynamicCache())
+    def prompt_rows(self, ids):
+        """How many positions of the cache a prompt takes."""
+        return len(ids)
+
+    def prefill(self, ids, drafter=None):
+        """Forget everything and read the prompt -> logits (V,) after its last token."""
         self.reset()
+        return self.sync(ids)
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """Forward a tree (or, without parents, a chain) behind the cached prefix, each node once.
 
         tokens (n,), parents (n,) -> logits (n, V), or (logits_to_keep, V).  Nothing is kept until commit().
         """
-        n, t = tokens.shape[0], self.cache.length
-        assert t + n <= self.cache.capacity, f"{n} nodes behind {t} cached tokens exceed the cache of {self.cache.capacity}"
-        if self.encoder_decoder:
-            if parents is not None and parents.tolist() != list(range(-1, n - 1)):
-                raise UserError(f"{type(self.model).__name__} verifies chains only: relative positions of its decoder follow the order of "
-                                "the cache, not the depth in a tree; use --tree chain")
-            return self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None].to(self.device),
-                              past_key_values=self.crossed, use_cache=True).logits[0, -logits_to_keep:]
-        if n == 1 and all(w is None or t < w for w in self.windows.values()):
-            position, mask = torch.full((1, 1), t, device=self.device), None           # a lone token may look everywhere
+        n, cached = tokens.shape[0], self.cache.length
+        assert cached + n <= self.capacity + MOST_NODES, f"{n} nodes behind {cached} exceed {self.capacity}"
+        self.cache.reserve(cached + n)
+        if parents is None:
+            seen = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
         else:
-            seen = torch.ones(n, n, dtype=torch.bool).tril_() if parents is None else ancestor_mask(parents)
-            position = (t + seen.sum(1) - 1).to(self.device)[None]
-            masks = {kind: tree_mask(seen, t, w, self.dtype, self.device) for kind, w in self.windows.items()}
-            mask = masks if len(masks) > 1 else next(iter(masks.values()))
-        out = self.model(input_ids=tokens[None].to(self.device), position_ids=position, attention_mask=mask,
-                         past_key_values=self.cache, use_cache=True, logits_to_keep=logits_to_keep)
-        self.rows = {k: h[0] for k, h in self.captured.items()}      # (n, D): of this forward, whoever else runs the model
+            seen = ancestor_mask(parents.to(self.device, non_blocking=True))
+        self.depth = seen.sum(1) - 1                                                   # (n,)
+        masks = None                                           # a lone token looks everywhere
+        if n > 1 or any(w is not None and cached >= w for w in self.windows.values()):
+            masks = {kind: tree_mask(seen, cached, w, self.dtype) for kind, w in self.windows.items()}
+            # A model of one kind of layers takes the mask itself.
+            masks = masks if len(masks) > 1 else masks.popitem()[1]
+        out = self.model(input_ids=tokens[None].to(self.device, non_blocking=True), attention_mask=masks,
+                         position_ids=(cached + self.depth)[None], past_key_values=self.cache, use_cache=True,
+                         logits_to_keep=logits_to_keep)
+        # Of this forward, whoever else runs the model: (n, D)
+        self.rows = {k: h[0] for k, h in self.captured.items()}
         return out.logits[0]
 
-    def commit(self, path, tokens):
-        """Keep the nodes `path` (ascending list) of the last forward, whose ids are `tokens` (list)."""
-        self.cache.commit(path)
-        self.ids += tokens
+    def commit(self, path, ids, tokens=None):
+        """Keep the nodes `path` of the last forward.  ids: their tokens, a list; tokens: on the device."""
+        moved = path != list(range(len(path)))
+        index = torch.tensor(path, device=self.device) if moved else None
+        self.cache.commit(len(path), index)
+        self.ids += ids
+        self.latest = tokens
         for k in self.hidden:
-            self.hidden[k].append(self.rows[k][path])
+            self.hidden[k].append(self.rows[k][index if moved else slice(len(path))])
 
     def sync(self, ids, rows=None):
-        """Make the cache hold ids, forwarding what is missing -> logits (V,) after ids[-1]; with `rows`, (rows, V): after the last so many."""
-        same = min(len(self.ids), len(ids) - (rows or 1))          # what must be forwarded is not looked for in the cache
+        """Make the cache hold ids, forwarding what is missing -> the last logits, (V,) or (rows, V)."""
+        wanted = rows or 1                                     # these are forwarded, cached or not
+        same = min(len(self.ids), len(ids) - wanted)
         if self.ids[:same] != ids[:same]:
-            same = next(i for i, (a, b) in enumerate(zip(self.ids, ids)) if a != b)
+            same = next(i for i in range(same) if self.ids[i] != ids[i])
+        assert same == len(self.ids) or not self.hidden, "hidden states cannot be rolled back: use prefill()"
         self.cache.length, self.shown = same, min(self.shown, same)
         del self.ids[same:]
-        logits = self.forward(torch.tensor(ids[same:], device=self.device), logits_to_keep=rows or 1)
-        self.commit(list(range(len(ids) - same)), list(ids[same:]))
-        return logits if rows else logits[-1]
+        while same < len(ids):
+            end = same + SLICE if same + SLICE + wanted <= len(ids) else len(ids)
+            piece = ids[same:end]
+            logits = self.forward(torch.tensor(piece, device=self.device), logits_to_keep=wanted)
+            self.commit(list(range(len(piece))), piece)
+            same = end
+        return logits[-wanted:] if rows else logits[-1]
 
     def view(self):
         """What was committed since the last view, and what the drafter reads of it."""
-        t, new = self.cache.length, self.ids[self.shown:]
-        self.shown = t
-        hidden = {k: rows[0] if len(rows) == 1 else torch.cat(rows) for k, rows in self.hidden.items() if rows}
-        self.hidden = {k: [] for k in self.hidden}
-        return View(torch.tensor(new, device=self.device), t,
-                    {i: (self.cache.keys[i, :, :, :t], self.cache.values[i, :, :, :t]) for i in self.needs.get("kv", ())}, hidden)
+        new, length = self.ids[self.shown:], self.cache.length
+        tokens = self.latest
+        if tokens is None or len(tokens) != len(new):
+            tokens = torch.tensor(new, device=self.device)
+        kv = {}
+        for i in self.needs.get("kv", ()):
+            kv[i] = self.cache.keys[i, :, :, :length], self.cache.values[i, :, :, :length]
+        hidden = {k: torch.cat(parts) for k, parts in self.hidden.items()}
+        self.shown, self.hidden = length, {k: [] for k in self.hidden}
+        return View(tokens, length, kv, hidden)
 
-
-# ---------------------------------------------------------------- acceptance
+# ---------------------------------------------------------------- sampling and acceptance
 def warper(temperature=1.0, top_k=None, top_p=None):
     """transformers' own logits processors as one function, logits (n, V) -> probabilities (n, V)."""
-    from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-    chain = [TemperatureLogitsWarper(float(temperature))] if temperature != 1 else []
-    chain += [TopKLogitsWarper(top_k)] if top_k else []
-    chain += [TopPLogitsWarper(top_p)] if top_p is not None and top_p < 1 else []
+    processors = logits_process.LogitsProcessorList()
+    processors.append(logits_process.TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        processors.append(logits_process.TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1:
+        processors.append(logits_process.TopPLogitsWarper(top_p))
+    return lambda logits: processors(None, logits).softmax(-1)
 
-    def warp(logits):
-        for processor in chain:
-            logits = processor(None, logits)
-        return logits.softmax(-1)
-    return warp
+def stream(seed, purpose, device="cpu"):
+    """A random stream for each (seed, purpose): what draws a draft must not decide its acceptance."""
+    digest = hashlib.sha256(f"{seed} {purpose}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "big"))
 
+@lru_cache(maxsize=64)
+def keyed_noise(seed, position, vocab, device):
+    """Exponential noise (vocab,) of (seed, position) alone: argmax(p / noise) is a draw from p."""
+    return torch.empty(vocab, device=device).exponential_(generator=stream(seed, position, device))
 
-def keyed_noise(seed, position, vocab, device, dtype=torch.float32):
-    """Exponential noise (vocab,) that depends on (seed, position) alone: argmax(p / noise) is a draw from p."""
-    key = (seed * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9 + 1) % 2**64
-    generator = torch.Generator(device).manual_seed((key ^ key >> 31) % 2**63)
-    return torch.empty(vocab, device=device, dtype=dtype).exponential_(generator=generator)
-
-
-def accept(tree, choice):
-    """Walk down while the target's choice is a child.  -> (path of node indices, root first; the target's token after each).
-
-    choice: (n,) the target's token after each node: its argmax (greedy), or its keyed draw (sampling).  One host read.
-    """
-    tokens, choice = torch.stack((tree.tokens, choice)).tolist()
+def children(tokens, parents):
+    """Lists (n,) each -> {(parent, token): node}; of twins the first."""
     child = {}
-    for i, (parent, token) in enumerate(zip(tree.parents.tolist(), tokens)):
-        child.setdefault((parent, token), i)
-    path = [0]
+    for node, place in enumerate(zip(parents, tokens)):
+        child.setdefault(place, node)
+    return child
+
+def accept(tokens, parents, choice):
+    """Walk down from the root while the target's choice is a child (GLIDE, section 4.2).
+
+    tokens, parents, choice: lists (n,); choice is the target's token after each node, its argmax or its keyed
+    draw.  -> (path of nodes, root first; the target's token after each of them).
+    """
+    child, path = children(tokens, parents), [0]
     while (path[-1], choice[path[-1]]) in child:
         path.append(child[path[-1], choice[path[-1]]])
     return path, [choice[node] for node in path]
 
-
 def accept_drawn(tree, p_target, generator):
-    """Speculative sampling of a drawn chain (Leviathan et al. 2023): the output follows p_target exactly.  Returns as accept().
+    """Speculative sampling of a drawn chain (Leviathan et al. 2023): the output follows p_target (n, V).
 
-    Node i + 1, drawn from p_draft[i], is accepted with probability min(1, p_target[i] / p_draft[i]) of its token; at the
-    first rejection the next token is drawn from the normalised positive part of p_target[i] - p_draft[i].
+    Node i + 1, drawn from p_draft[i], is accepted with probability min(1, p_target[i] / p_draft[i]) of its
+    token; at the first rejection the next one is drawn from the normalised positive part of p_target[i] -
+    p_draft[i].  Returns as accept().  One host read.
     """
     drawn, rows = tree.tokens[1:, None], p_target[:-1]
-    ratio = rows.gather(1, drawn) / tree.p_draft.gather(1, drawn)                              # (n - 1, 1)
+    # min(1, p_target / p_draft), of nodes that are there
+    ratio = rows.gather(1, drawn) / tree.p_draft.gather(1, drawn)                      # (n - 1, 1)
     u = torch.rand(ratio.shape, generator=generator, device=ratio.device, dtype=ratio.dtype)
-    k = (u < ratio)[:, 0].long().cumprod(0).sum()                                              # nodes accepted
-    left = torch.cat((tree.p_draft, torch.zeros_like(p_target[:1])))[k]
-    residual = (p_target[k] - left).clamp(min=0)
+    passed = (u < ratio)[:, 0] & (tree.parents[1:].to(u.device) >= 0)
+    k = passed.long().cumprod(0).sum()[None]                                           # (1,): nodes accepted
+    # norm(max(0, p_target - p_draft)); behind the last node nothing was drafted: the target's own row
+    p_draft = torch.cat((tree.p_draft, torch.zeros_like(p_target[:1])))
+    p_target, p_draft = p_target.index_select(0, k), p_draft.index_select(0, k)        # (1, V)
+    residual = (p_target - p_draft).clamp(min=0)
     # Rounding can leave nothing where both distributions are the same; then a rejection had probability zero.
-    residual = torch.where(residual.sum() > 0, residual, p_target[k])
-    token = torch.multinomial(residual, 1, generator=generator)
-    k, token, *drawn = torch.cat((k[None], token, tree.tokens[1:])).tolist()
-    return list(range(k + 1)), drawn[:k] + [token]
+    residual = torch.where(residual.sum() > 0, residual, p_target)
+    token = torch.multinomial(residual[0], 1, generator=generator)
+    accepted, token, *tokens = torch.cat((k, token, tree.tokens[1:])).tolist()
+    return list(range(accepted + 1)), tokens[:accepted] + [token]
 
+class Judge:
+    """The target's verdict on a tree."""
 
-# ---------------------------------------------------------------- the loop
-@dataclass
+    def __init__(self, warp, seed, device):
+        self.warp, self.seed = warp, seed
+        self.accepting = stream(seed, "accept", device)
+        self.p_target = None                                   # (n, V), of a drawn chain
+
+    def choose(self, logits, first, depth, deepest):
+        """The target's token after nodes of these depths (n,): its argmax, or its draw, keyed by position.
+
+        first: position of the token after the root; deepest: no node is deeper.
+        """
+        if self.warp is None:
+            return logits.argmax(-1)
+        p_target = self.warp(logits.float())
+        noise = []
+        for position in range(first, first + deepest + 1):
+            noise.append(keyed_noise(self.seed, position, p_target.shape[-1], p_target.device))
+        return (p_target / torch.stack(noise)[depth]).argmax(-1)
+
+    def __call__(self, tree, logits, target, expand):
+        """-> path, new tokens, the tree's parents, the drafter's tokens: lists, by one device read."""
+        if tree.p_draft is not None:
+            if self.warp is None:
+                raise UserError("a drawn chain is accepted by sampling: give a temperature above 0")
+            self.p_target = self.warp(logits.float())
+            path, new = accept_drawn(tree, self.p_target, self.accepting)
+            return path, new, tree.parents.tolist(), tree.tokens.tolist()
+        deepest = expand.deepest or len(tree.tokens) - 1
+        choice = self.choose(logits, target.cache.length + 1, target.depth, deepest)           # (n,)
+        read = torch.cat((tree.tokens, tree.parents, choice, *expand.tokens)).tolist()
+        n = len(choice)
+        tokens, parents, choice, own = read[:n], read[n:2 * n], read[2 * n:3 * n], read[3 * n:]
+        path, new = accept(tokens, parents, choice)
+        return path, new, parents, own
+
+# ---------------------------------------------------------------- what the loop is made of
 class Output:
-    """What generate() returns.  tokens: the new ids.  Times in seconds; tau and alpha as the design's words define them."""
-    tokens: list
-    rounds: int = 0
-    nodes: int = 0                  # tree nodes verified, roots not counted
-    depth: int = 0                  # sum of the trees' depths
-    accepted: int = 0               # drafted tokens that became output
-    tested: int = 0                 # drafted tokens on chains that the target judged
-    overlap: float = 0.0            # sum over tested draws of sum_x min(p_target, p_draft)
-    draft_forwards: int = 0
-    draft: float = 0.0
-    verify: float = 0.0
-    other: float = 0.0
-    prefill: float = 0.0
-    runs: list = field(default_factory=list)      # tokens gained in each round, the bonus token included
-    stage_runs: list = field(default_factory=list)      # forwards of each stage of a cascade
-    drawn: bool = False             # a drawn chain: the same distribution as plain sampling, not the same tokens
-    chain: bool = True
+    """What generate() fills and returns: tokens, the new ids; runs, how many of them each round gave.
+
+    A subclass can measure the decoding (bench.py's does): mark(what) is called when `what` (prefill, draft,
+    verify, other) has just ended, settle() when the device has just been read, round() after each round.
+    """
+
+    def __init__(self):
+        self.tokens, self.runs = [], []
+
+    def mark(self, what):
+        """The time since the last mark was spent on `what`."""
+
+    def settle(self):
+        """All marks so far have happened."""
+
+    def round(self, new, path, parents, p_target=None, p_draft=None):
+        """new: its tokens; path: of nodes; parents: the tree's, a list; p_target, p_draft: of drawn ones."""
+        self.tokens += new
+        self.runs.append(len(new))
 
     @property
     def tau(self):
-        """Average acceptance length: new tokens a round, the bonus token included; prefill and its token left out."""
-        return sum(self.runs) / max(1, self.rounds)
+        """Average acceptance length: new tokens a round, the bonus token included, the prefill's left out."""
+        return sum(self.runs) / max(1, len(self.runs))
 
-    @property
-    def alpha(self):
-        """Accepted / tested drafted tokens on chains; None for trees, or where nothing was tested."""
-        return self.accepted / self.tested if self.chain and self.tested else None
+class Expand:
+    """What a builder sees of a drafter: expand(tokens (m,), parents [m ints]) -> probabilities (m, V)."""
 
+    def __init__(self, drafter, out, warp, generator, vocab):
+        self.drafter, self.out, self.warp, self.generator, self.vocab = drafter, out, warp, generator, vocab
+        self.temperature = getattr(drafter, "temperature", 1.0)
 
-def clock(device):
-    """A mark in time: on CUDA an event in the stream (no synchronisation), elsewhere the clock."""
-    if torch.device(device).type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+    def begin(self, root, room):
+        """A round starts.  root (1,): the last token; room: how many tokens may still follow it."""
+        self.root, self.room, self.deepest = root, room, 0
+        self.tokens, self.parents, self.depths = [root[:0]], [], []  # of the nodes that the drafter has seen
 
+    def __call__(self, tokens, parents):
+        # A node as deep as there is room can have no child: nobody need ask the drafter any more.
+        depths = [self.depths[p] + 1 if p >= 0 else 0 for p in parents] if self.room > 0 else [0]
+        if min(depths) >= self.room:
+            self.room = 0
+            return torch.zeros(len(parents), self.vocab, device=tokens.device)
+        self.tokens.append(tokens)
+        self.parents += parents
+        self.depths += depths
+        self.deepest = max(self.depths) + 1
+        self.out.mark("other")
+        logits = self.drafter.expand(tokens, parents).float()                          # (m, V)
+        self.out.mark("draft")
+        probs = self.warp(logits) if self.warp else (logits / self.temperature).softmax(-1)
+        if max(depths) >= self.room:
+            probs = probs * torch.tensor([[d < self.room] for d in depths], device=probs.device)
+        return probs.nan_to_num(0.0)                                                   # a row of -inf: zeros
 
-def between(a, b):
-    """Seconds between two marks."""
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1000
+    def chain(self, drawn=False):
+        """A sequence drafter's own chain, no longer than there is room for -> (tokens, p_draft)."""
+        if self.room <= 0:
+            return [], None
+        self.out.mark("other")
+        generator = self.generator if drawn else None
+        found = self.drafter.chain(self.out.tokens[-1], self.room, self.warp, generator)
+        self.out.mark("draft")
+        self.deepest = len(found[0])
+        return found
 
-
-def proposal(expand, root, generator=None):
-    """The chain that a sequence drafter (one with chain(): a cascade, Max-Gram) proposes itself; drawn, if a generator is given."""
-    tokens, p_draft = expand.chain(generator)
-    return Tree(torch.cat((root, torch.tensor(tokens, dtype=torch.long, device=root.device))), torch.arange(-1, len(tokens)), p_draft)
-
+    def path(self, tokens, kept):
+        """The drafter's own nodes under the tokens kept, root first.  tokens: those of its nodes, a list."""
+        child, path = children(tokens, self.parents), [-1]
+        for token in kept:
+            if (path[-1], token) not in child:
+                break
+            path.append(child[path[-1], token])
+        return path[1:]
 
 def no_draft(expand, root):
     """The tree of plain decoding: the root alone."""
-    return Tree(root, torch.tensor([-1]))
-
+    return Tree(root, torch.full_like(root, -1))
 
 def no_draft_padded(expand, root):
-    """Plain decoding padded to two queries: one query takes a slow matrix-vector path on many CPUs.
+    """The same with a second root, nobody's child: one query takes a slow matrix-vector path on many CPUs."""
+    return Tree(root.repeat(2), torch.full_like(root, -1).repeat(2))
 
-    The second node is another root, nobody's child, so it can never be accepted.
-    """
-    return Tree(root.repeat(2), torch.tensor([-1, -1]))
+def proposal(expand, root, drawn=False):
+    """The chain that a sequence drafter (one with chain(): a cascade, Max-Gram) proposes itself."""
+    tokens, p_draft = expand.chain(drawn)
+    n = len(tokens)
+    nodes = torch.tensor([*tokens, *range(-1, n)], dtype=torch.long, device=root.device)
+    return Tree(torch.cat((root, nodes[:n])), nodes[n:], p_draft)
 
-
-@torch.inference_mode()
-def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=0.0, top_k=None, top_p=None,
-             eos_token_id=None, seed=0):
-    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2); plain decoding with drafter None, build no_draft.
-
-    target: Target.  build(expand, root (1,)) -> Tree, a function such as those of cape.py.
-    drafter: any object with `needs` (see Target.watch), reset(), begin(view): a round starts, expand(tokens (m,), parents [m
-    ints, -1 for the root]) -> probabilities (m, V) at temperature 1 (a row of zeros: cannot go on), keep(tokens): the
-    accepted ids of the round, root first.  Where it has a `temperature`, greedy decoding shows builders its distributions at
-    that one (temperature scaling: what it is most sure of stays, how sure it is becomes calibrated).  A sequence drafter has
-    chain(root, most, warp, generator) -> (tokens, p_draft) too, which `proposal` asks for, `runs` (forwards of each stage), and
-    source(ids) where the target has an encoder.
-    input_ids: list of ids or tensor (n,) or (1, n).  temperature 0 is greedy.  eos_token_id: int, list or None.
-    Returns Output.  Raises UserError for an empty prompt and for one that leaves no room in the context.
-    """
-    ids = torch.as_tensor(input_ids).flatten().tolist()
-    if not ids:
+def limit_of(target, ids, max_new_tokens):
+    """How many tokens can be made behind a prompt (a tensor), at most max_new_tokens."""
+    if ids.ndim > 2 or ids.ndim == 2 and ids.shape[0] != 1:
+        raise UserError(f"input_ids has shape {tuple(ids.shape)}: give one sequence, (n,) or (1, n)")
+    if not ids.numel():
         raise UserError("the prompt is empty: give at least one token")
-    room = target.capacity - (1 if target.encoder_decoder else len(ids)) + 1           # the last token produced need not be forwarded
-    if room < 1:
-        raise UserError(f"the prompt has {len(ids)} tokens, but the target's context holds {target.capacity}: shorten it")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    limit = min(max_new_tokens, room)
-    eos = set() if eos_token_id is None else {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id)
+    # The last token that is produced need not be forwarded.
+    room = target.capacity - target.prompt_rows(ids.flatten()) + 1
+    if room < 1:
+        raise UserError(f"the prompt has {ids.numel()} tokens, but the target's context holds "
+                        f"{target.capacity}: shorten it")
+    return min(max_new_tokens, room)
+
+def without_absent(tree):
+    """The tree without absent nodes: on a CPU one that nobody needs costs time; on CUDA a read costs more."""
+    there = tree.parents >= 0
+    there[0] = True
+    if there.all():
+        return tree
+    number = there.cumsum(0) - 1
+    parents = torch.where(tree.parents >= 0, number[tree.parents], -1)[there]
+    p_draft = tree.p_draft if tree.p_draft is None else tree.p_draft[:len(parents) - 1]
+    return Tree(tree.tokens[there], parents, p_draft)
+
+# ---------------------------------------------------------------- the loop
+@torch.inference_mode()
+def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=0.0, top_k=None, top_p=None,
+             eos_token_id=None, seed=0, streamer=None, out=None):
+    """Speculative decoding of one sequence (GLIDE, Figures 1, 2); drafter None and no_draft: plain decoding.
+
+    target: Target.  drafter, build(expand, root (1,)) -> Tree: see the contract at the top of this file.
+    input_ids: list of ids or tensor (n,) or (1, n).  temperature 0: greedy.  eos_token_id: int, list or None.
+    streamer: called with (new ids, how many of them were drafted) after the prefill and after each round.
+    out: the Output to fill, for instance one that measures.  Raises UserError for an empty prompt, a batch, a
+    prompt that leaves no room in the context.
+    """
+    ids, device, out = torch.as_tensor(input_ids), target.device, out or Output()
+    limit = limit_of(target, ids, max_new_tokens)
+    ids = ids.flatten().tolist()
+    eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
     warp = warper(temperature, top_k, top_p) if temperature > 0 else None
-    generator = torch.Generator(target.device).manual_seed(seed)
-    marks, spans, expanding = [], [], []            # (start, built, verified, end) of each round; (start, end) of each expand
-    out, noise = Output([]), {}
+    judge = Judge(warp, seed, device)
+    expand = Expand(drafter, out, warp, stream(seed, "draft", device), target.config.vocab_size)
 
-    def choose(logits, positions):
-        """The target's token after nodes whose next token has these positions.  logits (n, V), positions (n,) list."""
-        if not warp:
-            return logits.argmax(-1)
-        p = warp(logits.float())
-        for q in [q for q in noise if q < min(positions)]:          # positions met again in the next round keep their noise
-            del noise[q]
-        for q in set(positions) - set(noise):
-            noise[q] = keyed_noise(seed, q, p.shape[-1], p.device)
-        return (p / torch.stack([noise[q] for q in positions])).argmax(-1)
-
-    def expand(tokens, parents):
-        """The drafter's distributions, as the builder sees them: warped like the target's, zero at the length limit."""
-        start = clock(target.device)
-        for parent in parents:
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-        new = depths[-len(parents):]
-        probs = drafter.expand(tokens, parents)
-        out.draft_forwards += 1
-        expanding.append((start, clock(target.device)))
-        if warp:
-            probs = warp(probs.log()).nan_to_num(0.0)           # an all-zero row stays one
-        elif sharp != 1:
-            probs = (probs.log() / sharp).softmax(-1).nan_to_num(0.0)
-        last = limit - len(out.tokens) - 1                      # a node this deep has no room for a child
-        if max(new) >= last:
-            probs = probs.masked_fill(torch.tensor([[d >= last] for d in new], device=probs.device), 0)
-        return probs
-
-    def own_chain(generator=None):
-        """A sequence drafter's own chain, no longer than the length limit allows -> (tokens, p_draft)."""
-        start, most = clock(target.device), limit - len(out.tokens) - 1
-        drafted = drafter.chain(out.tokens[-1], most, warp, generator) if most > 0 else ([], None)
-        expanding.append((start, clock(target.device)))
-        return drafted
-    expand.chain = own_chain
-
-    sharp = getattr(drafter, "temperature", 1.0)    # at which the drafter's confidence in the greedy choice is calibrated
-    begun = clock(target.device)
+    # Prefill: the target reads the prompt, and says the first token.
     target.watch(drafter.needs if drafter else {})
+    target.cache.reserve(target.prompt_rows(ids) + limit + MOST_NODES)
     if drafter:
         drafter.reset()
-    if target.encoder_decoder:
-        target.encode(ids)
-        if hasattr(drafter, "source"):
-            drafter.source(ids)
-        ids = [target.start]
-    logits = target.sync(ids)                                                          # prefill
-    root = choose(logits[None], [len(ids)])
-    out.tokens.append(root.item())
-    marks.append((begun, clock(target.device)))
+    logits = target.prefill(ids, drafter)[None]
+    root = judge.choose(logits, target.cache.length, torch.zeros_like(target.depth[:1]), 0)    # (1,)
+    out.tokens = root.tolist()
+    out.mark("prefill")
+    if streamer:
+        streamer(list(out.tokens), 0)
+
     while len(out.tokens) < limit and out.tokens[-1] not in eos:
-        start = clock(target.device)
-        depths = []                                 # of this round's nodes, in the order of expand
+        # Draft: the drafter proposes a tree that hangs from the root x_t.
         if drafter:
+            out.mark("other")
             drafter.begin(target.view())
-            spans.append((start, clock(target.device)))
-        tree = build(expand, root)                                                     # draft
-        built = clock(target.device)
-        logits = target.forward(tree.tokens, tree.parents)                             # verify
-        verified = clock(target.device)
-        parents, levels = tree.parents.tolist(), []
-        for parent in parents:
-            levels.append(levels[parent] + 1 if parent >= 0 else 1)
-        out.drawn |= tree.p_draft is not None
-        if tree.p_draft is not None:                                                   # accept
-            if not warp:
-                raise UserError("a drawn chain is accepted by sampling: give a temperature above 0, or a builder without `pick`")
-            p_target = warp(logits.float())
-            path, new = accept_drawn(tree, p_target, generator)
-        else:
-            path, new = accept(tree, choose(logits, [target.cache.length + depth for depth in levels] if warp else ()))
-        kept = out.tokens[-1:] + new[:-1]                                              # the root and what was accepted
-        target.commit(path, kept)                                                      # commit
+            out.mark("draft")
+        expand.begin(root, limit - len(out.tokens) - 1)
+        tree = build(expand, root)
+        if drafter and device.type == "cpu":
+            tree = without_absent(tree)
+        out.mark("other")
+
+        # Verify: one forward of the target over all nodes.
+        logits = target.forward(tree.tokens, tree.parents)                                     # (n, V)
+        out.mark("verify")
+
+        # Accept: walk down while the target's choice is a child.
+        path, new, parents, own = judge(tree, logits, target, expand)
+        out.settle()
+
+        # Commit: the root and what was accepted join the cache; the target's own token is the next root.
+        kept = out.tokens[-1:] + new[:-1]
+        fresh = torch.tensor(kept + new[-1:], device=device)
+        target.commit(path, kept, fresh[:-1])
+        root = fresh[-1:]
         if drafter:
-            drafter.keep(kept)
-        root = torch.tensor(new[-1:], device=target.device)
+            drafter.keep(expand.path(own, kept))
 
-        drafted = tree.tokens.shape[0] - 1 if drafter else 0
+        # The output goes up to the length limit, and up to an end-of-text token.
         new = new[:limit - len(out.tokens)]
-        new = new[:next((i + 1 for i, x in enumerate(new) if x in eos), len(new))]
-        gained = min(len(path) - 1, len(new))
-        tested = gained + (gained < len(new) and gained < drafted)     # beyond a cut by EOS or the limit nothing was tested
-        if tree.p_draft is not None and tested:
-            out.overlap = out.overlap + torch.minimum(p_target[:tested], tree.p_draft[:tested]).sum()      # read at the end
-        out.tokens += new
-        out.runs.append(len(new))
-        out.rounds += 1
-        out.nodes += drafted
-        out.accepted += gained
-        out.tested += tested
-        out.depth += max(levels) - 1
-        out.chain &= not drafter or parents == list(range(-1, drafted))
-        marks.append((start, built, verified, clock(target.device)))
-
-    if torch.device(target.device).type == "cuda":
-        torch.cuda.synchronize()
-    out.overlap = float(out.overlap)
-    out.stage_runs = list(getattr(drafter, "runs", ()))
-    out.draft_forwards += sum(out.stage_runs)
-    out.prefill = between(*marks[0])
-    out.draft = sum(between(a, b) for a, b in spans + expanding)
-    out.verify = sum(between(b, v) for _, b, v, _ in marks[1:])
-    out.other = sum(between(a, e) for a, _, _, e in marks[1:]) - out.draft - out.verify
+        ends = [i + 1 for i, token in enumerate(new) if token in eos]
+        new = new[:ends[0]] if ends else new
+        out.round(new, path, parents if drafter else [-1], judge.p_target, tree.p_draft)
+        if streamer:
+            streamer(new, min(len(path) - 1, len(new)))
+    out.mark("other")
+    out.settle()
     return out
-
 
 # ---------------------------------------------------------------- demo
 def main():
-    """A random tiny Llama: a drafter that knows the answer and one that knows nothing give plain decoding's output."""
+    """A random tiny Llama: a drafter that knows the answer gives plain decoding's output, in fewer rounds."""
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-                                         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)).double().eval()
-    prompt, new = [3, 1, 4, 1, 5], 40
-    plain = list(prompt)
-    for _ in range(new):                          # the model's own plain forward: no cache, no mask of ours
+    config = LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                         num_attention_heads=4, num_key_value_heads=2)
+    model = LlamaForCausalLM(config).double().eval()
+    plain = [3, 1, 4, 1, 5]
+    # Plain decoding by the model's own forward: no cache, no mask of ours.
+    for _ in range(40):
         plain.append(model(torch.tensor([plain])).logits[0, -1].argmax().item())
     target = Target(model)
 
-    def chain_of(guess, length=4):
-        def build(expand, root):
-            done = target.cache.length            # the root is token number `done`
-            return Tree(torch.cat((root, torch.tensor(guess(done + 1, length)))), torch.arange(-1, length))
-        return build
+    def oracle(expand, root):
+        at = target.cache.length                          # the place of the root
+        return Tree(torch.tensor((plain + [0] * 4)[at:at + 5]), torch.arange(-1, 4))
 
-    for name, guess in (("knows the answer", lambda i, k: (plain + [0] * k)[i:i + k]), ("knows nothing", lambda i, k: [7] * k)):
-        out = generate(target, None, chain_of(guess), prompt, max_new_tokens=new)
-        assert prompt + out.tokens == plain, name
-        print(f"a drafter that {name}: {new} tokens in {out.rounds} rounds, token for token plain decoding's")
-
+    out = generate(target, None, oracle, plain[:5], max_new_tokens=40)
+    assert plain[:5] + out.tokens == plain
+    print(f"40 tokens in {len(out.runs)} rounds, token for token plain decoding's")
 
 if __name__ == "__main__":
     main()

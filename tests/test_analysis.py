@@ -1,246 +1,197 @@
-"""The paper's section 4 and its SWI: every formula against a simulation of the process it speaks of, or against a plain sum."""
-from itertools import product
+"""The figures: calibration, acceptance by position, tree optimality, each against a count by hand."""
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from itertools import combinations
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
+import torch
+from conftest import ROOT, plain, tiny
 
-import cascade
+import bench
+import cape
+import pct
+import verify
 
-SIGMAS = 4
-TRIALS = 100_000
+sys.path.insert(0, str(ROOT / "figures"))
 
-
-def near(samples, expected):
-    """The mean of the samples is the expected one, up to 4 sigma of its own noise."""
-    return abs(samples.mean() - expected) <= SIGMAS * samples.std() / len(samples) ** 0.5 + 1e-9
-
-
-def far(samples, expected):
-    return abs(samples.mean() - expected) > 2 * SIGMAS * samples.std() / len(samples) ** 0.5
-
-
-def round_tokens(rng, alpha, k, trials=TRIALS):
-    """One round: k coins each, the heads before the first tail, and the reviewer's own token -> (trials,)"""
-    heads = rng.random((trials, k)) < alpha
-    return np.cumprod(heads, axis=1).sum(1) + 1
+import acceptance  # noqa: E402
+import calibration  # noqa: E402
+import optimality  # noqa: E402
 
 
-def reviewed(rng, alpha, lengths):
-    """A review of drafts of these lengths, coin after coin -> tokens (trials,), the reviewer's own included."""
-    heads = np.cumprod(rng.random((len(lengths), lengths.max())) < alpha, axis=1)
-    return (heads * (np.arange(lengths.max()) < lengths[:, None])).sum(1) + 1
+class Guesser:
+    """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
+    needs = {}
+    temperature = 0.7
+
+    def __init__(self, run, vocab=12):
+        self.table = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(3))
+        for _, ids, limit in run.prompts:
+            text = plain(run.model, ids, limit)
+            for token, after in zip(text[::2], text[1::2]):
+                self.table[token, after] += 2
+
+    def reset(self):
+        pass
+
+    def begin(self, view):
+        pass
+
+    def expand(self, tokens, parents):
+        return self.table[tokens]
+
+    def keep(self, path):
+        pass
 
 
-def probabilities(alpha, k):
-    """Equation 3: {tokens: probability}."""
-    return {i + 1: alpha ** i * (1 - alpha) for i in range(k)} | {k + 1: alpha ** k}
+@pytest.fixture(scope="module")
+def run():
+    """What a figure asks of bench.Run: prompts, and a way to decode them."""
+    model = tiny("llama")
+    target = verify.Target(model)
+    made = SimpleNamespace(model=model, prompts=[("x", [3, 1, 4, 1], 16), ("x", [5, 9, 2], 1), ("y", [2, 6, 5], 11)])
+
+    def decode(drafter, build, ids, limit):
+        return verify.generate(target, drafter, build, ids, limit, out=bench.Record())
+    made.decode = decode
+    return made
 
 
-# ---- Theorem 4.1, Corollary 4.2
-
-@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
-@pytest.mark.parametrize("k", [0, 1, 4, 9])
-def test_phi_is_the_generating_function_of_equation_3(alpha, k):
-    p = probabilities(alpha, k)
-    assert cascade.phi(1.0, alpha, k) == pytest.approx(1)
-    for x in (-0.7, 0.0, 0.4, 1.0, 1.25):                       # 1.25 with alpha 0.8: alpha x = 1, where the closed form divides by 0
-        assert cascade.phi(x, alpha, k) == pytest.approx(sum(q * x ** j for j, q in p.items()), abs=1e-12)
-        if abs(alpha * x - 1) > 1e-9:                           # the closed form as Theorem 4.1 prints it
-            assert cascade.phi(x, alpha, k) == pytest.approx(1 + (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x))
-    h = 1e-5
-    slope = (cascade.phi(1 + h, alpha, k) - cascade.phi(1 - h, alpha, k)) / (2 * h)
-    assert slope == pytest.approx(sum(j * q for j, q in p.items()), rel=1e-6)
-    assert cascade.ewif_speculative(alpha, 0.0, k) == pytest.approx(slope, rel=1e-6)
-
-
-def test_equation_6_is_misprinted():
-    alpha, k, x = 0.6, 3, 0.5
-    true = sum(q * x ** j for j, q in probabilities(alpha, k).items())
-    series = (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
-    assert 1 + series == pytest.approx(true) and x + series != pytest.approx(true, abs=0.1)
+def by_hand(run, drafter, length):
+    """Chains of `length` over the plain output -> [(confidence, accepted?) of each judged token] of every round."""
+    found = []
+    for _, ids, limit in run.prompts:
+        text, at = ids + plain(run.model, ids, limit), len(ids)
+        while at < len(text) - 1:
+            token, judged = text[at], []
+            # The last token of an output is never a drafted one: a bonus follows.
+            for i in range(min(length, len(text) - 2 - at)):
+                row = (drafter.table[token] / drafter.temperature).softmax(-1)
+                token = row.argmax().item()
+                judged.append((row.max().item(), token == text[at + 1 + i]))
+                if not judged[-1][1]:
+                    break
+            found.append(judged)
+            at += sum(ok for _, ok in judged) + 1
+    return found
 
 
-@pytest.mark.parametrize("alpha, c, k", [(0.65, 0.01, 9), (0.8, 0.1, 4), (0.2, 0.3, 1), (0.9, 0.05, 15)])
-def test_corollary_4_2_is_what_a_simulation_gives(alpha, c, k):
-    tokens = round_tokens(np.random.default_rng(1), alpha, k)
-    assert near(tokens / (1 + c * k), cascade.ewif_speculative(alpha, c, k))
-    assert near(0.7 ** tokens, cascade.phi(0.7, alpha, k))       # a generating function: E x^tokens
-    assert cascade.ewif_speculative(alpha, c, k) == pytest.approx((1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1)))
+# ---------------------------------------------------------------- calibration
+def test_calibration_judges_up_to_the_first_rejection(run):
+    drafter = Guesser(run)
+    found = calibration.calibration(run, drafter, 3)
+    expected = [pair for judged in by_hand(run, drafter, 3) for pair in judged]
+    assert len(expected) > 15 and {ok for _, ok in expected} == {True, False}
+    assert [ok for _, ok in found] == [ok for _, ok in expected]
+    assert [p for p, _ in found] == pytest.approx([p for p, _ in expected], abs=1e-6)
 
 
-def test_plain_decoding_has_factor_one():
-    assert cascade.ewif_speculative(0.5, 0.1, 0) == cascade.ewif_horizontal([], []) == cascade.ewif_vertical(0.5, 0.5, 0.1, 0.1, 0, 3) == 1
+def test_reliability_against_a_count_by_hand():
+    judged = [(0.05, False), (0.1, True), (0.10001, True), (0.95, True), (1.0, True), (0.99, False), (0.0, False)]
+    rows, error = calibration.reliability(judged)
+    assert [r["count"] for r in rows] == [3, 1, 0, 0, 0, 0, 0, 0, 0, 3], "bins are closed on the right"
+    assert rows[0]["acceptance"] == 1 / 3 and rows[9]["confidence"] == pytest.approx(0.98) and rows[4]["acceptance"] is None
+    assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
+    assert calibration.reliability([])[1] == 0
+    plot = calibration.reliability_plot("edd", rows, error).splitlines()
+    assert len(plot) == 12 and plot[-1].count("#") == round(40 * 2 / 3) and plot[-1].index("|") > plot[-1].rindex("#")
 
 
-# ---- Theorem 4.3, Corollary 4.4
-
-#            alpha, alpha', c1, c2, n, k
-VERTICAL = [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.9, 0.4, 0.05, 0.0, 4, 1), (0.5, 0.95, 0.2, 0.02, 1, 8), (0.95, 0.7, 0.02, 0.001, 5, 5),
-            (1.0, 0.6, 0.1, 0.01, 3, 2), (0.8, 1.0, 0.1, 0.01, 2, 4), (0.8, 0.0, 0.1, 0.01, 3, 4), (1.0, 1.0, 0.1, 0.01, 3, 4)]
-
-
-@pytest.mark.parametrize("alpha, inner, c1, c2, n, k", VERTICAL)
-def test_theorem_4_3_is_what_a_simulation_gives(alpha, inner, c1, c2, n, k):
-    rng = np.random.default_rng(2)
-    drafted = sum(round_tokens(rng, inner, k) for _ in range(n))
-    tokens, seconds = reviewed(rng, alpha, drafted), 1 + n * (c1 + k * c2)
-    value = cascade.ewif_vertical(alpha, inner, c1, c2, n, k)
-    assert near(tokens / seconds, value)
-    # summed over the draft's length: the n-fold convolution of equation 3, and Leviathan et al.'s expectation for each length
-    lengths = np.array([1.0])
-    for _ in range(n):
-        lengths = np.convolve(lengths, [0.0] + list(probabilities(inner, k).values()))
-    exact = sum(p * sum(alpha ** i for i in range(j + 1)) for j, p in enumerate(lengths))
-    assert value == pytest.approx(exact / seconds)
-    if alpha < 1:                                               # equation 2 as printed
-        printed = (1 - alpha * cascade.phi(alpha, inner, k) ** n) / ((1 - alpha) * (1 + n * c1 + n * k * c2))
-        assert value == pytest.approx(printed)
+def test_a_drafter_that_knows_its_own_mind_is_calibrated():
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(20000, generator=generator)
+    judged = list(zip(p.tolist(), (torch.rand(20000, generator=generator) < p).tolist()))
+    assert calibration.reliability(judged)[1] < 0.02
+    assert calibration.reliability([(x ** 0.5, ok) for x, ok in judged])[1] > 0.1
 
 
-def cascade_of_models(rng, p_target, p_d1, p_d2, n, k, trials=TRIALS):
-    """Theorem 4.3's process with real speculative sampling from three fixed distributions over tokens -> tokens (trials,)"""
-    rest = np.maximum(p_d1 - p_d2, 0)                           # what M_d1 draws from after a rejection
-    alive, accepted = np.ones(trials, bool), np.zeros(trials)
-    for _ in range(n):
-        going = np.ones(trials, bool)
-        for i in range(k + 1):
-            x = rng.choice(len(p_d2), trials, p=p_d2)
-            keep = rng.random(trials) < p_d1[x] / p_d2[x]
-            x = np.where(keep, x, rng.choice(len(rest), trials, p=rest / rest.sum()))
-            if i == k:                                          # all k accepted: M_d1's own token
-                x = rng.choice(len(p_d1), trials, p=p_d1)
-            accept = rng.random(trials) < p_target[x] / p_d1[x]
-            alive &= accept | ~going                            # where the inner round is over there is no token to review
-            accepted += going & alive
-            going &= keep
-    return accepted + 1
+# ---------------------------------------------------------------- acceptance by position
+def test_position_acceptance_against_a_count_by_hand(run):
+    """The played rounds are made up: which positions were drafted, judged, accepted."""
+    rounds = [([5, 6, 7], [5, 6, 9]), ([5, 6, 7], [4]), ([5, 6, 7], [5, 6, 7, 8]), ([5, 6, 7], [5, 6])]
+    played = [(verify.Tree(torch.tensor([0] + d), torch.arange(-1, len(d))), out) for d, out in rounds]
+    # position 3 of the last round was never judged: the output ended before it
+    assert acceptance.position_acceptance(played) == [[4, 3], [4, 3], [3, 1]]
+    absent = verify.Tree(torch.tensor([0, 5, 6]), torch.tensor([-1, 0, -1]))
+    assert acceptance.position_acceptance([(absent, [5, 6])]) == [[1, 1]], "an absent node was not drafted"
+    drafter = Guesser(run)
+    found = acceptance.position_acceptance(calibration.played(run, drafter, partial(cape.chain, gamma=3)))
+    drafted, accepted = [0] * 3, [0] * 3
+    for judged in by_hand(run, drafter, 3):
+        for i, (_, ok) in enumerate(judged):
+            accepted[i] += ok
+    assert [ok for _, ok in found] == [n for n in accepted if n] + [0] * (len(found) - sum(n > 0 for n in accepted))
+    assert all(n >= ok for n, ok in found) and found[0][0] >= found[-1][0]
+    plot = acceptance.position_plot("mine", [[4, 3], [2, 0]]).splitlines()
+    assert plot[2:] == [f"    1  0.75       4  {'#' * 30}", "    2  0.00       2"]
 
 
-def overlap(p, q):
-    return np.minimum(p, q).sum()
+# ---------------------------------------------------------------- tree optimality
+TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
 
 
-def test_theorem_4_3_holds_for_models_whose_reviews_are_independent():
-    u1, u2, v1, vt = np.array([0.7, 0.3]), np.array([0.4, 0.6]), np.array([0.2, 0.8]), np.array([0.5, 0.5])
-    p_d2, p_d1, p_target = np.outer(u2, v1).ravel(), np.outer(u1, v1).ravel(), np.outer(u1, vt).ravel()
-    tokens = cascade_of_models(np.random.default_rng(3), p_target, p_d1, p_d2, n=3, k=2)
-    assert near(tokens, cascade.ewif_vertical(overlap(p_target, p_d1), overlap(p_d1, p_d2), 0.0, 0.0, 3, 2))
+@pytest.mark.parametrize("build", [
+    partial(cape.cape, gamma=2, sizes=(1,), edges=()), partial(cape.chain, gamma=3), partial(cape.beam, gamma=3, width=2),
+    partial(pct.pct, cost=0.2, leaf=0.04, width=3, depth=3), partial(pct.vct, width=2, depth=2)])
+def test_tree_optimality_against_all_subtrees(build):
+    """A hand-made drafter over four tokens: the best n nodes under what was asked, by trying every set of that size."""
+    shown = {}
+
+    def decode(judged, ids, limit):                        # one round
+        shown["tree"] = judged(lambda tokens, parents: TABLE[tokens], torch.tensor([0]))
+    found = optimality.optimality(decode, build, [("x", [0], 8)])
+    tree, asked = shown["tree"], []
+    build(lambda tokens, parents: asked.extend(zip(tokens.tolist(), parents)) or TABLE[tokens], torch.tensor([0]))
+    joint = []
+    for token, parent in asked:
+        joint.append(joint[parent] * TABLE[asked[parent][0], token].item() if parent >= 0 else 1.0)
+    candidates = [joint[i] * TABLE[token, x].item() for i, (token, _) in enumerate(asked) for x in range(4)]
+    above, kept, n = {0: 1.0}, 0.0, 0
+    for i, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())):
+        if i and parent >= 0:                              # absent nodes are no nodes
+            above[i] = above[parent] * TABLE[tree.tokens[parent], token].item()
+            kept, n = kept + above[i], n + 1
+    best = max(sum(c) for c in combinations(candidates, n)) if len(candidates) <= 16 else sum(sorted(candidates)[-n:])
+    assert found == pytest.approx(kept / best) and 0 < found <= 1 + 1e-9
 
 
-@pytest.mark.parametrize("p_target", [[0.9, 0.1], [0.1, 0.9]])
-def test_theorem_4_3_where_the_reviews_depend_on_each_other_and_how_it_is_mended(p_target):
-    p_d1, p_d2, p_target = np.array([0.5, 0.5]), np.array([0.9, 0.1]), np.array(p_target)     # M_t likes what M_d2 likes, or dislikes it
-    alpha, inner = overlap(p_target, p_d1), overlap(p_d1, p_d2)
-    both = (np.minimum(p_d1, p_d2) * np.minimum(1, p_target / p_d1)).sum()
-    tokens = cascade_of_models(np.random.default_rng(4), p_target, p_d1, p_d2, n=2, k=4)
-    theorem = cascade.ewif_vertical(alpha, inner, 0.0, 0.0, 2, 4)
-    assert far(tokens, theorem) and (theorem < tokens.mean()) == (both > alpha * inner)
-    assert near(tokens, cascade.ewif_vertical(alpha, both / alpha, 0.0, 0.0, 2, 4))
+def test_tree_optimality_of_nothing():
+    def decode(judged, ids, limit):
+        judged(lambda tokens, parents: torch.zeros(len(tokens), 4), torch.tensor([0]))
+    assert optimality.optimality(decode, cape.cape, [("x", [0], 8)]) is None
 
 
-@pytest.mark.parametrize("inner", [0.05, 0.5, 0.95])
-@pytest.mark.parametrize("alpha", [0.05, 0.4, 0.8, 0.99])
-def test_corollary_4_4(alpha, inner):
-    for n, k, c1 in product((1, 3, 8), (1, 4, 10), (0.01, 0.2)):
-        assert cascade.phi(alpha, inner, k) < alpha
-        assert (1 - (alpha * inner) ** (k + 1)) / (1 - alpha * inner) > 1                # the proof says < 1
-        alone = cascade.ewif_speculative(alpha, c1, n)
-        assert cascade.ewif_vertical(alpha, inner, c1, 0.0, n, k) > alone
-        # how large c2 may be: where the tokens gained are paid for by the time of n k drafts, and not beyond
-        gain = cascade.ewif_vertical(alpha, inner, 0.0, 0.0, n, k) / cascade.ewif_speculative(alpha, 0.0, n)
-        limit = (gain - 1) * (1 + n * c1) / (n * k)
-        assert cascade.ewif_vertical(alpha, inner, c1, 0.99 * limit, n, k) > alone > cascade.ewif_vertical(alpha, inner, c1, 1.01 * limit, n, k)
+# ---------------------------------------------------------------- the scripts
+@pytest.mark.parametrize("name, more, key", [
+    ("calibration", [], "bins"), ("acceptance", ["cascade(base, k=4)", "maxgram"], "positions"),
+    ("optimality", ["maxgram", "--tree", "chain", "pct(width=2, cost=0.1)"], "tree_optimality")])
+def test_a_script_takes_the_benchmark_s_flags(name, more, key, tmp_path, monkeypatch, capsys):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "def main("}\n')
+    monkeypatch.chdir(tmp_path)
+    argv = ["--device", "cpu", "--threads", "1", "--prompts", "p.jsonl", "--max-new-tokens", "12", "--json", "r.jsonl", "--drafter", "glide", *more]
+    if name == "calibration":                              # once in a process of its own, from another folder
+        done = subprocess.run([sys.executable, str(ROOT / "figures" / f"{name}.py"), *argv], capture_output=True, text=True,
+                              env={**os.environ, "HF_HUB_OFFLINE": "1"})
+        assert done.returncode == 0, done.stderr
+        out = done.stdout
+    else:
+        assert {"acceptance": acceptance, "optimality": optimality}[name].main(argv) == 0
+        out = capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    labels = {"calibration": ["glide"], "acceptance": ["glide", "cascade(base, k=4)", "maxgram"], "optimality": ["glide", "glide", "maxgram"]}
+    assert [row["drafter"] for row in rows] == labels[name] and all(row[key] for row in rows)
+    assert all(row["seed"] == 0 and row["temperature"] == 0 and row["target"] for row in rows) and "glide" in out
+    if name == "acceptance":
+        assert all(0 <= p["accepted"] <= p["drafted"] for row in rows for p in row["positions"])
+        assert len(rows[1]["positions"]) <= 5 and [p["position"] for p in rows[0]["positions"]] == list(range(1, len(rows[0]["positions"]) + 1))
 
 
-def test_corollary_4_4_needs_its_conditions():
-    for alpha, inner, k in [(1.0, 0.5, 3), (0.6, 0.0, 3), (0.6, 0.5, 0)]:
-        assert cascade.phi(alpha, inner, k) == pytest.approx(alpha)                      # not <
-    assert cascade.ewif_vertical(0.6, 0.0, 0.1, 0.0, 4, 3) == pytest.approx(cascade.ewif_speculative(0.6, 0.1, 4))
-    assert cascade.ewif_vertical(0.6, 0.5, 0.1, 0.0, 4, 0) == pytest.approx(cascade.ewif_speculative(0.6, 0.1, 4))
-    assert cascade.phi(0.0, 0.5, 3) == pytest.approx(0)
-    assert cascade.ewif_vertical(1.0, 0.5, 0.1, 0.0, 4, 3) > cascade.ewif_speculative(1.0, 0.1, 4)   # phi(1) = 1 and yet longer drafts
-
-
-# ---- Theorem 4.5, Corollary 4.6, Table 1
-
-SMALL, BASE, XXL = 77, 248, 11300                               # million parameters
-TABLE_1 = [  # alpha of SMALL, of BASE (Leviathan et al.), tokens by BASE, then by SMALL, EWIF
-    (0.65, 0.73, 0, 9, 2.65), (0.65, 0.73, 8, 0, 2.96), (0.65, 0.73, 5, 3, 3.03),
-    (0.75, 0.80, 0, 12, 3.61), (0.75, 0.80, 11, 0, 3.75), (0.75, 0.80, 5, 8, 3.93)]
-
-
-def table_1(small, base, k_base, k_small):
-    return cascade.ewif_horizontal([base] * k_base + [small] * k_small, [BASE / XXL] * k_base + [SMALL / XXL] * k_small)
-
-
-@pytest.mark.parametrize("small, base, k_base, k_small, printed", TABLE_1)
-def test_table_1(small, base, k_base, k_small, printed):
-    value = table_1(small, base, k_base, k_small)
-    assert abs(value - printed) < 0.01
-    if not k_base or not k_small:
-        alpha, c, k = (base, BASE / XXL, k_base) if k_base else (small, SMALL / XXL, k_small)
-        assert value == pytest.approx(cascade.ewif_speculative(alpha, c, k))
-    best = max(product(range(20) if k_base else [0], range(20) if k_small else [0]), key=lambda ks: table_1(small, base, *ks))
-    assert best == ((5, 5) if (k_base, k_small, small) == (5, 3, 0.65) else (k_base, k_small))     # the third row's are not the best
-
-
-@pytest.mark.parametrize("a1, c1, k1, a2, c2, k2", [(0.8, 0.1, 3, 0.5, 0.01, 4), (0.95, 0.2, 1, 0.9, 0.0, 10), (0.6, 0.05, 5, 0.7, 0.02, 2)])
-def test_theorem_4_5_is_what_a_simulation_gives(a1, c1, k1, a2, c2, k2):
-    rng = np.random.default_rng(5)
-    first, second = round_tokens(rng, a1, k1) - 1, round_tokens(rng, a2, k2) - 1
-    accepted = first + np.where(first == k1, second, 0)         # the cheaper drafter's tokens count where all before them do
-    value = cascade.ewif_horizontal([a1] * k1 + [a2] * k2, [c1] * k1 + [c2] * k2)
-    assert near((accepted + 1) / (1 + k1 * c1 + k2 * c2), value)
-
-
-def test_horizontal_with_one_drafter_is_corollary_4_2():
-    for alpha, c, k in product((0.0, 0.3, 0.9, 1.0), (0.0, 0.1), (0, 1, 5)):
-        assert cascade.ewif_horizontal([alpha] * k, [c] * k) == pytest.approx(cascade.ewif_speculative(alpha, c, k))
-
-
-@pytest.mark.parametrize("k", [1, 2, 6])
-def test_corollary_4_6_is_the_derivative(k):
-    rng = np.random.default_rng(k)
-    alphas, costs = rng.uniform(0.1, 0.9, k).tolist(), rng.uniform(0, 0.2, k).tolist()
-    h = 1e-5
-    for l in range(1, k + 1):
-        up, down = list(alphas), list(alphas)
-        up[l - 1], down[l - 1] = alphas[l - 1] + h, alphas[l - 1] - h
-        slope = (cascade.ewif_horizontal(up, costs) - cascade.ewif_horizontal(down, costs)) / (2 * h)
-        assert cascade.d_ewif_horizontal(l, alphas, costs) == pytest.approx(slope, rel=1e-7)
-    seconds = 1 + sum(costs)                                     # the two cases that the corollary writes out
-    assert cascade.d_ewif_horizontal(1, alphas, costs) == pytest.approx(sum(np.prod(alphas[1:i]) for i in range(1, k + 1)) / seconds)
-    assert cascade.d_ewif_horizontal(k, alphas, costs) == pytest.approx(np.prod(alphas[:-1]) / seconds)
-    alphas[0] = 0.0                                              # nothing is divided by alpha_l
-    assert cascade.d_ewif_horizontal(1, alphas, costs) == pytest.approx(sum(np.prod(alphas[1:i]) for i in range(1, k + 1)) / seconds)
-
-
-def test_with_one_drafter_earlier_tokens_matter_more():
-    worth = [cascade.d_ewif_horizontal(l, [0.7] * 8, [0.1] * 8) for l in range(1, 9)]
-    assert worth == sorted(worth, reverse=True) and worth[0] > worth[-1]
-
-
-# ---- SWI
-
-def test_swi_by_hand():
-    # 100 tokens by 20 runs of the target, 60 of a drafter at 1/10 and 200 of one at 1/100 of its cost: 100 / (20 + 6 + 2)
-    assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
-    assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0]) == pytest.approx(100 / 26)       # a statistical drafter costs nothing
-    assert cascade.swi(37, [37], [1]) == 1                                               # plain decoding
-
-
-def test_swi_of_a_long_simulated_run_is_its_ewif():
-    alpha, inner, c1, c2, n, k = VERTICAL[0]
-    rng = np.random.default_rng(6)
-    tokens = reviewed(rng, alpha, sum(round_tokens(rng, inner, k) for _ in range(n)))
-    value = cascade.swi(tokens.sum(), [TRIALS, n * TRIALS, n * k * TRIALS], [1, c1, c2])
-    assert value == pytest.approx(cascade.ewif_vertical(alpha, inner, c1, c2, n, k), rel=0.01)
-
-
-@pytest.mark.parametrize("call", [
-    lambda: cascade.phi(0.5, 1.2, 3), lambda: cascade.ewif_speculative(0.5, 0.1, -1), lambda: cascade.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1),
-    lambda: cascade.ewif_horizontal([0.5], []), lambda: cascade.d_ewif_horizontal(0, [0.5], [0.1]), lambda: cascade.d_ewif_horizontal(2, [0.5], [0.1]),
-    lambda: cascade.swi(10, [5, 5], [1]), lambda: cascade.swi(10, [5, 5], [0.1, 1])])
-def test_arguments_out_of_range_are_refused(call):
-    with pytest.raises(AssertionError):
-        call()
+def test_mistakes_are_one_sentence(capsys):
+    for figure in (acceptance, calibration, optimality):
+        assert figure.main(["--drafter", "bush"]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"figures/{figure.__name__}.py: ") and err.count("\n") == 1 and "bush" in err

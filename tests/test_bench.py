@@ -1,12 +1,11 @@
-"""The benchmark end to end, its formula against the paper's table, its mistakes, and the demos of files copied out alone."""
-import contextlib
+"""The benchmark end to end, its formula against the paper's table, its prompts, and its mistakes."""
 import gzip
 import json
-import runpy
+import os
+import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ import bench
 import train
 
 DATA = ROOT.parent / "shared" / "data"
+TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 
 # GLIDE paper, Table 1: cost %, then (acceptance %, E(Spd.)) on GSM8K, Finance-Alpaca, Spider, Code.  gamma = 5 (section 5.1).
 TABLE_1 = """
@@ -42,19 +42,34 @@ def test_expected_speedup_reproduces_table_1():
         assert abs(round(bench.expected_speedup(alpha, c, 5), 2) - printed) <= 0.01 + 1e-9, (name, alpha, c)
 
 
+def tokenizer_of(text, vocab):
+    """A byte-level BPE of `vocab` tokens."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+    made = ByteLevelBPETokenizer()
+    made.train_from_iterator([text], vocab_size=vocab, min_frequency=1, special_tokens=["<|endoftext|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<|endoftext|>")
+
+
+def save(folder, model, tokenizer):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A tiny random target with both drafters, trained for a few steps on a made-up text."""
+    """A tiny random target with drafters trained for a few steps on a made-up text, and two stages of a cascade."""
     folder = tmp_path_factory.mktemp("bench")
-    text = "def add(a, b):\n    return a + b\n\n" * 100
-    tokenizer = train.train_tokenizer([text], 300)
-    for name, seed in (("model", 0), ("other", 1)):
-        tiny("llama", vocab_size=300, max_position_embeddings=64, seed=seed).float().save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
-    (folder / "text.txt").write_text(text)
-    assert train.main(["glide", "vanilla", "edd", "base", "small", "--layers", "1", "--hidden", "2", "--target", str(folder / "model"),
-                       "--data", str(folder / "text.txt"), "--out", str(folder / "drafters"),
-                       "--work", str(folder / "work"), "--device", "cpu", "--steps", "3", "--batch", "2", "--length", "24", "--width", "16"]) == 0
+    tokenizer, sizes = tokenizer_of(TEXT, 300), {"vocab_size": 300, "max_position_embeddings": 64}
+    for seed, name in enumerate(("model", "other")):
+        save(folder / name, tiny("llama", seed=seed, **sizes).float(), tokenizer)
+    for layers, name in ((2, "base"), (1, "small")):
+        save(folder / "drafters" / name, tiny("llama", seed=layers, num_hidden_layers=layers, **sizes).float(), tokenizer)
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "more.txt").write_text(TEXT * 60)
+    argv = ["--target", str(folder / "model"), "--data", str(folder / "text.txt"), str(folder / "more.txt"), "--out", str(folder / "drafters"),
+            "--work", str(folder / "work"), "--device", "cpu", "--steps", "3", "--batch", "2", "--length", "24", "--width", "16", "--hidden", "2"]
+    assert train.main(["glide", "vanilla", "edd", *argv]) == 0
     (folder / "prompts.jsonl").write_text('{"prompt": "def add("}\n{"prompt": "return a + b"}\n{"question": "1 + 1?", "answer": "2"}\n')
     return folder
 
@@ -64,209 +79,313 @@ def args(small, *more):
             "--max-new-tokens", "12", "--device", "cpu", *more]
 
 
-FIELDS = """target drafter tree dtype device threads batch seed gamma depth tree_optimality temperature prompts tokens tokens_per_second speedup speedup_low
-speedup_high speedup_vs_generate tau alpha alpha_depth nodes draft_forwards c expected_speedup draft_ms verify_ms target_ms share_draft
-share_verify share_other time_to_first_token peak_memory lossless first_divergence distinct_4grams versions""".split()
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+FIELDS = """target drafter tree settings group dtype device threads batch seed depth temperature prompts tokens tokens_per_second
+speedup speedup_low speedup_high speedup_vs_generate tau alpha alpha_overlap alpha_depth nodes draft_forwards c expected_speedup draft_ms
+verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_token peak_memory lossless first_divergence stages K runs
+distinct_4grams versions""".split()
+TREES = ["chain", "chain(gamma=3)", "cape", "cape(gamma=3)", "fixed", "fixed(size=2)", "beam", "beam(width=8)", "pct", "pct(width=3, leaf=0)",
+         "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
 
 
 def test_the_whole_grid(small, tmp_path, capsys):
-    trees = ["chain", "cape", "fixed", "beam", "beam8", "pct", "pct-cost", "pct-own", "pct-leaves", "vct", "eagle2"]
-    assert bench.main(args(small, "--drafter", "vanilla", "glide", "edd", "--tree", *trees, "--json", str(tmp_path / "r.jsonl"), "--show")) == 0
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert bench.main(args(small, "--drafter", "vanilla", "glide", "edd", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = rows_of(tmp_path / "r.jsonl")
     assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
-        (d, t) for d in ("vanilla", "glide", "edd") for t in trees]
+        (d, t) for d in ("vanilla", "glide", "edd") for t in TREES]
     for r in rows:
         assert set(FIELDS) <= set(r) and r["lossless"] is True and r["first_divergence"] is None
         assert r["tokens"] == 3 * 12 and r["prompts"] == 3 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
-        if r["tree"]:
-            assert abs(sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) - 1) < 1e-9
-            assert (r["alpha"] is not None) == (r["tree"] == "chain") and 1 <= r["tau"] <= r["depth"] + 1
-            assert r["alpha_depth"] == (r["tau"] / r["depth"] if r["depth"] else None)
-            assert r["nodes"] or r["tree"].startswith("pct"), "PCT may find nothing worth verifying"
-            if r["nodes"]:
-                assert 0 < r["tree_optimality"] <= 1 + 1e-9 and 0 < r["depth"] <= (10 if r["tree"].startswith("pct") else 6 if r["tree"] == "eagle2" else 5)
-        if r["tree"] == "chain":
-            assert r["expected_speedup"] == bench.expected_speedup(r["alpha"], r["c"], 5)
+        assert r["tree"] or not r["settings"]
+        if not r["tree"]:
+            assert r["c"] is r["tau"] is None
+            continue
+        assert r["draft_forwards"] > 0 and r["c"] > 0
+        assert abs(sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) - 1) < 1e-9
+        assert (r["alpha"] is not None) == r["tree"].startswith("chain") or r["nodes"] < 2 or "width=1" in r["tree"], "only chains have an alpha"
+        assert 1 <= r["tau"] <= r["depth"] + 1
+        assert r["alpha_depth"] == (r["tau"] / r["depth"] if r["depth"] else None)
+        assert r["nodes"] or r["tree"][:3] in ("pct", "own"), "PCT may find nothing worth verifying"
+        assert r["depth"] <= (10 if r["tree"][:3] in ("pct", "own") else 6 if r["tree"] == "eagle2" else r["settings"].get("gamma", 5))
+        if r["tree"].startswith("chain"):
+            gamma = 3 if r["tree"] == "chain(gamma=3)" else 5
+            assert r["settings"] == {"gamma": gamma} and r["nodes"] <= gamma
+            assert r["expected_speedup"] == (bench.expected_speedup(r["alpha"], r["c"], gamma) if r["alpha"] else None)
     assert any(r["speedup"] == 1 and r["drafter"].startswith("plain") for r in rows), "the baseline is one of the plain arms"
+    found = {(r["drafter"], r["tree"]): r["settings"] for r in rows}
+    assert found["glide", "pct(width=3, leaf=0)"]["width"] == 3 and found["glide", "pct(width=3, leaf=0)"]["leaf"] == 0
+    for d in ("vanilla", "glide", "edd"):
+        assert found[d, "pct"]["cost"] == found[d, "pct-cost"]["cost"], "measured once a drafter"
     out = capsys.readouterr().out
-    assert "glide x cape" in out and "[accepted]bonus" in out
+    assert "glide x cape(gamma=3)" in out and "baseline: plain" in out
 
 
-def test_reliability_against_a_count_by_hand():
-    judged = [(0.05, False), (0.1, True), (0.10001, True), (0.95, True), (1.0, True), (0.99, False), (0.0, False)]
-    rows, error = bench.reliability(judged)
-    assert [r["count"] for r in rows] == [3, 1, 0, 0, 0, 0, 0, 0, 0, 3], "bins are closed on the right"
-    assert rows[0]["acceptance"] == 1 / 3 and rows[9]["confidence"] == pytest.approx(0.98) and rows[4]["acceptance"] is None
-    assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
-    assert bench.reliability([])[1] == 0
-    plot = bench.reliability_plot("edd", rows, error).splitlines()
-    assert len(plot) == 12 and plot[-1].count("#") == round(40 * 2 / 3) and plot[-1].index("|") > plot[-1].rindex("#")
+def test_what_is_measured_is_not_what_is_given(small, monkeypatch, capsys):
+    """s_d / s_t of a disturbed machine is refused; a given one is taken, and nothing is measured."""
+    run = bench.Run(args(small, "--drafter", "glide", "--tree", "pct", "pct(cost=0.3)", "pct-cost(node_price=0.5)", "fixed(size=1)", "fixed"))
+    pct, given, priced, size, fixed = run.trees
+    assert bench.builder(run, "glide", given).keywords == {"cost": 0.3} and not run.costs and not run.notes
+    assert bench.builder(run, "glide", size).keywords == {"size": 1}
+    clock = iter(range(10 ** 9))
+    monkeypatch.setattr(bench.time, "perf_counter", lambda: next(clock) * 1e-3)       # every step takes as long: s_d / s_t is about 1
+    found = bench.builder(run, "glide", priced).keywords
+    assert set(found) == {"cost", "node_price"} and found["node_price"] == 0.5 and 0.5 < found["cost"] <= 1 or "cannot be" in run.notes[-1]
+    run.costs.clear()
+    total = bench.Record.settle
+
+    def disturbed(self):
+        total(self)
+        self.total["draft"] *= 1e-6
+    monkeypatch.setattr(bench.Record, "settle", disturbed)
+    assert bench.builder(run, "glide", pct).keywords == {} and "cannot be" in run.notes[-1] and str(bench.pct.COST) in run.notes[-1]
+    monkeypatch.undo()
+    cape = [run.decode(run.drafters["glide"], bench.cape.cape, ids, limit).total for _, ids, limit in run.prompts]
+    mean = sum(t["nodes"] for t in cape) / sum(t["depth"] for t in cape) - 1
+    assert bench.builder(run, "glide", fixed).keywords == {"size": round(mean)}
 
 
-def test_calibration_judges_up_to_the_first_rejection(small, tmp_path, monkeypatch, capsys):
-    """The pairs it counts, against chains drafted by hand over the plain output."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(small / "model"), AutoTokenizer.from_pretrained(small / "model")
-    target, drafter = bench.verify.Target(model), bench.kind_of("edd").load(small / "drafters" / "edd", model)[0]
-    ids = tokenizer("def add(")["input_ids"]
-    a = bench.parser().parse_args([])
-    found = bench.calibration(target, drafter, [("x", ids, 12)], a, [])
-    text, at, expected = ids + plain(model, ids, 12), len(ids), []
-    with torch.inference_mode():
-        while at < len(text) - 1:
-            path, judged = text[:at + 1], 0
-            for i in range(min(10, len(text) - 2 - at)):              # the last token cannot be a drafted one: a bonus follows
-                target.watch(drafter.needs)
-                drafter.reset()
-                target.sync(text[:at])
-                drafter.begin(target.view())
-                row = drafter.expand(torch.tensor(path[at:]), list(range(-1, len(path) - at - 1)))[-1]
-                row = row ** (1 / drafter.temperature) / (row ** (1 / drafter.temperature)).sum()
-                path.append(row.argmax().item())
-                expected.append((row.max().item(), path[-1] == text[at + 1 + i]))
-                if not expected[-1][1]:
-                    break
-                judged += 1
-            at += judged + 1
-    assert [ok for _, ok in found] == [ok for _, ok in expected]
-    assert [p for p, _ in found] == pytest.approx([p for p, _ in expected], abs=1e-5)
-    assert bench.main(args(small, "--drafter", "edd", "glide", "--calibration", "--json", str(tmp_path / "c.jsonl"))) == 0
-    rows = [json.loads(line) for line in (tmp_path / "c.jsonl").read_text().splitlines()]
-    assert [r["drafter"] for r in rows] == ["edd", "glide"] and all(len(r["bins"]) == 10 and 0 <= r["ece"] <= 1 for r in rows)
-    assert "edd: expected calibration error" in capsys.readouterr().out
+def test_fixed_is_sized_for_each_drafter(small, monkeypatch):
+    run = bench.Run(args(small, "--drafter", "glide", "edd", "--tree", "fixed"))
+    nodes = {"glide": 10, "edd": 30}
 
-
-def test_tree_optimality_against_all_subtrees(small):
-    """A hand-made drafter over four tokens: the best n nodes under what was asked, by trying every set of that size."""
-    from itertools import combinations
-    table = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
-    shown = {}
-
-    class Drafter:
-        needs = {}
-
-        def expand(self, tokens, parents):
-            return table[tokens]
-
-        def reset(self):
-            pass
-        begin = keep = lambda self, x: None
-
-    class OneRound:                                        # the loop, cut down to one tree
-        def generate(target, drafter, build, ids, limit, **more):
-            shown["tree"] = build(drafter.expand, torch.tensor([0]))
-    a = bench.parser().parse_args([])
-    for build in (bench.partial(bench.cape.cape, gamma=2, sizes=(1,), edges=()), bench.partial(bench.cape.chain, gamma=3),
-                  bench.partial(bench.pct.pct, cost=0.2, leaf=0.04, width=3, depth=3), bench.partial(bench.pct.vct, width=2, depth=2)):
-        with pytest.MonkeyPatch.context() as m:
-            m.setattr(bench.verify, "generate", OneRound.generate)
-            found = bench.optimality(None, Drafter(), build, [("x", [0], 8)], a, [])
-        tree, asked = shown["tree"], []
-        build(lambda tokens, parents, asked=asked: asked.extend(zip(tokens.tolist(), parents)) or table[tokens], torch.tensor([0]))
-        joint = []
-        for token, parent in asked:
-            joint.append(joint[parent] * table[asked[parent][0], token].item() if parent >= 0 else 1.0)
-        candidates = [joint[i] * table[token, x].item() for i, (token, _) in enumerate(asked) for x in range(4)]
-        n = len(tree.tokens) - 1
-        best = max(sum(c) for c in combinations(candidates, n)) if len(candidates) <= 16 else sum(sorted(candidates)[-n:])
-        above, kept = [1.0], 0.0
-        for token, parent in list(zip(tree.tokens.tolist(), tree.parents.tolist()))[1:]:
-            above.append(above[parent] * table[tree.tokens[parent], token].item())
-            kept += above[-1]
-        assert found == pytest.approx(kept / best)
+    def decode(drafter, build, ids, limit, streamer=None):
+        out = bench.Record()
+        out.total.update(nodes=nodes[next(label for label, d in run.drafters.items() if d is drafter)], depth=5)
+        return out
+    monkeypatch.setattr(run, "decode", decode)
+    assert [bench.builder(run, d, run.trees[0]).keywords["size"] for d in ("glide", "edd")] == [1, 5]
 
 
 def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
-    assert bench.main(args(small, "--tree", "cape", "drawn", "--temperature", "0.8", "--top-k", "20", "--json", str(tmp_path / "r.jsonl"))) == 0
-    rows = {(r["drafter"], r["tree"]): r for r in map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())}
-    assert rows["glide", "cape"]["lossless"] is True, "keyed noise: plain sampling's tokens"
+    assert bench.main(args(small, "--tree", "cape", "drawn", "--drafter", "glide", "maxgram", "--temperature", "0.8", "--top-k", "20",
+                           "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
+    for drafter in ("glide", "maxgram"):
+        assert rows[drafter, "cape"]["lossless"] is True, "keyed noise: plain sampling's tokens"
     assert rows["glide", "drawn"]["lossless"] is None and 0 < rows["glide", "drawn"]["alpha_overlap"] <= 1
+    assert rows["generate()", None]["lossless"] is None and rows["plain", None]["lossless"] is True
 
 
 def test_plain_arm_is_the_models_own_greedy_output(small):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(small / "model"), AutoTokenizer.from_pretrained(small / "model")
-    ids = tokenizer("def add(")["input_ids"]
-    target = bench.verify.Target(model)
-    assert bench.verify.generate(target, None, bench.verify.no_draft, ids, 10).tokens == plain(model, ids, 10)
+    run = bench.Run(args(small))
+    _, ids, limit = run.prompts[0]
+    assert run.decode(None, bench.verify.no_draft, ids, limit).tokens == plain(run.model, ids, limit) == bench.library(run, ids, limit).tokens
+
+
+def test_counts_of_rounds_by_hand():
+    """(new, path, parents) of rounds -> what a Record counts: an absent node, a rejection, a cut by the length limit."""
+    out = bench.Record()
+    out.round([5, 6, 9], [0, 1, 2], [-1, 0, 1, 2, -1])              # two of three accepted; a place left empty
+    out.round([5], [0], [-1, 0, 0])                                # a tree, nothing accepted
+    assert out.total == {"rounds": 2, "nodes": 5, "depth": 4, "accepted": 2, "tested": 4, "trees": 1, "drawn": 0, "draft_forwards": 0}
+    assert out.runs == [3, 1] and out.tokens == [5, 6, 9, 5] and out.tau == 2
+    out = bench.Record()
+    out.round([5, 6], [0, 1, 2, 3], [-1, 0, 1, 2])                  # the output ended: two of three accepted ones are in it
+    assert out.total["accepted"] == out.total["tested"] == 2
+    p, q = torch.tensor([[0.5, 0.5], [0.2, 0.8]]), torch.tensor([[0.9, 0.1], [0.1, 0.9]])
+    out.round([1], [0], [-1, 0], p, q)
+    assert out.total["overlap"] == pytest.approx(0.6) and out.total["drawn"] == 1
 
 
 def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch, capsys):
     generate, calls = bench.verify.generate, []
 
-    def interrupting(*args, **how):
+    def interrupting(*given, **how):
         calls.append(1)
         if len(calls) == 10:               # three arms of ours: warm-up, two prompts, and then
             raise KeyboardInterrupt
-        return generate(*args, **how)
+        return generate(*given, **how)
     monkeypatch.setattr(bench.verify, "generate", interrupting)
     assert bench.main(args(small, "--json", str(tmp_path / "r.jsonl"))) == 130
-    assert {json.loads(line)["prompts"] for line in (tmp_path / "r.jsonl").read_text().splitlines()} == {2}
+    assert {r["prompts"] for r in rows_of(tmp_path / "r.jsonl") if r["group"] == "all"} == {2}
     assert "2 of 3 prompts" in capsys.readouterr().err
+    calls[:] = [1] * 6                     # and before anything was measured
+    (tmp_path / "r.jsonl").unlink()
+    assert bench.main(args(small, "--json", str(tmp_path / "r.jsonl"))) == 130
+    assert "before there was anything" in capsys.readouterr().err and not (tmp_path / "r.jsonl").exists()
 
 
-def test_divergence_is_reported_with_its_gap(small):
+def test_divergence_is_reported_with_its_gap(small, monkeypatch, tmp_path, capsys):
     """A wrong output on purpose: the first wrong token is named, and the gap is that of the model's own logits."""
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(small / "model")
-    ids, target = [5, 6, 7], bench.verify.Target(model)
-    right = plain(model, ids, 6)
-    wrong = right[:4] + [(right[4] + 1) % 300] + right[5:]
-    found = bench.divergence(target, ids, wrong, right, 2)
-    with torch.no_grad():
-        logits = model(torch.tensor([ids + right[:4]])).logits[0, -1]
-    assert found["prompt"] == 2 and found["token"] == 4
-    assert abs(found["logit_gap"] - (logits[right[4]] - logits[wrong[4]]).item()) < 1e-4
+    run = bench.Run(args(small))
+    i, ids = 1, run.prompts[1][1]
+    right = plain(run.model, ids, 6)
+    base, arm = bench.Arm("plain", None), bench.Arm("ours", None)
+    for at in (4, 0):
+        wrong = right[:at] + [(right[at] + 1) % 300] + right[at + 1:]
+        for x, tokens in ((base, right), (arm, wrong)):
+            x.results[i] = bench.Record()
+            x.results[i].tokens = tokens
+        found = bench.divergence(run, arm, base, i)
+        with torch.no_grad():
+            logits = run.model(torch.tensor([ids + right[:at]])).logits[0, -1]
+        assert found["prompt"] == i and found["token"] == at
+        assert abs(found["logit_gap"] - (logits[right[at]] - logits[wrong[at]]).item()) < 1e-4
+    arm.results[i].tokens = right[:4]
+    assert bench.divergence(run, arm, base, i) == {"prompt": i, "token": 4, "logit_gap": None}, "one is the other's beginning"
+    # end to end: a loop that accepts everything
+    accept = bench.verify.accept
+
+    def gullible(tokens, parents, choice):
+        path, new = accept(tokens, parents, choice)
+        return (path, new[:-1] + [(new[-1] + 1) % 300]) if len(parents) > 2 else (path, new)
+    monkeypatch.setattr(bench.verify, "accept", gullible)
+    assert bench.main(args(small, "--tree", "chain", "--json", str(tmp_path / "r.jsonl"))) == 0
+    row = rows_of(tmp_path / "r.jsonl")[-1]
+    assert row["lossless"] is False and row["first_divergence"]["token"] >= 1
+    out = capsys.readouterr().out
+    assert re.search(r"glide x chain .* NO\n", out) and "first_divergence" in out
+
+
+# ---------------------------------------------------------------- what is shown while it runs
+def continuation(run, arm, capsys):
+    bench.show(run, arm)
+    head, text, tail = re.fullmatch(r"\n(--- .*?bonus)\n(.*)\n(--- tau .*)\n", capsys.readouterr().out, re.DOTALL).groups()
+    return head, text, float(tail.split()[-1])
+
+
+def test_show_brackets_what_was_drafted_and_accepted(small, capsys, monkeypatch):
+    run = bench.Run(args(small, "--tree", "chain"))
+    arm = bench.arms_of(run)[-1]
+    _, ids, limit = run.prompts[0]
+    right = run.tokenizer.decode(plain(run.model, ids, limit)).rstrip("\ufffd")
+    oracle = plain(run.model, ids, limit)
+
+    def build(expand, root):                                # drafts two right tokens and a wrong one
+        at = run.target.cache.length - len(ids) + 1
+        tokens = [root.item(), *oracle[at:at + 2], 0][:max(1, limit - at)]
+        return bench.verify.Tree(torch.tensor(tokens), torch.arange(-1, len(tokens) - 1))
+    arm.decode = bench.partial(run.decode, None, build)
+    head, text, tau = continuation(run, arm, capsys)
+    assert head == "--- glide x chain, prompt 1 of prompts: [accepted]bonus" and tau > 2.5
+    assert text.replace("[", "").replace("]", "") == right.replace("[", "").replace("]", "")
+    assert text.count("[") - right.count("[") >= 2
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    _, coloured, _ = continuation(run, arm, capsys)
+    assert coloured.replace("\033[32m", "").replace("\033[0m", "") == right and coloured.count("\033[32m") == coloured.count("\033[0m") >= 2
+
+
+def test_show_waits_for_the_other_half_of_a_character(small, capsys):
+    run = bench.Run(args(small))
+    arm, out = bench.Arm("ours", None), bench.Record()
+    ids = run.tokenizer("aé€b")["input_ids"]
+    assert len(ids) > 4, "characters of several tokens each"
+
+    def decode(prompt, limit, streamer):
+        streamer(ids[:1], 0)
+        for i in range(1, len(ids), 2):
+            streamer(ids[i:i + 2], 1)
+        return out
+    arm.decode = decode
+    _, text, _ = continuation(run, arm, capsys)
+    assert text.replace("[", "").replace("]", "") == "aé€b"
+
+
+def test_the_bar_carries_the_running_speedup(small, monkeypatch):
+    seen = []
+
+    class Bar:
+        def __init__(self, **_):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def update(self):
+            pass
+
+        def set_postfix_str(self, text):
+            seen.append(text)
+    monkeypatch.setattr(bench, "tqdm", Bar)
+    assert bench.main(args(small, "--tree", "chain", "cape", "--show")) == 0
+    assert len(seen) == 3 and all(re.fullmatch(r"glide x chain \d+\.\d\dx, glide x cape \d+\.\d\dx", text) for text in seen)
 
 
 def test_stand_in_end_to_end_in_a_real_process(tmp_path):
-    """The README's main command, small: the shipped weights, the real prompts, token for token."""
+    """The README's main command, small: the shipped weights, token for token."""
+    (tmp_path / "p.jsonl").write_text('{"group": "code", "prompt": "def main("}\n{"group": "math", "question": "What is 2 + 3?"}\n')
+    default = ROOT / "checkpoints" / "prompts.jsonl"
+    prompts = [] if default.exists() else ["--prompts", "p.jsonl"]
     done = subprocess.run([sys.executable, str(ROOT / "bench.py"), "--drafter", "glide", "--tree", "cape", "--limit", "2", "--max-new-tokens", "16",
-                           "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl")], capture_output=True, text=True, cwd=tmp_path)
+                           "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl"), *prompts],
+                          capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode == 0, done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "r.jsonl")
     ours = next(r for r in rows if r["drafter"] == "glide")
-    assert ours["lossless"] is True and ours["tau"] > 1.5 and {r["group"] for r in rows} == {"all", "code", "math"}
+    assert ours["lossless"] is True and ours["tau"] > 1.2 and len({r["group"] for r in rows}) == 3, "all, and two groups"
+    assert "all: 2 prompts" in done.stdout and "glide x cape" in done.stdout
 
 
 # ---------------------------------------------------------------- prompts
-def test_prompt_files_are_told_apart_by_their_fields(tmp_path):
-    cases = {"mt.jsonl": ('{"turns": ["first", "second"]}', [{"role": "user", "content": "first"}]),
-             "gsm.jsonl": ('{"question": "q?", "answer": "a"}', "Question: q?\nAnswer:"),
-             "share.json": ('[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]',
-                            [{"role": "user", "content": "hello"}]),
-             "p.jsonl": ('{"prompt": "def f("}', "def f("), "plain.txt": ("Once upon\n", "Once upon\n")}
-    for name, (text, expected) in cases.items():
-        (tmp_path / name).write_text(text)
-        assert [p for _, p in bench.read_prompts(tmp_path / name)] == [expected], name
+class Words:
+    """A tokenizer that shows what it was given."""
+    chat_template = None
+
+    def __call__(self, text):
+        return {"input_ids": text}
+
+    def apply_chat_template(self, messages, **_):
+        return {"input_ids": messages}
+
+
+@pytest.mark.parametrize("name, text, expected", [
+    ("mt.jsonl", '{"turns": ["first", "second"]}', "first"),
+    ("gsm.jsonl", '{"question": "q?", "answer": "a"}', "Question: q?\nAnswer:"),
+    ("share.json", '[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]', "hello"),
+    ("chat.json", '[{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]', "hello"),
+    ("p.jsonl", '{"prompt": "def f("}', "def f("), ("t.jsonl", '{"text": "once"}', "once"), ("s.json", '["once"]', "once"),
+    ("plain.txt", "Once upon\n", "Once upon\n"), ("none.jsonl", '{"sentence": "x"}', None), ("number.json", "[1]", None)])
+def test_prompt_files_are_told_apart_by_their_fields(tmp_path, name, text, expected):
+    (tmp_path / name).write_text(text)
+    (row,) = train.read_rows(tmp_path / name)
+    tokenizer = Words()
+    assert bench.encode(row, tokenizer) == expected
+    tokenizer.chat_template = "yes"
+    chat = name in ("mt.jsonl", "share.json", "chat.json")
+    assert bench.encode(row, tokenizer) == ([{"role": "user", "content": expected}] if chat else expected)
+
+
+def test_groups_take_turns(small, tmp_path):
+    rows = [{"group": "a", "prompt": f"a{i}"} for i in range(3)] + [{"group": "b", "prompt": "b"}] + [{"prompt": "c"}]
+    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "he.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def g("}\n{"prompt": "def h("}\n'))
-    assert [p for _, p in bench.read_prompts(tmp_path / "he.jsonl.gz")] == ["def g(", "def h("]
+    argv = args(small, "--prompts", str(tmp_path / "file.jsonl"), str(tmp_path / "he.jsonl.gz"))
+    assert [group for group, _, _ in bench.Run(argv).prompts] == ["a", "b", "file", "he", "a", "he", "a"]
+    run = bench.Run([*argv, "--limit", "5"])
+    assert [run.tokenizer.decode(ids) for _, ids, _ in run.prompts] == ["a0", "b", "c", "def g(", "a1"]
 
 
 @pytest.mark.skipif(not DATA.exists(), reason="the public prompt files (../shared/data) are not here")
 def test_public_prompt_files():
     for name, count, start in (("mt_bench.jsonl", 80, None), ("gsm8k_test.jsonl", 1319, "Question: Janet"), ("HumanEval.jsonl.gz", 164, "from typing")):
-        prompts = [p for _, p in bench.read_prompts(DATA / name)]
+        prompts = [bench.encode(row, Words()) for row in train.read_rows(DATA / name)]
         assert len(prompts) == count and all(prompts) and (start is None or prompts[0].startswith(start))
 
 
 # ---------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("more, words", [
-    (["--drafter", "bush"], "no drafter 'bush'"), (["--tree", "bush"], "no tree 'bush'"), (["--gamma", "0"], "--gamma is 0"),
-    (["--gamma", "33"], "exceeds the 32 nodes"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
-    (["--cost", "0"], "--cost is 0"), (["--sizes", "3", "1"], "one more size than edges"),
-    (["--edges", "0.6", "0.3", "0.8"], "ascending edges"), (["--gamma", "100", "--tree", "beam8"], "more than the 511 nodes"),
-    (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--tree", "drawn"], "give --temperature above 0"),
-    (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in"), (["--prompts", "/no/such"], "does not exist"),
-    (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
-    (["--device", "cuda"], "no CUDA device"), (["--nonsense"], "unrecognized arguments"),
-    (["--drafter", "cascade"], "go together"), (["--models", "base"], "go together"), (["--drafter", "cascade", "--models", "maxgram", "base"], "maxgram last"),
-    (["--drafter", "cascade", "--models", "base", "base"], "every stage once"),
-    (["--drafter", "cascade", "--models", "base", "--k", "1", "2"], "take 1 number"),
-    (["--drafter", "cascade", "--models", "base", "small", "--k", "5", "4", "1"], "never falls"), (["--lenience", "0.9"], "--lenience is 0.9"),
-    (["--drafter", "cascade", "--models", "base", "--k", "3", "--k", "4"], "given 2 time(s)"), (["--leaf", "-1"], "--leaf is -1"),
-    (["--drafter", "cascade", "--models", "base", "small", "--costs", "0.1"], "one for each"),
-    (["--drafter", "cascade", "--models", "base", "--lenience", "2", "--tree", "drawn", "--temperature", "1"], "no true distribution"),
+    (["--drafter", "bush"], "called 'bush'"), (["--tree", "bush"], "there is no tree called 'bush'"), (["--tree", "chain(gamma=0)"], "gamma is 0"),
+    (["--tree", "cape(gamma=33)"], "max_nodes 32"), (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"),
+    (["--tree", "pct(cost=-1)"], "between 0 and 1"), (["--tree", "cape(sizes=(3, 1))"], "3 edges need 4 sizes"), (["--limit", "0"], "--limit is 0"),
+    (["--tree", "cape(edges=(0.6, 0.3, 0.8))"], "ascend"), (["--tree", "beam(gamma=100, width=8)"], "that fit"),
+    (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--top-p", "nan"], "--top-p is nan"),
+    (["--top-k", "0"], "--top-k is 0"), (["--threads", "0"], "--threads is 0"), (["--tree", "drawn"], "give --temperature above 0"),
+    (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
+    (["--prompts", "/no/such"], "/no/such cannot be read"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
+    (["--device", "cuda"], "no CUDA device"), (["--nonsense"], "unrecognized arguments"), (["--drafter", "base"], "called 'base'"),
+    (["--drafter", "cascade"], "names of models"), (["--tree", "cape(base)"], "cape takes gamma=5"),
+    (["--drafter", "cascade(maxgram, base)"], "maxgram last"), (["--drafter", "cascade(base, base)"], "every stage once"),
+    (["--drafter", "cascade(base, k=(1, 2))"], "take 1 number"), (["--drafter", "cascade(base, small, k=(5, 4, 1))"], "never falls"),
+    (["--drafter", "cascade(base, lenience=0.9)"], "lenience is 0.9"), (["--drafter", "cascade(base, lenience='x')"], "lenience"),
+    (["--drafter", "cascade(base, k='x')"], "cascade(base, k='x')"), (["--drafter", "cascade(base, costs=0.1)"], "cascade(base, costs=0.1)"),
+    (["--drafter", "cascade(base, small, costs=(0.1,))"], "a cost for each model"), (["--tree", "cape", "cape"], "name each once"),
+    (["--drafter", "maxgram", "--tree", "chain(gamma=3)"], "of its own length"),
 ])
 def test_mistakes_are_one_sentence(small, capsys, more, words):
     if words == "no CUDA device" and torch.cuda.is_available():
@@ -282,9 +401,28 @@ def check_mistake(argv, words, capsys):
 
 def test_prompt_mistakes(small, tmp_path, capsys):
     for text, words in (("", "holds no prompt"), ('{"prompt": ""}', "is empty"), ('{"prompt": "%s"}' % ("x y " * 200), "context holds 64"),
-                        ('{"sentence": 1}', "has none of the fields"), ('{"prompt": ', "cannot be read")):
+                        ('{"sentence": 1}', "has no turns"), ('{"prompt": ', "cannot be read")):
         (tmp_path / "p.jsonl").write_text(text)
         check_mistake(args(small, "--prompts", str(tmp_path / "p.jsonl")), words, capsys)
+    (tmp_path / "p.jsonl").write_text('{"prompt": "%s"}' % ("x y " * 200))
+    check_mistake(args(small, "--skip-long", "--prompts", str(tmp_path / "p.jsonl")), "holds no prompt of at most 64", capsys)
+    run = bench.Run(args(small, "--skip-long", "--prompts", str(tmp_path / "p.jsonl"), str(small / "prompts.jsonl")))
+    assert len(run.prompts) == 3 and run.notes == ["1 prompts longer than the context left out"]
+
+
+def test_limits_are_the_context_s(small, tmp_path):
+    """A prompt of the context's length leaves room for one token, which nobody reads again."""
+    ids = bench.Run(args(small)).tokenizer("def add(a, b): return " * 30)["input_ids"]
+    words = bench.Run(args(small)).tokenizer
+    text = words.decode(ids[:64])
+    while len(words(text)["input_ids"]) > 64:
+        text = text[:-1]
+    (tmp_path / "p.txt").write_text(text)
+    (tmp_path / "r.jsonl").write_text("")
+    n = len(words(text)["input_ids"])
+    argv = args(small, "--prompts", str(tmp_path / "p.txt"), "--tree", "chain", "cape", "pct", "--json", str(tmp_path / "r.jsonl"))
+    assert bench.Run(argv).prompts[0][2] == min(12, 65 - n) and bench.main(argv) == 0
+    assert all(r["lossless"] and r["tokens"] == min(12, 65 - n) for r in rows_of(tmp_path / "r.jsonl"))
 
 
 def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
@@ -296,23 +434,41 @@ def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
     check_mistake(args(small, "--checkpoint", str(tmp_path / "cut")), "is damaged", capsys)
     (copied("gone") / "glide" / "model.safetensors").unlink()
     check_mistake(args(small, "--checkpoint", str(tmp_path / "gone")), "model.safetensors is missing", capsys)
-    (copied("json") / "glide" / "training.json").write_text("{")
-    check_mistake(args(small, "--checkpoint", str(tmp_path / "json")), "is damaged", capsys)
+    for text in ("{", "[]", "{}", "3"):
+        shutil.rmtree(tmp_path / "json", ignore_errors=True)
+        (copied("json") / "glide" / "training.json").write_text(text)
+        check_mistake(args(small, "--checkpoint", str(tmp_path / "json")), "is damaged", capsys)
+        check_mistake(args(small, "--checkpoint", str(tmp_path / "json" / "glide")), "is damaged", capsys)
     check_mistake(args(small, "--target", str(small / "other")), "was made for another target", capsys)
-    check_mistake(args(small, "--checkpoint", str(small / "drafters" / "vanilla")), "of kind vanilla, not glide", capsys)
+    check_mistake(args(small, "--checkpoint", str(small / "drafters" / "vanilla")), "choose among vanilla maxgram", capsys)
     model = tmp_path / "model"
     shutil.copytree(small / "model", model)
     (model / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes()[:-100])
     check_mistake(args(small, "--target", str(model)), "cannot be loaded", capsys)
 
 
+def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
+    shutil.copytree(small / "drafters" / "edd", tmp_path / "mine")
+    for checkpoint, name in ((tmp_path / "mine", "edd"), (tmp_path, "mine")):
+        run = bench.Run(args(small, "--checkpoint", str(checkpoint), "--drafter", name))
+        assert type(run.drafters[name]).__module__ == "edd"
+
+
+def test_raw_confidence(small, tmp_path):
+    shutil.copytree(small / "drafters", tmp_path / "c")
+    about = json.loads((tmp_path / "c" / "glide" / "training.json").read_text())
+    about["validation"] = {"temperature": 0.5}
+    (tmp_path / "c" / "glide" / "training.json").write_text(json.dumps(about))
+    argv = args(small, "--checkpoint", str(tmp_path / "c"))
+    assert bench.Run(argv).drafters["glide"].temperature == 0.5 and bench.Run([*argv, "--raw-confidence"]).drafters["glide"].temperature == 1
+
+
 def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
-    model = tmp_path / "model"
-    shutil.copytree(small / "model", model)
-    source = Path(train.__file__).read_text()
-    train.train_tokenizer([source], 900).save_pretrained(model)
-    (tmp_path / "p.txt").write_text(source)
-    check_mistake(args(small, "--target", str(model), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
+    source = (ROOT / "cape.py").read_text()
+    shutil.copytree(small / "model", tmp_path / "model")
+    tokenizer_of(source, 900).save_pretrained(tmp_path / "model")
+    (tmp_path / "p.txt").write_text(source[:100])
+    check_mistake(args(small, "--target", str(tmp_path / "model"), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
 
 
 @pytest.fixture(scope="module")
@@ -320,102 +476,82 @@ def t5(tmp_path_factory):
     """A small random T5 target and two stages of the real class, with a tokenizer, saved as Hugging Face does."""
     from transformers import T5Config, T5ForConditionalGeneration
     folder = tmp_path_factory.mktemp("t5")
-    tokenizer = train.train_tokenizer(["def add(a, b):\n    return a + b\n\n" * 100], 300)
     for name, layers, seed in (("target", 3, 0), ("base", 2, 1), ("small", 1, 2)):
         torch.manual_seed(seed)
-        model = T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers, num_heads=4,
-                                                    decoder_start_token_id=0, pad_token_id=0, eos_token_id=None))
+        model = T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers,
+                                                    num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None))
         for p in model.parameters():
             if p.ndim == 2:
                 torch.nn.init.normal_(p, std=0.3)
-        model.save_pretrained(folder / name)
-        tokenizer.save_pretrained(folder / name)
+        save(folder / name, model, tokenizer_of(TEXT, 300))
     return folder
 
 
 def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
     argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"))
-    assert bench.main([*argv, "--drafter", "cascade", "maxgram", "--tree", "chain", "--models", "base", "small", "maxgram", "--models", "base"]) == 0
-    rows = {r["drafter"]: r for r in map(json.loads, (tmp_path / "r.jsonl").read_text().splitlines())}
-    assert set(rows) == {"plain", "generate()", "assisted generation (base)", "assisted generation (small)", "maxgram", "cascade (base, small, maxgram)",
-                         "cascade (base)"}
+    assert bench.main([*argv, "--drafter", "cascade(base, small, maxgram)", "maxgram", "cascade(base)", "--tree", "chain"]) == 0
+    rows = {r["drafter"]: r for r in rows_of(tmp_path / "r.jsonl")}
+    assert set(rows) == {"plain", "generate()", "assisted generation (base)", "assisted generation (small)", "maxgram",
+                         "cascade(base, small, maxgram)", "cascade(base)"}
     assert all(r["lossless"] for r in rows.values())
-    assert bench.main([*argv, "--drafter", "cascade", "--tree", "chain", "drawn", "--models", "base", "--temperature", "1"]) == 0
+    assert bench.main([*argv, "--drafter", "cascade(base)", "--tree", "chain", "drawn", "--temperature", "1"]) == 0
     capsys.readouterr()
-    for more in (["--tree", "chain"], ["--drafter", "maxgram"], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
+    for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram"],
+                 ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         check_mistake(argv + more, "is an encoder-decoder model: it takes", capsys)
-    assert train.main(["glide", "--target", str(t5 / "target"), "--data", str(small / "text.txt"), "--device", "cpu"]) == 2
-    assert "encoder-decoder" in capsys.readouterr().err
+
+
+def test_an_encoder_s_input_takes_no_room_from_the_output(t5, small, tmp_path):
+    (tmp_path / "p.txt").write_text("def add(a, b): return " * 300)
+    run = bench.Run(args(small, "--target", str(t5 / "target"), "--drafter", "maxgram", "--tree", "chain", "--prompts", str(tmp_path / "p.txt")))
+    _, ids, limit = run.prompts[0]
+    assert len(ids) > 512 and limit == 12
+    assert len(run.decode(run.drafters["maxgram"], bench.verify.proposal, ids, limit).tokens) == 12
 
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
-    """Rows of every --models, runs of each stage and SWI from them, beside transformers' assisted generation and prompt lookup."""
-    assert bench.main(args(small, "--drafter", "cascade", "maxgram", "--tree", "chain", "cape", "pct", "--models", "base",
-                           "--models", "base", "small", "maxgram", "--k", "3", "--k", "2", "4", "1", "--lenience", "2",
-                           "--costs", "0.5", "0.25", "--json", str(tmp_path / "r.jsonl"))) == 0
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    """Rows of every cascade, runs of each stage and SWI from them, beside transformers' assisted generation and prompt lookup."""
+    two, three = "cascade(base, k=3, costs=(0.4,))", "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))"
+    assert bench.main(args(small, "--drafter", two, three, "maxgram", "--tree", "chain", "cape", "pct", "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = rows_of(tmp_path / "r.jsonl")
     assert all(r["lossless"] for r in rows)
     assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
     found = {(r["drafter"], r["tree"]): r for r in rows if r["stages"]}
-    assert {d for d, _ in found} == {"maxgram", "cascade (base) k 3", "cascade (base, small, maxgram) k 2 4 1"}
-    assert {t for _, t in found} == {"chain", "cape", "pct"}
-    r = found["cascade (base, small, maxgram) k 2 4 1", "chain"]
+    assert len(found) == 9 and {t for _, t in found} == {"chain", "cape", "pct"}
+    r = next(r for (d, t), r in found.items() if "lenience" in d and t == "chain")
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and len(r["runs"]) == 4
     assert r["runs"][0] == pytest.approx(r["prompts"] + (r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
     assert r["swi_given"] == pytest.approx(r["tokens"] / (r["runs"][0] + 0.5 * r["runs"][1] + 0.25 * r["runs"][2]))
-    weights = [sum(p.numel() for p in bench.load_target(str(folder), "float32", "cpu")[0].parameters())
+    weights = [sum(p.numel() for p in bench.train.load_target(str(folder), "float32", "cpu")[0].parameters())
                for folder in (small / "model", small / "drafters" / "base", small / "drafters" / "small")]
     assert r["swi_ms"] == pytest.approx(r["tokens"] / (r["runs"][0] + weights[1] / weights[0] * r["runs"][1] + weights[2] / weights[0] * r["runs"][2]))
+    draft = r["draft_ms"] * (r["runs"][0] - r["prompts"]) / r["target_ms"]
+    assert r["swi_measured"] == pytest.approx(r["tokens"] / (r["runs"][0] + draft)), "the stages' own time, in plain steps"
     assert found["maxgram", "chain"]["swi_ms"] == r["tokens"] / found["maxgram", "chain"]["runs"][0]
-    assert "SWI" in capsys.readouterr().out
-
-
-def test_position_acceptance_against_a_count_by_hand(small, tmp_path, capsys, monkeypatch):
-    """The played rounds are made up: which positions were drafted, judged, accepted."""
-    rounds = [([5, 6, 7], [5, 6, 9]), ([5, 6, 7], [4]), ([5, 6, 7], [5, 6, 7, 8]), ([5, 6, 7], [5, 6])]
-    monkeypatch.setattr(bench, "played", lambda *_: ((bench.verify.Tree(torch.tensor([0] + d), None), o) for d, o in rounds))
-    # position 3 of the last round was never judged: the output ended before it
-    assert bench.position_acceptance(*[None] * 6) == [[4, 3], [4, 3], [3, 1]]
-    monkeypatch.undo()
-    assert bench.main(args(small, "--drafter", "cascade", "glide", "--tree", "chain", "--models", "base", "--k", "4", "--position-acceptance", "--json",
-                           str(tmp_path / "p.jsonl"))) == 0
-    rows = {r["drafter"]: r["positions"] for r in map(json.loads, (tmp_path / "p.jsonl").read_text().splitlines())}
-    assert len(rows["cascade (base)"]) == 4 and len(rows["glide"]) >= 8
-    for positions in rows.values():
-        share = [p["accepted"] / p["drafted"] for p in positions]
-        assert all(p["accepted"] <= p["drafted"] for p in positions) and share[0] <= 1
+    assert r["c"] is None and r["expected_speedup"] is None and r["settings"] == {"drawn": False}
+    assert r["draft_forwards"] == pytest.approx(sum(r["runs"][1:]) / (r["runs"][0] - r["prompts"]))
+    assert "swi_given" in capsys.readouterr().out
 
 
 def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
-    cascade = ["--drafter", "cascade", "--tree", "chain"]
     shutil.copytree(small / "drafters" / "base", tmp_path / "other")
-    train.train_tokenizer(["another text altogether " * 100], 300).save_pretrained(tmp_path / "other")
-    check_mistake(args(small, *cascade, "--models", str(tmp_path / "other")), "another vocabulary", capsys)
-    check_mistake(args(small, *cascade, "--models", str(t5 / "base")), "another kind of model", capsys)
-    check_mistake(args(small, *cascade, "--models", "nowhere"), "the stage nowhere does not exist", capsys)
-    assert bench.main(args(small, *cascade, "--models", str(small / "other"), "--limit", "1")) == 0
-    assert "will slow it down" in capsys.readouterr().err
+    tokenizer_of("another text altogether " * 100, 300).save_pretrained(tmp_path / "other")
+    for stage, words in ((tmp_path / "other", "another vocabulary"), (t5 / "base", "another kind of model"),
+                         ("nowhere", "the stage nowhere does not exist")):
+        check_mistake(args(small, "--tree", "chain", "--drafter", f"cascade({stage})"), words, capsys)
+    assert bench.main(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1")) == 0
+    assert "will slow it down" in capsys.readouterr().out
     (tmp_path / "bigram.json").write_text(json.dumps([1] * 301))
     check_mistake(args(small, "--drafter", "maxgram", "--bigram", str(tmp_path / "bigram.json")), "vocabulary", capsys)
     check_mistake(args(small, "--drafter", "maxgram", "--bigram", str(tmp_path / "none.json")), "--bigram", capsys)
+    foreign = {"bigram": [1] * 300, "confidence": None, "fingerprint": "0" * 16}
+    (tmp_path / "bigram.json").write_text(json.dumps(foreign))
+    check_mistake(args(small, "--drafter", "maxgram", "--bigram", str(tmp_path / "bigram.json")), "--bigram", capsys)
 
 
-# ---------------------------------------------------------------- copied out
-@pytest.mark.parametrize("name", ["cape", "edd", "glide", "maxgram", "pct", "verify"])
-def test_each_component_alone_in_an_empty_folder_runs_its_demo(name, tmp_path, monkeypatch, capsys):
-    shutil.copy(ROOT / f"{name}.py", tmp_path)
-    local = {p.stem for p in ROOT.glob("*.py")}
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if Path(p or ".").resolve() not in (ROOT, ROOT / "tests")])
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
-    for module in local & set(sys.modules):
-        monkeypatch.delitem(sys.modules, module)
-    default = torch.get_default_dtype()
-    try:
-        with contextlib.suppress(SystemExit):
-            runpy.run_path(str(tmp_path / f"{name}.py"), run_name="__main__")
-    finally:
-        torch.set_default_dtype(default)
-    done = capsys.readouterr()
-    assert done.out.strip() and not done.err
-    assert not local & set(sys.modules), "it imported nothing of its neighbours"
+def test_the_checkpoint_s_bigram_is_read(small, tmp_path):
+    shutil.copytree(small / "drafters", tmp_path / "c")
+    (tmp_path / "c" / "bigram.json").write_text(json.dumps([7] * 300))
+    argv = args(small, "--checkpoint", str(tmp_path / "c"), "--drafter", "maxgram", "cascade(base)", "cascade(base, maxgram)")
+    grams = [drafter.gram for drafter in bench.Run(argv).drafters.values()]
+    assert grams[1] is None and list(grams[0].bigram) == list(grams[2].bigram) == [7] * 300

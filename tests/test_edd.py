@@ -34,7 +34,7 @@ def random_drafter(model, name, **more):
 def some_text(model, length, seed):
     """Random ids (length,) and the target's hidden states {k: (length, D)} that drafters here read."""
     ids = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
-    states = frozen_forward(model, ids[None], "float32", {2, LAST})["hidden"]
+    states = frozen_forward(model, ids[None], {2, LAST})["hidden"]
     return ids, {k: h[0] for k, h in states.items()}
 
 
@@ -75,24 +75,24 @@ def test_training_equals_decoding(model, encoding, block):
     T, draft_model = 22, random_edd(model, encoding=encoding)
     drafter = edd.Drafter(draft_model)
     ids = torch.randint(VOCAB, (1, T), generator=torch.Generator().manual_seed(2))
-    hidden = frozen_forward(model, ids, "float32", {2})["hidden"][2]
+    hidden = frozen_forward(model, ids, {2})["hidden"][2]
     with torch.no_grad():
-        trained = draft_model(ids, hidden, block).softmax(-1)[0]
+        trained = draft_model(ids, hidden, block)[0]
         for t in range(block, T, block):
             drafter.begin(view(ids[0], hidden[0], t - block, t))
             for i in range(min(block, T - t)):
                 row = drafter.expand(ids[0, t + i:t + i + 1], [i - 1])[0]
-                torch.testing.assert_close(row, trained[t + i].float(), atol=1e-6, rtol=0)
-            drafter.keep(ids[0, t:t + block].tolist())
+                torch.testing.assert_close(row, trained[t + i], atol=1e-9, rtol=0)
+            drafter.keep(list(range(min(block, T - t))))
         if encoding:                                            # the soft prompt matters, or the above says nothing
-            assert (draft_model(ids, hidden.roll(1, -1), block).softmax(-1)[0] - trained)[block:].abs().max() > 0.01
+            assert (draft_model(ids, hidden.roll(1, -1), block)[0] - trained)[block:].abs().max() > 0.01
 
 
 def test_training_does_not_see_what_drafting_cannot(model):
     """Changing hidden states from position k on leaves all rows of blocks up to k's alone."""
     draft_model, L = random_edd(model), 5
     ids = torch.randint(VOCAB, (1, 20), generator=torch.Generator().manual_seed(3))
-    hidden = frozen_forward(model, ids, "float32", {2})["hidden"][2]
+    hidden = frozen_forward(model, ids, {2})["hidden"][2]
     with torch.no_grad():
         base = draft_model(ids, hidden, L)
         for k in (0, 4, 5, 12, 19):
@@ -143,7 +143,7 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
             fresh.begin(view(ids, hidden, 0, t))
             torch.testing.assert_close(root, fresh.expand(ids[t:t + 1], [-1]), atol=1e-6, rtol=0)
             gained = int(torch.randint(5, (1,), generator=g))
-            drafter.keep(ids[t:t + 1 + gained].tolist())
+            drafter.keep([0, 2, 3][:1 + gained])
             before, t = t, t + 1 + gained
 
 
@@ -167,7 +167,7 @@ def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, kin
     llama.zero_grad()
     llama.requires_grad_(True)
     draft_model = random_edd(llama, **edd.VARIANTS[kind])
-    batch = frozen_forward(llama, torch.randint(VOCAB, (2, 20)), "float32", {draft_model.config.hidden})
+    batch = frozen_forward(llama, torch.randint(VOCAB, (2, 20)), {draft_model.config.hidden})
     loss, _ = draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)})
     loss.backward()
     assert all(p.grad is None for p in llama.parameters())
@@ -177,7 +177,7 @@ def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, kin
 @pytest.mark.parametrize("name", ["eagle", "medusa"])
 def test_the_feature_is_what_the_targets_head_reads(model, name):
     """The last layer's hook, normed, under the frozen head: the target's own logits; the frozen parts are its own, untrained, unsaved."""
-    batch = frozen_forward(model, torch.randint(VOCAB, (2, 9)), "float32", {LAST})
+    batch = frozen_forward(model, torch.randint(VOCAB, (2, 9)), {LAST})
     draft_model = random_edd(model, **edd.VARIANTS[name])
     torch.testing.assert_close(draft_model.target.head(draft_model.target.norm(batch["hidden"][LAST])), batch["logits"])
     assert draft_model.target.embed.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
@@ -192,7 +192,7 @@ def test_eagle_equals_brute_force(model):
     draft_model, (ids, hidden) = drafter.model, some_text(model, T, 2)
     head, embed, f = draft_model.target.head, draft_model.target.embed, draft_model.target.norm(hidden[LAST])
     with torch.no_grad():
-        trained = head(draft_model(ids[None], f[None]))[0].softmax(-1)
+        trained = head(draft_model(ids[None], f[None]))[0]
         before = 0
         for t in (t0, t0 + 1, t0 + 5, T - 4):
             drafter.begin(view(ids, hidden, before, t))
@@ -201,9 +201,9 @@ def test_eagle_equals_brute_force(model):
                 row = drafter.expand(ids[t + i:t + i + 1], [i - 1])[0]
                 x = draft_model.fc(torch.cat((embed(ids[:t + i + 1]), torch.stack(fed)), -1))[None]
                 predicted = draft_model.rows(x, torch.arange(t + i + 1)[None], torch.ones(t + i + 1, t + i + 1).tril().bool())[0, -1]
-                torch.testing.assert_close(row, head(predicted).softmax(-1).float(), atol=1e-6, rtol=0)
+                torch.testing.assert_close(row, head(predicted), atol=1e-6, rtol=0)
                 if i == 0:
-                    torch.testing.assert_close(row, trained[t].float(), atol=1e-6, rtol=0)
+                    torch.testing.assert_close(row, trained[t], atol=1e-6, rtol=0)
                 fed.append(predicted)
             assert (row - trained[t + 3]).abs().max() > 1e-3, "predicted features differ from true ones, or the above says nothing"
             before = t
@@ -230,7 +230,7 @@ def test_eagles_loss(llama):
     """SmoothL1 and a tenth of the cross entropy to the target's distribution, element by element."""
     ids, hidden = some_text(llama, 9, 4)
     draft_model = random_edd(llama, **edd.VARIANTS["eagle"])
-    batch = frozen_forward(llama, ids[None], "float32", {LAST})
+    batch = frozen_forward(llama, ids[None], {LAST})
     with torch.no_grad():
         loss, logits = draft_model.loss(batch)
         f = draft_model.target.norm(hidden[LAST])
@@ -243,7 +243,7 @@ def test_eagles_loss(llama):
 def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     draft_model = edd.Medusa(edd.Config.for_target(llama, **edd.VARIANTS["medusa"]), llama)
     ids = torch.randint(VOCAB, (2, 20), generator=torch.Generator().manual_seed(1))
-    batch = frozen_forward(llama, ids, "float32", {LAST})
+    batch = frozen_forward(llama, ids, {LAST})
     with torch.no_grad():
         assert len(draft_model.heads) == 5
         for logits in draft_model(batch["hidden"][LAST]):
@@ -261,15 +261,16 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
         drafter.begin(view(ids[0], {LAST: batch["hidden"][LAST][0]}, 0, 8))
         rows = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
         for row, head in zip(rows[[0, 1, 3, 4, 5]], found):
-            torch.testing.assert_close(row, head[0, 7].softmax(-1).float())
-        assert torch.equal(rows[1], rows[2]) and not rows[6:].any(), "whatever the path; nothing beyond the last head"
+            torch.testing.assert_close(row, head[0, 7])
+        assert torch.equal(rows[1], rows[2]), "whatever the path"
+        assert (rows[6:] == float("-inf")).all(), "nothing beyond the last head"
 
 
 def test_block_lengths_are_drawn_from_the_whole_range(llama, monkeypatch):
     import numpy as np
     seen = []
     monkeypatch.setattr(edd, "dual_block_mask", lambda T, L, mask=edd.dual_block_mask: seen.append(L) or mask(T, L))
-    batch = frozen_forward(llama, torch.randint(VOCAB, (1, 20)), "float32", {2})
+    batch = frozen_forward(llama, torch.randint(VOCAB, (1, 20)), {2})
     for kind, expected in (("edd", {5, 6, 7, 8, 9, 10}), ("edd-fixed", {5})):
         seen.clear()
         for step in range(60):
@@ -295,7 +296,7 @@ def test_the_fourth_to_last_layer():
     assert edd.Config.for_target(model).hidden == 3
     ids = torch.randint(VOCAB, (1, 9))
     states = model(ids, output_hidden_states=True).hidden_states
-    torch.testing.assert_close(frozen_forward(model, ids, "float32", {3})["hidden"][3], states[-4])
+    torch.testing.assert_close(frozen_forward(model, ids, {3})["hidden"][3], states[-4])
     assert edd.Config.for_target(model, 5).hidden == 5
     for wrong in (0, 7, -7):
         with pytest.raises(ValueError, match="no layer's output"):
@@ -314,7 +315,7 @@ def test_capture_costs_nothing_when_nobody_asks(llama):
     assert hooks() == 1
     verify.generate(target, None, verify.no_draft, prompt, 6)
     assert hooks() == 0 and not target.captured and not target.hidden
-    frozen_forward(llama, torch.tensor([prompt]), "float32", {1})
+    frozen_forward(llama, torch.tensor([prompt]), {1})
     assert hooks() == 0
 
 

@@ -37,26 +37,26 @@ def test_training_equals_decoding_with_the_delayed_cache(model, layers, glimpse,
     draft_model = random_glide(model, layers, glimpse)
     drafter = glide.Drafter(draft_model)
     ids = torch.randint(VOCAB, (1, T), generator=torch.Generator().manual_seed(2))
-    batch = frozen_forward(model, ids, "float32")
+    batch = frozen_forward(model, ids)
     with torch.no_grad():
-        trained = draft_model(ids, batch["kv"]).softmax(-1)[0]
+        trained = draft_model(ids, batch["kv"])[0]
         for t in range(L, T, L):                                  # rounds start where blocks do
             drafter.begin(view(ids[0], batch["kv"], 0 if t == L else t - L, t))
             for i in range(drafted):
                 row = drafter.expand(ids[0, t + i:t + i + 1], [i - 1])[0]
-                torch.testing.assert_close(row, trained[t + i].float(), atol=1e-6, rtol=0)
-            drafter.keep(ids[0, t:t + L].tolist())
+                torch.testing.assert_close(row, trained[t + i], atol=1e-9, rtol=0)
+            drafter.keep(list(range(drafted)))
     if glimpse:                                                   # the glimpse matters, or the test above says nothing
         other = {m: (k.roll(1, -1), v.roll(1, -1)) for m, (k, v) in batch["kv"].items()}
         with torch.no_grad():
-            assert (draft_model(ids, other).softmax(-1)[0] - trained)[L:].abs().max() > 0.01
+            assert (draft_model(ids, other)[0] - trained)[L:].abs().max() > 0.01
 
 
 def test_an_evaluation_loss_does_not_see_the_future(model):
     """Changing the target's keys and values from position k on leaves all rows of blocks up to k's alone."""
     draft_model, L = random_glide(model, 2), 5
     ids = torch.randint(VOCAB, (1, 20))
-    kv = frozen_forward(model, ids, "float32")["kv"]
+    kv = frozen_forward(model, ids)["kv"]
     with torch.no_grad():
         base = draft_model(ids, kv)
         for k in (0, 4, 5, 12, 19):
@@ -79,7 +79,7 @@ def test_no_gradient_reaches_the_target(llama):
     llama.zero_grad()
     llama.requires_grad_(True)
     draft_model = random_glide(llama)
-    loss, _ = draft_model.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15)), "float32"))
+    loss, _ = draft_model.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15))))
     loss.backward()
     assert all(p.grad is None for p in llama.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
@@ -89,7 +89,7 @@ def test_no_gradient_reaches_the_target(llama):
 def test_rows_of_a_tree_equal_paths_drafted_alone(model, layers):
     drafter = random_drafter(model, layers)
     ids = torch.randint(VOCAB, (13,), generator=torch.Generator().manual_seed(3))
-    kv = frozen_forward(model, ids[None], "float32")["kv"]
+    kv = frozen_forward(model, ids[None])["kv"]
     tokens = torch.tensor([4, 1, 2, 7, 7, 3, 5, 0, 2])
     parents = [-1, 0, 0, 1, 2, 2, 3, 3, 5]
     with torch.no_grad():
@@ -104,13 +104,13 @@ def test_rows_of_a_tree_equal_paths_drafted_alone(model, layers):
             drafter.begin(view(ids, kv, 0, 12))
             for i, n in enumerate(path):
                 alone = drafter.expand(tokens[n:n + 1], [i - 1])[0]
-            torch.testing.assert_close(rows[node], alone, atol=1e-6, rtol=0)
+            torch.testing.assert_close(rows[node], alone, atol=1e-9, rtol=0)
 
 
 def test_a_whole_chain_in_one_call_equals_one_by_one(model):
     drafter = random_drafter(model, 2)
     ids = torch.randint(VOCAB, (13,))
-    kv = frozen_forward(model, ids[None], "float32")["kv"]
+    kv = frozen_forward(model, ids[None])["kv"]
     with torch.no_grad():
         for at_once in (True, False):
             drafter.reset()
@@ -118,7 +118,7 @@ def test_a_whole_chain_in_one_call_equals_one_by_one(model):
             rows = drafter.expand(ids[9:13], [-1, 0, 1, 2]) if at_once else torch.cat(
                 [drafter.expand(ids[9 + i:10 + i], [i - 1]) for i in range(4)])
             first = rows if at_once else first                    # noqa: F821
-    torch.testing.assert_close(rows, first, atol=1e-6, rtol=0)
+    torch.testing.assert_close(rows, first, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("glimpse", [True, False])
@@ -127,7 +127,7 @@ def test_nothing_stale_after_rejections(model, glimpse):
     drafter, fresh = random_drafter(model, 1, glimpse), random_drafter(model, 1, glimpse)
     g = torch.Generator().manual_seed(5)
     ids = torch.randint(VOCAB, (30,), generator=g)
-    kv = frozen_forward(model, ids[None], "float32")["kv"]
+    kv = frozen_forward(model, ids[None])["kv"]
     t, before = 4, 0
     with torch.no_grad():
         drafter.reset()
@@ -135,12 +135,12 @@ def test_nothing_stale_after_rejections(model, glimpse):
             drafter.begin(view(ids, kv, before, t))
             fresh.reset()
             fresh.begin(view(ids, kv, 0, t))
-            torch.testing.assert_close(drafter.expand(ids[t:t + 1], [-1]), fresh.expand(ids[t:t + 1], [-1]), atol=1e-6, rtol=0)
+            torch.testing.assert_close(drafter.expand(ids[t:t + 1], [-1]), fresh.expand(ids[t:t + 1], [-1]), atol=1e-9, rtol=0)
             # two branches: a wrong one first, then the right one, so that kept rows must move
             drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
             drafter.expand(ids[t + 2:t + 3], [2])
             gained = int(torch.randint(5, (1,), generator=g))     # 0 ... 4 accepted beyond the root; the fourth has no row
-            drafter.keep(ids[t:t + 1 + gained].tolist())
+            drafter.keep([0, 2, 3][:1 + gained])                  # the right branch; its last tokens were never drafted
             before, t = t, t + 1 + gained
 
 
@@ -161,6 +161,5 @@ def test_queries_turn_as_the_targets_keys_do(model):
     turn = torch.outer(torch.arange(20, dtype=torch.float64), freq).repeat(1, 2)
     torch.testing.assert_close(cos.double(), turn.cos(), atol=1e-5, rtol=0)
     q, k = torch.randn(head, dtype=torch.float64), torch.randn(head, dtype=torch.float64)
-    cos, sin = glide.signed((cos, sin))
     score = [(glide.rotate(q, cos[i], sin[i]) * glide.rotate(k, cos[i - 3], sin[i - 3])).sum().item() for i in range(3, 20)]
     assert max(score) - min(score) < 1e-4

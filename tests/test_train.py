@@ -1,16 +1,21 @@
-"""Training: resuming repeats an uninterrupted run, a killed write spoils nothing, held-out text stays out."""
+"""Training: a resumed run is an uninterrupted one, a killed write spoils nothing, files are read as meant."""
 import copy
+import gzip
 import json
-import re
+import math
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import plain, tiny
+from conftest import tiny
+from tokenizers.processors import TemplateProcessing
 
+import edd
 import glide
 import train
+from checkpoints import make
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +23,7 @@ def small(tmp_path_factory):
     """A tiny random target with a tokenizer, saved as Hugging Face does, and a folder of text."""
     folder = tmp_path_factory.mktemp("target")
     text = "def add(a, b):\n    return a + b\n\n" * 400
-    tokenizer = train.train_tokenizer([text], 300)
+    tokenizer = make.train_tokenizer([text], 300)
     tiny("llama", vocab_size=300, max_position_embeddings=64).float().save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text").mkdir()
@@ -27,45 +32,157 @@ def small(tmp_path_factory):
     return folder
 
 
-KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
+KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa"]
 
 
-def flags(small, out, *more):
-    return [*KINDS, "--hidden", "2", "--target", str(small / "model"), "--data", str(small / "text"), "--out", str(out), "--work",
-            str(out / "work"), "--device", "cpu", "--steps", "8", "--batch", "2", "--length", "24", "--width", "16", "--save-every", "3", *more]
+def flags(small, out, *more, names=KINDS):
+    return [*names, "--hidden", "2", "--target", str(small / "model"), "--data", str(small / "text"),
+            "--out", str(out), "--work", str(out / "work"), "--device", "cpu", "--steps", "8", "--batch", "2",
+            "--length", "24", "--width", "16", "--every", "3", *more]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_resumed_is_bit_for_bit_uninterrupted(small, tmp_path, monkeypatch, capsys, optimizer):
-    whole, cut = tmp_path / "whole", tmp_path / "cut"
-    assert train.main(flags(small, whole, "--optimizer", optimizer)) == 0
+def saved(out, names=KINDS):
+    return [(out / name / "model.safetensors").read_bytes() for name in names]
+
+
+def state_of(out, names=KINDS):
+    return torch.load(out / "work" / f"{'-'.join(names)}.pt", weights_only=True)
+
+
+def interrupt(monkeypatch, at):
+    """Ctrl-C in the middle of the step in which windows are drawn for the `at`-th time."""
     draw, calls = train.draw, []
 
     def interrupting(*args):
         calls.append(1)
-        if len(calls) == 5:
-            signal.raise_signal(signal.SIGINT)                  # Ctrl-C in the middle of step 5
+        if len(calls) == at:
+            signal.raise_signal(signal.SIGINT)
         return draw(*args)
     monkeypatch.setattr(train, "draw", interrupting)
+    return lambda: monkeypatch.setattr(train, "draw", draw)
+
+
+# ---------------------------------------------------------------- the loop
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_is_bit_for_bit_uninterrupted(small, tmp_path, monkeypatch, capsys, optimizer):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    handler = signal.getsignal(signal.SIGINT)
+    assert train.main(flags(small, whole, "--optimizer", optimizer)) == 0
+    capsys.readouterr()
+    undo = interrupt(monkeypatch, 7)               # draws: validation, steps 0, 1, 2, validation, steps 3, 4
     assert train.main(flags(small, cut, "--optimizer", optimizer)) == 2
-    assert "stopped after step 5 of 8" in capsys.readouterr().err and not (cut / "glide").exists()
-    monkeypatch.setattr(train, "draw", draw)
+    assert "stopped after 4 of 8 steps" in capsys.readouterr().err and not (cut / "glide").exists()
+    assert signal.getsignal(signal.SIGINT) is handler
+    undo()
     assert train.main(flags(small, cut, "--optimizer", optimizer, "--resume")) == 0
-    for name in KINDS:
-        assert (whole / name / "model.safetensors").read_bytes() == (cut / name / "model.safetensors").read_bytes()
-    states = [torch.load(p / "work" / f"{'-'.join(KINDS)}.pt", weights_only=True)["models"] for p in (whole, cut)]
-    for name in states[0]:
-        for key in states[0][name]:
-            assert torch.equal(states[0][name][key], states[1][name][key]), f"{name} {key}"
+    assert saved(whole) == saved(cut)
+    states = [state_of(out) for out in (whole, cut)]
+    assert states[0]["step"] == states[1]["step"] == 8
+    for key in states[0]["models"]:
+        assert torch.equal(states[0]["models"][key], states[1]["models"][key]), key
 
 
-def test_resuming_with_other_flags_is_refused(small, tmp_path, capsys):
-    assert train.main(flags(small, tmp_path)) == 0
-    assert train.main(flags(small, tmp_path, "--lr", "0.1", "--resume")) == 2
-    assert "lr differ" in capsys.readouterr().err
-    (tmp_path / "work" / f"{'-'.join(KINDS)}.pt").write_bytes(b"half a file")
-    assert train.main(flags(small, tmp_path, "--resume")) == 2
+def test_a_killed_run_goes_on_from_the_last_saved_step(small, tmp_path, monkeypatch):
+    """No warning at all: as kill -9 would, in the middle of step 5.  The state of step 3 is whole."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert train.main(flags(small, whole, names=["glide"])) == 0
+    draw = train.draw
+
+    def killed(ids, n, length, seed, step):
+        if step == 5:
+            raise MemoryError
+        return draw(ids, n, length, seed, step)
+    monkeypatch.setattr(train, "draw", killed)
+    with pytest.raises(MemoryError):
+        train.main(flags(small, cut, names=["glide"]))
+    assert state_of(cut, ["glide"])["step"] == 3
+    monkeypatch.setattr(train, "draw", draw)
+    assert train.main(flags(small, cut, "--resume", names=["glide"])) == 0
+    assert saved(whole, ["glide"]) == saved(cut, ["glide"])
+
+
+def test_what_a_resumed_run_may_change(small, tmp_path, monkeypatch, capsys):
+    names = ["glide", "edd"]
+    undo = interrupt(monkeypatch, 4)
+    assert train.main(flags(small, tmp_path, names=names)) == 2
+    undo()
+    for more, what in ((("--seed", "1"), "seed"), (("--batch", "3"), "batch"), (("--block", "4"), "block"),
+                       (("--hidden", "1"), "hidden"), (("--optimizer", "muon"), "optimizer"),
+                       (("--steps", "9"), "steps"), (("--data", str(small / "text" / "0.py")), "data")):
+        capsys.readouterr()
+        assert train.main(flags(small, tmp_path, *more, "--resume", names=names)) == 2
+        assert f"had another {what}:" in capsys.readouterr().err
+    for file in (small / "text").iterdir():                          # the same text elsewhere: the same data
+        (tmp_path / "copy").mkdir(exist_ok=True)
+        (tmp_path / "copy" / file.name).write_text(file.read_text())
+    moved = ["--data", str(tmp_path / "copy")]
+    more = ("--lr", "1e-5", "--warmup", "0.5", "--every", "2", "--resume", *moved)
+    assert train.main(flags(small, tmp_path, *more, names=names)) == 0
+    assert state_of(tmp_path, names)["step"] == 8
+    (tmp_path / "work" / "glide-edd.pt").write_bytes(b"half a file")
+    assert train.main(flags(small, tmp_path, "--resume", names=names)) == 2
     assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_changed_learning_rate_is_the_one_that_counts(small, tmp_path, monkeypatch):
+    """From the same state, another --lr gives other weights, and the same --lr the same."""
+    found = []
+    for lr in ("1e-3", "1e-3", "5e-3"):
+        out = tmp_path / str(len(found))
+        undo = interrupt(monkeypatch, 4)
+        assert train.main(flags(small, out, "--lr", "1e-3", names=["glide"])) == 2
+        undo()
+        assert train.main(flags(small, out, "--lr", lr, "--resume", names=["glide"])) == 0
+        found.append(saved(out, ["glide"]))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_advice_after_a_loss_that_is_not_finite_works(small, tmp_path, capsys):
+    """Too high a rate ruins the weights; the saved state is from before, so a lower one can go on from it."""
+    names = ["vanilla", "edd"]
+    assert train.main(flags(small, tmp_path, "--lr", "1e30", "--every", "1", names=names)) == 2
+    err = capsys.readouterr().err
+    assert "lower --lr and go on with --resume" in err
+    assert err.splitlines()[-1].startswith("train.py: step 1: loss of ")
+    assert train.main(flags(small, tmp_path, "--lr", "1e-3", "--every", "1", "--resume", names=names)) == 0
+    assert train.main(flags(small, tmp_path / "fresh", "--lr", "1e-3", "--every", "1", names=names)) == 0
+    assert saved(tmp_path, names) == saved(tmp_path / "fresh", names)
+
+
+def settings(folder, **more):
+    """Flags as fit() reads them."""
+    given = dict(work=str(folder), steps=6, batch=1, length=1, lr=0.1, warmup=0.025, optimizer="adamw",
+                 dtype="float32", device="cpu", every=1, resume=False)
+    return SimpleNamespace(**{**given, **more})
+
+
+def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
+    """Two modules; the second one's gradient or loss is infinite at step 3: neither is updated, nor saved."""
+    def modules():
+        torch.manual_seed(0)
+        return {name: torch.nn.Linear(1, 1) for name in ("a", "b")}
+
+    def losses_of(models, bad):
+        def losses(step):
+            found = {name: m(torch.ones(1, 1)).square().sum() for name, m in models.items()}
+            if step == 3:
+                found["b"] = bad(models["b"].weight).sum()
+            return found
+        return losses
+
+    def evaluate():
+        return {"a": {"alpha": 0.0}, "b": {"alpha": 0.0}}
+    for bad in (lambda w: (w * 0).sqrt(), lambda w: w * math.nan, lambda w: w + math.inf):
+        models = modules()
+        with pytest.raises(train.UserError, match="step 3: loss of b .* lower --lr and go on with --resume"):
+            train.fit(models, losses_of(models, bad), evaluate, settings(tmp_path))
+        state = torch.load(tmp_path / "a-b.pt", weights_only=True)
+        assert state["step"] == 2, "the last one whose loss was finite"
+        assert all(torch.isfinite(p).all() for m in models.values() for p in m.parameters())
+    models = modules()
+    with pytest.raises(train.UserError, match="step 0: loss of a is nan.* no --lr mends that"):
+        first = {"a": models["a"].weight.sum() * math.nan, "b": models["b"].weight.sum()}
+        train.fit(models, lambda step: first, evaluate, settings(tmp_path))
 
 
 def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path):
@@ -73,13 +190,17 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     assert train.main(args) == 0
     about = json.loads((tmp_path / "glide" / "training.json").read_text())
     assert about["validation"]["held_out_loss"] < 2.0, "started near log(300) = 5.7"
-    assert about["tokens_seen"] == 60 * 2 * 24 and about["seed"] == 0 and about["command"].startswith("python train.py")
-    from transformers import AutoModelForCausalLM
+    assert about["tokens_seen"] == 60 * 2 * 24 and about["seed"] == 0
+    assert about["command"] == " ".join(["python train.py", *args])
+    assert about["kind"] == "glide" and about["init"] is None
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     model = AutoModelForCausalLM.from_pretrained(small / "model")
+    assert about["target"] == train.fingerprint(model, AutoTokenizer.from_pretrained(small / "model"))
     drafter, _ = glide.load(tmp_path / "glide", model)
-    kept = torch.load(tmp_path / "work" / f"{'-'.join(KINDS)}.pt", weights_only=True)["models"]["glide"]
+    assert drafter.temperature == about["validation"]["temperature"] != 1
+    kept = state_of(tmp_path)["models"]
     for key, value in drafter.model.state_dict().items():
-        assert torch.equal(value, kept[key].bfloat16().float()), key
+        assert torch.equal(value, kept[f"glide.{key}"].bfloat16().float()), key
 
 
 def test_a_killed_write_leaves_the_last_checkpoint(tmp_path):
@@ -94,148 +215,351 @@ def test_a_killed_write_leaves_the_last_checkpoint(tmp_path):
     assert torch.load(path, weights_only=True) == {"step": 1}
 
 
-@pytest.fixture
-def made_up(monkeypatch, tmp_path):
-    """A made-up interpreter: held-out files (HELD), others (OPEN), and ones that must not be read at all (SKIPPED)."""
-    for source, files in {"stdlib": {"json/decoder.py": "HELD", "ast.py": "OPEN", "test/test_ast.py": "SKIPPED"},
-                          "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
-                          "transformers": {"models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
-                                           "models/moonshine/modeling.py": "# Copied from transformers.models.whisper.modeling SKIPPED"}}.items():
-        for name, word in files.items():
-            path = tmp_path / source / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("# licence\n" * 3 + "x = 1\n" + f"# {word} {source}\n" * 900)
-    monkeypatch.setattr(train, "source_roots", lambda: {s: tmp_path / s for s in ("stdlib", "torch", "transformers")})
-    rows = tmp_path / "math.jsonl"
-    rows.write_text("".join(json.dumps({"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"}) + "\n" for i in range(3000)))
-    return rows
-
-
-def test_held_out_text_is_never_trained_on(made_up):
-    """Held-out files and families, and files that copy from a held-out family, stay out."""
-    docs = list(train.corpus(train.HELD_OUT, made_up))
-    words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
-    assert words == {(s, h, "HELD" if h else "OPEN") for s in ("stdlib", "torch", "transformers") for h in (True, False)}
-    math = [(held, t) for s, held, t in docs if s == "math"]
-    assert [h for h, _ in math] == [False] * 2940 + [True] * 60 and "<<" not in math[0][1]
-    assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
-
-
-def test_the_stand_in_from_scratch_its_drafter_and_the_benchmark(made_up, tmp_path, monkeypatch, capsys):
-    """The whole road on a made-up interpreter: target (resumed, bit for bit), glide on it, bench on its held-out prompts."""
-    import bench
-    monkeypatch.setattr(bench, "source_roots", train.source_roots)
-    base = ["--math", str(made_up), "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "2", "--length", "400", "--save-every", "2"]
-    target = ["target", *base, "--vocab", "300", "--width", "32", "--layers", "2", "--steps", "5", "--out", str(tmp_path / "target")]
-    assert train.main(target) == 0
-    whole = (tmp_path / "target" / "model.safetensors").read_bytes()
-    draw, calls = train.draw, []
-
-    def interrupting(*args):
-        calls.append(1)
-        if len(calls) == 3:
-            signal.raise_signal(signal.SIGTERM)
-        return draw(*args)
-    monkeypatch.setattr(train, "draw", interrupting)
-    assert train.main(target) == 2
-    monkeypatch.setattr(train, "draw", draw)
-    assert train.main([*target, "--resume"]) == 0
-    assert (tmp_path / "target" / "model.safetensors").read_bytes() == whole
-    about = json.loads((tmp_path / "target" / "training.json").read_text())
-    assert set(about["validation"]) == {"stdlib", "torch", "transformers", "math"} and about["tokens_seen"] == 5 * 2 * 400
-    assert json.loads((tmp_path / "target" / "held_out.json").read_text()) == train.HELD_OUT
-
-    assert train.main(["glide", *base, "--target", str(tmp_path / "target"), "--out", str(tmp_path), "--width", "16", "--steps", "2"]) == 0
-    capsys.readouterr()
-    assert bench.main(["--target", str(tmp_path / "target"), "--checkpoint", str(tmp_path), "--max-new-tokens", "6", "--device", "cpu", "--limit", "4"]) == 0
-    out = capsys.readouterr().out
-    assert "29 held-out modules are not in this interpreter" in out and "code: 2 prompts" in out and "glide x cape" in out and "NO" not in out
-
-
-def test_continuations_are_the_targets_own_and_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
-    base = ["--target", str(small / "model"), "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "3", "--length", "24"]
-    written = tmp_path / "written.jsonl"
-    made = ["continuations", *base, "--data", str(small / "text"), "--steps", "4", "--out", str(written)]
-    assert train.main(made) == 0
-    rows = [json.loads(line)["ids"] for line in written.read_text().splitlines()]
-    from transformers import AutoModelForCausalLM
-    model = AutoModelForCausalLM.from_pretrained(small / "model")
-    assert len(rows) == 12 and len({tuple(r[:6]) for r in rows}) > 6
-    for ids in rows:
-        assert ids[6:] == plain(model, ids[:6], 18)[:len(ids) - 6]
-    whole = written.read_bytes()
-    written.write_bytes(whole[:len(whole) // 2])                   # cut off in the middle of a row
-    assert train.main([*made, "--resume"]) == 0 and written.read_bytes() == whole
-
-    first, second, kinds = tmp_path / "first", tmp_path / "second", ["glide", "edd", "small"]
-    assert train.main([*kinds, *base, "--hidden", "2", "--data", str(small / "text"), "--width", "16", "--steps", "3", "--out", str(first)]) == 0
-    assert train.main([*kinds, *base, "--data", str(written), "--init", str(first), "--lr", "1e-30", "--steps", "1", "--out", str(second)]) == 0
-    for name in kinds:
-        assert (first / name / "model.safetensors").read_bytes() == (second / name / "model.safetensors").read_bytes()
-    about = json.loads((second / "glide" / "training.json").read_text())
+def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
+    names = ["glide", "edd"]
+    base = ["--target", str(small / "model"), "--work", str(tmp_path / "work"), "--device", "cpu",
+            "--batch", "3", "--length", "24", "--data", str(small / "text")]
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    made = ["--width", "16", "--hidden", "2", "--steps", "3", "--out", first]
+    assert train.main([*names, *base, *made]) == 0
+    assert train.main([*names, *base, "--init", first, "--lr", "1e-30", "--steps", "1", "--out", second]) == 0
+    assert saved(tmp_path / "first", names) == saved(tmp_path / "second", names)
+    about = json.loads((tmp_path / "second" / "glide" / "training.json").read_text())
     assert about["init"]["tokens_seen"] == 3 * 3 * 24 and about["tokens_seen"] == 3 * 24
-    assert train.main(["vanilla", *base, "--data", str(written), "--init", str(first), "--steps", "1"]) == 2
+    capsys.readouterr()
+    assert train.main(["vanilla", *base, "--init", first, "--steps", "1"]) == 2
     assert "no drafter in" in capsys.readouterr().err
-    assert train.main([*kinds, *base, "--data", str(written), "--init", str(second), "--steps", "0", "--out", str(tmp_path / "third")]) == 0
-    assert (tmp_path / "third" / "edd" / "model.safetensors").read_bytes() == (second / "edd" / "model.safetensors").read_bytes()
+    # Nothing but measuring.
+    assert train.main([*names, *base, "--init", second, "--steps", "0", "--out", third]) == 0
+    assert saved(tmp_path / "second", names) == saved(tmp_path / "third", names)
     about = json.loads((tmp_path / "third" / "edd" / "training.json").read_text())
-    drafter, _ = train.edd.load(tmp_path / "third" / "edd", model)
+    from transformers import AutoModelForCausalLM
+    drafter, _ = edd.load(tmp_path / "third" / "edd", AutoModelForCausalLM.from_pretrained(small / "model"))
     assert about["tokens_seen"] == 0 and drafter.temperature == about["validation"]["temperature"] != 1
 
 
+def test_drafters_of_another_target_are_refused(small, tmp_path, capsys):
+    assert train.main(flags(small, tmp_path, names=["glide"])) == 0
+    about = json.loads((tmp_path / "glide" / "training.json").read_text())
+    for change in ({"vocabulary": "0" * 16}, {"probe": [x + 1 for x in about["target"]["probe"]]}):
+        other = {**about, "target": {**about["target"], **change}}
+        (tmp_path / "glide" / "training.json").write_text(json.dumps(other))
+        assert train.main(flags(small, tmp_path, "--init", str(tmp_path), names=["glide"])) == 2
+        assert "made for another target" in capsys.readouterr().err
+
+
 def test_greedy_temperature_is_found_again():
-    """Choices drawn from softmax(logits / T): the fit finds T."""
+    """Choices drawn from softmax(logits / T): the fit finds T, also far from 1."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(20000, 8, generator=g)
-    for t in (0.5, 1.0, 1.4):
+    for t in (0.35, 0.5, 1.0, 1.4, 2.5, 3.8):
         choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
-        assert abs(train.greedy_temperature(logits, choice) - t) <= 0.05
+        assert abs(train.greedy_temperature(logits, choice) - t) <= 0.05 * max(1, t)
 
 
-def test_defaults_are_the_papers_recipes_and_the_loss_of_a_small_model_is_kl(small, tmp_path, monkeypatch, llama):
-    """EDD's batch 8 and learning rate 1e-4, GLIDE's 64 and 5e-4, as they reach the training loop."""
+def test_what_drafters_are_shown_and_how_they_are_measured(llama, tmp_path):
+    """A drafter that is the target itself, one that is not; alpha counts rows beyond the first block."""
+    ids = torch.randint(12, (500,), generator=torch.Generator().manual_seed(0))
+    held = torch.zeros(100, dtype=torch.int32)
+    blocks = []
+
+    class Itself(torch.nn.Module):
+        def __init__(self, shift):
+            super().__init__()
+            self.shift, self.config = shift, SimpleNamespace()
+            self.scale = torch.nn.Parameter(torch.tensor(1.0))
+
+        def loss(self, batch):
+            assert self.training == torch.is_grad_enabled() == (batch["block"] is None)
+            assert self.training == bool(batch["ids"].any()), "held-out text is not trained on"
+            blocks.append((batch["block"], batch["random"].integers(10 ** 9) if self.training else None))
+            logits = batch["logits"].roll(self.shift, -1) * self.scale
+            logits[:, :5] = 0                                       # the first block is not counted
+            return self.scale * 1.0, logits
+    a = settings(tmp_path, batch=3, length=20, block=5, seed=0, steps=3, lr=1e-9, every=9)
+    found = train.train_together({"same": Itself(0), "other": Itself(1)}, llama, (ids, held), a)
+    assert found["same"]["alpha"] == 1 and found["other"]["alpha"] == 0
+    assert found["same"]["temperature"] == pytest.approx(0.3) and found["other"]["temperature"] > 3.8
+    # Fixed blocks in validation, drawn ones in training: by (seed, step), whoever asks.
+    drawn = [np.random.default_rng([3, step]).integers(10 ** 9, size=2).tolist() for step in range(3)]
+    assert blocks == [(5, None)] * 2 + [(None, x) for both in drawn for x in both] + [(5, None)] * 2
+
+
+def test_one_pass_over_the_data_is_the_default(small, tmp_path):
+    argv = flags(small, tmp_path, names=["vanilla"])
+    argv[argv.index("--steps"):argv.index("--steps") + 2] = []
+    argv[argv.index("--batch") + 1] = "64"
+    assert train.main(argv) == 0
+    from transformers import AutoTokenizer
+    ids, _, _ = read(tmp_path, AutoTokenizer.from_pretrained(small / "model"), small / "text")
+    assert state_of(tmp_path, ["vanilla"])["step"] == len(ids) // (64 * 24) > 1
+
+
+def test_the_rate_of_each_step_is_the_schedules(tmp_path, monkeypatch):
+    """Its factor times --lr; where it is zero nothing moves, not even by weight decay."""
+    monkeypatch.setattr(train, "cosine", lambda *given: float(given == (2, 6, 0.025)))
     seen = []
-    monkeypatch.setattr(train, "train_drafters", seen.append)
-    for names in (["edd", "vdm"], ["glide"], ["glide", "edd"], ["edd-h2"]):
-        assert train.main([*names, "--target", "x", "--device", "cpu"]) == 0
-    assert [(a.batch, a.lr, a.optimizer) for a in seen] == [(8, 1e-4, "adamw"), (64, 5e-4, "adamw"), (64, 5e-4, "adamw"), (8, 1e-4, "adamw")]
-    model = train.SmallLM(tiny("llama", seed=5))
-    ids = torch.randint(12, (2, 9))
-    loss, logits = model.loss(train.frozen_forward(llama, ids, "float32"))
-    with torch.no_grad():
-        p, q = (torch.distributions.Categorical(logits=m(ids).logits) for m in (llama, model.lm))
-    assert loss.item() == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), abs=1e-5)
-    assert torch.equal(logits, model.lm(ids).logits)
+    model = torch.nn.Linear(1, 1)
+
+    def losses(step):
+        seen.append(model.weight.item())
+        return {"a": model(torch.ones(1, 1)).sum()}
+    train.fit({"a": model}, losses, lambda: {"a": {"alpha": 0.0}}, settings(tmp_path, lr=0.5))
+    assert seen[0] == seen[1] == seen[2] and seen[3] == seen[4] == seen[5]
+    assert abs(seen[2] - seen[3]) == pytest.approx(0.5, rel=0.02), "Adam's first step is the rate"
 
 
-def test_windows_come_from_the_file_and_depend_on_seed_and_step_alone(tmp_path):
-    path = tmp_path / "t.bin"
-    np.arange(1000, dtype=np.uint16).tofile(path)
-    files = {"a": train.TokenFile(path, 2000), "b": train.TokenFile(path, 2000)}
-    assert isinstance(files["a"].ids, np.memmap)
-    first = train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 3)
-    assert torch.equal(first, train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 3))
-    assert not torch.equal(first, train.draw(files, {"a": 1.0, "b": 0.0}, 4, 10, 0, 4))
-    assert (first.diff(dim=1) == 1).all() and first.dtype == torch.int64
+def test_defaults_are_the_papers_recipes(monkeypatch):
+    """EDD's batch 8 and learning rate 1e-4, GLIDE's 64 and 5e-4, as they reach the training."""
+    seen = []
+
+    def prepared(a):
+        seen.append((a.batch, a.lr, a.optimizer))
+        raise train.UserError("enough")
+    monkeypatch.setattr(train, "prepare", prepared)
+    for names in (["edd", "vdm"], ["glide"], ["glide", "edd"], ["edd-h2"], ["medusa", "eagle"]):
+        assert train.main([*names, "--target", "x", "--device", "cpu", "--data", "y"]) == 2
+    assert train.main(["edd", "--batch", "3", "--lr", "0.5", "--optimizer", "muon", "--data", "y"]) == 2
+    edds, glides = (8, 1e-4, "adamw"), (64, 5e-4, "adamw")
+    assert seen == [edds, glides, glides, edds, edds, (3, 0.5, "muon")]
+
+
+def test_names_stand_for_their_variants(llama):
+    a = SimpleNamespace(init=None, hidden=2, width=16, layers=1, block=5, layer=None, length=24)
+    for name, variant in edd.VARIANTS.items():
+        module, _ = train.make_drafter(name, llama, a)
+        config = vars(module.config)
+        assert {key: config[key] for key in variant} == variant
+        assert type(module) is edd.KINDS[module.config.kind][0]
+    assert train.make_drafter("edd-h1", llama, a)[0].config.hidden == 1
+    assert train.make_drafter("edd", llama, a)[0].config.hidden == 2
+    glimpses = {name: train.make_drafter(name, llama, a)[0].config.glimpse for name in ("glide", "vanilla")}
+    assert glimpses == {"glide": True, "vanilla": False}
+
+
+def test_muon_gets_the_hidden_matrices_alone(llama):
+    a = SimpleNamespace(init=None, width=16, layers=1, block=5, layer=None, length=24)
+    module, _ = train.make_drafter("glide", llama, a)
+    adamw, muon = train.optimizers(module, "muon")
+    names = {id(p): name for name, p in module.named_parameters()}
+    of = [[names[id(p)] for group in o.param_groups for p in group["params"]] for o in (adamw, muon)]
+    assert sorted(of[0] + of[1]) == sorted(names.values())
+    assert of[1] and all("layers." in name for name in of[1])
+    assert {"embed.weight", "head.weight"} <= set(of[0])
+    alone, = train.optimizers(module, "adamw")
+    assert len(alone.param_groups[0]["params"]) == len(names)
+
+
+def test_windows_depend_on_seed_and_step_alone():
+    ids = torch.arange(1000, dtype=torch.int32)
+    first = train.draw(ids, 4, 10, 0, 3)
+    assert torch.equal(first, train.draw(ids, 4, 10, 0, 3))
+    for seed, step in ((0, 4), (1, 3)):
+        assert not torch.equal(first, train.draw(ids, 4, 10, seed, step))
+    assert first.shape == (4, 10) and (first.diff(dim=1) == 1).all() and first.dtype == torch.int64
+    ends = train.draw(ids[:11], 200, 10, 0, 0)[:, 0]
+    assert set(ends.tolist()) == {0, 1}, "the last token is reached"
 
 
 def test_learning_rate_schedule():
     steps = [train.cosine(i, 1000, 0.025) for i in range(1000)]
     assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24
     assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5
+    assert [train.cosine(0, 1, w) for w in (0.0, 0.025, 1.0)] == [1.0, 1.0, 1.0]
 
 
+# ---------------------------------------------------------------- what is read
+def rows_of(tmp_path, text, name="rows.jsonl"):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    return train.read_rows(tmp_path / name)
+
+
+def test_rows_of_files(tmp_path):
+    two = [{"text": "a"}, {"text": "b\u2028c"}]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in two)
+    assert rows_of(tmp_path, lines) == rows_of(tmp_path, lines, "x.json") == two, "U+2028 ends no line"
+    assert rows_of(tmp_path, json.dumps(two)) == rows_of(tmp_path, json.dumps(two, indent=1), "x.json") == two
+    assert rows_of(tmp_path, json.dumps(two[0])) == two[:1]
+    assert rows_of(tmp_path, gzip.compress(lines.encode()), "x.jsonl.gz") == two
+    assert rows_of(tmp_path, "plain\n", "x.txt") == ["plain\n"] and rows_of(tmp_path, " \n", "x.txt") == []
+    damaged = bytearray(gzip.compress(lines.encode() * 9))
+    damaged[20:30] = b"0123456789"
+    for text, name in ((b"\xff", "x.txt"), ("{", "x.jsonl"), (bytes(damaged), "x.gz"), (b"no gzip", "y.gz")):
+        with pytest.raises(train.UserError, match="cannot be read as text or JSON lines"):
+            rows_of(tmp_path, text, name)
+
+
+USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+
+
+@pytest.mark.parametrize("row, messages", [
+    ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]},
+     [USER, ASSISTANT]),
+    ({"conversations": [{"from": "system", "value": "be"}, {"from": "human", "value": ""}]},
+     [{"role": "system", "content": "be"}]),
+    ({"messages": [USER, ASSISTANT], "text": "other"}, [USER, ASSISTANT]),
+    ({"turns": ["hi", "more"], "category": "writing"}, [USER, {"role": "user", "content": "more"}]),
+    ({"conversations": []}, []),
+    ({"text": "turns and messages"}, None), ({"conversations": "hi"}, None), ({"messages": [3]}, None),
+    ({"turns": None}, None),
+    ("turns", None), ([1], None), (7, None),
+])
+def test_conversations(row, messages):
+    assert train.conversation(row) == messages
+
+
+@pytest.mark.parametrize("row, found", [
+    ({"ids": [1, 2]}, [1, 2]),
+    ({"messages": [USER]}, [USER]),
+    ({"question": "1 + 1?", "answer": "2"}, "Question: 1 + 1?\nAnswer: 2\n"),
+    ({"text": "a"}, "a"),
+    ({"prompt": "def f():\n", "canonical_solution": "    return 1\n"}, "def f():\n    return 1\n"),
+    ({"prompt": "a", "completion": "b"}, "ab"),
+    ({"instruction": "Sum up", "input": "a text", "output": "short"}, "Sum up\na text\nshort"),
+    # Alpaca, Finance-Alpaca
+    ({"instruction": "Why?", "input": "", "output": "So."}, "Why?\n\nSo."),
+    ({"article": "long", "highlights": "short", "id": "1"}, "long\nshort"),                           # CNN/DM
+    ({"whole_func_string": "def f(): 0", "func_name": "f"}, "def f(): 0"),                           # CodeSearchNet
+    ({"text": None}, ""), ({"conversations": []}, []), ({"sentence": "a"}, None), ([1], None), (3, None),
+])
+def test_documents_of_rows(row, found):
+    assert train.document(row) == found
+
+
+def test_question_text_is_the_form_that_gsm8k_is_trained_on():
+    row = {"question": "q", "answer": "a"}
+    assert train.document(row) == train.question_text("q") + " a\n"
+
+
+def read(tmp_path, tokenizer, *paths, length=3):
+    a = SimpleNamespace(data=[str(p) for p in paths], length=length, work=str(tmp_path / "work"))
+    return train.read_data(a, tokenizer)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return make.train_tokenizer(["one two three four five six seven eight nine ten"] * 3, 300)
+
+
+def test_rows_without_text_are_named_and_not_trained_on(tmp_path, tokenizer, capsys):
+    """An empty document would be trained on as an end-of-text token alone."""
+    rows = [{"text": "one two"}, {"text": "  "}, {"conversations": []}, {"instruction": "", "output": ""},
+            {"ids": []}, {"text": "three"}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "empty.txt").write_text("\n")
+    ids, held, _ = read(tmp_path, tokenizer, path, tmp_path / "empty.txt")
+    end = tokenizer.eos_token_id
+    assert ids.tolist() == [*tokenizer("one two")["input_ids"], end, *tokenizer("three")["input_ids"], end]
+    err = capsys.readouterr().err
+    assert "4 rows without text" in err and "row 6" not in err
+    assert all(f"row {i} of {path}" in err for i in (2, 3, 4, 5))
+    assert held.tolist() == ids.tolist() and "too little text is held out" in err
+
+
+def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, tokenizer):
+    def write(rows):
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        train_ids, held, _ = read(tmp_path, tokenizer, tmp_path / "rows.jsonl")
+        return train_ids.tolist(), held.tolist()
+    rows = [{"ids": [i, i, i]} for i in range(1, 101)]
+    train_ids, held = write(rows)
+    assert held == [50, 50, 50, 0, 100, 100, 100, 0]
+    assert not {50, 100} & set(train_ids) and set(train_ids) == {0, *range(1, 101)} - {50, 100}
+    rows = [{"ids": [i, i], "held_out": i < 4, "times": 1 + (i == 7)} for i in range(1, 60)]
+    train_ids, held = write(rows)
+    assert held == [1, 1, 0, 2, 2, 0, 3, 3, 0] and not {1, 2, 3} & set(train_ids)
+    assert [train_ids.count(i) for i in (7, 8, 50)] == [4, 2, 2]
+
+
+def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
+    """What was encoded is remembered by its content and its tokenizer; a file that was rewritten is read anew."""
+    path, calls, encode_all = tmp_path / "a.txt", [], train.encode_all
+
+    def counting(*given):
+        calls.append(given)
+        return encode_all(*given)
+    monkeypatch.setattr(train, "encode_all", counting)
+
+    def decoded(file, by=tokenizer):
+        ids, _, key = read(tmp_path, by, file)
+        return by.decode(ids[:-1]), key
+    path.write_text("one two three four")
+    first = decoded(path)
+    assert first == decoded(path) and first[0] == "one two three four" and len(calls) == 1
+    path.write_text("five six seven eight")
+    second = decoded(path)
+    assert second[0] == "five six seven eight" and second[1] != first[1] and len(calls) == 2
+    (tmp_path / "b.txt").write_text("one two three four")            # the same text under another name
+    assert decoded(tmp_path / "b.txt") == first and len(calls) == 2
+    other = make.train_tokenizer(["one two three " * 9], 270)
+    assert decoded(path, other)[0] == second[0] and len(calls) == 3
+    # A killed write leaves no half of a file behind that would be read.
+    path.write_text("nine ten nine ten")
+    save = torch.save
+
+    def killed(tokens, part):
+        save(tokens, part)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(torch, "save", killed)
+    with pytest.raises(KeyboardInterrupt):
+        decoded(path)
+    monkeypatch.setattr(torch, "save", save)
+    assert decoded(path)[0] == "nine ten nine ten" and len(calls) == 5
+
+
+def test_rows_that_cannot_be_encoded(tmp_path, tokenizer, capsys):
+    """Chats that a template refuses are left out and named; token ids of another tokenizer stop the run."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
+                         "{% for turn in messages %}{{ turn.content }} {% endfor %}")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in ([ASSISTANT], [USER, ASSISTANT], [USER])))
+    ids, _, _ = read(tmp_path, own, path)
+    assert own.decode(ids, skip_special_tokens=True) == "hi yes hi "
+    assert f"1 rows without text: row 1 of {path}" in capsys.readouterr().err
+    path.write_text(json.dumps({"ids": [1, 2, 3, 299, 300]}) + "\n")
+    with pytest.raises(train.UserError, match=f"row 1 of {path} holds token id 300, the tokenizer has"):
+        read(tmp_path, tokenizer, path)
+
+
+def test_hidden_files_are_left_out_and_folders_are_read_in_order(tmp_path, tokenizer):
+    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt"):
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(name)
+    assert [found for _, _, found in train.documents([tmp_path / "data"])] == ["a.txt", "b.txt", "d/e.txt"]
+
+
+def test_chats_are_encoded_by_their_template_once(tokenizer):
+    """A template that writes the first token itself: the tokenizer must not add another."""
+    plain = tokenizer.decode(train.encode([USER, ASSISTANT], tokenizer))
+    assert plain == "USER: hi\n\nASSISTANT: yes\n\n"
+    own = copy.deepcopy(tokenizer)
+    own.bos_token = "<|endoftext|>"
+    own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    assert own("hi")["input_ids"][0] == 0, "as Llama's"
+    own.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    ids = train.encode([USER, ASSISTANT], own)
+    assert own.decode(ids) == "<|endoftext|>[user]hi[assistant]yes"
+    with_bos, without = (train.encode("hi", own, special_tokens=special) for special in (True, False))
+    assert with_bos == [0, *without]
+
+
+# ---------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("argv, words", [
-    (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"),
-    (["target", "glide"], "name target or continuations alone"), (["glide", "--target", "/no/such"], "does not exist"),
-    (["glide", "--steps", "0"], "--steps is 0"),
-    (["glide", "--steps", "-1"], "--steps is -1"), (["glide", "--lr", "-1"], "--lr is -1"), (["glide", "--length", "4"], "longer than a block"),
-    (["glide", "--width", "x"], "invalid int value"), (["target", "--math", "/no/such"], "does not exist"), (["glide", "--device", "cuda"], "no CUDA device"),
+    (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"), (["base"], "cannot train base"),
+    ([], "required: what"),
+    (["glide", "--target", "/no/such"], "does not exist"), (["glide", "--steps", "0"], "--steps is 0"),
+    (["glide", "--steps", "-1"], "--steps is -1"), (["glide", "--lr", "-1"], "--lr is -1"),
+    (["glide", "--every", "0"], "--every is 0"),
+    (["glide", "--width", "0"], "--width is 0"), (["glide", "--length", "4"], "longer than a block"),
+    (["glide", "--width", "x"], "invalid int value"), (["glide", "--optimizer", "x"], "invalid choice"),
+    (["glide", "--device", "cuda"], "no CUDA device"),
 ])
 def test_mistakes_are_one_sentence(argv, words, capsys):
     if words == "no CUDA device" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    assert train.main(argv) == 2
+    assert train.main([*argv, "--data", "x"]) == 2
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1 and "Traceback" not in err
 
@@ -244,18 +568,19 @@ def test_data_mistakes(small, tmp_path, capsys):
     base = ["glide", "--target", str(small / "model"), "--work", str(tmp_path), "--device", "cpu"]
     (tmp_path / "short.txt").write_text("a")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": ')
-    (tmp_path / "odd.jsonl").write_text('{"sentence": "a"}\n')
-    for more, words in ((["--data", "/no/such"], "does not exist"), (["--data", str(tmp_path / "bad.jsonl")], "cannot be read"),
-                        (["--data", str(tmp_path / "odd.jsonl")], "has none of the fields"), ([], "--data FILES-OR-FOLDERS is missing"),
-                        (["--data", str(tmp_path / "short.txt")], "too few tokens"),
-                        (["--data", str(small / "text"), "--length", "64", "--layer", "7"], "cannot be read")):
-        assert train.main(base + more) == 2
+    (tmp_path / "odd.jsonl").write_text('{"text": "a"}\n{"sentence": "a"}\n')
+    odd, layer = tmp_path / "odd.jsonl", [small / "text", "--length", "64", "--layer", "7"]
+    for data, words in (([], "expected at least one argument"), (["/no/such"], "does not exist"),
+                        ([tmp_path / "bad.jsonl"], "cannot be read"),
+                        ([tmp_path / "short.txt"], "too few tokens"),
+                        ([odd], f"row 2 of {odd} has none of the fields"), (layer, "cannot be read")):
+        assert train.main([*base, "--data", *map(str, data)]) == 2
         assert words in capsys.readouterr().err
     assert train.main(["edd-h9", *base[1:], "--data", str(small / "text"), "--length", "64"]) == 2
     assert "no layer's output" in capsys.readouterr().err
 
 
-def test_fingerprint_tells_targets_apart_but_not_precisions(llama):
+def test_fingerprint_tells_targets_apart_but_not_precisions(llama, tokenizer):
     mine = train.fingerprint(llama)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert train.same_target(mine, train.fingerprint(copy.deepcopy(llama).to(dtype)))
@@ -264,3 +589,18 @@ def test_fingerprint_tells_targets_apart_but_not_precisions(llama):
         p.data += 0.05 * p.data.std() * torch.randn_like(p) if p.ndim == 2 else 0
     for other in (tuned, tiny("llama", seed=9), tiny("mistral")):
         assert not train.same_target(mine, train.fingerprint(other))
+    # The vocabulary counts where both say it.
+    full = train.fingerprint(llama, tokenizer)
+    assert full["vocabulary"] == train.vocabulary_fingerprint(tokenizer)
+    assert train.same_target(full, mine) and train.same_target(mine, full)
+    assert not train.same_target(full, {**full, "vocabulary": "another"})
+
+
+def test_a_fingerprint_of_a_vocabulary():
+    """16 hex digits; the same tokens with the same ids, in whatever order they are listed."""
+    class Vocabulary(dict):
+        get_vocab = dict.copy
+    a = train.vocabulary_fingerprint(Vocabulary({"a": 0, "b": 1}))
+    assert len(a) == 16 and int(a, 16) and a == train.vocabulary_fingerprint(Vocabulary({"b": 1, "a": 0}))
+    others = ({"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1})
+    assert len({a, *(train.vocabulary_fingerprint(Vocabulary(v)) for v in others)}) == 5

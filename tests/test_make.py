@@ -1,0 +1,400 @@
+"""How the stand-in is made: what is held out stays out, each step does what it says, interrupted or not."""
+import json
+import re
+import signal
+from array import array
+
+import pytest
+import torch
+from conftest import ROOT, plain, tiny
+
+import cape
+import glide
+import train
+import verify
+from checkpoints import make
+from maxgram import build_bigram, measure_confidence, read_bigram
+
+
+def dump(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---------------------------------------------------------------- corpus, tokenizer, target
+MADE_UP = {
+    "stdlib": {"json/decoder.py": "HELD", "ast.py": "OPEN", "test/test_ast.py": "SKIPPED"},
+    "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
+    "transformers": {
+        "models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
+        "models/moonshine/modeling.py": "# Copied from transformers.models.whisper.modeling SKIPPED"},
+}
+
+
+@pytest.fixture
+def made_up(monkeypatch, tmp_path):
+    """A made-up interpreter: held-out files (HELD), others (OPEN), ones that must not be read (SKIPPED)."""
+    for source, files in MADE_UP.items():
+        for name, word in files.items():
+            path = tmp_path / source / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("# licence\n" * 3 + "\nx = 1\n" + f"# {word} {source}\n" * 900)
+    monkeypatch.setattr(make, "source_roots", lambda: {source: tmp_path / source for source in MADE_UP})
+    rows = [{"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"} for i in range(3000)]
+    return dump(tmp_path / "math.jsonl", rows)
+
+
+def test_held_out_text_is_never_trained_on(made_up):
+    """Held-out files and families, and files that copy from a held-out family, stay out."""
+    docs = list(make.corpus(make.HELD_OUT, made_up))
+    words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
+    assert words == {(s, held, "HELD" if held else "OPEN") for s in MADE_UP for held in (True, False)}
+    math = [(held, t) for s, held, t in docs if s == "math"]
+    assert [held for held, _ in math] == [False] * 2940 + [True] * 60
+    assert math[7][1] == "Question: q7\nAnswer: 2 + 2 = 4\n"
+    assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
+
+
+def test_the_corpus_on_disk(made_up, tmp_path):
+    """What train.py reads of it: held-out documents apart, others as often as their source's share asks."""
+    out = tmp_path / "corpus"
+    assert make.main(["corpus", "--out", str(out), "--math", str(made_up)]) == 0
+    assert {p.name for p in out.iterdir()} == {f"{source}.jsonl" for source in make.SHARES}
+    docs = list(make.corpus(make.HELD_OUT, made_up))
+    rows = [row for p in out.iterdir() for row in train.read_rows(p)]
+    found = [(row["source"], row["held_out"], row["text"]) for row in rows]
+    assert sorted(found) == sorted(docs)
+    assert all(row["times"] == 1 for row in rows if row["held_out"])
+    # Shares as asked, within the rounding of a whole number of times.
+    size = {s: sum(len(t) for source, held, t in docs if source == s and not held) for s in make.SHARES}
+    times = {row["source"]: row["times"] for row in rows if not row["held_out"]}
+    assert min(times.values()) == 1 and len(set(times.values())) > 1
+    asked = {s: make.SHARES[s] / size[s] for s in times}
+    assert all(abs(times[s] - asked[s] / min(asked.values())) <= 0.5 for s in times)
+
+    texts = [text for _, held, text in docs if not held]
+    tokenizer = make.train_tokenizer(texts, 300)
+    a = make.parser().parse_args(["target", "--data", str(out), "--length", "20"])
+    trained, held = (tokenizer.decode(ids) for ids in train.read_data(a, tokenizer)[:2])
+    assert "HELD" not in trained and "OPEN" not in held and "SKIPPED" not in trained + held
+    for source in MADE_UP:
+        assert trained.count(f"# OPEN {source}\n") == 900 * times[source], source
+        assert held.count(f"# HELD {source}\n") == 900
+
+
+def test_a_corpus_without_problems_and_mistakes(made_up, tmp_path, capsys):
+    assert make.main(["corpus", "--out", str(tmp_path / "c")]) == 0
+    assert not (tmp_path / "c" / "math.jsonl").exists()
+    capsys.readouterr()
+    for argv, words in ((["corpus", "--math", "/no/such"], "--math: /no/such does not exist"),
+                        ([], "required: made"),
+                        (["corpse"], "invalid choice: 'corpse'"), (["target"], "required: --data"),
+                        (["target", "--data", "/no/such"], "--data: /no/such does not exist"),
+                        (["target", "--data", "x", "--steps", "0"], "--steps is 0"),
+                        (["target", "--data", "x", "--vocab", "-3"], "--vocab is -3"),
+                        (["small", "huge", "--data", "x"], "cannot make huge: small models are base small"),
+                        (["small", "--data", "x", "--target", "/no/such"], "target /no/such does not exist"),
+                        (["continuations", "--data", "x", "--device", "cuda"], "no CUDA device")):
+        if words == "no CUDA device" and torch.cuda.is_available():
+            continue
+        assert make.main(argv) == 2
+        err = capsys.readouterr().err
+        assert words in err and err.count("\n") == 1 and err.startswith("make.py: "), err
+
+
+def test_the_tokenizer(tmp_path):
+    tokenizer = make.train_tokenizer(["x = 1234567890\n" * 50], 300)
+    ids = tokenizer("x = 1234567890 é\n")["input_ids"]
+    assert tokenizer.decode(ids) == "x = 1234567890 é\n"
+    assert tokenizer.eos_token_id == 0 and len(tokenizer) <= 300
+    assert sum(tokenizer.decode([i]).strip().isdigit() for i in ids) == 10, "a token a digit"
+
+
+def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatch):
+    """The whole road on a made-up interpreter: corpus, target (resumed bit for bit), a drafter, decoding."""
+    data, out = str(tmp_path / "corpus"), tmp_path / "out"
+    assert make.main(["corpus", "--out", data, "--math", str(made_up)]) == 0
+    base = ["--data", data, "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "2",
+            "--length", "200", "--every", "2", "--out", str(out)]
+    target = ["target", *base, "--vocab", "300", "--width", "32", "--layers", "2", "--steps", "5"]
+    assert make.main(target) == 0
+    whole = (out / "target" / "model.safetensors").read_bytes()
+    draw, calls = train.draw, []
+
+    def interrupting(ids, n, length, seed, step):
+        if seed == 0 and step == 3 and not calls:
+            calls.append(signal.raise_signal(signal.SIGINT))
+        return draw(ids, n, length, seed, step)
+    monkeypatch.setattr(train, "draw", interrupting)
+    assert make.main(target) == 2 and calls
+    monkeypatch.setattr(train, "draw", draw)
+    (out / "target" / "model.safetensors").unlink()
+    assert make.main([*target, "--resume"]) == 0
+    assert (out / "target" / "model.safetensors").read_bytes() == whole
+    about = json.loads((out / "target" / "training.json").read_text())
+    assert about["tokens_seen"] == 5 * 2 * 200
+    assert about["command"] == " ".join(["python checkpoints/make.py", *target, "--resume"])
+    assert set(about["validation"]) == {"alpha", "held_out_loss"} and about["held_out"] == make.HELD_OUT
+
+    assert train.main(["glide", *base, "--target", str(out / "target"), "--width", "16", "--steps", "2"]) == 0
+    model, tokenizer = train.load_target(out / "target", "float64", "cpu")
+    drafter, about = glide.load(out / "glide", model)
+    assert train.same_target(about["target"], train.fingerprint(model, tokenizer))
+    assert about["target"]["vocabulary"] == train.vocabulary_fingerprint(tokenizer)
+    ids = tokenizer("x = 1\n#")["input_ids"]
+    for build in (cape.chain, cape.cape):
+        out = verify.generate(verify.Target(model, 64), drafter, build, ids, 12)
+        assert out.tokens == plain(model, ids, 12)
+
+
+# ---------------------------------------------------------------- small models, continuations
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A tiny random target with a tokenizer, saved as Hugging Face does, and a file of text."""
+    folder = tmp_path_factory.mktemp("target")
+    text = "def add(a, b):\n    return a + b\n\n"
+    tiny("llama", vocab_size=300, max_position_embeddings=64).float().save_pretrained(folder / "model")
+    make.train_tokenizer([text * 400], 300).save_pretrained(folder / "model")
+    dump(folder / "text.jsonl", [{"text": (text * 60)[i:]} for i in range(60)])
+    return folder
+
+
+def base_flags(small, tmp_path, *more):
+    return ["--target", str(small / "model"), "--work", str(tmp_path / "work"), "--device", "cpu",
+            "--batch", "3", "--length", "24", *more]
+
+
+def test_continuations_are_the_targets_own(small, tmp_path):
+    written = tmp_path / "written.jsonl"
+    argv = ["continuations", "--target", str(small / "model"), "--device", "cpu", "--batch", "3",
+            "--length", "24", "--data", str(small / "text.jsonl"), "--steps", "4", "--out", str(written)]
+    assert make.main(argv) == 0
+    rows = [json.loads(line)["ids"] for line in written.read_text().splitlines()]
+    model, tokenizer = train.load_target(small / "model", "float32", "cpu")
+    assert len(rows) == 12 and len({tuple(row[:6]) for row in rows}) > 6
+    for ids in rows:
+        assert 6 <= len(ids) <= 24 and ids[6:] == plain(model, ids[:6], 18)[:len(ids) - 6]
+        assert tokenizer.decode(ids[:6]) in "def add(a, b):\n    return a + b\n\n" * 3, "the text begins them"
+    whole = written.read_bytes()
+    written.write_bytes(whole[:len(whole) // 2])                   # cut off in the middle of a row
+    assert make.main([*argv, "--resume"]) == 0 and written.read_bytes() == whole
+    # A drafter learns from them.
+    flags = base_flags(small, tmp_path, "--data", str(written), "--out", str(tmp_path))
+    assert train.main(["glide", *flags, "--width", "16", "--steps", "1"]) == 0
+
+
+def test_a_continuation_ends_where_the_text_does(small, tmp_path, monkeypatch):
+    """What follows the end-of-text token is padding, and no data; an end in the given text is part of it."""
+    load = train.load_target
+
+    def loaded(*args, **more):
+        model, tokenizer = load(*args, **more)
+        made = torch.tensor([[7, 7, 0, 7, 7, 7, 8, 9, 0, 0], [7] * 10])
+        model.generate = lambda prompts, **settings: made
+        return model, tokenizer
+    monkeypatch.setattr(train, "load_target", loaded)
+    out = tmp_path / "out.jsonl"
+    assert make.main(["continuations", "--target", str(small / "model"), "--device", "cpu", "--batch", "2",
+                      "--length", "24", "--data", str(small / "text.jsonl"), "--steps", "1",
+                      "--out", str(out)]) == 0
+    assert train.read_rows(out) == [{"ids": [7, 7, 0, 7, 7, 7, 8, 9]}, {"ids": [7] * 10}]
+
+
+def test_small_models_learn_from_the_target(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(make, "SMALL", {"base": (2, 32), "small": (1, 32)})
+    out, again = tmp_path / "out", tmp_path / "again"
+    flags = base_flags(small, tmp_path, "--data", str(small / "text.jsonl"))
+    assert make.main(["small", *flags, "--steps", "3", "--out", str(out)]) == 0
+    for name, layers in (("base", 2), ("small", 1)):
+        model, _ = train.load_target(out / name, "float32", "cpu")
+        about = json.loads((out / name / "training.json").read_text())
+        assert model.config.num_hidden_layers == layers and about["kind"] == name
+        assert about["tokens_seen"] == 3 * 3 * 24
+    more = ["--init", str(out), "--out", str(again)]
+    assert make.main(["small", "small", *flags, *more, "--lr", "1e-30", "--steps", "1"]) == 0
+    first, second = ((folder / "small" / "model.safetensors").read_bytes() for folder in (out, again))
+    assert first == second
+    assert json.loads((again / "small" / "training.json").read_text())["init"]["tokens_seen"] == 3 * 3 * 24
+    about = json.loads((out / "small" / "training.json").read_text())
+    about["target"]["vocabulary"] = "another"
+    (out / "small" / "training.json").write_text(json.dumps(about))
+    assert make.main(["small", "small", *flags, *more, "--steps", "1"]) == 2
+    assert "made for another target" in capsys.readouterr().err
+
+
+def test_the_loss_of_a_small_model_is_kl_to_the_target(llama):
+    model = make.SmallLM(tiny("llama", seed=5))
+    ids = torch.randint(12, (2, 9))
+    loss, logits = model.loss(train.frozen_forward(llama, ids))
+    with torch.no_grad():
+        p, q = (torch.distributions.Categorical(logits=m(ids).logits) for m in (llama, model.lm))
+    assert loss.item() == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), abs=1e-5)
+    assert torch.equal(logits, model.lm(ids).logits)
+
+
+def test_a_saved_language_model_is_whole(small, tmp_path, monkeypatch):
+    """Killed while it is written: the old files are still there, all of them."""
+    model, tokenizer = train.load_target(small / "model", "float32", "cpu")
+    make.save_lm(tmp_path / "lm", model, tokenizer, {"a": 1})
+    before = {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()}
+
+    def killed(folder):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(tokenizer, "save_pretrained", killed)
+    for p in model.parameters():
+        p.data += 1
+    with pytest.raises(KeyboardInterrupt):
+        make.save_lm(tmp_path / "lm", model, tokenizer, {"a": 2})
+    assert {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()} == before
+
+
+# ---------------------------------------------------------------- the bigram
+TEXT = "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return f(x) + 2\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make.train_tokenizer([TEXT * 3], 300).save_pretrained(folder)
+    return folder
+
+
+def command(*args):
+    return make.main(["bigram", *map(str, args)])
+
+
+def test_bigram_end_to_end(tmp_path, tokenizer, capsys):
+    from transformers import AutoTokenizer
+    t = AutoTokenizer.from_pretrained(tokenizer)
+    corpus = tmp_path / "corpus"
+    (corpus / "deep").mkdir(parents=True)
+    (corpus / "a.py").write_text(TEXT)
+    dump(corpus / "deep" / "b.jsonl", [{"text": x} for x in (TEXT, "", "x + 1")])
+    (corpus / "deep" / "c.bin").write_bytes(array("H", [0, 5, 6, 7, 0, 0, 6, 7]).tobytes())
+    (corpus / ".hidden").write_bytes(b"\xff")
+    (corpus / "empty.txt").write_text("")
+    last = tmp_path / "last.txt"
+    last.write_text(TEXT)
+    out = tmp_path / "new" / "bigram.json"
+    assert command("--corpus", corpus, last, "--tokenizer", tokenizer, "--out", out) == 0
+    assert capsys.readouterr().err == ""
+    texts = [t(TEXT)["input_ids"]] * 2 + [t("x + 1")["input_ids"], [5, 6, 7], [6, 7]]
+    bigram, confidence = read_bigram(out, len(t))
+    assert bigram == build_bigram(texts, len(t)) and len(bigram) == len(t) and bigram[5] == 6
+    assert confidence == pytest.approx(measure_confidence([t(TEXT)["input_ids"]], bigram), abs=1e-4)
+    about = json.loads(out.read_text())["about"]
+    assert (about["documents"], about["held_out"]) == (6, 1)
+    assert about["tokens"] == sum(map(len, texts)) + len(t(TEXT)["input_ids"])
+    assert [p.name for p in out.parent.iterdir()] == ["bigram.json"]        # no temporary file is left
+
+
+def test_held_out_documents_are_not_counted(tmp_path, tokenizer):
+    """Every fiftieth document, or those whose rows say so, are measured on alone; each has its own pair."""
+    def made(rows):
+        out, corpus = tmp_path / "b.json", dump(tmp_path / "rows.jsonl", rows)
+        assert command("--corpus", corpus, "--tokenizer", tokenizer, "--out", out) == 0
+        found = json.loads(out.read_text())
+        return found["bigram"], found["confidence"], found["about"]["held_out"]
+    rows = [{"ids": [2 * i, 2 * i + 1, 2 * i]} for i in range(1, 121)]
+    bigram, confidence, held = made(rows)
+    assert held == 2 and not any(bigram[x] for i in (50, 100) for x in (2 * i, 2 * i + 1))
+    assert all(bigram[2 * i] == 2 * i + 1 for i in range(1, 121) if i % 50), "the others are"
+    assert confidence is None, "the held-out documents have no pair that the bigram knows, and repeat nothing"
+    rows = [{"ids": [2 * i, 2 * i + 1], "held_out": i in (3, 7)} for i in range(1, 121)]
+    bigram, _, held = made(rows)
+    assert held == 2 and not bigram[6] and not bigram[14] and bigram[100] == 101 and bigram[200] == 201
+
+
+def test_a_bigram_says_whose_it_is(tmp_path, tokenizer):
+    """The fingerprint is the vocabulary's, and a reader with another vocabulary refuses the file."""
+    (tmp_path / "a.txt").write_text(TEXT)
+    out = tmp_path / "b.json"
+    assert command("--corpus", tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", out) == 0
+    loaded = make.load_tokenizer(str(tokenizer))
+    mine = train.vocabulary_fingerprint(loaded)
+    assert json.loads(out.read_text())["fingerprint"] == mine
+    assert read_bigram(out, 10 ** 6, mine)[0] == read_bigram(out, 10 ** 6)[0]
+    other = train.vocabulary_fingerprint(make.train_tokenizer(["another text altogether " * 9], 300))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        read_bigram(out, 10 ** 6, other)
+
+
+def test_one_document_leaves_nothing_to_measure(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text(TEXT)
+    out = tmp_path / "b.json"
+    assert command("--corpus", tmp_path / "a.txt", "--tokenizer", tokenizer, "--out", out) == 0
+    assert read_bigram(out, 10**6)[1] is None
+
+
+def test_mistakes_about_bigrams_are_one_sentence_and_status_2(tmp_path, tokenizer, capsys):
+    good, old = tmp_path / "a.txt", tmp_path / "out.json"
+    good.write_text(TEXT)
+    old.write_text("[0]")
+    for name, data in {"odd.bin": b"abc", "high.bin": array("H", [1, 60000]).tobytes(), "latin.txt": b"\xff",
+                       "bad.jsonl": b"{\n", "field.jsonl": b'{"body": "x"}\n', "row.jsonl": b"[[1]]\n",
+                       "type.jsonl": b'{"text": 3}\n'}.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "nothing").mkdir()
+    ok = ("--tokenizer", tokenizer, "--out", old)
+    for args, why in [
+        ((), "--corpus"),
+        (("--corpus", tmp_path / "no.txt", *ok), "--corpus: "),
+        (("--corpus", tmp_path / "no.txt", *ok), "does not exist"),
+        (("--corpus", tmp_path / "no.bin", *ok), "does not exist"),
+        (("--corpus", tmp_path / "nothing", *ok), "holds no text"),
+        (("--corpus", tmp_path / "type.jsonl", *ok), "holds no text"),
+        (("--corpus", tmp_path / "odd.bin", *ok), "odd number of bytes"),
+        (("--corpus", tmp_path / "high.bin", *ok), "the corpus holds token id 60000"),
+        (("--corpus", tmp_path / "latin.txt", *ok), "cannot be read as text"),
+        (("--corpus", tmp_path / "bad.jsonl", *ok), "cannot be read as text or JSON lines"),
+        (("--corpus", tmp_path / "field.jsonl", *ok), "field.jsonl has none of the fields"),
+        (("--corpus", tmp_path / "row.jsonl", *ok), "has none of the fields"),
+        (("--corpus", good, "--tokenizer", tmp_path / "no", "--out", old), "--tokenizer"),
+        (("--corpus", good, "--tokenizer", tmp_path / "nothing", "--out", old), "--tokenizer"),
+        (("--corpus", good, "--tokenizer", tokenizer, "--out", tmp_path), "is a folder"),
+        (("--corpus", good, "--tokenizer", tokenizer, "--out", good / "b.json"), "a.txt"),
+        (("--corpus", good, *ok, "--nonsense"), "--help"),
+    ]:
+        assert command(*args) == 2, args
+        err = capsys.readouterr().err
+        assert why in err and err.count("\n") == 1 and err.startswith("make.py: "), (args, err)
+    assert make.main(["trigram"]) == 2
+    assert old.read_text() == "[0]"
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, tokenizer, monkeypatch, capsys):
+    good, old = tmp_path / "a.txt", tmp_path / "out.json"
+    good.write_text(TEXT)
+    old.write_text("[0]")
+
+    def full(self, text, *a, **k):
+        raise OSError("No space left on device")
+    monkeypatch.setattr("pathlib.Path.write_text", full)
+    assert command("--corpus", good, "--tokenizer", tokenizer, "--out", old) == 2
+    assert old.read_bytes() == b"[0]" and "No space left" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- what the repository ships
+def test_the_default_prompts():
+    """Sixteen heads of modules and eight word problems; the stand-in has room for 128 more tokens."""
+    from transformers import AutoConfig, AutoTokenizer
+    rows = train.read_rows(ROOT / "checkpoints" / "prompts.jsonl")
+    assert [row["group"] for row in rows] == ["code"] * 16 + ["math"] * 8
+    assert all(set(row) == {"group", "prompt"} for row in rows)
+    prompts = [row["prompt"] for row in rows]
+    assert len(set(prompts)) == 24
+    code, math = prompts[:16], prompts[16:]
+    assert all(350 <= len(text) <= 500 and text.startswith('"""') and "import" in text for text in code)
+    assert all(re.fullmatch(r"Question: .+\nAnswer:", text) for text in math)
+    assert math == [train.question_text(text[len("Question: "):-len("\nAnswer:")]) for text in math]
+    tokenizer = AutoTokenizer.from_pretrained(train.STAND_IN)
+    context = AutoConfig.from_pretrained(train.STAND_IN).max_position_embeddings
+    assert all(1 < len(tokenizer(text)["input_ids"]) <= context - 128 for text in prompts)
+
+
+def test_make_runs_from_anywhere(tmp_path):
+    import subprocess
+    import sys
+    argv = [sys.executable, ROOT / "checkpoints" / "make.py", "bigram", "--help"]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "--tokenizer" in done.stdout, done.stderr
