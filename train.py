@@ -166,7 +166,7 @@ def encode(found, tokenizer, special_tokens=True):
     template = tokenizer.chat_template or PLAIN
     return tokenizer.apply_chat_template(found, chat_template=template, return_dict=True)["input_ids"]
 
-def encode_all(paths, tokenizer):
+def encode_all(paths, tokenizer, vocab):
     """The documents of `paths`, each with the end-of-text token -> ids (n,) to train on, ids held out."""
     eos = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     parts, skipped = (array("i"), array("i")), []
@@ -178,9 +178,9 @@ def encode_all(paths, tokenizer):
         if not ids:
             skipped.append(place)
             continue
-        if max(ids) >= len(tokenizer):
-            raise UserError(f"--data: {place} holds token id {max(ids)}, the tokenizer has {len(tokenizer)}: "
-                            "give text, or ids of this tokenizer")
+        if max(ids) >= vocab:
+            raise UserError(f"--data: {place} holds token id {max(ids)}, the target has {vocab} tokens: "
+                            "give text, or ids of its own tokenizer")
         held = row.get("held_out", number % HELD_OUT == 0)
         # A row may say how often it counts.
         parts[held].extend((ids + eos) * row.get("times", 1))
@@ -188,15 +188,15 @@ def encode_all(paths, tokenizer):
         print(f"left out, {len(skipped)} rows without text: {', '.join(skipped[:9])}", file=sys.stderr)
     return [torch.from_numpy(np.array(part, "i")) for part in parts]
 
-def read_data(a, tokenizer):
+def read_data(a, tokenizer, vocab):
     """--data -> ids (n,) to train on, ids held out, their key; encoded into --work when first seen."""
     content = hashlib.sha256(f"{vocabulary_fingerprint(tokenizer)} {tokenizer.chat_template}".encode())
     for _, row, found in documents(a.data):
-        content.update(f"{row} {found}".encode())
+        content.update(f"{row} {found!r}".encode())
     # The key covers what was encoded: a file that was rewritten is encoded again.
     path = Path(a.work) / f"tokens-{content.hexdigest()[:16]}.pt"
     if not path.exists():
-        tokens = encode_all(a.data, tokenizer)
+        tokens = encode_all(a.data, tokenizer, vocab)
         write_atomically(path, lambda part: torch.save(tokens, part))
     train, held = torch.load(path, mmap=True)
     if len(train) <= a.length:                           # a window, and the token after it
@@ -292,7 +292,8 @@ def fit(models, losses, evaluate, a):
                 together.eval()
                 with torch.no_grad(), autocast:
                     metrics = evaluate()
-                bar.write(f"step {step}: {metrics}")
+                for name, values in metrics.items():
+                    bar.write(f"step {step} {name}: " + ", ".join(f"{k} {v:.3f}" for k, v in values.items()))
             if step == a.steps:
                 break
             together.train()
@@ -448,7 +449,7 @@ def prepare(a):
     torch.manual_seed(a.seed)
     target, tokenizer = load_target(a.target, a.target_dtype, a.device)
     # From here on a.data stands for the content, which a resumed run must share.
-    train, held, a.data = read_data(a, tokenizer)
+    train, held, a.data = read_data(a, tokenizer, target.config.get_text_config().vocab_size)
     if a.steps is None:                                  # one epoch, as in the papers
         a.steps = max(1, len(train) // (a.batch * a.length))
     return target.requires_grad_(False), tokenizer, (train, held)

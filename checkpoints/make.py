@@ -9,9 +9,9 @@
 Its drafters are train.py's, like any target's: `python train.py glide vanilla --data work/corpus`.  All
 settings are in docs/training.md.  `continuations` and `bigram` serve any target, any tokenizer, any text.
 
-The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its own.  It is
-deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of Vicuna-7B.  It learns
-from the sources of the standard library, torch and transformers, which every installation has, and from GSM8K.
+The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its own.  It
+is deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of Vicuna-7B.  It has
+learned from sources that everybody has, the standard library's, torch's and transformers', and from GSM8K.
 
 Differences from the papers:
  1. Python source and GSM8K's train split stand for SlimPajama and ShareGPT.
@@ -203,7 +203,7 @@ def train_target(a):
     """`make.py target`: the tokenizer and the stand-in from scratch."""
     torch.manual_seed(a.seed)
     tokenizer = tokenizer_of(a)
-    tokens, held, a.data = train.read_data(a, tokenizer)       # a.data stands for the content from here on
+    tokens, held, a.data = train.read_data(a, tokenizer, a.vocab)     # a.data stands for the content now
     model = llama(a.vocab, a.layers, a.width, a.length).to(a.device)
     forward = torch.compile(model, dynamic=False) if a.compile else model
     print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {len(tokens) / 1e6:.1f}M tokens")
@@ -281,7 +281,7 @@ def write_continuations(a):
     {"ids": [...]} a window.
     """
     target, tokenizer = train.load_target(a.target, a.target_dtype, a.device)
-    tokens, _, _ = train.read_data(a, tokenizer)
+    tokens, _, _ = train.read_data(a, tokenizer, target.config.get_text_config().vocab_size)
     out, eos, given = Path(a.out), tokenizer.eos_token_id, a.length // 4
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = []

@@ -7,6 +7,7 @@ from array import array
 import pytest
 import torch
 from conftest import ROOT, plain, tiny
+from tokenizers.processors import TemplateProcessing
 
 import cape
 import glide
@@ -23,7 +24,7 @@ def dump(path, rows):
 
 # ---------------------------------------------------------------- corpus, tokenizer, target
 MADE_UP = {
-    "stdlib": {"json/decoder.py": "HELD", "ast.py": "OPEN", "test/test_ast.py": "SKIPPED"},
+    "stdlib": {"json/decoder.py": "HELD", "jsonify.py": "OPEN", "test/test_ast.py": "SKIPPED"},
     "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
     "transformers": {
         "models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
@@ -75,7 +76,8 @@ def test_the_corpus_on_disk(made_up, tmp_path):
     texts = [text for _, held, text in docs if not held]
     tokenizer = make.train_tokenizer(texts, 300)
     a = make.parser().parse_args(["target", "--data", str(out), "--length", "20"])
-    trained, held = (tokenizer.decode(ids) for ids in train.read_data(a, tokenizer)[:2])
+    a.work = str(tmp_path / "work")
+    trained, held = (tokenizer.decode(ids) for ids in train.read_data(a, tokenizer, 300)[:2])
     assert "HELD" not in trained and "OPEN" not in held and "SKIPPED" not in trained + held
     for source in MADE_UP:
         assert trained.count(f"# OPEN {source}\n") == 900 * times[source], source
@@ -108,6 +110,24 @@ def test_the_tokenizer(tmp_path):
     assert tokenizer.decode(ids) == "x = 1234567890 é\n"
     assert tokenizer.eos_token_id == 0 and len(tokenizer) <= 300
     assert sum(tokenizer.decode([i]).strip().isdigit() for i in ids) == 10, "a token a digit"
+
+
+def test_the_tokenizer_of_a_corpus(tmp_path):
+    """It is trained on what is not held out, and read back where the same text was seen before."""
+    rows = [{"text": "plain words " * 50}, {"text": "zyxwvuts " * 500, "held_out": True}]
+    data = dump(tmp_path / "rows.jsonl", rows)
+    a = make.parser().parse_args(["target", "--data", str(data), "--work", str(tmp_path), "--vocab", "300"])
+    tokenizer = make.tokenizer_of(a)
+    assert len(tokenizer("plain")["input_ids"]) == 1 and len(tokenizer("zyxwvuts")["input_ids"]) == 8
+    folder, = tmp_path.glob("tokenizer-*")
+    before = (folder / "tokenizer.json").stat().st_mtime_ns
+    assert make.tokenizer_of(a).get_vocab() == tokenizer.get_vocab()
+    assert (folder / "tokenizer.json").stat().st_mtime_ns == before and list(tmp_path.glob("*.part")) == []
+    dump(data, rows[1:] + [{"text": "other words " * 50}])
+    assert make.tokenizer_of(a).get_vocab() != tokenizer.get_vocab()
+    dump(data, [{"ids": [1, 2]}])
+    with pytest.raises(train.UserError, match="trained on text"):
+        make.tokenizer_of(a)
 
 
 def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatch):
@@ -166,8 +186,8 @@ def base_flags(small, tmp_path, *more):
 
 def test_continuations_are_the_targets_own(small, tmp_path):
     written = tmp_path / "written.jsonl"
-    argv = ["continuations", "--target", str(small / "model"), "--device", "cpu", "--batch", "3",
-            "--length", "24", "--data", str(small / "text.jsonl"), "--steps", "4", "--out", str(written)]
+    flags = base_flags(small, tmp_path, "--data", str(small / "text.jsonl"))
+    argv = ["continuations", *flags, "--steps", "4", "--out", str(written)]
     assert make.main(argv) == 0
     rows = [json.loads(line)["ids"] for line in written.read_text().splitlines()]
     model, tokenizer = train.load_target(small / "model", "float32", "cpu")
@@ -194,9 +214,8 @@ def test_a_continuation_ends_where_the_text_does(small, tmp_path, monkeypatch):
         return model, tokenizer
     monkeypatch.setattr(train, "load_target", loaded)
     out = tmp_path / "out.jsonl"
-    assert make.main(["continuations", "--target", str(small / "model"), "--device", "cpu", "--batch", "2",
-                      "--length", "24", "--data", str(small / "text.jsonl"), "--steps", "1",
-                      "--out", str(out)]) == 0
+    flags = base_flags(small, tmp_path, "--data", str(small / "text.jsonl"))
+    assert make.main(["continuations", *flags, "--steps", "1", "--out", str(out)]) == 0
     assert train.read_rows(out) == [{"ids": [7, 7, 0, 7, 7, 7, 8, 9]}, {"ids": [7] * 10}]
 
 
@@ -317,6 +336,18 @@ def test_a_bigram_says_whose_it_is(tmp_path, tokenizer):
     other = train.vocabulary_fingerprint(make.train_tokenizer(["another text altogether " * 9], 300))
     with pytest.raises(ValueError, match="another tokenizer"):
         read_bigram(out, 10 ** 6, other)
+
+
+def test_a_bigram_is_of_the_text_alone(tmp_path):
+    """Not of the token that a tokenizer (Llama's) puts before it."""
+    loaded = make.train_tokenizer([TEXT * 3], 300)
+    first = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    loaded._tokenizer.post_processor = first
+    loaded.save_pretrained(tmp_path / "tokenizer")
+    (tmp_path / "a.txt").write_text(TEXT)
+    out = tmp_path / "b.json"
+    assert command("--corpus", tmp_path / "a.txt", "--tokenizer", tmp_path / "tokenizer", "--out", out) == 0
+    assert loaded("def")["input_ids"][0] == 0 and read_bigram(out, 300)[0][0] == 0
 
 
 def test_one_document_leaves_nothing_to_measure(tmp_path, tokenizer):

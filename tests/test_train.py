@@ -418,8 +418,8 @@ def test_conversations(row, messages):
     ({"instruction": "Sum up", "input": "a text", "output": "short"}, "Sum up\na text\nshort"),
     # Alpaca, Finance-Alpaca
     ({"instruction": "Why?", "input": "", "output": "So."}, "Why?\n\nSo."),
-    ({"article": "long", "highlights": "short", "id": "1"}, "long\nshort"),                           # CNN/DM
-    ({"whole_func_string": "def f(): 0", "func_name": "f"}, "def f(): 0"),                           # CodeSearchNet
+    ({"article": "long", "highlights": "short", "id": "1"}, "long\nshort"),
+    ({"whole_func_string": "def f(): 0", "func_name": "f"}, "def f(): 0"),
     ({"text": None}, ""), ({"conversations": []}, []), ({"sentence": "a"}, None), ([1], None), (3, None),
 ])
 def test_documents_of_rows(row, found):
@@ -433,7 +433,7 @@ def test_question_text_is_the_form_that_gsm8k_is_trained_on():
 
 def read(tmp_path, tokenizer, *paths, length=3):
     a = SimpleNamespace(data=[str(p) for p in paths], length=length, work=str(tmp_path / "work"))
-    return train.read_data(a, tokenizer)
+    return train.read_data(a, tokenizer, 300)
 
 
 @pytest.fixture(scope="module")
@@ -473,7 +473,7 @@ def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, token
 
 
 def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
-    """What was encoded is remembered by its content and its tokenizer; a file that was rewritten is read anew."""
+    """What was encoded is found again by content and tokenizer; a file that was rewritten is encoded anew."""
     path, calls, encode_all = tmp_path / "a.txt", [], train.encode_all
 
     def counting(*given):
@@ -514,12 +514,13 @@ def test_rows_that_cannot_be_encoded(tmp_path, tokenizer, capsys):
     own.chat_template = ("{% if messages[0].role != 'user' %}{{ raise_exception('no') }}{% endif %}"
                          "{% for turn in messages %}{{ turn.content }} {% endfor %}")
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in ([ASSISTANT], [USER, ASSISTANT], [USER])))
+    chats = [ASSISTANT], [USER, ASSISTANT], [USER]
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     ids, _, _ = read(tmp_path, own, path)
     assert own.decode(ids, skip_special_tokens=True) == "hi yes hi "
     assert f"1 rows without text: row 1 of {path}" in capsys.readouterr().err
     path.write_text(json.dumps({"ids": [1, 2, 3, 299, 300]}) + "\n")
-    with pytest.raises(train.UserError, match=f"row 1 of {path} holds token id 300, the tokenizer has"):
+    with pytest.raises(train.UserError, match=f"row 1 of {path} holds token id 300, the target has 300"):
         read(tmp_path, tokenizer, path)
 
 
@@ -536,7 +537,8 @@ def test_chats_are_encoded_by_their_template_once(tokenizer):
     assert plain == "USER: hi\n\nASSISTANT: yes\n\n"
     own = copy.deepcopy(tokenizer)
     own.bos_token = "<|endoftext|>"
-    own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
+    first = [("<|endoftext|>", 0)]
+    own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
     assert own("hi")["input_ids"][0] == 0, "as Llama's"
     own.chat_template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     ids = train.encode([USER, ASSISTANT], own)
