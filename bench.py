@@ -265,7 +265,11 @@ def load_gram(run):
     try:
         return maxgram.MaxGram(*maxgram.read_bigram(path, vocab, fingerprint))
     except ValueError as why:
-        raise UserError(f"--bigram: {why}") from None
+        if run.a.bigram:
+            raise UserError(f"--bigram: {why}") from None
+        # Nobody asked for the checkpoint's: another target goes without one.
+        run.notes.append(f"no bigram: {path} is not this target's")
+        return maxgram.MaxGram()
 
 # ---------------------------------------------------------------- what a decoding, a step, a tree costs
 class Record(verify.Output):

@@ -555,3 +555,7 @@ def test_the_checkpoint_s_bigram_is_read(small, tmp_path):
     argv = args(small, "--checkpoint", str(tmp_path / "c"), "--drafter", "maxgram", "cascade(base)", "cascade(base, maxgram)")
     grams = [drafter.gram for drafter in bench.Run(argv).drafters.values()]
     assert grams[1] is None and list(grams[0].bigram) == list(grams[2].bigram) == [7] * 300
+    # Another tokenizer's, which nobody asked for, is left out and said so.
+    (tmp_path / "c" / "bigram.json").write_text(json.dumps({"bigram": [7] * 300, "confidence": None, "fingerprint": "0" * 16}))
+    run = bench.Run(args(small, "--checkpoint", str(tmp_path / "c"), "--drafter", "maxgram"))
+    assert not any(run.drafters["maxgram"].gram.bigram or []) and "no bigram" in run.notes[-1]
