@@ -337,7 +337,7 @@ def builder(run, label, tree):
     if writes_chains and tree.name in CHAINS:
         if tree.settings:
             raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; say {tree.name}")
-        return partial(verify.proposal, drawn=tree.name == "drawn")
+        return partial(cascade.proposal, drawn=tree.name == "drawn")
     missing, found = settings_of(tree.function).keys() - tree.settings.keys(), {}
     if missing & {"cost", "node_price"} and not writes_chains:
         if label not in run.costs:

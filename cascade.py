@@ -42,7 +42,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept_drawn, generate, no_draft, proposal
+from verify import Target, Tree, UserError, accept_drawn, generate, no_draft
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # longest chain of which a tree is asked for distributions
@@ -364,6 +364,20 @@ class Cascade:
             row.fill_((1 - said) / (self.vocab - 1))
             row[self.gen.tokens[place]] = said
             row.log_()
+
+def proposal(expand, root, drawn=False):
+    """The builder of a cascade's own chain, as long as there is room -> Tree; drawn: with p_draft (n, V)."""
+    tokens, p_draft = [], None
+    if expand.room > 0:
+        generator = expand.generator if drawn else None
+        last = expand.out.tokens[-1]
+        expand.out.mark("other")
+        tokens, p_draft = expand.drafter.chain(last, expand.room, expand.warp, generator)
+        expand.out.mark("draft")
+    n = expand.deepest = len(tokens)
+    # One copy to the device: the tokens, then the parents -1, 0 ... n - 1
+    both = torch.tensor([*tokens, *range(-1, n)], dtype=torch.long, device=root.device)
+    return Tree(torch.cat((root, both[:n])), both[n:], p_draft)
 
 # ---------------------------------------------------------------- analysis (section 4)
 def geometric(x, k):

@@ -27,22 +27,18 @@ Differences from the paper:
  1. Eq. 3 prints h up to j L; its prose and the official code use the hidden states strictly before the
     block, and so does this file: P(t_{i+1} | t_{jL ... i}, h_{<jL}), j = floor(i / L), all counted from 0.
     h_{jL} would give t_{jL+1} away.
- 2. "The 28th layer" of 32 counts from 0: Hugging Face's hidden_states[-4].  hidden_states[-1] has gone
-    through the final norm there; here it is the last layer's output before it, as for every other layer.
+ 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face, whose hidden_states[-1] is
+    normed; here it is the last layer's output before that, as for every other layer.
  3. With one layer the keys and values of the soft prompt depend on (h_i, i) alone: decoding computes each
-    once, when its token is committed.  Drafted rows are forgotten after the round: their tokens come back
-    as hidden states.
- 4. The VDM ("without encoding result") has the embeddings of the committed tokens where EDD has their
-    hidden states, which is an ordinary one-layer language model.  Its loss is not stated: cross entropy and
-    KL are both here.
+    once, when its token is committed.  Drafted rows are forgotten after the round.
+ 4. The VDM ("without encoding result") has the embeddings of the committed tokens where EDD has their hidden
+    states: a one-layer language model.  Its loss is not stated: cross entropy and KL are both here.
  5. The layer attends to everything, also where the target's own slides a window.
- 6. KL is over all tokens of a window (the official code: the response's), since the stand-in's text has no
-    turns.
- 7. EAGLE predicts f_i from t_i and f_{i-1}, or its own prediction of it where t_{i-1} is drafted.  Its
-    recipe's noise on the features of training is left out, and so is its fixed tree, as MEDUSA's is: they
-    draft any.
- 8. MEDUSA-1: head k = 0 ... 4 predicts t_{i+2+k} from f_i (the target itself says t_{i+1}, the root): a
-    node's distribution is that of its depth's head, whatever its path.
+ 6. KL is over all tokens of a window; the official code's is over the response's.
+ 7. EAGLE predicts f_i from t_i and f_{i-1}, or its own prediction of that where t_{i-1} is drafted.  Noise
+    on the features of training is left out, and so is its fixed tree, as MEDUSA's: they draft any.
+ 8. MEDUSA-1: head k = 0 ... 4 predicts t_{i+2+k} from f_i (the target says t_{i+1}, the root): a node's
+    distribution is that of its depth's head, whatever its path.
 
     python edd.py           # the demo: training under the mask and step-by-step decoding give the same logits
     python train.py edd vdm eagle medusa
@@ -104,8 +100,9 @@ def dual_block_mask(length, block):
     # h_{<jL}: hidden states of earlier blocks
     hidden = of[:, None] > of[None, :]
     # t_{jL ... i}: tokens of its own block, up to itself
-    tokens = (of[:, None] == of[None, :]) & (place[:, None] >= place[None, :])
-    return torch.cat((hidden, tokens), 1)
+    same_block = of[:, None] == of[None, :]
+    not_later = place[:, None] >= place[None, :]
+    return torch.cat((hidden, same_block & not_later), 1)
 
 def kl(p_target, logits):
     """D_KL(P_t || P_d) (Eq. 4), mean over positions.  p_target (..., V) sums to 1, logits (..., V) -> ()."""
@@ -134,8 +131,8 @@ class DraftModel(nn.Module):
         decoder = model.get_decoder()
         for part in ("layers", "norm", "rotary_emb"):
             if getattr(decoder, part, None) is None:
-                raise ValueError("EDD takes one layer of a decoder with layers, norm and rotary_emb (Llama, "
-                                 f"Mistral, Qwen and their kin); {type(model).__name__} is built otherwise")
+                raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, as Llama's; "
+                                 f"{type(model).__name__} is built otherwise")
         self.config = config
         # The target is frozen from here on; in a namespace its modules are not saved with ours.
         model.requires_grad_(False)
@@ -164,9 +161,9 @@ class DraftModel(nn.Module):
             self.layer_type = {"layer_type": c.layer_types[0]}
 
     def fresh_norm(self):
-        """A final norm as the target's, untrained: a copy of one of the fresh layer's."""
-        kind = type(self.target.norm)
-        return copy.deepcopy(next(m for m in self.layer.modules() if type(m) is kind))
+        """A final norm of the target's kind, untrained: a copy of one of the fresh layer's."""
+        fresh = [m for m in self.layer.modules() if type(m) is type(self.target.norm)]
+        return copy.deepcopy(fresh[0])
 
     def rows(self, x, position, mask, cache=None):
         """One pass through the layer.  x (B, m, D), position (1, m), mask (m, keys) or None -> (B, m, D)."""
@@ -180,7 +177,8 @@ class DraftModel(nn.Module):
     def causal(self, x):
         """All positions at once, each seeing those up to itself.  x (B, T, D) -> (B, T, D)."""
         place = torch.arange(x.shape[1], device=x.device)
-        return self.rows(x, place[None], place[:, None] >= place[None, :])
+        mask = place[:, None] >= place[None, :]
+        return self.rows(x, place[None], mask)
 
 class EDD(DraftModel):
     """EDD or VDM: the target's embedding and head, trained on, around one layer."""
@@ -216,7 +214,8 @@ class EDD(DraftModel):
         if block is None:
             low, high = self.config.blocks
             block = int(batch["random"].integers(low, high + 1))
-        logits = self(batch["ids"], batch["hidden"].get(self.config.hidden), block)
+        hidden = batch["hidden"].get(self.config.hidden)           # the VDM reads none
+        logits = self(batch["ids"], hidden, block)
         if self.config.loss == "ce":
             return next_token_loss(logits, batch["ids"]), logits
         return kl(p_target(batch), logits), logits
@@ -226,7 +225,8 @@ class Eagle(DraftModel):
 
     def __init__(self, config, model):
         super().__init__(config, model)
-        self.fc = nn.Linear(2 * config.width, config.width).to(model.device, model.dtype)
+        self.fc = nn.Linear(2 * config.width, config.width)
+        self.fc.to(model.device, model.dtype)
         self.add_layer(model)
 
     def inputs(self, ids, before):
@@ -243,10 +243,11 @@ class Eagle(DraftModel):
     def loss(self, batch):
         """As EDD's.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
         feature = self.target.norm(batch["hidden"][self.config.hidden])
-        predicted = self(batch["ids"], feature)
-        logits = self.target_logits(predicted)
-        regression = F.smooth_l1_loss(predicted.float(), feature.float())
-        classification = F.cross_entropy(logits.flatten(0, 1).float(), p_target(batch).flatten(0, 1))
+        predicted_feature = self(batch["ids"], feature)
+        logits = self.target_logits(predicted_feature)
+        regression = F.smooth_l1_loss(predicted_feature.float(), feature.float())
+        predicted = logits.flatten(0, 1).float()
+        classification = F.cross_entropy(predicted, p_target(batch).flatten(0, 1))
         return regression + W_CLS * classification, logits
 
 class Medusa(DraftModel):
@@ -254,8 +255,10 @@ class Medusa(DraftModel):
 
     def __init__(self, config, model):
         super().__init__(config, model)
-        self.heads = nn.ModuleList(copy.deepcopy(model.get_output_embeddings()) for _ in range(config.heads))
-        square = torch.zeros(config.width, config.width, device=model.device, dtype=model.dtype)
+        head = model.get_output_embeddings()
+        square = torch.zeros(config.width, config.width)
+        square = square.to(model.device, model.dtype)
+        self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(config.heads))
         self.w = nn.ParameterList(square.clone() for _ in range(config.heads))
         self.requires_grad_(True)
 
@@ -263,7 +266,11 @@ class Medusa(DraftModel):
         """hidden (..., D) of the last layer -> a list of K logits (..., V)."""
         f = self.target.norm(hidden).to(self.w[0].dtype)
         # head_k(f + SiLU(W_k f))
-        return [head(f + F.silu(F.linear(f, w))) for head, w in zip(self.heads, self.w)]
+        found = []
+        for head, w in zip(self.heads, self.w):
+            change = F.silu(F.linear(f, w))
+            found.append(head(f + change))
+        return found
 
     def loss(self, batch):
         """As EDD's, with head 0's logits, shifted so that row i predicts t_{i+1}, from f_{i-1}."""
@@ -273,7 +280,8 @@ class Medusa(DraftModel):
         for k, logits in enumerate(found):
             if 2 + k < ids.shape[1]:
                 predicted = logits[:, :-2 - k].flatten(0, 1).float()
-                loss = loss + DECAY ** k * F.cross_entropy(predicted, ids[:, 2 + k:].flatten())
+                meant = ids[:, 2 + k:].flatten()
+                loss = loss + DECAY ** k * F.cross_entropy(predicted, meant)
         return loss, found[0].roll(1, 1)
 
 # ---------------------------------------------------------------- drafters: decoding with them
@@ -353,12 +361,15 @@ class Drafter:
         if is_chain:
             # Each node is below all before it: its place in the cache is its position, it sees all up to it
             position = torch.arange(start, end, device=device)
-            mask = None if p + m == 1 else torch.arange(end, device=device) <= position[:, None]
+            mask = None                                            # a lone row sees all that is there
+            if p + m > 1:
+                mask = torch.arange(end, device=device) <= position[:, None]           # (p + m, end)
         else:
             position, mask = self.tree_rows(before, p, m)
             position, mask = position.to(device), mask.to(device)
         self.cache.length = start
-        return self.model.rows(x[None], position[None], mask, self.cache)[0, p:]
+        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, p + m, D)
+        return rows[0, p:]
 
     def tree_rows(self, before, p, m):
         """Positions of pending tokens and m new nodes in a tree, (p + m,), and what each sees, (p + m, end).
@@ -377,7 +388,6 @@ class Drafter:
 class EagleDrafter(Drafter):
     """Decoding with EAGLE: committed tokens' rows are made of true features, drafted ones' of predicted."""
     seen = 0                         # tokens whose features have been shown
-
     def prompt(self, view):
         new = self.model.target.norm(view.hidden[self.config.hidden])                  # (k, D)
         start = view.length - len(new)
@@ -393,8 +403,7 @@ class EagleDrafter(Drafter):
         """A node needs its parent's prediction: one whose parent comes in this call takes another forward."""
         logits, done = [], 0
         while done < len(parents):
-            known = len(self.lines)
-            end = done
+            known, end = len(self.lines), done
             while end < len(parents) and parents[end] < known:
                 end += 1
             feature = self.features[[parent + 1 for parent in parents[done:end]]]
@@ -409,7 +418,8 @@ class MedusaDrafter(Drafter):
     """Decoding with MEDUSA-1: all heads run once a round, on the last committed token's feature."""
 
     def begin(self, view):
-        rows = torch.stack(self.model(view.hidden[self.config.hidden][-1]))            # (K, V)
+        last = view.hidden[self.config.hidden][-1]                                     # (D,)
+        rows = torch.stack(self.model(last))                                           # (K, V)
         # Beyond the last head it cannot go on: a row of -inf.
         self.table = F.pad(rows, (0, 0, 0, 1), value=float("-inf"))
         self.depths = []
@@ -417,7 +427,10 @@ class MedusaDrafter(Drafter):
     def expand(self, tokens, parents):
         for parent in parents:
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
-        return self.table[[min(depth, self.config.heads) for depth in self.depths[-len(parents):]]]
+        # Head d says what comes after a node at depth d
+        new = self.depths[-len(parents):]
+        rows = [min(depth, self.config.heads) for depth in new]
+        return self.table[rows]
 
 # What a checkpoint's kind means: the draft model, and what decodes with it.
 KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medusa, MedusaDrafter)}
@@ -436,13 +449,15 @@ def load(folder, model, length=None):
                              "its folder with --checkpoint")
     try:
         about = json.loads((folder / "training.json").read_text())
-        config = Config(**{**about["config"], "blocks": tuple(about["config"]["blocks"])})
+        config = Config(**about["config"])
+        config.blocks = tuple(config.blocks)
         draft_class, drafter_class = KINDS[config.kind]
         weights = load_file(folder / "model.safetensors")
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
         raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
-    if (config.vocab, config.width) != (c.vocab_size, c.hidden_size) or config.hidden > c.num_hidden_layers:
+    fits = (config.vocab, config.width) == (c.vocab_size, c.hidden_size)
+    if not fits or config.hidden > c.num_hidden_layers:
         raise ValueError(f"the drafter in {folder} was made for another target (vocabulary {config.vocab}, "
                          f"width {config.width}, against {c.vocab_size} and {c.hidden_size}): train one for "
                          "this target with train.py --target")
@@ -461,7 +476,7 @@ def main():
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=6,
-                         num_attention_heads=4, num_key_value_heads=2)
+                         num_attention_heads=4)
     target = LlamaForCausalLM(config).double().eval()
     ids = torch.randint(20, (1, 15))
     for encoding in (True, False):

@@ -82,7 +82,9 @@ class Config:
         # Llama's feed-forward: 8/3 of the width, rounded up to a multiple of 32
         feed_forward = -(-width * 8 // 3 // 32) * 32
         config = cls(c.vocab_size, width, feed_forward, layers)
-        config.heads, config.block, config.glimpse = width // own, block, glimpse
+        config.heads = width // own
+        config.block = block
+        config.glimpse = glimpse
         if glimpse:
             # l = N_T - N_D + m: the drafter's layers look at the target's last ones, in order.
             top = c.num_hidden_layers - 1 if layer is None else layer
@@ -90,7 +92,8 @@ class Config:
                 raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
                                  f"has layers {layers - 1} to {c.num_hidden_layers - 1} for that")
             config.layers_read = tuple(range(top - layers + 1, top + 1))
-            config.target_heads, config.target_head_size = c.num_attention_heads, head
+            config.target_heads = c.num_attention_heads
+            config.target_head_size = head
             if getattr(c, "qk_nope_head_dim", None):
                 config.target_head_size = c.qk_nope_head_dim + c.qk_rope_head_dim
                 config.target_value_size = c.v_head_dim
@@ -173,8 +176,9 @@ class Layer(nn.Module):
         """Cross-attention onto the target's cache.  x (B, T, d_D), kv (B, H, t, d_k) each, mask (T, t)."""
         k, v = kv
         # Q^{m,j} = H^m W_j, turned to its position as the cached keys are
-        q = self.glimpse_q(x)
-        q = q.unflatten(-1, (self.c.target_heads, -1)).transpose(1, 2)                       # (B, h, T, d_k)
+        q = self.glimpse_q(x)                                                                # (B, T, h d_k)
+        q = q.unflatten(-1, (self.c.target_heads, -1))
+        q = q.transpose(1, 2)                                                                # (B, h, T, d_k)
         q = rotate(q, *turn).to(k.dtype)
         # Heads that share a key (grouped queries) are further rows of one query: no key is repeated.
         B, h, T, _ = q.shape
@@ -212,7 +216,8 @@ class Layer(nn.Module):
         if self.c.glimpse:
             x = x + self.glimpse(x, kv, target_turn, glimpse_mask)
         # Feed-forward
-        gate, up = self.up(self.norm2(x)).chunk(2, -1)
+        gate_and_up = self.up(self.norm2(x))
+        gate, up = gate_and_up.chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 class Glide(nn.Module):
@@ -229,7 +234,8 @@ class Glide(nn.Module):
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
-        own = angles(c.width // c.heads, tables[0].shape[0])
+        length = tables[0].shape[0]
+        own = angles(c.width // c.heads, length)
         dtype = torch.get_default_dtype()
         for name, (cos, sin) in {"": own, "target_": tables}.items():
             self.register_buffer(name + "cos", cos.to(dtype), persistent=False)
@@ -246,7 +252,8 @@ class Glide(nn.Module):
         if c.glimpse:
             assert set(c.layers_read) <= set(kv), f"the drafter reads target layers {c.layers_read}"
         turn, target_turn = self.turns(slice(0, T))
-        causal = torch.ones(T, T, dtype=torch.bool, device=ids.device).tril()
+        position = torch.arange(T, device=ids.device)
+        causal = position[:, None] >= position[None, :]
         # Mask_Block: the drafter's own rows are up to date, the target's are delayed
         delayed = block_mask(T, c.block, ids.device)
         x = self.embed(ids)                                                                  # (B, T, d_D)
@@ -402,14 +409,17 @@ def load(folder, model, length=None):
         about = json.loads((folder / "training.json").read_text())
         config = Config(**about["config"])
         config.layers_read = tuple(config.layers_read)
-        length = length or getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2048
+        c = model.config.get_text_config()
+        length = length or getattr(c, "max_position_embeddings", None) or 2048
+        # Nodes of a tree may stand beyond the last token that the context holds.
         draft_model = Glide(config, target_angles(model, length + 1024))
         draft_model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
         raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
     drafter = Drafter(draft_model.to(model.device, model.dtype))
-    drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
+    validation = about.get("validation", {})
+    drafter.temperature = validation.get("temperature", 1.0)
     return drafter, about
 
 def main():
@@ -417,7 +427,9 @@ def main():
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
     c = Config(vocab=20, width=16, feed_forward=32, layers=2, heads=2)
-    c.target_heads, c.target_head_size, c.layers_read = 4, 8, (1, 2)
+    c.target_heads = 4
+    c.target_head_size = 8
+    c.layers_read = (1, 2)
     model = Glide(c, angles(8, 64))
     for p in model.parameters():
         p.data.normal_(0, 0.3)
@@ -429,10 +441,12 @@ def main():
         drafter, worst = Drafter(model), 0
         for t in (5, 10):
             seen = {layer: rows[:, :, :, :t] for layer, rows in kv.items()}
-            view = SimpleNamespace(tokens=ids[0, t - 5:t], length=t, kv=seen)
+            new = ids[0, t - 5:t]
+            view = SimpleNamespace(tokens=new, length=t, kv=seen)
             drafter.begin(view)
             for i in range(t, t + 5):
-                row = drafter.expand(ids[0, i:i + 1], [i - t - 1])
+                token, parent = ids[0, i:i + 1], i - t - 1
+                row = drafter.expand(token, [parent])
                 error = (row[0] - trained[i]).abs().max()
                 worst = max(worst, error.item())
             drafter.keep([0, 1, 2, 3, 4])

@@ -30,7 +30,7 @@ A drafter has
     expand(tokens, parents)  as above, but -> logits (m, V); a row of -inf: it cannot go on there
     keep(path)               the nodes (numbers as in parents) that were accepted, root first; forget others
 and may have temperature (1.0), at which its confidence in the argmax is calibrated.  One that writes chains
-itself (cascade, Max-Gram) has chain(root, most, warp, generator) -> (tokens, p_draft).
+itself has chain(root, most, warp, generator) -> (tokens, p_draft), for the builder cascade.proposal.
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though it must be
@@ -361,7 +361,7 @@ class Judge:
         return (p_target / torch.stack(noise)[depth]).argmax(-1)
 
     def __call__(self, tree, logits, target, expand):
-        """-> path, new tokens, the tree's parents, the drafter's tokens: lists, by one device read."""
+        """-> path, new tokens, the tree's parents, the drafter's tokens, lists (a tree's by one read)."""
         if tree.p_draft is not None:
             if self.warp is None:
                 raise UserError("a drawn chain is accepted by sampling: give a temperature above 0")
@@ -412,7 +412,7 @@ class Expand:
 
     def begin(self, root, room):
         """A round starts.  root (1,): the last token; room: how many tokens may still follow it."""
-        self.root, self.room, self.deepest = root, room, 0
+        self.room, self.deepest = room, 0                      # deepest: what depth its tree can have
         self.tokens, self.parents, self.depths = [root[:0]], [], []  # of the nodes that the drafter has seen
 
     def __call__(self, tokens, parents):
@@ -433,17 +433,6 @@ class Expand:
             probs = probs * torch.tensor([[d < self.room] for d in depths], device=probs.device)
         return probs.nan_to_num(0.0)                                                   # a row of -inf: zeros
 
-    def chain(self, drawn=False):
-        """A sequence drafter's own chain, no longer than there is room for -> (tokens, p_draft)."""
-        if self.room <= 0:
-            return [], None
-        self.out.mark("other")
-        generator = self.generator if drawn else None
-        found = self.drafter.chain(self.out.tokens[-1], self.room, self.warp, generator)
-        self.out.mark("draft")
-        self.deepest = len(found[0])
-        return found
-
     def path(self, tokens, kept):
         """The drafter's own nodes under the tokens kept, root first.  tokens: those of its nodes, a list."""
         child, path = children(tokens, self.parents), [-1]
@@ -460,13 +449,6 @@ def no_draft(expand, root):
 def no_draft_padded(expand, root):
     """The same with a second root, nobody's child: one query takes a slow matrix-vector path on many CPUs."""
     return Tree(root.repeat(2), torch.full_like(root, -1).repeat(2))
-
-def proposal(expand, root, drawn=False):
-    """The chain that a sequence drafter (one with chain(): a cascade, Max-Gram) proposes itself."""
-    tokens, p_draft = expand.chain(drawn)
-    n = len(tokens)
-    nodes = torch.tensor([*tokens, *range(-1, n)], dtype=torch.long, device=root.device)
-    return Tree(torch.cat((root, nodes[:n])), nodes[n:], p_draft)
 
 def limit_of(target, ids, max_new_tokens):
     """How many tokens can be made behind a prompt (a tensor), at most max_new_tokens."""

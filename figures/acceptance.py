@@ -22,7 +22,7 @@ from calibration import about, drafted_tokens, played  # noqa: E402
 
 import bench  # noqa: E402
 import cape  # noqa: E402
-import verify  # noqa: E402
+import cascade  # noqa: E402
 
 LENGTH, WIDE = 30, 40
 
@@ -61,7 +61,7 @@ def figure(argv):
     run = bench.Run(argv)
     rows = []
     for label, drafter in run.drafters.items():
-        build = verify.proposal if hasattr(drafter, "chain") else partial(cape.chain, gamma=LENGTH)
+        build = cascade.proposal if hasattr(drafter, "chain") else partial(cape.chain, gamma=LENGTH)
         found = position_acceptance(played(run, drafter, build))
         print(position_plot(label, found))
         positions = [{"position": i, "drafted": n, "accepted": ok} for i, (n, ok) in enumerate(found, 1)]

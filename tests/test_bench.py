@@ -506,7 +506,7 @@ def test_an_encoder_s_input_takes_no_room_from_the_output(t5, small, tmp_path):
     run = bench.Run(args(small, "--target", str(t5 / "target"), "--drafter", "maxgram", "--tree", "chain", "--prompts", str(tmp_path / "p.txt")))
     _, ids, limit = run.prompts[0]
     assert len(ids) > 512 and limit == 12
-    assert len(run.decode(run.drafters["maxgram"], bench.verify.proposal, ids, limit).tokens) == 12
+    assert len(run.decode(run.drafters["maxgram"], bench.cascade.proposal, ids, limit).tokens) == 12
 
 
 def test_cascades_in_one_run(small, tmp_path, capsys):

@@ -202,7 +202,7 @@ def test_max_grams_bigram_is_used():
 
 
 # ---------------------------------------------------------------- lossless
-TREES = {"own chain": verify.proposal, "chain": cape.chain, "cape": cape.cape,
+TREES = {"own chain": cascade.proposal, "chain": cape.chain, "cape": cape.cape,
          "beam": partial(cape.beam, width=3), "pct": partial(pct.pct, cost=0.05, depth=6),
          "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
 
@@ -347,7 +347,7 @@ def test_chains_end_where_the_output_must(models):
     drafter = cascade.Cascade([models[1]], [[6, 10], [0, 8]], 1.0, MaxGram(BIGRAM))
 
     def recorded(expand, root):
-        tree = verify.proposal(expand, root)
+        tree = cascade.proposal(expand, root)
         deepest.append(target.cache.length + len(tree.tokens))         # the bonus token's position at most
         return tree
     for length, new in ((8, 5), (CONTEXT - 6, 20)):
@@ -525,7 +525,7 @@ def test_drawn_output_follows_the_targets_distribution(neural, gram, K, lenience
     stages = [relative(target, 0.2, 1), relative(target, 0.3, 2)][:neural]
     drafter = cascade.Cascade(stages, K, lenience, MaxGram(BIGRAM) if gram else None)
     wrapped, prompt, warp = verify.Target(target), [3, 1, 4, 1], verify.warper(1.0, 3)
-    build, counts = partial(verify.proposal, drawn=True), {}
+    build, counts = partial(cascade.proposal, drawn=True), {}
     for seed in range(400):
         out = verify.generate(wrapped, drafter, build, prompt, 3, temperature=1.0, top_k=3, seed=seed)
         counts[tuple(out.tokens)] = counts.get(tuple(out.tokens), 0) + 1
@@ -602,7 +602,7 @@ def test_stages_forward_only_what_is_new(models):
         passed[m].append(kwargs["input_ids"].shape[1])
     hooks = [m.get_decoder().register_forward_pre_hook(partial(note, m=m), with_kwargs=True)
              for m in models[1:]]
-    verify.generate(verify.Target(models[0]), drafter, verify.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24)
+    verify.generate(verify.Target(models[0]), drafter, cascade.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24)
     for hook in hooks:
         hook.remove()
     # the oracle's own forwards are noted too, one after each run
@@ -614,7 +614,7 @@ def test_caches_are_as_long_as_the_text(models):
     for m in roomy:
         m.config.max_position_embeddings = 10 ** 6
     drafter = cascade.Cascade(roomy, [[2, 2], [0, 2]])
-    verify.generate(verify.Target(models[0]), drafter, verify.proposal, [3, 1, 4, 1], CONTEXT - 6)
+    verify.generate(verify.Target(models[0]), drafter, cascade.proposal, [3, 1, 4, 1], CONTEXT - 6)
     assert all(stage.cache.keys.shape[-2] < 2 * CONTEXT for stage in drafter.stages)
 
 
@@ -626,7 +626,7 @@ def test_swi_from_the_runs_of_a_real_run(models):
         counts[m] += 1
     hooks = [m.get_decoder().register_forward_pre_hook(partial(count, m=m), with_kwargs=True) for m in models]
     drafter, calls = cascade.Cascade(list(models[1:]), None, 1.0, MaxGram(BIGRAM)), []
-    verify.generate(verify.Target(models[0]), drafter, verify.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24,
+    verify.generate(verify.Target(models[0]), drafter, cascade.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24,
                     streamer=lambda new, drafted: calls.append(new))
     for hook in hooks:
         hook.remove()
@@ -678,11 +678,11 @@ def test_encoder_decoder_chains_are_plain_decodings():
     for used, drafter in drafters:
         for prompt, text in zip(prompts, expected):
             encoded.update(dict.fromkeys(encoded, 0))
-            assert verify.generate(target, drafter, verify.proposal, prompt, 14).tokens == text
+            assert verify.generate(target, drafter, cascade.proposal, prompt, 14).tokens == text
             once = [1] + [1] * used + [0] * (2 - used)
             assert list(encoded.values()) == once, "the encoder runs once a prompt and model"
             sampled = verify.generate(target, None, verify.no_draft, prompt, 14, temperature=1.0, seed=5)
-            out = verify.generate(target, drafter, verify.proposal, prompt, 14, temperature=1.0, seed=5)
+            out = verify.generate(target, drafter, cascade.proposal, prompt, 14, temperature=1.0, seed=5)
             assert out.tokens == sampled.tokens
             assert verify.generate(target, drafter, cape.chain, prompt, 14).tokens == text
     for hook in hooks:

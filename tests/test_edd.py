@@ -353,3 +353,61 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     from transformers import GPT2Config, GPT2LMHeadModel
     with pytest.raises(ValueError, match="built otherwise"):
         edd.EDD(edd.Config(12, 32, 1), GPT2LMHeadModel(GPT2Config(vocab_size=12, n_embd=32, n_layer=2, n_head=2)))
+
+
+# ---------------------------------------------------------------- what edits would have to get past
+@pytest.mark.parametrize("name", ["edd", "edd-ce", "edd-fixed", "vdm", "vdm-ce"])
+def test_losses_are_what_their_names_say(llama, name):
+    """KL(P_t || P_d) of Eq. 4 over all positions, or the cross entropy of the next token, written out; VDM reads no hidden states."""
+    ids = torch.randint(VOCAB, (2, 14), generator=torch.Generator().manual_seed(9))
+    batch = frozen_forward(llama, ids, {2})
+    draft_model = random_edd(llama, **edd.VARIANTS[name])
+    with torch.no_grad():
+        loss, logits = draft_model.loss({**batch, "block": 5})
+        expected = draft_model(ids, batch["hidden"].get(2), 5)
+        torch.testing.assert_close(logits, expected)
+        log_p_target, log_p_draft = batch["logits"].log_softmax(-1), expected.log_softmax(-1)
+        kl = (log_p_target.exp() * (log_p_target - log_p_draft)).sum(-1).mean()
+        ce = torch.stack([-log_p_draft[b, i, ids[b, i + 1]] for b in range(2) for i in range(13)]).mean()
+        by_ce = name.endswith("ce")
+        torch.testing.assert_close(loss.double(), ce if by_ce else kl, atol=1e-5, rtol=1e-5)
+        assert abs(ce - kl) > 0.1, "the two differ, or the above says nothing"
+        other = draft_model(ids, torch.randn_like(batch["hidden"][2]), 5)
+        assert torch.equal(other, expected) == name.startswith("vdm")
+
+
+def test_the_layer_and_its_norm_are_fresh():
+    """Not copies of the target's: the norm is the identity, matrices are drawn with the target's initializer_range."""
+    model = tiny("llama", hidden_size=64, intermediate_size=96, initializer_range=0.05)
+    model.get_decoder().norm.weight.data.fill_(3.0)
+    draft_model = edd.EDD(edd.Config.for_target(model, 2), model)
+    assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
+    for p in draft_model.layer.parameters():
+        if p.ndim == 2:
+            assert 0.045 < p.std() < 0.055
+
+
+def test_medusas_heads_as_their_paper_writes_them(llama):
+    """head_k(f + SiLU(W_k f)), f after the target's final norm."""
+    draft_model = random_edd(llama, **edd.VARIANTS["medusa"])
+    hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    with torch.no_grad():
+        f = llama.get_decoder().norm(hidden)
+        for logits, head, w in zip(draft_model(hidden), draft_model.heads, draft_model.w):
+            z = f @ w.T
+            torch.testing.assert_close(logits, (f + z / (1 + (-z).exp())) @ head.weight.T)
+
+
+def test_a_round_without_expand_loses_nothing(llama):
+    """A builder may propose the root alone without asking: what was committed then is read in the next round."""
+    drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
+    ids = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(6))
+    hidden = torch.randn(20, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    with torch.no_grad():
+        for before, t in ((0, 6), (6, 7), (7, 9)):
+            drafter.begin(view(ids, hidden, before, t))
+            if t != 7:
+                row = drafter.expand(ids[t:t + 1], [-1])
+            drafter.keep([])
+        fresh.begin(view(ids, hidden, 0, 9))
+        torch.testing.assert_close(row, fresh.expand(ids[9:10], [-1]), atol=1e-9, rtol=0)

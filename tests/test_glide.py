@@ -6,7 +6,7 @@ import torch
 from conftest import VOCAB, tiny
 
 import glide
-from train import frozen_forward
+from train import frozen_forward, save_drafter
 
 
 def random_drafter(*args, **more):
@@ -163,3 +163,76 @@ def test_queries_turn_as_the_targets_keys_do(model):
     q, k = torch.randn(head, dtype=torch.float64), torch.randn(head, dtype=torch.float64)
     score = [(glide.rotate(q, cos[i], sin[i]) * glide.rotate(k, cos[i - 3], sin[i - 3])).sum().item() for i in range(3, 20)]
     assert max(score) - min(score) < 1e-4
+
+
+# ---------------------------------------------------------------- what edits would have to get past
+def test_theta_is_the_targets():
+    """A target with theta 500: the tables are its own module's, and theta 10000 would be far off."""
+    model = tiny("llama", rope_parameters={"rope_type": "default", "rope_theta": 500.0})
+    cos, sin = glide.target_angles(model, 30)
+    pair = torch.arange(0, 8, 2, dtype=torch.float64)
+    turn = torch.outer(torch.arange(30, dtype=torch.float64), 500.0 ** (-pair / 8)).repeat(1, 2)
+    torch.testing.assert_close(cos.double(), turn.cos(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(sin.double(), turn.sin(), atol=1e-5, rtol=0)
+    assert (glide.angles(8, 30)[0] - cos).abs().max() > 0.1
+
+
+def test_the_loss_is_the_cross_entropy_of_the_next_token(llama):
+    draft_model, ids = random_glide(llama), torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        batch = frozen_forward(llama, ids)
+        loss, logits = draft_model.loss(batch)
+        assert torch.equal(logits, draft_model(ids, batch["kv"]))
+        picked = [-logits[b, j].log_softmax(-1)[ids[b, j + 1]].item() for b in range(2) for j in range(12)]
+    assert loss.item() == pytest.approx(sum(picked) / len(picked), abs=1e-5)
+
+
+def test_rows_outgrow_their_first_allocation(llama):
+    """A context longer than what was allocated at first: the same logits as in one go."""
+    drafter, fresh = (random_drafter(llama, length=1400) for _ in range(2))
+    g = torch.Generator().manual_seed(6)
+    ids = torch.randint(VOCAB, (1300,), generator=g)
+    kv = {2: tuple(torch.randn(1, 4, 1300, 8, generator=g, dtype=torch.float64) for _ in range(2))}
+    with torch.no_grad():
+        for before, t in ((0, 500), (500, 1200)):
+            drafter.begin(view(ids, kv, before, t))
+            row = drafter.expand(ids[t:t + 1], [-1])
+        fresh.begin(view(ids, kv, 0, 1200))
+        torch.testing.assert_close(row, fresh.expand(ids[1200:1201], [-1]), atol=1e-9, rtol=0)
+    assert drafter.store.shape[3] > 1200
+
+
+def test_a_checkpoint_brings_its_temperature(llama, tmp_path):
+    single = tiny("llama").float()
+    draft_model = random_glide(single).float()
+    for temperature in (0.7, 1.3):
+        save_drafter(tmp_path, draft_model, {"kind": "glide", "validation": {"temperature": temperature}})
+        drafter, about = glide.load(tmp_path, single, 40)
+        assert drafter.temperature == temperature and about["kind"] == "glide"
+        for name, value in drafter.model.state_dict().items():
+            assert torch.equal(value, draft_model.state_dict()[name].bfloat16().float())
+
+
+@pytest.mark.parametrize("nodes", [70, 140])
+def test_a_tree_of_many_nodes_equals_paths_drafted_alone(llama, nodes):
+    drafter, alone = random_drafter(llama), random_drafter(llama)
+    g = torch.Generator().manual_seed(nodes)
+    ids = torch.randint(VOCAB, (9,), generator=g)
+    kv = frozen_forward(llama, ids[None])["kv"]
+    tokens = torch.randint(VOCAB, (nodes,), generator=g)
+    # Layers of ten nodes below the root, each below a random node of the layer before.
+    layers = [range(1 + 10 * i, min(nodes, 11 + 10 * i)) for i in range((nodes + 8) // 10)]
+    parents = [-1] + [0] * len(layers[0])
+    for above, layer in zip(layers, layers[1:]):
+        parents += [above[int(torch.randint(len(above), (1,), generator=g))] for _ in layer]
+    with torch.no_grad():
+        drafter.begin(view(ids, kv, 0, 8))
+        rows = torch.cat([drafter.expand(tokens[list(layer)], [parents[i] for i in layer]) for layer in ([0], *layers)])
+        for node in (nodes - 1, nodes - 6, nodes // 2):
+            path = [node]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            alone.reset()
+            alone.begin(view(ids, kv, 0, 8))
+            one = alone.expand(tokens[path], list(range(-1, len(path) - 1)))
+            torch.testing.assert_close(rows[node], one[-1], atol=1e-9, rtol=0)

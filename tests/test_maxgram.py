@@ -363,7 +363,7 @@ def test_acceptance_where_the_model_repeats_itself():
             p.mlp.down_proj.weight.zero_()
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     wanted = plain(model, [3, 3, 3], 21)
-    for build in (cape.chain, cape.cape, verify.proposal):
+    for build in (cape.chain, cape.cape, cascade.proposal):
         drafter, rounds = cascade.Cascade([], [[5]], gram=MaxGram(), vocab=12), []
         out = verify.generate(verify.Target(model), drafter, build, [3, 3, 3], 21,
                               streamer=lambda new, drafted, rounds=rounds: rounds.append(drafted))
