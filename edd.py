@@ -96,7 +96,7 @@ class Config:
 def dual_block_mask(length, block):
     """Figure 3(a) -> (length, 2 * length) bool: what token i sees of hidden states (left) and tokens."""
     place = torch.arange(length)
-    of = place // block                                        # j of each token
+    of = place // block                                        # (T,): j of each token
     # h_{<jL}: hidden states of earlier blocks
     hidden = of[:, None] > of[None, :]
     # t_{jL ... i}: tokens of its own block, up to itself
@@ -106,8 +106,8 @@ def dual_block_mask(length, block):
 
 def kl(p_target, logits):
     """D_KL(P_t || P_d) (Eq. 4), mean over positions.  p_target (..., V) sums to 1, logits (..., V) -> ()."""
-    p_target = p_target.flatten(0, -2)
-    log_p_draft = logits.flatten(0, -2).float().log_softmax(-1)
+    p_target = p_target.flatten(0, -2)                                                 # (n, V)
+    log_p_draft = logits.flatten(0, -2).float().log_softmax(-1)                        # (n, V)
     # sum_x P_t(x) log(P_t(x) / P_d(x))
     return F.kl_div(log_p_draft, p_target, reduction="batchmean")
 
@@ -204,7 +204,7 @@ class EDD(DraftModel):
         # Eq. 3: what a token sees.  Hidden states are keys only; that each sees itself makes no difference.
         mask = torch.eye(2 * T, dtype=torch.bool)
         mask[T:] = dual_block_mask(T, block)
-        x = self.rows(x, place, mask.to(device))
+        x = self.rows(x, place, mask.to(device))                                       # (B, 2T, D)
         return self.head(self.norm(x[:, T:]))
 
     def loss(self, batch):
@@ -244,7 +244,7 @@ class Eagle(DraftModel):
         """As EDD's.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
         feature = self.target.norm(batch["hidden"][self.config.hidden])
         predicted_feature = self(batch["ids"], feature)
-        logits = self.target_logits(predicted_feature)
+        logits = self.target_logits(predicted_feature)                                 # (B, T, V)
         regression = F.smooth_l1_loss(predicted_feature.float(), feature.float())
         predicted = logits.flatten(0, 1).float()
         classification = F.cross_entropy(predicted, p_target(batch).flatten(0, 1))
@@ -264,7 +264,7 @@ class Medusa(DraftModel):
 
     def forward(self, hidden):
         """hidden (..., D) of the last layer -> a list of K logits (..., V)."""
-        f = self.target.norm(hidden).to(self.w[0].dtype)
+        f = self.target.norm(hidden).to(self.w[0].dtype)                               # (..., D)
         # head_k(f + SiLU(W_k f))
         found = []
         for head, w in zip(self.heads, self.w):
@@ -340,7 +340,7 @@ class Drafter:
 
     def expand(self, tokens, parents):
         """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
-        rows = self.layer_rows(self.model.embed(tokens), parents)
+        rows = self.layer_rows(self.model.embed(tokens), parents)                      # (m, D)
         return self.model.head(self.model.norm(rows))
 
     def keep(self, path):
@@ -395,7 +395,7 @@ class EagleDrafter(Drafter):
         self.seen = view.length
         # The feature before each token; before the first token of all there is none.
         last = self.features[:1] if start else torch.zeros_like(new[:1])
-        known = torch.cat((last, new))
+        known = torch.cat((last, new))                                                 # (1 + k, D)
         self.features = known[-1:]             # (1 + nodes, D): of the last committed token, then each node's
         return self.model.inputs(view.tokens, known[:-1])
 
@@ -407,7 +407,7 @@ class EagleDrafter(Drafter):
             while end < len(parents) and parents[end] < known:
                 end += 1
             feature = self.features[[parent + 1 for parent in parents[done:end]]]
-            x = self.model.inputs(tokens[done:end], feature)
+            x = self.model.inputs(tokens[done:end], feature)                           # (nodes, D)
             rows = self.layer_rows(x, parents[done:end])
             self.features = torch.cat((self.features, rows))
             logits.append(self.model.target_logits(rows))

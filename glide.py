@@ -129,7 +129,8 @@ def target_angles(model, length):
     if "layer_type" in signature(rotary.forward).parameters:
         kind["layer_type"] = model.config.get_text_config().layer_types[-1]
     position = torch.arange(length, device=device)[None]
-    cos, sin = rotary(torch.zeros(1, length, 1, device=device), position, **kind)
+    like = torch.zeros(1, length, 1, device=device)                 # says the dtype
+    cos, sin = rotary(like, position, **kind)
     return cos[0].detach(), sin[0].detach()
 
 def rotate_half(x):
@@ -142,7 +143,8 @@ def rotate(x, cos, sin):
     r = cos.shape[-1]
     if r == x.shape[-1]:
         return x * cos + rotate_half(x) * sin
-    turned, rest = x[..., :r], x[..., r:]
+    turned = x[..., :r]
+    rest = x[..., r:]
     turned = turned * cos + rotate_half(turned) * sin
     return torch.cat((turned, rest), -1)
 
@@ -208,7 +210,8 @@ class Layer(nn.Module):
         q, k, v = self.project(x, turn)
         if cache is not None:
             k, v = cache(k, v)
-        k, v = k.to(q.dtype), v.to(q.dtype)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)     # (B, heads, T, d)
         seen = seen.transpose(1, 2).flatten(2)
         x = x + self.o(seen)
@@ -265,7 +268,8 @@ class Glide(nn.Module):
     def loss(self, batch):
         """Cross entropy of the next token (section 5.1).  batch: ids (B, T), kv -> loss, logits (B, T, V)."""
         logits = self(batch["ids"], batch["kv"])
-        predicted = logits[:, :-1].flatten(0, 1).float()
+        predicted = logits[:, :-1].flatten(0, 1)
+        predicted = predicted.float()
         following = batch["ids"][:, 1:].flatten()
         return F.cross_entropy(predicted, following), logits
 
@@ -379,8 +383,9 @@ class Drafter:
         if have >= rows:
             return
         size = max(1024, 2 * rows)
-        weight = self.model.embed.weight
-        self.store = weight.new_zeros(2, c.layers, c.heads, size, c.width // c.heads)
+        head_size = c.width // c.heads
+        shape = (2, c.layers, c.heads, size, head_size)
+        self.store = self.model.embed.weight.new_zeros(shape)
         if have:
             self.store[:, :, :, :have] = old
 
@@ -447,8 +452,8 @@ def main():
             for i in range(t, t + 5):
                 token, parent = ids[0, i:i + 1], i - t - 1
                 row = drafter.expand(token, [parent])
-                error = (row[0] - trained[i]).abs().max()
-                worst = max(worst, error.item())
+                error = row[0] - trained[i]
+                worst = max(worst, error.abs().max().item())
             drafter.keep([0, 1, 2, 3, 4])
     assert worst < 1e-5, worst
     print(f"training under the block mask = step-by-step decoding: largest difference {worst:.0e}")

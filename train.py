@@ -104,7 +104,8 @@ def read_rows(path):
             # One row a line.  Not splitlines(): strings may hold Unicode's other line ends.
             rows = [json.loads(line) for line in text.split("\n") if line.strip()]
     except Exception as why:
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__})") from None
+        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it, or "
+                        "name another file") from None
     return rows if isinstance(rows, list) else [rows]
 
 def question_text(question):
@@ -331,7 +332,8 @@ def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, ro
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     give = "give a complete folder or a hub name of a causal language model"
-    if not Path(name).exists() and str(name).count("/") != 1:                # OWNER/NAME may be on the hub
+    on_hub = str(name).count("/") == 1 and not Path(name).is_absolute()         # OWNER/NAME
+    if not Path(name).exists() and not on_hub:
         raise UserError(f"{role} {name} does not exist: {give}")
     try:
         two = transformers.AutoConfig.from_pretrained(name).is_encoder_decoder

@@ -68,7 +68,8 @@ def ancestor_mask(parents):
     n = parents.shape[0]
     # A further row, number n, stands for "nothing above": it sees nothing and has itself above it.
     above = torch.cat((parents, parents.new_full((1,), n)))
-    above = torch.where(above < 0, n, above)
+    above = torch.where(above < 0, n, above)                                           # (n + 1,)
+    # Each sees itself
     seen = torch.eye(n + 1, dtype=torch.bool, device=parents.device)
     seen[n].fill_(False)
     # Copy the row of the node above; as that row then reaches a step further, of the node two above, four ...
@@ -107,6 +108,7 @@ class TreeCache(Cache):
     def reserve(self, rows):
         """Have room for so many rows; what is there stays."""
         if rows > self.rows and self.keys is not None:
+            # Twice as many, so that growing costs each row a constant
             rows = min(max(rows, 2 * self.rows), self.most)
             self.keys = F.pad(self.keys, (0, 0, 0, rows - self.rows))
             self.values = F.pad(self.values, (0, 0, 0, rows - self.rows))
@@ -117,6 +119,7 @@ class TreeCache(Cache):
         if self.keys is None:
             self.keys = k.new_zeros(self.depth, *k.shape[:2], self.rows, k.shape[3])
             self.values = v.new_zeros(self.depth, *v.shape[:2], self.rows, v.shape[3])
+        # The rows of a node stay void until commit() moves `length` beyond them.
         end = self.length + k.shape[2]
         keys, values = self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end]
         keys[:, :, self.length:] = k
@@ -148,6 +151,7 @@ def capture(model, indices, into):
         return keep
     if not indices:
         return []
+    # The decoder's layers: the one list of modules that is as long as the configuration says
     layers = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList)]
     blocks = next(m for m in lists if len(m) == layers)
@@ -180,7 +184,7 @@ class Target:
         config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
         self.model, self.config = model.eval(), config
         self.device, self.dtype = model.device, model.dtype
-        self.windows = windows_of(model, config)
+        self.windows = windows_of(model, config)               # {kind of layer: window or None}
         self.context = getattr(config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or self.context, self.context)
         # T5 has its own name for the decoder's layers.
@@ -239,6 +243,7 @@ class Target:
 
     def commit(self, path, ids, tokens=None):
         """Keep the nodes `path` of the last forward.  ids: their tokens, a list; tokens: on the device."""
+        # A path along the first nodes, a chain's, lies where it shall stay.
         moved = path != list(range(len(path)))
         index = torch.tensor(path, device=self.device) if moved else None
         self.cache.commit(len(path), index)
@@ -251,11 +256,13 @@ class Target:
         """Make the cache hold ids, forwarding what is missing -> the last logits, (V,) or (rows, V)."""
         wanted = rows or 1                                     # these are forwarded, cached or not
         same = min(len(self.ids), len(ids) - wanted)
+        # The longest common prefix stays.
         if self.ids[:same] != ids[:same]:
             same = next(i for i in range(same) if self.ids[i] != ids[i])
         assert same == len(self.ids) or not self.hidden, "hidden states cannot be rolled back: use prefill()"
         self.cache.length, self.shown = same, min(self.shown, same)
         del self.ids[same:]
+        # The rest is read in slices: a mask of all rows against all would grow with the square of the prompt.
         while same < len(ids):
             end = same + SLICE if same + SLICE + wanted <= len(ids) else len(ids)
             piece = ids[same:end]
@@ -354,10 +361,11 @@ class Judge:
         """
         if self.warp is None:
             return logits.argmax(-1)
-        p_target = self.warp(logits.float())
+        p_target = self.warp(logits.float())                   # (n, V)
         noise = []
         for position in range(first, first + deepest + 1):
             noise.append(keyed_noise(self.seed, position, p_target.shape[-1], p_target.device))
+        # argmax(p / noise) draws from p; nodes of one depth, on whatever branch, share their noise
         return (p_target / torch.stack(noise)[depth]).argmax(-1)
 
     def __call__(self, tree, logits, target, expand):
@@ -370,6 +378,7 @@ class Judge:
             return path, new, tree.parents.tolist(), tree.tokens.tolist()
         deepest = expand.deepest or len(tree.tokens) - 1
         choice = self.choose(logits, target.cache.length + 1, target.depth, deepest)           # (n,)
+        # What the host must know, read at once
         read = torch.cat((tree.tokens, tree.parents, choice, *expand.tokens)).tolist()
         n = len(choice)
         tokens, parents, choice, own = read[:n], read[n:2 * n], read[2 * n:3 * n], read[3 * n:]
@@ -407,7 +416,8 @@ class Expand:
     """What a builder sees of a drafter: expand(tokens (m,), parents [m ints]) -> probabilities (m, V)."""
 
     def __init__(self, drafter, out, warp, generator, vocab):
-        self.drafter, self.out, self.warp, self.generator, self.vocab = drafter, out, warp, generator, vocab
+        self.drafter, self.out, self.warp, self.vocab = drafter, out, warp, vocab
+        self.generator = generator                             # of drawn chains
         self.temperature = getattr(drafter, "temperature", 1.0)
 
     def begin(self, root, room):
@@ -428,6 +438,7 @@ class Expand:
         self.out.mark("other")
         logits = self.drafter.expand(tokens, parents).float()                          # (m, V)
         self.out.mark("draft")
+        # What a builder sees is warped as the target is, or calibrated for its argmax.
         probs = self.warp(logits) if self.warp else (logits / self.temperature).softmax(-1)
         if max(depths) >= self.room:
             probs = probs * torch.tensor([[d < self.room] for d in depths], device=probs.device)
@@ -471,7 +482,7 @@ def without_absent(tree):
     there[0] = True
     if there.all():
         return tree
-    number = there.cumsum(0) - 1
+    number = there.cumsum(0) - 1                               # of each node among those that stay
     parents = torch.where(tree.parents >= 0, number[tree.parents], -1)[there]
     p_draft = tree.p_draft if tree.p_draft is None else tree.p_draft[:len(parents) - 1]
     return Tree(tree.tokens[there], parents, p_draft)

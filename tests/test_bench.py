@@ -376,7 +376,7 @@ def test_public_prompt_files():
     (["--tree", "cape(edges=(0.6, 0.3, 0.8))"], "ascend"), (["--tree", "beam(gamma=100, width=8)"], "that fit"),
     (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--top-p", "nan"], "--top-p is nan"),
     (["--top-k", "0"], "--top-k is 0"), (["--threads", "0"], "--threads is 0"), (["--tree", "drawn"], "give --temperature above 0"),
-    (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
+    (["--target", "/no/such/model"], "does not exist"), (["--target", "/nowhere"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
     (["--prompts", "/no/such"], "/no/such cannot be read"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
     (["--device", "cuda"], "no CUDA device"), (["--nonsense"], "unrecognized arguments"), (["--drafter", "base"], "called 'base'"),
     (["--drafter", "cascade"], "names of models"), (["--tree", "cape(base)"], "cape takes gamma=5"),
