@@ -199,7 +199,7 @@ def read_data(a, tokenizer, vocab):
     if not path.exists():
         tokens = encode_all(a.data, tokenizer, vocab)
         write_atomically(path, lambda part: torch.save(tokens, part))
-    train, held = torch.load(path, mmap=True)
+    train, held = torch.load(path, weights_only=True, mmap=True)
     if len(train) <= a.length:                           # a window, and the token after it
         raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
     if len(held) <= a.length:
