@@ -162,7 +162,8 @@ class DraftModel(nn.Module):
 
     def fresh_norm(self):
         """A final norm of the target's kind, untrained: a copy of one of the fresh layer's."""
-        fresh = [m for m in self.layer.modules() if type(m) is type(self.target.norm)]
+        kind = type(self.target.norm)
+        fresh = [m for m in self.layer.modules() if type(m) is kind]
         return copy.deepcopy(fresh[0])
 
     def rows(self, x, position, mask, cache=None):
@@ -182,7 +183,6 @@ class DraftModel(nn.Module):
 
 class EDD(DraftModel):
     """EDD or VDM: the target's embedding and head, trained on, around one layer."""
-
     def __init__(self, config, model):
         super().__init__(config, model)
         # Embedding and head start as the target's; the layer and the norm behind it are fresh.
@@ -289,7 +289,8 @@ class Rows:
     """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
 
     def __init__(self):
-        self.size, self.length, self.keys, self.values = 0, 0, None, None
+        self.size, self.length = 0, 0
+        self.keys, self.values = None, None
 
     def update(self, k, v, *args, **kwargs):
         """Write rows (1, H, m, d) behind the first `length`, which the caller sets -> all rows (views)."""
@@ -372,10 +373,8 @@ class Drafter:
         return rows[0, p:]
 
     def tree_rows(self, before, p, m):
-        """Positions of pending tokens and m new nodes in a tree, (p + m,), and what each sees, (p + m, end).
-
-        Pending rows are keys only: that they see all of the prompt makes no difference.
-        """
+        """Positions of pending tokens and m nodes of a tree, (p + m,), and what each sees, (p + m, end)."""
+        # Pending rows are keys only: that they see all of the prompt makes no difference.
         end = self.t + before + m
         position = torch.arange(end - p - m, end)
         mask = torch.zeros(p + m, end, dtype=torch.bool)
@@ -437,7 +436,6 @@ KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medus
 
 def load(folder, model, length=None):
     """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json).
-
     Raises ValueError, in one sentence, where it is missing, broken, or made for a target of another shape.
     """
     from safetensors import SafetensorError
@@ -491,8 +489,10 @@ def main():
                 new = {3: hidden[0, t - 5:t]}
                 drafter.begin(SimpleNamespace(tokens=ids[0, t - 5:t], length=t, hidden=new))
                 for i in range(5):
-                    row = drafter.expand(ids[0, t + i:t + i + 1], [i - 1])[0]
-                    worst = max(worst, (row - trained[t + i]).abs().max().item())
+                    token = ids[0, t + i:t + i + 1]
+                    row = drafter.expand(token, [i - 1])
+                    error = row[0] - trained[t + i]
+                    worst = max(worst, error.abs().max().item())
         assert worst < 1e-6, f"decoding differs from training by {worst}"
         print(f"encoding {encoding}: training = step-by-step decoding: largest difference {worst:.0e}")
 

@@ -184,8 +184,9 @@ class Layer(nn.Module):
         q = rotate(q, *turn).to(k.dtype)
         # Heads that share a key (grouped queries) are further rows of one query: no key is repeated.
         B, h, T, _ = q.shape
-        group = h // k.shape[1]
-        q = q.reshape(B, k.shape[1], group * T, -1)
+        H = k.shape[1]
+        group = h // H
+        q = q.reshape(B, H, group * T, -1)
         blind = None
         if mask is not None:
             # A softmax over no key is not a number: such a row looks anywhere, and what it saw is dropped.
@@ -394,7 +395,8 @@ class Drafter:
         if path != list(range(len(path))):
             rows = torch.tensor(path, device=self.store.device) + self.t
             place = slice(self.t, self.t + len(path))
-            self.store[:, :, :, place] = self.store.index_select(3, rows)
+            kept = self.store.index_select(3, rows)
+            self.store[:, :, :, place] = kept
         self.context = self.t + len(path)
         self.began = self.t
 
