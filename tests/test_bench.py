@@ -559,3 +559,16 @@ def test_the_checkpoint_s_bigram_is_read(small, tmp_path):
     (tmp_path / "c" / "bigram.json").write_text(json.dumps({"bigram": [7] * 300, "confidence": None, "fingerprint": "0" * 16}))
     run = bench.Run(args(small, "--checkpoint", str(tmp_path / "c"), "--drafter", "maxgram"))
     assert not any(run.drafters["maxgram"].gram.bigram or []) and "no bigram" in run.notes[-1]
+
+
+def test_a_plain_step_is_timed_without_the_prefill(small, tmp_path):
+    """One prompt, so that medians are the values: target_ms is (seconds - prefill) / (tokens - 1), and c is drafting over that."""
+    assert bench.main(args(small, "--limit", "1", "--tree", "chain", "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = rows_of(tmp_path / "r.jsonl")
+    base = next(r for r in rows if r["drafter"].startswith("plain") and abs(r["speedup"] - 1) < 1e-6)
+    seconds = base["tokens"] / base["tokens_per_second"]
+    step = (seconds - base["time_to_first_token"]) / (base["tokens"] - 1)
+    for r in rows:
+        assert r["target_ms"] == pytest.approx(1e3 * step, rel=1e-9)
+    chain = rows[-1]
+    assert chain["c"] == pytest.approx(chain["draft_ms"] / chain["draft_forwards"] / (1e3 * step), rel=1e-9)
