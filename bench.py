@@ -132,10 +132,11 @@ class Run:
         a.target = os.path.relpath(a.target) if Path(a.target).is_dir() else a.target
         self.model, self.tokenizer = train.load_target(a.target, a.dtype, a.device, a.attention, True)
         seq2seq = self.model.config.is_encoder_decoder
-        if seq2seq and not {call.name for call in calls + self.trees} <= {*CHAINS, "maxgram", "cascade"}:
-            raise UserError(f"{a.target} is an encoder-decoder model: it takes --tree chain, and --drafter "
-                            "maxgram or cascade(...), since its positions follow the order of the cache")
         self.target = (cascade.EncoderDecoder if seq2seq else verify.Target)(self.model)
+        if not self.target.verifies_trees and not {tree.name for tree in self.trees} <= CHAINS.keys():
+            raise UserError(f"{a.target} honours no mask or positions of a tree: it takes --tree chain")
+        if seq2seq and not {call.name for call in calls} <= {"maxgram", "cascade"}:
+            raise UserError(f"{a.target} has an encoder: it takes --drafter maxgram or cascade(...)")
         self.drafters, self.stages, self.costs, self.notes = {}, {}, {}, []
         self.prompts = read_prompts(self)
         self.target.capacity = max(self.target.prompt_rows(ids) + limit for _, ids, limit in self.prompts)
@@ -184,7 +185,7 @@ def read_prompts(run):
             raise UserError(f"{name} is empty, or has no turns conversations messages question prompt text")
         if max(ids) >= vocab:
             raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is {vocab}")
-        room = context - run.target.prompt_rows(ids) + 1             # the last token made is not read again
+        room = run.target.room(ids)
         if room >= 1:
             prompts.append((group, ids, min(a.max_new_tokens, room)))
         elif not a.skip_long:

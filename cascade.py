@@ -42,7 +42,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept_drawn, generate, no_draft
+from verify import Target, Tree, UserError, accept_drawn, generate, is_chain, no_draft
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # longest chain of which a tree is asked for distributions
@@ -189,11 +189,14 @@ def distributions(gen, first, like):
 class EncoderDecoder(Target):
     """An encoder-decoder target or stage, such as FLAN-T5 (section 5.2), for chains."""
     encoder_decoder = True
-    verifies_trees = False
 
     def __init__(self, model, capacity=None):
         super().__init__(model, capacity)
         self.start = model.generation_config.decoder_start_token_id
+
+    def prove(self):
+        """Positions of its decoder follow the cache, not the depth in a tree."""
+        return False
 
     def prompt_rows(self, ids):
         """The prompt takes no position of the decoder; its start token does."""
@@ -219,11 +222,10 @@ class EncoderDecoder(Target):
         """As Target.forward, of a chain; nodes behind it may be absent."""
         node = torch.arange(len(tokens), device=self.device)     # (n,)
         parents = node - 1 if parents is None else parents.to(self.device)
-        there = parents >= 0
-        if (there & (parents != node - 1)).any():
+        if not is_chain(parents):
             raise UserError(f"{type(self.model).__name__} verifies chains only (relative positions of its "
                             "decoder follow the cache, not the depth in a tree): use --tree chain")
-        self.depth = node * there
+        self.depth = node * (parents >= 0)
         self.cache.reserve(self.cache.length + len(tokens))
         out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
                          past_key_values=self.caches, use_cache=True)

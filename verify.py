@@ -10,7 +10,7 @@ choice is a child; the first that is not is the next root.  The output is the ta
 drafter says.
 
     paper                  shape               name here
-    x_{<t}, its K and V    2 x (L,1,H,t,d)     TreeCache.keys / values [..., :t, :]
+    x_{<t}, its K and V    L x 2 x (1,H,t,d)   TreeCache.keys / values [layer][:, :, :t]
     x_t, not cached yet    ()                  the root: tree.tokens[0]
     proposal P             (n,)                tree.tokens; tree.parents[0] = -1, parents before children
     mask_CAPE              (n, t + n)          tree_mask(ancestor_mask(parents), t)
@@ -45,6 +45,7 @@ Differences from the paper:
 import hashlib
 from collections import namedtuple
 from functools import lru_cache
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -98,30 +99,34 @@ def tree_mask(seen, cached, window=None, dtype=torch.float32):
 
 # ---------------------------------------------------------------- the target
 class TreeCache(Cache):
-    """Keys and values, (L, 1, H, rows, d) each; rows from `length` on belong to the tree in hand."""
+    """Keys and values of each layer, (1, H, rows, d); rows from `length` on belong to the tree in hand."""
 
-    def __init__(self, layers, most):
+    def __init__(self, most):
         super().__init__(layers=[])
-        self.depth, self.most = layers, most
-        self.rows, self.length, self.keys, self.values = 0, 0, None, None
+        self.rows, self.length, self.most = 0, 0, most
+        self.keys, self.values = {}, {}                        # by layer: a model may share, or vary in size
 
     def reserve(self, rows):
         """Have room for so many rows; what is there stays."""
-        if rows > self.rows and self.keys is not None:
+        if rows <= self.rows:
+            return
+        if self.keys:
             # Twice as many, so that growing costs each row a constant
             rows = min(max(rows, 2 * self.rows), self.most)
-            self.keys = F.pad(self.keys, (0, 0, 0, rows - self.rows))
-            self.values = F.pad(self.values, (0, 0, 0, rows - self.rows))
-        self.rows = max(rows, self.rows)
+        for held in (self.keys, self.values):
+            for layer in held:
+                held[layer] = F.pad(held[layer], (0, 0, 0, rows - self.rows))
+        self.rows = rows
 
     def update(self, k, v, layer_idx, *args, **kwargs):
         """Write the nodes' rows of one layer, (1, H, n, d) each, behind the cached ones -> all (views)."""
-        if self.keys is None:
-            self.keys = k.new_zeros(self.depth, *k.shape[:2], self.rows, k.shape[3])
-            self.values = v.new_zeros(self.depth, *v.shape[:2], self.rows, v.shape[3])
+        if layer_idx not in self.keys:
+            self.keys[layer_idx] = k.new_zeros(*k.shape[:2], self.rows, k.shape[3])
+            self.values[layer_idx] = v.new_zeros(*v.shape[:2], self.rows, v.shape[3])
         # The rows of a node stay void until commit() moves `length` beyond them.
         end = self.length + k.shape[2]
-        keys, values = self.keys[layer_idx, :, :, :end], self.values[layer_idx, :, :, :end]
+        keys = self.keys[layer_idx][:, :, :end]
+        values = self.values[layer_idx][:, :, :end]
         keys[:, :, self.length:] = k
         values[:, :, self.length:] = v
         return keys, values
@@ -135,9 +140,9 @@ class TreeCache(Cache):
     def commit(self, count, index=None):
         """Keep `count` rows of the tree: the first, or those of index (count,), moved together."""
         if index is not None:
-            here = slice(self.length, self.length + count)
-            self.keys[..., here, :] = self.keys.index_select(-2, index + self.length)
-            self.values[..., here, :] = self.values.index_select(-2, index + self.length)
+            index = index + self.length
+            for rows in (*self.keys.values(), *self.values.values()):
+                rows[:, :, self.length:self.length + count] = rows.index_select(2, index)
         self.length += count
 
 def capture(model, indices, into):
@@ -164,12 +169,22 @@ def windows_of(model, config):
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(f"{name} has layers of kind {', '.join(unknown)}, which keep no KV rows for a tree")
-    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        raise UserError(f"{name} builds its position biases (ALiBi) from a 2-D mask, which knows no tree")
     attention = getattr(config, "_attn_implementation", None)
     if attention not in (None, "sdpa", "eager"):
         raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or 'eager'")
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+
+def turning_point(config):
+    """The length from which on a rotary table is another one for all positions (longrope), or None."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+
+def is_chain(parents):
+    """Whether the nodes (n,) follow each other; absent ones may lie behind them."""
+    before = torch.arange(len(parents), device=parents.device) - 1
+    return not ((parents >= 0) & (parents != before)).any()
 
 class Target:
     """Any Hugging Face decoder-only causal LM, unchanged, with a TreeCache.
@@ -177,21 +192,87 @@ class Target:
     forward(tokens, parents) -> logits (n, V) of a tree's nodes, which become permanent by commit(path).
     sync(ids) -> logits (V,) after the last of ids: the longest common prefix stays, the rest is forwarded.
     capacity: the most positions, prompt and new tokens; the model's context when None.
+    verifies_trees: what prove() found.  Raises UserError for a model that cannot be decoded like this.
     """
     encoder_decoder = False
+    proven = WeakKeyDictionary()                               # {model: its verifies_trees}
 
     def __init__(self, model, capacity=None):
         config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
         self.model, self.config = model.eval(), config
         self.device, self.dtype = model.device, model.dtype
         self.windows = windows_of(model, config)               # {kind of layer: window or None}
-        self.context = getattr(config, "max_position_embeddings", None) or 2048
+        context = getattr(config, "max_position_embeddings", None) or 2048
+        self.context = max(context, 0)                         # it is -1 where there is no limit (XLNet)
         self.capacity = min(capacity or self.context, self.context)
-        # T5 has its own name for the decoder's layers.
-        layers = getattr(config, "num_decoder_layers", None) or config.num_hidden_layers
-        self.cache = TreeCache(layers, most=self.capacity + MOST_NODES)
+        self.turn = turning_point(config)
         self.needs, self.hooks, self.captured = {}, [], {}
+        if model not in self.proven:
+            self.proven[model] = self.prove()
+        self.verifies_trees = self.proven[model]
+        self.empty()
+
+    def empty(self):
+        """A cache without memory."""
+        self.cache = TreeCache(self.capacity + MOST_NODES)
         self.reset()
+
+    @torch.no_grad()
+    def prove(self):
+        """True if a small tree's logits are those of its paths alone, False if only a chain's are.
+
+        Some classes ignore a tree's mask or positions, and would decode wrongly without a word.
+        """
+        config, own = self.config, (self.windows, getattr(self.config, "sliding_window", None))
+        exact = torch.finfo(self.dtype).bits > 16
+        # A window of three, as the model's own may be longer than what one wants to read here
+        if any(self.windows.values()):
+            config.sliding_window = 3
+            self.windows = dict.fromkeys(self.windows) | {k: 3 for k, w in self.windows.items() if w}
+        try:
+            for parents, self.verifies_trees in (([-1, 0, 0, 0, 1, 2, 3], True), ([-1, 0, 1, 2], False)):
+                try:
+                    errors = self.errors(parents)
+                    # In half precision one node may go to another expert: the middle one counts.
+                    error = (errors.max() if exact else errors.median()).item()
+                    reason = f"logits are off by {error:.0%} of their spread"
+                    if error < (1e-3 if exact else 0.1):
+                        return self.verifies_trees
+                except Exception as why:
+                    reason = f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:100]}"
+        finally:
+            self.windows, window = own
+            if window:
+                config.sliding_window = window
+        raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does without one "
+                        f"({reason}): take a decoder-only language model that caches keys and values")
+
+    def errors(self, parents):
+        """How far each node's logits are from those of its path alone, in standard deviations -> (n + 1,)."""
+        vocab, n, errors = self.config.vocab_size, len(parents), []
+        # Behind a window that the model alone knows of (GPT-Neo's), where it has one
+        windows = [w for name, w in vars(self.config).items() if "window" in name and isinstance(w, int)]
+        length = 6 if any(self.windows.values()) else max([6] + [w + 4 for w in windows])
+        text = [(7 * i + 3) % vocab for i in range(min(length, self.context - n - 1))]
+        tokens = [(5 * i + 1) % vocab for i in range(n)]
+
+        def compare(logits, ids):
+            ids = torch.tensor([ids], device=self.device)
+            alone = self.model(input_ids=ids, use_cache=False).logits[0, -1]
+            errors.append((logits - alone).float().norm() / (alone - alone.mean()).float().norm())
+        self.empty()
+        self.sync(text)
+        logits = self.forward(torch.tensor(tokens), torch.tensor(parents))             # (n, V)
+        for node in range(n):
+            path = [node]
+            while path[0]:
+                path.insert(0, parents[path[0]])
+            line = [tokens[i] for i in path]
+            compare(logits[node], text + line)
+        # The last path joins the cache, and a token follows it.
+        self.commit(path, line)
+        compare(self.forward(torch.tensor([2 % vocab]))[0], text + line + [2 % vocab])
+        return torch.stack(errors)
 
     def reset(self):
         """Forget everything; the allocated memory is kept."""
@@ -211,6 +292,13 @@ class Target:
         """How many positions of the cache a prompt takes."""
         return len(ids)
 
+    def room(self, ids):
+        """How many tokens may follow a prompt; the last of them need not be forwarded."""
+        rows = self.prompt_rows(ids)
+        # Rows in the cache cannot follow where a rotary table changes.
+        most = min(self.capacity, self.turn) if self.turn and rows <= self.turn else self.capacity
+        return most - rows + 1
+
     def prefill(self, ids, drafter=None):
         """Forget everything and read the prompt -> logits (V,) after its last token."""
         self.reset()
@@ -229,14 +317,19 @@ class Target:
         else:
             seen = ancestor_mask(parents.to(self.device, non_blocking=True))
         self.depth = seen.sum(1) - 1                                                   # (n,)
-        masks = None                                           # a lone token looks everywhere
-        if n > 1 or any(w is not None and cached >= w for w in self.windows.values()):
-            masks = {kind: tree_mask(seen, cached, w, self.dtype) for kind, w in self.windows.items()}
-            # A model of one kind of layers takes the mask itself.
-            masks = masks if len(masks) > 1 else masks.popitem()[1]
-        out = self.model(input_ids=tokens[None].to(self.device, non_blocking=True), attention_mask=masks,
-                         position_ids=(cached + self.depth)[None], past_key_values=self.cache, use_cache=True,
-                         logits_to_keep=logits_to_keep)
+        where = {}                                             # of a chain the model knows by itself
+        if self.verifies_trees:
+            masks = None                                       # a lone token looks everywhere
+            if n > 1 or any(w is not None and cached >= w for w in self.windows.values()):
+                masks = {kind: tree_mask(seen, cached, w, self.dtype) for kind, w in self.windows.items()}
+                # A model of one kind of layers takes the mask itself.
+                masks = masks if len(masks) > 1 else masks.popitem()[1]
+            where = {"attention_mask": masks, "position_ids": (cached + self.depth)[None]}
+        elif parents is not None and not is_chain(parents):
+            raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour the mask "
+                            "or the positions of a tree): use --tree chain")
+        out = self.model(input_ids=tokens[None].to(self.device, non_blocking=True), use_cache=True,
+                         past_key_values=self.cache, logits_to_keep=logits_to_keep, **where)
         # Of this forward, whoever else runs the model: (n, D)
         self.rows = {k: h[0] for k, h in self.captured.items()}
         return out.logits[0]
@@ -263,8 +356,10 @@ class Target:
         self.cache.length, self.shown = same, min(self.shown, same)
         del self.ids[same:]
         # The rest is read in slices: a mask of all rows against all would grow with the square of the prompt.
+        # (But at once where rows of a first slice would be turned otherwise than those of the last.)
+        slice_size = len(ids) if self.turn and len(ids) > self.turn else SLICE
         while same < len(ids):
-            end = same + SLICE if same + SLICE + wanted <= len(ids) else len(ids)
+            end = same + slice_size if same + slice_size + wanted <= len(ids) else len(ids)
             piece = ids[same:end]
             logits = self.forward(torch.tensor(piece, device=self.device), logits_to_keep=wanted)
             self.commit(list(range(len(piece))), piece)
@@ -279,7 +374,7 @@ class Target:
             tokens = torch.tensor(new, device=self.device)
         kv = {}
         for i in self.needs.get("kv", ()):
-            kv[i] = self.cache.keys[i, :, :, :length], self.cache.values[i, :, :, :length]
+            kv[i] = self.cache.keys[i][:, :, :length], self.cache.values[i][:, :, :length]
         hidden = {k: torch.cat(parts) for k, parts in self.hidden.items()}
         self.shown, self.hidden = length, {k: [] for k in self.hidden}
         return View(tokens, length, kv, hidden)
@@ -469,8 +564,7 @@ def limit_of(target, ids, max_new_tokens):
         raise UserError("the prompt is empty: give at least one token")
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    # The last token that is produced need not be forwarded.
-    room = target.capacity - target.prompt_rows(ids.flatten()) + 1
+    room = target.room(ids.flatten())
     if room < 1:
         raise UserError(f"the prompt has {ids.numel()} tokens, but the target's context holds "
                         f"{target.capacity}: shorten it")

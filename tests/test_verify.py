@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+import transformers
 from conftest import CONTEXT, VOCAB, plain, tiny
 from test_edd import random_edd
 from test_glide import random_drafter
@@ -72,18 +73,18 @@ def drafters(model, text):
         yield name, HandMade(text, rate)
 
 
-@pytest.mark.parametrize("length", [1, 2, 11, CONTEXT - 3, CONTEXT])
+@pytest.mark.parametrize("length", [1, 11, CONTEXT - 3, CONTEXT])
 def test_greedy_output_is_plain_decoding(model, length):
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    new = min(24, CONTEXT - length + 1)
+    new = min(14, CONTEXT - length + 1)
     expected = plain(model, prompt, new)
     target = verify.Target(model)
     for build in (verify.no_draft, verify.no_draft_padded):
-        out = verify.generate(target, None, build, prompt, 24)
+        out = verify.generate(target, None, build, prompt, 14)
         assert out.tokens == expected and len(out.runs) == new - 1, "the baseline: one token a forward, padded or not"
     for name, drafter in drafters(model, prompt + expected):
         for tree, build in BUILDS.items():
-            out = verify.generate(target, drafter, build, prompt, 24, out=Seen())
+            out = verify.generate(target, drafter, build, prompt, 14, out=Seen())
             assert out.tokens == expected, f"{name} x {tree}"
             assert sum(out.runs) == new - 1 and [len(told[0]) for told in out.told] == out.runs
             if name == "always right":
@@ -135,8 +136,10 @@ def test_tree_logits_and_commit_equal_each_path_alone(model):
             fresh.sync(text)
             n = len(text)
             assert target.ids == text and target.cache.length == n
+            assert len(target.cache.keys) == len(target.cache.values) == 3
             for kept, whole in ((target.cache.keys, fresh.cache.keys), (target.cache.values, fresh.cache.values)):
-                torch.testing.assert_close(kept[..., :n, :], whole[..., :n, :], atol=2e-5, rtol=1e-4)
+                for layer, rows in kept.items():
+                    torch.testing.assert_close(rows[:, :, :n], whole[layer][:, :, :n], atol=2e-5, rtol=1e-4)
             # hidden states: rows of what was committed, as the library numbers them
             states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
             view = target.view()
@@ -205,10 +208,11 @@ def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how)
     drafter = random_drafter(model)
     differ = set()
     for seed in range(3):
-        expected = verify.generate(target, None, verify.no_draft, [1, 2, 3], 16, seed=seed, **how).tokens
+        expected = verify.generate(target, None, verify.no_draft, [1, 2, 3], 10, seed=seed, **how).tokens
         differ.add(tuple(expected))
-        for tree, build in BUILDS.items():
-            assert verify.generate(target, drafter, build, [1, 2, 3], 16, seed=seed, **how).tokens == expected, tree
+        for tree in ("chain", "cape", "pct"):                  # test_random.py draws all others
+            out = verify.generate(target, drafter, BUILDS[tree], [1, 2, 3], 10, seed=seed, **how)
+            assert out.tokens == expected, tree
     assert len(differ) > 1, "the seed matters"
 
 
@@ -263,6 +267,110 @@ def test_drawn_chain_acceptance_follows_the_target():
     assert chi_square_p(first, p_target[0] * n) > 1e-6
     alpha = torch.minimum(p_target[0], p_draft[0]).sum().item()        # sum_x min(p_T, p_D)
     assert abs(accepted / n - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / n)
+
+
+# ---------------------------------------------------------------- targets that prove themselves
+def sized(name, **more):
+    """A tiny model of a class of transformers', by the sizes that its configuration knows, in float64."""
+    config = getattr(transformers, name).config_class
+    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+                 max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config(**{**sizes, **more})).double().eval()
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.25)
+    return model
+
+
+CHAINS_ONLY = {
+    "BartForCausalLM": dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48),        # positions by the cache
+    "BloomForCausalLM": dict(n_layer=2, n_head=4),                                                               # ALiBi
+    "MptForCausalLM": dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT),
+    "GPTNeoForCausalLM": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=9),   # a window of its own
+}
+
+
+@pytest.mark.parametrize("name", CHAINS_ONLY)
+def test_a_target_that_honours_no_tree_takes_chains(name):
+    model = sized(name, **CHAINS_ONLY[name])
+    target, prompt = verify.Target(model), [1, 2, 3, 4, 5, 6, 7]
+    expected = plain(model, prompt, 20)
+    assert not target.verifies_trees
+    for rate in (0.0, 0.5, 1.0):
+        drafter = HandMade(prompt + expected, rate)
+        assert verify.generate(target, drafter, cape.chain, prompt, 20).tokens == expected
+    with pytest.raises(verify.UserError, match=f"{name} verifies chains only.*--tree chain"):
+        verify.generate(target, drafter, cape.cape, prompt, 20)
+
+
+@pytest.mark.parametrize("name, more", [("BertLMHeadModel", {}), ("RobertaForCausalLM", {}), ("ElectraForCausalLM", {"embedding_size": 32}),
+                                        ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": CONTEXT})])
+def test_a_target_that_decodes_otherwise_with_a_cache_is_refused(name, more):
+    """Encoders with a language model's head see what comes later; a recurrent state is no key and no value."""
+    with pytest.raises(verify.UserError, match=f"{name} does not decode with a KV cache") as caught:
+        verify.Target(sized(name, **more))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_encoder_that_was_made_a_decoder_is_served():
+    assert verify.Target(sized("BertLMHeadModel", is_decoder=True)).verifies_trees
+
+
+def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
+    model = tiny("qwen2-mixed", sliding_window=30)
+    before = {name: value for name, value in vars(model.config).items()}
+    assert verify.Target(model).verifies_trees and vars(model.config) == before and verify.Target(model).windows["sliding_attention"] == 30
+    right = verify.tree_mask
+    monkeypatch.setattr(verify, "tree_mask", lambda seen, cached, window=None, dtype=None: right(seen, cached, None, dtype))
+    model = tiny("qwen2-mixed", sliding_window=30)
+    # A mask without windows: only chains by the model's own mask are right.
+    assert not verify.Target(model).verifies_trees
+    assert vars(model.config) == before
+
+
+def test_a_target_is_proven_once(llama):
+    verify.Target(llama)
+    calls = []
+    hook = llama.register_forward_hook(lambda *_: calls.append(1))
+    verify.Target(llama, capacity=7)
+    hook.remove()
+    assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_half_precision_is_no_reason_to_refuse(name, dtype):
+    assert verify.Target(tiny(name).to(dtype)).verifies_trees
+    wrong = sized("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"]).to(dtype)
+    assert not verify.Target(wrong).verifies_trees
+
+
+@pytest.fixture(scope="module")
+def phi3():
+    """Phi-3's longrope: beyond 16 positions all of a text is turned by another table."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0],
+            "original_max_position_embeddings": 16}
+    return sized("Phi3ForCausalLM", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=16, max_position_embeddings=64)
+
+
+def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
+    """A text that begins below the turning point ends there; one that begins beyond it is read at once, in slices it would differ."""
+    target = verify.Target(phi3)
+    assert target.turn == 16
+    for length in (5, 15, 16):
+        prompt = (list(range(1, 6)) * 4)[:length]
+        expected = plain(phi3, prompt, 17 - length)
+        out = verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 30)
+        assert out.tokens == expected, "as many as the first table holds"
+    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    monkeypatch.setattr(verify, "SLICE", 8)
+    expected = plain(phi3, prompt, 20)
+    assert verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 20).tokens == expected
+    target.turn = None
+    with torch.inference_mode():
+        exact = phi3(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        assert (target.prefill(prompt) - exact).abs().max() > 1e-3, "slices would have mixed two tables"
 
 
 # ---------------------------------------------------------------- mistakes
