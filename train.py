@@ -390,10 +390,10 @@ def make_drafter(name, target, a):
         return drafter.model.float(), before
     if module is edd:
         config = edd.Config.for_target(target, **{"hidden": a.hidden, **variant})
-        draft_model, _ = edd.KINDS[config.kind]
-        return draft_model(config, target).float(), None
+        return edd.KINDS[config.kind][0](config, target).float(), None
     config = glide.Config.for_target(target, a.width, a.layers, variant["glimpse"], a.block, a.layer)
-    return glide.Glide(config, glide.target_angles(target, a.length)).to(target.device), None
+    tables = glide.target_angles(target, a.length, config.layers_read)
+    return glide.Glide(config, tables).to(target.device), None
 
 def greedy_temperature(logits, choice):
     """Temperature scaling (Guo et al. 2017) -> T for which softmax(logits / T) best predicts greedy choices.
@@ -450,6 +450,7 @@ def prepare(a):
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
     torch.manual_seed(a.seed)
     target, tokenizer = load_target(a.target, a.target_dtype, a.device)
+    verify.Target(target)                                # refuses what cannot be decoded with
     # From here on a.data stands for the content, which a resumed run must share.
     train, held, a.data = read_data(a, tokenizer, target.config.get_text_config().vocab_size)
     if a.steps is None:                                  # one epoch, as in the papers

@@ -159,7 +159,10 @@ def capture(model, indices, into):
     # The decoder's layers: the one list of modules that is as long as the configuration says
     layers = model.config.get_text_config().num_hidden_layers
     lists = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList)]
-    blocks = next(m for m in lists if len(m) == layers)
+    blocks = next((m for m in lists if len(m) == layers), None)
+    if blocks is None:
+        raise UserError(f"{type(model).__name__} has no list of {layers} layers whose outputs can be read: "
+                        "take a drafter that reads none")
     return [blocks[k - 1].register_forward_hook(hook(k)) for k in indices]
 
 def windows_of(model, config):
@@ -522,14 +525,17 @@ class Expand:
 
     def __call__(self, tokens, parents):
         # A node as deep as there is room can have no child: nobody need ask the drafter any more.
-        depths = [self.depths[p] + 1 if p >= 0 else 0 for p in parents] if self.room > 0 else [0]
-        if min(depths) >= self.room:
+        known = list(self.depths)
+        for parent in parents if self.room > 0 else ():
+            known.append(known[parent] + 1 if parent >= 0 else 0)
+        depths = known[len(self.depths):]
+        if min(depths, default=0) >= self.room:
             self.room = 0
             return torch.zeros(len(parents), self.vocab, device=tokens.device)
         self.tokens.append(tokens)
         self.parents += parents
-        self.depths += depths
-        self.deepest = max(self.depths) + 1
+        self.depths = known
+        self.deepest = max(known) + 1
         self.out.mark("other")
         logits = self.drafter.expand(tokens, parents).float()                          # (m, V)
         self.out.mark("draft")

@@ -3,9 +3,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, tiny
+import transformers
+from conftest import SIZES, VOCAB, plain, tiny
 
+import cape
 import glide
+import verify
 from train import frozen_forward, save_drafter
 
 
@@ -153,6 +156,44 @@ def test_layer_read_is_the_paper_s_and_a_flag_picks_another():
         glide.Config.for_target(model, 16, 2, layer=0)
 
 
+def test_each_layer_reads_its_own_layer_of_the_target(llama):
+    draft_model = random_glide(llama, 2)
+    ids = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(9))
+    kv = frozen_forward(llama, ids)["kv"]
+    for blind, reads in ((0, 2), (1, 1)):
+        kept = draft_model.layers[blind].glimpse_o.weight.data.clone()
+        draft_model.layers[blind].glimpse_o.weight.data.zero_()
+        with torch.no_grad():
+            base = draft_model(ids, kv)
+            for changed in (0, 1, 2):
+                other = {**kv, changed: tuple(rows + 1 for rows in kv[changed])}
+                assert torch.equal(draft_model(ids, other), base) == (changed != reads)
+        draft_model.layers[blind].glimpse_o.weight.data = kept
+
+
+@pytest.mark.parametrize("shared", [1, 2, 4])
+def test_a_glimpse_is_the_paper_s_equation(shared):
+    """hd_j = SoftMax(Q_j K_i^T / sqrt(d_k)) V_i, head by head: head j reads key head i = j // (4 / shared)."""
+    torch.manual_seed(3)
+    config = glide.Config(VOCAB, 16, 32, heads=2, target_heads=4, target_head_size=8, target_value_size=6)
+    config.layers_read = (7,)
+    layer = glide.Layer(config, 0).double()
+    x, mask = torch.randn(1, 5, 16).double(), torch.rand(5, 9) < 0.5
+    mask[0], mask[1:, 0] = False, True                            # the first row sees nothing
+    keys, values = torch.randn(1, shared, 9, 8).double(), torch.randn(1, shared, 9, 6).double()
+    turn = torch.outer(torch.arange(4.0, 9.0), torch.tensor([1.0, 0.1, 0.01, 0.001])).double()
+    heads = []
+    for j in range(4):
+        W = layer.glimpse_q.weight[8 * j:8 * j + 8]               # (d_k, d_D)
+        a, b = (x[0] @ W.T).chunk(2, -1)
+        q = torch.cat((a * turn.cos() - b * turn.sin(), b * turn.cos() + a * turn.sin()), -1)
+        i = j * shared // 4
+        scores = (q @ keys[0, i].T / 8 ** 0.5).masked_fill(~mask, float("-inf"))
+        heads.append(scores.softmax(-1).nan_to_num(0.0) @ values[0, i])
+    said = layer.glimpse(x, {7: (keys, values)}, (turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)), mask)
+    torch.testing.assert_close(said[0], torch.cat(heads, -1) @ layer.glimpse_o.weight.T, atol=1e-9, rtol=0)
+
+
 def test_queries_turn_as_the_targets_keys_do(model):
     """Scores of the glimpse depend on distance alone: the target's rotary table is the model's own."""
     cos, sin = glide.target_angles(model, 20)
@@ -236,3 +277,202 @@ def test_a_tree_of_many_nodes_equals_paths_drafted_alone(llama, nodes):
             alone.begin(view(ids, kv, 0, 8))
             one = alone.expand(tokens[path], list(range(-1, len(path) - 1)))
             torch.testing.assert_close(rows[node], one[-1], atol=1e-9, rtol=0)
+
+
+# ---------------------------------------------------------------- targets that turn, or cache, in their own way
+LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.2, 1.3],
+            long_factor=[2.0, 3.0, 4.0, 5.0])
+PHI3 = dict(max_position_embeddings=256, original_max_position_embeddings=32, rope_parameters=LONG)
+YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=10)
+LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+              original_max_position_embeddings=10)
+NTK = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
+LATENT = dict(num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4,
+              v_head_dim=6, head_dim=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+              first_k_dense_replace=3, moe_intermediate_size=16)
+GEMMA3 = dict(layer_types=["sliding_attention", "full_attention", "sliding_attention"], sliding_window=50)
+GEMMA4 = dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=50)
+WIDE = dict(GEMMA4, global_head_dim=16, hidden_size_per_layer_input=0)                # keys of 8 and of 16 entries
+SHARED = dict(GEMMA4, global_head_dim=8, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB,
+              num_kv_shared_layers=2)
+
+
+def other(name, **more):
+    """A tiny random model of a class that conftest.py has not, float32 where the class knows no float64."""
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    torch.manual_seed(0)
+    config = config_class(**{**SIZES, "num_key_value_heads": 2, "head_dim": 8, **more})
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = model if name == "GptOss" else model.double()
+    for p in model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.25)
+    return model
+
+
+def turned_by(model, length):
+    """What the target's own rotary module says in a forward of so many tokens: cos, sin (length, r)."""
+    said = []
+    rotary = model.get_decoder().rotary_emb
+    hook = rotary.register_forward_hook(lambda module, args, out: said.append([x[0].float() for x in out]))
+    with torch.no_grad():
+        model(torch.ones(1, length, dtype=torch.long), use_cache=False)
+    hook.remove()
+    return said[0]
+
+
+def keys_at(model, layer, position):
+    """What the target caches of four tokens, each alone at this position -> K and V as attention uses them."""
+    cache, ids = transformers.DynamicCache(), torch.arange(4)[:, None]
+    with torch.no_grad():
+        model(ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+    rows = cache.layers[layer]
+    return glide.whole(rows.keys, rows.values, getattr(model.config, "kv_lora_rank", None))
+
+
+@pytest.mark.parametrize("rope, switch", [(LONG, 32), (NTK, 40), (YARN, 40), (LLAMA3, 40)])
+def test_tables_are_what_the_target_turns_by_at_every_length(rope, switch):
+    """A position has one row in training's short table and in decoding's long one, and it is the target's own."""
+    if rope is LONG:
+        model = other("Phi3", **PHI3)
+    else:
+        model = tiny("llama", rope_parameters=rope)
+    context = model.config.max_position_embeddings
+    table = glide.target_angles(model, context + 1024)
+    for n in (2, 24, switch, context):
+        for rows, short, own in zip(table, glide.target_angles(model, n), turned_by(model, n)):
+            since = switch if n > switch else 0
+            assert torch.equal(rows[since:n], own[since:]) and torch.equal(rows[:n], short)
+    # In a longer text, where there is such a thing, the same positions turn otherwise.
+    at_once, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(context + 1024)[None])
+    assert torch.equal(table[0][context:], at_once[0, context:])
+    differ = (table[0] - at_once[0])[:switch].abs().max().item()
+    assert differ > 0.1 if rope in (LONG, NTK) else differ == 0
+
+
+@pytest.mark.parametrize("rope", [LONG, NTK])
+def test_reading_the_tables_leaves_the_target_as_it_was(rope, tmp_path):
+    """Once asked for a longer text, dynamic NTK answers otherwise for one that fills the context."""
+    model = other("Phi3", **PHI3) if rope is LONG else tiny("llama", rope_parameters=rope)
+    ids = torch.randint(VOCAB, (1, 40), generator=torch.Generator().manual_seed(4))
+    with torch.no_grad():
+        before = model(ids, use_cache=False).logits
+        rows = glide.target_angles(model, 40)
+        save_drafter(tmp_path, random_glide(model), {"kind": "glide"})
+        glide.load(tmp_path, model)
+        assert torch.equal(model(ids, use_cache=False).logits, before)
+        # Nor do the tables depend on what the target has read.
+        model(ids.repeat(1, 3), use_cache=False)
+        assert all(torch.equal(a, b) for a, b in zip(glide.target_angles(model, 40), rows))
+
+
+def test_a_drafter_says_the_same_whatever_length_it_is_loaded_with(tmp_path):
+    model = other("Phi3", **PHI3)
+    draft_model = random_glide(model, length=24)
+    save_drafter(tmp_path, draft_model, {"kind": "glide"})
+    ids = torch.randint(VOCAB, (1, 24), generator=torch.Generator().manual_seed(7))
+    kv = frozen_forward(model, ids)["kv"]
+    short, long = glide.load(tmp_path, model, 24)[0], glide.load(tmp_path, model)[0]
+    draft_model.load_state_dict(short.model.state_dict())          # rounded to bfloat16, as it was saved
+    with torch.no_grad():
+        trained = draft_model(ids, kv)
+        assert torch.equal(short.model(ids, kv), trained) and torch.equal(long.model(ids, kv), trained)
+        long.begin(view(ids[0], kv, 0, 20))
+        torch.testing.assert_close(long.expand(ids[0, 20:21], [-1])[0], trained[0, 20], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("name, layer, more", [
+    ("Phi", 2, dict(partial_rotary_factor=0.5)), ("Phi3", 1, PHI3), ("Llama", 2, dict(rope_parameters=YARN)),
+    ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)), ("DeepseekV3", 2, LATENT),
+    ("Gemma3", 0, GEMMA3), ("Gemma3", 1, GEMMA3),
+])
+def test_queries_turn_as_a_layer_s_own_keys_do(name, layer, more, tmp_path):
+    """The key of a token at position 5 is its key at position 0, turned by the table of a drafter that was loaded."""
+    model = other(name, **more)
+    config = glide.Config.for_target(model, 24, layer=layer)
+    save_drafter(tmp_path, glide.Glide(config, glide.target_angles(model, 24)), {})
+    drafter, _ = glide.load(tmp_path, model)
+    (here, _), (there, _) = keys_at(model, layer, 0), keys_at(model, layer, 5)
+    cos, sin = drafter.model.target_cos, drafter.model.target_sin
+    # A scaled table (YaRN's) has scaled the key at position 0, too.
+    turned = glide.rotate(here, cos[5] / cos[0], sin[5] / cos[0])
+    assert (there - here).abs().max() > 0.1
+    torch.testing.assert_close(turned, there, atol=1e-5, rtol=0)
+
+
+def test_tables_of_modules_that_say_it_otherwise():
+    """DeepSeek V2's says complex numbers; a kind of layers may have no positions at all (as Beam's)."""
+    rope = dict(rope_type="default", rope_theta=99.0)
+    complex_numbers = other("DeepseekV2", **LATENT, topk_method="greedy", rope_parameters=rope)
+    turn = torch.outer(torch.arange(10.0), torch.tensor([1.0, 99.0 ** -0.5])).repeat(1, 2)
+    cos, sin = glide.target_angles(complex_numbers, 10)
+    torch.testing.assert_close(cos, turn.cos())
+    torch.testing.assert_close(sin, turn.sin())
+    gemma = other("Gemma3", **GEMMA3)
+    gemma.config.rope_parameters["full_attention"] = None
+    assert [glide.target_angles(gemma, 10, (layer,))[0].shape for layer in range(3)] == [(10, 8), (10, 0), (10, 8)]
+
+
+@torch.no_grad()
+def test_a_glimpse_can_do_what_latent_attention_does():
+    """The rows that a glimpse of DeepSeek reads, under absorbed queries, give the target's own attention."""
+    model, h, T = other("DeepseekV3", **LATENT), 4, 9
+    attention, seen = model.model.layers[2].self_attn, {}
+    attention.register_forward_pre_hook(lambda m, args, more: seen.update(x=more["hidden_states"][0]), with_kwargs=True)
+    attention.o_proj.register_forward_pre_hook(lambda m, args: seen.update(out=args[0][0]))
+    kv = frozen_forward(model, torch.randint(VOCAB, (1, T)))["kv"]
+    keys, values = (rows[0, 0] for rows in glide.whole(*kv[2], 12))                # (T, 4 + 12), (T, 12)
+    assert keys.shape == (T, 16) and values.shape == (T, 12)
+    q = attention.q_proj(seen["x"]).view(T, h, 12).transpose(0, 1)
+    up = attention.kv_b_proj.weight.view(h, 8 + 6, 12)
+    cos, sin = glide.target_angles(model, T)
+    rotated = q[..., 8:].unflatten(-1, (2, 2)).transpose(-1, -2).flatten(-2)       # neighbours into halves
+    q = torch.cat((glide.rotate(rotated, cos, sin), q[..., :8] @ up[:, :8]), -1)   # (h, T, 4 + 12)
+    scores = (q @ keys.T * attention.scaling).masked_fill(torch.ones(T, T).triu(1).bool(), float("-inf"))
+    out = scores.softmax(-1) @ values @ up[:, 8:].transpose(-1, -2)                # (h, T, 6)
+    torch.testing.assert_close(out.transpose(0, 1).flatten(1), seen["out"], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name, more", [
+    ("DeepseekV3", LATENT), ("DeepseekV2", {**LATENT, "topk_method": "greedy"}), ("Gemma4", WIDE)])
+def test_sizes_are_those_of_what_the_target_caches(name, more):
+    """Latents, or sizes that differ by layer: training equals decoding, and the output is plain decoding's."""
+    model = other(name, **more)
+    drafter = random_drafter(model)
+    ids = torch.randint(VOCAB, (1, 12), generator=torch.Generator().manual_seed(2))
+    kv = frozen_forward(model, ids)["kv"]
+    with torch.no_grad():
+        trained = drafter.model(ids, kv)[0]
+        moved = {m: (k.roll(1, -1), v) for m, (k, v) in kv.items()}
+        assert (drafter.model(ids, moved)[0] - trained)[5:].abs().max() > 0.01
+        drafter.begin(view(ids[0], kv, 0, 5))
+        rows = drafter.expand(ids[0, 5:10], [-1, 0, 1, 2, 3])
+        torch.testing.assert_close(rows, trained[5:10], atol=1e-9, rtol=0)
+    if name == "DeepseekV3":
+        decoded = verify.generate(verify.Target(model), drafter, cape.cape, ids, 8)
+        assert decoded.tokens == plain(model, ids[0].tolist(), 8)
+
+
+def test_layers_without_keys_of_their_own_are_not_read():
+    shared = other("Gemma4", **SHARED)
+    assert glide.Config.for_target(shared, 16).layers_read == (1,)
+    assert glide.Config.for_target(shared, 16, 2).layers_read == (0, 1)
+    with pytest.raises(ValueError, match="layer 3 of the target cannot be read .* it has layers 0 to 1"):
+        glide.Config.for_target(shared, 16, layer=3)
+
+
+@pytest.mark.parametrize("name, more, message", [
+    ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"]), "Lfm2ForCausalLM does not cache keys and values"),
+    ("OpenAIGPTLMHead", {}, "OpenAIGPTLMHeadModel does not cache keys and values in each"),
+    ("Gemma4", WIDE, "keys of several sizes"),
+    ("Llama", {}, "heads of odd size: change the width"),
+])
+def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
+    if name == "OpenAIGPTLMHead":
+        config = transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4)
+        model = transformers.OpenAIGPTLMHeadModel(config)
+    else:
+        model = other(name, **more)
+    with pytest.raises(ValueError, match=message) as error:
+        glide.Config.for_target(model, 33 if name == "Llama" else 16, layers=2 if name == "Gemma4" else 1)
+    assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name in ("Lfm2", "OpenAIGPTLMHead"))

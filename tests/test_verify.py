@@ -153,7 +153,8 @@ def test_tree_logits_and_commit_equal_each_path_alone(model):
 def test_sync_keeps_the_common_prefix(model):
     target, shown = verify.Target(model), []
     with torch.inference_mode():
-        for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]):
+        for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+                    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):              # the last is longer than what the cache had room for
             logits = target.sync(ids)
             torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=2e-5, rtol=1e-4)
             assert target.ids == ids and target.cache.length == len(ids)
@@ -187,6 +188,54 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
         for new, _, parents in out.told:
             assert len(parents) - 1 <= max(0, limit - at - 1)
             at += len(new)
+
+
+def test_a_builder_that_asks_nobody_is_cut_at_the_limit(llama):
+    """The demo's oracle: what is true goes on beyond the limit, and the output does not."""
+    prompt = [3, 1, 4]
+    expected = plain(llama, prompt, 24)
+    target = verify.Target(llama)
+
+    def oracle(expand, root):
+        at = target.cache.length - len(prompt) + 1
+        return verify.Tree(torch.cat((root, torch.tensor(expected[at:at + 5]))), torch.arange(-1, 5))
+    for limit in range(1, 14):
+        out = verify.generate(target, None, oracle, prompt, limit)
+        assert out.tokens == expected[:limit] and sum(out.runs) == limit - 1
+
+
+def test_what_a_builder_sees_at_the_limit_and_in_sampling(llama):
+    """Rows of nodes as deep as there is room are zeros, also beside shallower ones; sampled rows are the warped ones."""
+    seen = []
+
+    def build(expand, root):
+        tokens = torch.cat((root, torch.tensor([1, 2, 3])))
+        seen.append((expand.room, expand(tokens, [-1, 0, 1, 0])))
+        return verify.Tree(root, torch.tensor([-1]))
+    target, drafter = verify.Target(llama), random_drafter(llama)
+    verify.generate(target, drafter, build, [1, 2], 5)
+    for room, rows in seen:
+        assert rows.sum(1).round(decimals=5).tolist() == [float(depth < room) for depth in (0, 1, 2, 1)]
+    assert [room for room, _ in seen] == [3, 2, 1, 0]
+    del seen[:]
+    verify.generate(target, drafter, build, [1, 2], 4, temperature=0.7, top_k=3)
+    assert (seen[0][1][0] > 0).sum() == 3
+
+
+def test_the_warper_is_temperature_then_top_k_then_top_p():
+    """Written out: logits / T, the k largest, then the fewest that hold the share top_p, normalised at each step."""
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for temperature, k, share in ((0.6, None, None), (1.0, 4, None), (0.5, None, 0.7), (1.7, 5, 0.8), (0.3, 2, 0.95)):
+        for row, warped in zip(logits, verify.warper(temperature, k, share)(logits)):
+            p = dict(enumerate((row / temperature).softmax(-1).tolist()))
+            best = sorted(p, key=p.get, reverse=True)[:k]
+            total = sum(p[token] for token in best)
+            if share:
+                held = [sum(p[token] for token in best[:n]) / total for n in range(len(best))]
+                best = [token for token, before in zip(best, held) if before < share]
+                total = sum(p[token] for token in best)
+            expected = torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)], dtype=torch.float64)
+            torch.testing.assert_close(warped, expected)
 
 
 def test_a_zero_row_is_never_followed(llama):
