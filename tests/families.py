@@ -1,0 +1,455 @@
+"""The families: a tiny random model of every causal class that transformers registers, drawn from its own registry.
+
+make(name) builds one, row(name) decodes with it: plainly, in chains, in trees, with GLIDE and with EDD (and EAGLE and
+MEDUSA, which must say the same), each against the model's own uncached forward.  A cell is "yes" (token for token),
+"refused: why", "WRONG: ..." or "traceback: ...".
+
+    python tests/families.py            # all of them; writes docs/families.md
+    python tests/families.py Gemma      # those with this in their name; prints their rows
+"""
+import dataclasses
+import inspect
+import re
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from conftest import ROOT, plain
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
+
+import cape
+import edd
+import glide
+import pct
+import verify
+
+# What a number in a default configuration becomes, by its field's name, in nested configurations too.
+SIZES = {}
+for line in """
+32 hidden_size n_embd d_model dim emb_dim embedding_size input_embedding_size output_embedding_size embedding_dim
+32 word_embed_proj_dim lru_width backbone_hidden_size prompt_mid_dim pronunciation_embed_dim shape_embed_dim
+64 attention_hidden_size mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len model_max_length
+64 context_length max_target_positions max_source_positions
+3 num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
+3 num_encoder_layers num_blocks depth
+4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
+4 num_decoder_attention_heads num_encoder_attention_heads attention_heads num_experts n_routed_experts
+4 num_local_experts moe_num_experts swa_num_attention_heads index_n_heads index_topk_blocks
+4 hidden_size_per_layer_input mamba_n_heads linear_num_value_heads mamba_num_heads n_mamba_heads time_step_rank
+4 qk_rope_head_dim query_pre_attn_scalar rotary_dim linear_num_heads dim_model_base hc_lowrank patch_size
+2 num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k swa_num_key_value_heads
+2 linear_num_key_heads kv_n_heads index_local_blocks n_groups mamba_n_groups mamba_ngroups num_query_groups
+2 zero_expert_num o_groups max_window_layers
+1 n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers n_group
+1 num_expert_group topk_group
+0 num_nextn_predict_layers
+48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff d_inner dim_ff feed_forward_size ffn_hidden_size
+48 intermediate_size_mlp dense_intermediate_size vocab_size vocab_size_per_layer_input unpadded_vocab_size
+48 decoder_vocab_size encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size
+16 moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size
+16 moe_shared_expert_intermediate_size expert_ffn_hidden_size kv_lora_rank q_lora_rank o_lora_rank mamba_d_state
+16 ssm_state_size state_size router_hidden_size mamba_d_head mamba_head_dim mamba_headdim
+16 shared_experts_intermediate_size attention_head_dim image_size
+8 qk_nope_head_dim v_head_dim swa_head_dim swa_v_head_dim dim_head d_head kv_channels index_head_dim
+8 linear_key_head_dim linear_value_head_dim linear_head_dim attention_head_size index_topk block_size
+8 index_block_size mamba_chunk_size chunk_size adapter_rank
+6 sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size
+""".strip().splitlines():
+    size, *fields = line.split()
+    SIZES.update(dict.fromkeys(fields, int(size)))
+VOCAB, CONTEXT, WINDOW = SIZES["vocab_size"], SIZES["max_position_embeddings"], SIZES["sliding_window"]
+LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
+PROMPT, NEW = 12, 14
+# These also where the default is None
+ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+
+# What the rule does not fit, by class of configuration.
+OWN = {
+    "BltLocalEncoderConfig": dict(hidden_size_global=32),
+    "BltLocalDecoderConfig": dict(hidden_size_global=32),
+    "CohereCompassTextConfig": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4,
+                                                                            mrope_section=[2, 1, 1])}),
+    "DbrxAttentionConfig": dict(rope_theta=1e4, clip_qkv=8.0),
+    "DeepseekV2Config": dict(num_experts_per_tok=2, first_k_dense_replace=1),
+    "Dots1Config": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1),
+    "Dots3NoteTextConfig": dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16,
+                                swa_kv_lora_rank=16, swa_head_dim=12, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
+    "GPTNeoConfig": dict(attention_types=[[["local", "global", "local"], 1]]),
+    "Gemma3nTextConfig": dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
+                              num_kv_shared_layers=2, intermediate_size=[48] * 4,
+                              activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    "Gemma4TextConfig": dict(global_head_dim=16),
+    "Gemma4UnifiedTextConfig": dict(global_head_dim=16),
+    "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention", "conv"]),
+    "Lfm2Config": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    "LongcatFlashConfig": dict(head_dim=4),
+    "Mamba2Config": dict(num_heads=8),
+    "MllamaTextConfig": dict(cross_attention_layers=[1]),
+    "MoshiConfig": dict(sliding_window=CONTEXT),               # as by default; the class slides nothing
+    "Qwen4ExpTextConfig": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
+                               indexer_compress_ratio=4),
+    "ReformerConfig": dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8),
+                           axial_pos_embds_dim=(16, 16), local_attn_chunk_length=8, lsh_attn_chunk_length=8,
+                           num_buckets=2),
+    "XmodConfig": dict(default_language="en_XX"),
+    "ZayaConfig": dict(num_experts_per_tok=1),
+}
+
+
+def longrope(turn):
+    """A rotary table that is another one from a length of `turn` on."""
+    rope = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4)
+    own = dict(original_max_position_embeddings=turn)
+    return dict(rope_parameters={**rope, **own}, **own)
+
+
+# Settings that make another architecture of a class.
+VARIANTS = {
+    "FalconForCausalLM (ALiBi)": dict(alibi=True),
+    "FalconForCausalLM (new decoder)": dict(new_decoder_architecture=True),
+    "LlamaForCausalLM (dynamic NTK)": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
+    "Phi3ForCausalLM (longrope, before its turn)": longrope(PROMPT + 10),
+    "Phi3ForCausalLM (longrope, beyond)": longrope(PROMPT + 8),
+    "Qwen2ForCausalLM (sliding)": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "StableLmForCausalLM (parallel)": dict(use_parallel_residual=True, qk_layernorm=True),
+    "XLMWithLMHeadModel (causal)": dict(causal=True),
+}
+# One of each kind of architecture: what the suite runs by default.
+DEFAULT = {
+    "dense": "LlamaForCausalLM Qwen3ForCausalLM",
+    "windows": "MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM",
+    "norms behind": "Olmo2ForCausalLM Glm4ForCausalLM",
+    "a norm without weight": "OlmoForCausalLM NanoChatForCausalLM",
+    "biases, LayerNorm": "Starcoder2ForCausalLM StableLmForCausalLM",
+    "part of a head turned": "GlmForCausalLM GPTNeoXForCausalLM GPTJForCausalLM",
+    "parallel blocks": "CohereForCausalLM FalconForCausalLM",
+    "scaled logits": "GraniteForCausalLM",
+    "soft-capped": "Gemma2ForCausalLM",
+    "some layers do not turn": "SmolLM3ForCausalLM BeamForCausalLM",
+    "experts": "MixtralForCausalLM GptOssForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM",
+    "latent attention": "DeepseekV3ForCausalLM LongcatFlashForCausalLM",
+    "other attention": "DiffLlamaForCausalLM",
+    "other residuals, other feed-forwards": "Gemma3nForCausalLM BitNetForCausalLM ApertusForCausalLM",
+    "sizes by layer": "Gemma4ForCausalLM MiMoV2FlashForCausalLM",
+    "learned positions": "GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel GPTNeoForCausalLM",
+    "ALiBi": "BloomForCausalLM MptForCausalLM",
+    "inside other models": "MllamaForCausalLM GotOcr2ForConditionalGeneration WhisperForCausalLM MoshiForCausalLM",
+    "decoders of encoder-decoders": "BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM",
+    "encoders": "BertLMHeadModel RobertaForCausalLM XLMWithLMHeadModel",
+    "recurrent": "MambaForCausalLM RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM Lfm2ForCausalLM",
+    "no cache, or another": "OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead XLNetLMHeadModel",
+    "indexed": "DeepseekV32ForCausalLM",
+}
+# What transformers registers beside decoder-only language models.
+OTHERS = {
+    "Gemma3nForConditionalGeneration": "its vision needs the package timm",
+    "Gemma4AssistantForCausalLM": "drafts from another model's hidden states",
+    "Gemma4UnifiedAssistantForCausalLM": "drafts from another model's hidden states",
+    "MusicgenForCausalLM": "audio: several codebooks at a position",
+    "MusicgenMelodyForCausalLM": "audio: several codebooks at a position",
+}
+
+
+def classes():
+    """Each class that this release registers, once."""
+    return [name for name in dict.fromkeys(REGISTRY.values()) if name not in OTHERS]
+
+
+def names(some=None):
+    """Families of these classes (of all): each class, its variants, and an encoder that can be a decoder as both."""
+    some = [name for name in classes() if some is None or name in some]
+    encoders = [f"{name} (is_decoder)" for name in some if is_encoder(name)]
+    variants = [name for name in VARIANTS if name.partition(" ")[0] in some]
+    return sorted(some + encoders + variants, key=str.lower)
+
+
+def default():
+    """Families of DEFAULT, with all variants."""
+    wanted = {name for several in DEFAULT.values() for name in several.split()}
+    return names(wanted | {name.partition(" ")[0] for name in VARIANTS})
+
+
+def is_encoder(name):
+    """Does a configuration decide whether the class looks ahead?"""
+    model_class = getattr(transformers, name)
+    return "not config.is_decoder" in inspect.getsource(model_class.__init__)
+
+
+def small(config_class, **own):
+    """A small configuration of the class: its default one, shrunk by the names of its fields."""
+    stored = vars(config_class())
+    default = {}
+    for field in dataclasses.fields(config_class):
+        name = config_class.attribute_map.get(field.name, field.name)
+        if field.init and name in stored:
+            default[field.name] = stored[name]
+    # Of lists by layer stay the first layers of each kind
+    depth = next((v for n, v in default.items() if SIZES.get(n) == LAYERS and isinstance(v, int)), None)
+    by_layer = [n for n, v in default.items() if isinstance(v, (list, tuple)) and len(v) == depth]
+    kinds = [str(entries) for entries in zip(*(default[n] for n in by_layer))]
+    first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
+    more = [i for i in range(len(kinds)) if i not in first]
+    kept = sorted((first + more)[:max(LAYERS, len(first))])
+    fields = {}
+    for name, value in default.items():
+        if isinstance(value, PreTrainedConfig):
+            fields[name] = small(type(value))
+        elif name in by_layer:
+            fields[name] = [SIZES.get(name, value[i]) for i in kept]
+        elif name in ALWAYS:
+            fields[name] = ALWAYS[name]
+        elif name in SIZES and value and isinstance(value, (int, float)) and not isinstance(value, bool):
+            fields[name] = len(kept) if kept and SIZES[name] == LAYERS else SIZES[name]
+        elif name in TOKENS and isinstance(value, int):
+            fields[name] = 0
+        elif name == "tie_word_embeddings" and value:
+            fields[name] = False
+    if "kv_lora_rank" in default:                              # latent attention: as many key heads as queries
+        fields["num_key_value_heads"] = HEADS
+    return config_class(**{**fields, **OWN.get(config_class.__name__, {}), **own})
+
+
+def make(name, seed=0):
+    """A random model, with weights large enough that its distributions are far from uniform, float64 where it can."""
+    class_name, _, variant = name.partition(" ")
+    model_class = getattr(transformers, class_name)
+    torch.manual_seed(seed)
+    own = dict(is_decoder=True) if variant == "(is_decoder)" else VARIANTS.get(name, {})
+    config = small(model_class.config_class, **own)
+    config._experts_implementation = "eager"                   # grouped_mm knows no float64
+    model = model_class(config).double().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.normal_(0, 0.25)
+        ids = torch.arange(4, 4 + PROMPT)[None]
+        try:
+            model(ids, use_cache=False)
+        except (RuntimeError, TypeError):
+            model = model.float()
+            model(ids, use_cache=False)
+    return model
+
+
+# ---------------------------------------------------------------- decoding
+class HalfRight:
+    """A drafter that knows the text: of five tokens two come first in its rows, two second, one has no probability."""
+    needs = {}
+
+    def __init__(self, text):
+        self.text = text
+
+    def reset(self):
+        pass
+
+    def begin(self, view):
+        self.t, self.depth = view.length, []
+
+    def keep(self, path):
+        pass
+
+    def expand(self, tokens, parents):
+        rows = torch.full((len(parents), VOCAB), 0.1 / VOCAB)
+        for row, parent in zip(rows, parents):
+            self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
+            at = self.t + self.depth[-1] + 1
+            truth = self.text[at] if at < len(self.text) else 0
+            row[(truth + 1) % VOCAB] = 0.4
+            row[(truth + 2) % VOCAB] = 0.2
+            row[truth] = (0.6, 0.3, 0.6, 0.3, 0)[at % 5]
+        return rows.log()
+
+
+def text_of(model, length=PROMPT):
+    """A prompt, and what the model's own uncached forward says after it; of some, that with the most varied text."""
+    found = []
+    for seed in range(3):
+        prompt = torch.randint(VOCAB // 2, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+        found.append((prompt, plain(model, prompt, NEW)))
+        if len(set(found[-1][1])) > NEW // 3:
+            break
+    return max(found, key=lambda pair: len(set(pair[1])))
+
+
+def weighty(draft_model, model):
+    """A draft model with weights large enough that every part matters."""
+    torch.manual_seed(1)
+    for p in draft_model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return draft_model.to(model.dtype).eval()
+
+
+def glide_drafter(model):
+    config = glide.Config.for_target(model, width=24)
+    return glide.Drafter(weighty(glide.Glide(config, glide.target_angles(model, CONTEXT)), model))
+
+
+def edd_drafter(model, variant="edd"):
+    config = edd.Config.for_target(model, **{"hidden": -2, **edd.VARIANTS[variant]})
+    draft_model, drafter = edd.KINDS[config.kind]
+    return drafter(weighty(draft_model(config, model), model))
+
+
+PCT = partial(pct.pct, cost=0.05)
+
+
+def half_right(model, text):
+    return HalfRight(text)
+
+
+# What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
+CELLS = {
+    "plain": [(lambda model, text: None, verify.no_draft)],
+    "chain": [(half_right, cape.chain)],
+    "tree": [(half_right, cape.cape), (half_right, PCT)],
+    "GLIDE": [(lambda model, text: glide_drafter(model), None)],
+    "EDD": [(lambda model, text: edd_drafter(model), None)],
+}
+BASELINES = [(lambda model, text: edd_drafter(model, "eagle"), None),
+             (lambda model, text: edd_drafter(model, "medusa"), None)]
+
+
+def cell(model, target, prompt, expected, decodings):
+    for drafter, build in decodings:
+        build = build or (cape.cape if target.verifies_trees else cape.chain)
+        drafter = drafter(model, prompt + expected)
+        found = verify.generate(target, drafter, build, prompt, NEW).tokens
+        # Where a rotary table changes with the length, the output ends before that.
+        meant = expected[:verify.limit_of(target, torch.tensor(prompt), NEW)]
+        assert len(meant) > NEW // 2
+        if found != meant:
+            same = next((i for i, pair in enumerate(zip(found, meant)) if pair[0] != pair[1]), len(found))
+            return f"WRONG: from token {same} of {len(meant)}"
+
+
+# A tree and its paths: 0 - 1 - 3, 0 - 2 - 4, 0 - 2 - 5
+PARENTS, PATHS = [-1, 0, 0, 1, 2, 2], [[0, 1, 3], [0, 2, 4], [0, 2, 5]]
+
+
+def tree_logits(model, target, prompt):
+    """Logits of a tree's nodes against the uncached forward of each path: tokens would not notice a small error."""
+    tokens = torch.arange(VOCAB // 2, VOCAB)[:len(PARENTS)]
+    with torch.inference_mode():
+        target.watch({})
+        target.prefill(prompt)
+        logits = target.forward(tokens, torch.tensor(PARENTS))
+        for path in PATHS:
+            alone = model(torch.tensor([prompt + tokens[path].tolist()]), use_cache=False).logits[0, -len(path):]
+            error = (logits[path] - alone).abs().max() / alone.std()
+            if not error < 1e-3:
+                return f"WRONG: the logits of a tree are off by {error:.1g} of their spread"
+
+
+# ---------------------------------------------------------------- the matrix
+def outcome(work):
+    """work() -> what a cell says: "yes" of None, else what it returned; one sentence of ours is a refusal."""
+    try:
+        return work() or "yes"
+    except Exception as why:
+        frame, says = traceback.extract_tb(why.__traceback__)[-1], str(why).strip()
+        file = Path(frame.filename)
+        if isinstance(why, ValueError) and file.parent == ROOT and "\n" not in says:
+            return f"refused: {says}"
+        last = (says.splitlines() or [""])[-1][:200]
+        return f"traceback: {type(why).__name__}: {last} ({file.name}:{frame.lineno})"
+
+
+def row(name, baselines=()):
+    """{column: what its cell says} of a family; {"model": why} where transformers itself cannot build it or run it.
+
+    baselines: further decodings of the column EDD.
+    """
+    made, columns = {}, {**CELLS, "EDD": [*CELLS["EDD"], *baselines]}
+    with torch.no_grad():
+        says = outcome(lambda: made.update(model=make(name)))
+        if says == "yes":
+            length = 2 * PROMPT if "beyond" in name else PROMPT
+            says = outcome(lambda: made.update(text=text_of(made["model"], length)))
+        if says != "yes":
+            return {"model": says}
+        model, (prompt, expected) = made["model"], made["text"]
+        says = outcome(lambda: made.update(target=verify.Target(model)))
+        if says != "yes":
+            return dict.fromkeys(columns, says)
+        target = made["target"]
+        cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in columns}
+        if cells["tree"] == "yes":
+            cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
+        return cells
+
+
+# ---------------------------------------------------------------- the table
+# What differs between families in one and the same sentence.
+REASONS = [
+    (r"\d+%", "n %"),
+    (r"layers of kind [\w, ]+, which", "layers of another kind (`{kinds}`), which"),
+    (r"\(\w+(Error|Exception): .*?\): take a dec", "(its forward fails): take a dec"),
+    (r" \('\w+' object has no attribute '\w+'\)", ""),
+]
+
+
+def footnote(says, name, kinds):
+    """The reason of a refusal, without what is the family's own."""
+    class_name = name.partition(" ")[0]
+    for kind in re.findall(r"layers of kind ([\w, ]+), which", says):
+        kinds.update(kind.split(", "))
+    says = says.removeprefix("refused: ")
+    for pattern, instead in REASONS:
+        says = re.sub(pattern, instead, says)
+    return says.replace(class_name, "the class")
+
+
+def table(rows):
+    """{name: row} -> docs/families.md."""
+    notes, kinds, lines, counts = {}, set(), [], []
+    for name, cells in rows.items():
+        line = [name]
+        for column in CELLS:
+            says = cells.get(column, cells.get("model"))
+            if says.startswith("refused"):
+                number = notes.setdefault(footnote(says, name, kinds), len(notes) + 1)
+                says = f"no [{number}]"
+            # Where the target itself is refused, once
+            line.append("–" if column != "plain" and line[1] == says != "yes" else says)
+        lines.append("| " + " | ".join(line) + " |")
+    for column in CELLS:
+        served = sum(cells.get(column) == "yes" for cells in rows.values())
+        counts.append(f"{column} {served}")
+    reasons = [f"{number}. {note.replace('{kinds}', '`, `'.join(sorted(kinds)))}" for note, number in notes.items()]
+    others = [f"- {name}: {why}" for name, why in OTHERS.items()]
+    release = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    return f"""# Families
+
+Each causal class that transformers registers, as a tiny random model with random drafters: `yes` means that greedy
+output equals the model's own uncached forward token for token, and that a tree's logits do. GLIDE and EDD (with EAGLE
+and MEDUSA) draft CAPE trees, or chains where the class takes no trees. What is not served is refused in one sentence.
+
+Made by `python tests/families.py` with {release}.
+
+**{len(rows)} families** (a class, or a class with settings in brackets). Served: {", ".join(counts)}.
+
+| class | {" | ".join(CELLS)} |
+|---|{"---|" * len(CELLS)}
+""" + "\n".join(lines) + "\n\nRefused because\n\n" + "\n".join(reasons) + "\n\nLeft out\n\n" + "\n".join(others) + "\n"
+
+
+def main():
+    wanted = sys.argv[1:]
+    rows = {}
+    for name in names():
+        if not wanted or any(part in name for part in wanted):
+            rows[name] = row(name, BASELINES)
+            print(name, *(f"{column}: {says}" for column, says in rows[name].items()), sep="\n    ", flush=True)
+    if not wanted:
+        (ROOT / "docs" / "families.md").write_text(table(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    main()
