@@ -24,21 +24,16 @@ The equations, in the paper's order, are where the code is:
     Eq. 4  KL(P_t || P_d)                                  kl
 
 Differences from the paper:
- 1. Eq. 3 prints h up to j L; its prose and the official code use the hidden states strictly before the
-    block, and so does this file: P(t_{i+1} | t_{jL ... i}, h_{<jL}), j = floor(i / L), all counted from 0.
-    h_{jL} would give t_{jL+1} away.
- 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face, whose hidden_states[-1] is
-    normed; here it is the last layer's output before that, as for every other layer.
- 3. With one layer the keys and values of the soft prompt depend on (h_i, i) alone: decoding computes each
-    once, when its token is committed.  Drafted rows are forgotten after the round.
- 4. The VDM ("without encoding result") has the embeddings of the committed tokens where EDD has their hidden
-    states: a one-layer language model.  Its loss is not stated: cross entropy and KL are both here.
- 5. The layer attends to everything, also where the target's own slides a window.
+ 1. Eq. 3 prints h up to j L, which would give t_{jL+1} away; its prose, the official code and this file use
+    those strictly before the block: P(t_{i+1} | t_{jL ... i}, h_{<jL}), j = floor(i / L), all counted from 0.
+ 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face (here no layer's are normed).
+ 3. With one layer the soft prompt's keys and values depend on (h_i, i) alone: decoding computes each once.
+ 4. The VDM ("without encoding result") is a one-layer language model.  Its loss is not stated: both are here.
+ 5. The layer, of the kind of the target's last, attends to everything, also where that slides a window.
+    The target's scales of embeddings and logits, and its cap on these, are the drafter's too.
  6. KL is over all tokens of a window; the official code's is over the response's.
- 7. EAGLE predicts f_i from t_i and f_{i-1}, or its own prediction of that where t_{i-1} is drafted.  Noise
-    on the features of training is left out, and so is its fixed tree, as MEDUSA's: they draft any.
- 8. MEDUSA-1: head k = 0 ... 4 predicts t_{i+2+k} from f_i (the target says t_{i+1}, the root): a node's
-    distribution is that of its depth's head, whatever its path.
+ 7. EAGLE learns without noise on its features, and it drafts any tree, as MEDUSA does: theirs are fixed.
+ 8. MEDUSA-1: head k = 0 ... 4 predicts t_{i+2+k} from f_i (t_{i+1} is the root), whatever a node's path.
 
     python edd.py           # the demo: training under the mask and step-by-step decoding give the same logits
     python train.py edd vdm eagle medusa
@@ -111,10 +106,10 @@ def kl(p_target, logits):
     # sum_x P_t(x) log(P_t(x) / P_d(x))
     return F.kl_div(log_p_draft, p_target, reduction="batchmean")
 
-def next_token_loss(logits, ids):
-    """Cross entropy of the next token.  logits (B, T, V), ids (B, T) -> ()."""
-    predicted = logits[:, :-1].flatten(0, 1).float()
-    return F.cross_entropy(predicted, ids[:, 1:].flatten())
+def token_loss(logits, ids, ahead=1):
+    """Cross entropy of the token `ahead` places on, by default the next.  logits (B, T, V), ids (B, T)."""
+    predicted = logits[:, :-ahead].flatten(0, 1).float()
+    return F.cross_entropy(predicted, ids[:, ahead:].flatten())
 
 def p_target(batch):
     """P_t of the frozen forward, (B, T, V): computed once a step for all drafters."""
@@ -123,57 +118,81 @@ def p_target(batch):
     return batch["p_target"]
 
 # ---------------------------------------------------------------- draft models: what training runs
+def factor(ours, targets, what):
+    """The number c of targets = c ours, up to rounding; ValueError where there is none."""
+    share = targets.double() / ours.double()
+    c = share.nanmedian()
+    # Medians: in half precision a token may be sent to another expert.
+    off = (share / c - 1).abs().nanmedian()
+    if not off < torch.finfo(ours.dtype).eps ** 0.5:
+        raise ValueError(f"its {what} are made otherwise")
+    return c.item()
+
 class DraftModel(nn.Module):
     """What EDD and its baselines share: the target's parts, and one fresh layer of its class."""
-
     def __init__(self, config, model):
         super().__init__()
-        decoder = model.get_decoder()
-        for part in ("layers", "norm", "rotary_emb"):
-            if getattr(decoder, part, None) is None:
-                raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, as Llama's; "
-                                 f"{type(model).__name__} is built otherwise")
         self.config = config
-        # The target is frozen from here on; in a namespace its modules are not saved with ours.
-        model.requires_grad_(False)
+        model.requires_grad_(False)                            # the target is frozen from here on
+        try:
+            self.study(model, model.get_decoder())
+        except (AttributeError, LookupError, TypeError, ValueError) as why:
+            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as Llama's; "
+                             f"{type(model).__name__} is built otherwise ({why})") from None
+
+    @torch.no_grad()
+    def study(self, model, decoder):
+        """Take the target's parts; run it once for its scales, and to prove that it uses them as we do."""
+        # In a namespace they are not saved with ours.
         embed, head = model.get_input_embeddings(), model.get_output_embeddings()
         self.target = SimpleNamespace(embed=embed, norm=decoder.norm, head=head)
+        self.rotary = copy.deepcopy(decoder.rotary_emb)
+        self.rotary_kind = {}
+        if "layer_type" in signature(self.rotary.forward).parameters:
+            self.rotary_kind = {"layer_type": decoder.config.layer_types[-1]}
+        # What the first and the last layer and the norm read
+        seen, hooks = [], []
+        for part in decoder.layers[0], decoder.layers[-1], decoder.norm:
+            hooks.append(part.register_forward_pre_hook(lambda part, args: seen.append(args)))
+        ids = torch.arange(4, device=model.device)[None]
+        logits = model(ids, use_cache=False).logits
+        for hook in hooks:
+            hook.remove()
+        first, last, top = [args[0] for args in seen[-3:]]
+        # x = scale embed(t)
+        self.embed_scale = factor(embed(ids), first, "embeddings")
+        # logits = cap tanh(scale head(norm(h)) / cap)
+        self.cap = getattr(decoder.config, "final_logit_softcapping", None)
+        if self.cap:
+            logits = self.cap * torch.atanh(logits / self.cap)
+        self.logit_scale = factor(head(decoder.norm(top)), logits, "logits")
+        # The last layer, run as ours will be
+        self.layer = decoder.layers[-1]
+        factor(self.causal(last), top, "last layer")
+        del self.layer
 
-    def target_logits(self, feature):
-        """What the target's own LM head says of features (..., D)."""
-        head = self.target.head
-        return head(feature.to(head.weight.dtype))
+    def logits(self, head, feature):
+        """What `head` says of features (..., D), scaled and capped as the target's own are -> (..., V)."""
+        logits = head(feature.to(head.weight.dtype) * self.logit_scale)
+        if self.cap:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits
 
     def add_layer(self, model):
-        """One fresh layer of the target's own class, initialised as the target was, with its rotary table."""
+        """One fresh layer, of the class of the target's last, initialised as the target was."""
         decoder = model.get_decoder()
-        c = copy.deepcopy(decoder.config)
-        c.num_hidden_layers = 1
-        c._attn_implementation = "sdpa"
-        if getattr(c, "layer_types", None):
-            c.layer_types = c.layer_types[-1:]
-        self.layer = type(decoder.layers[-1])(c, layer_idx=0)
-        self.layer.apply(model._init_weights)
-        self.layer.to(decoder.device, decoder.dtype)
-        self.rotary = copy.deepcopy(decoder.rotary_emb)
-        self.layer_type = {}
-        if "layer_type" in signature(self.rotary.forward).parameters:
-            self.layer_type = {"layer_type": c.layer_types[0]}
-
-    def fresh_norm(self):
-        """A final norm of the target's kind, untrained: a copy of one of the fresh layer's."""
-        kind = type(self.target.norm)
-        fresh = [m for m in self.layer.modules() if type(m) is kind]
-        return copy.deepcopy(fresh[0])
+        index = len(decoder.layers) - 1
+        layer = type(decoder.layers[index])(decoder.config, layer_idx=index)
+        self.layer = layer.apply(model._init_weights).to(model.device, model.dtype)
 
     def rows(self, x, position, mask, cache=None):
         """One pass through the layer.  x (B, m, D), position (1, m), mask (m, keys) or None -> (B, m, D)."""
-        turn = self.rotary(x, position, **self.layer_type)
+        turn = self.rotary(x, position, **self.rotary_kind)
         if mask is not None:
-            mask = mask[None, None]
-        out = self.layer(x, attention_mask=mask, position_ids=position, past_key_values=cache,
-                         use_cache=cache is not None, position_embeddings=turn)
-        return out[0] if isinstance(out, tuple) else out
+            # Added to the scores, as every kind of attention takes it: 0 where a row may look, else -inf
+            mask = torch.where(mask, 0.0, float("-inf")).to(x.dtype)[None, None]
+        return self.layer(x, attention_mask=mask, position_ids=position, past_key_values=cache,
+                          position_embeddings=turn)
 
     def causal(self, x):
         """All positions at once, each seeing those up to itself.  x (B, T, D) -> (B, T, D)."""
@@ -185,11 +204,12 @@ class EDD(DraftModel):
     """EDD or VDM: the target's embedding and head, trained on, around one layer."""
     def __init__(self, config, model):
         super().__init__(config, model)
-        # Embedding and head start as the target's; the layer and the norm behind it are fresh.
-        self.embed = copy.deepcopy(model.get_input_embeddings())
-        self.head = copy.deepcopy(model.get_output_embeddings())
+        # Embedding (times its scale) and head start as the target's; the layer and its norm are fresh.
+        self.embed = copy.deepcopy(self.target.embed)
+        self.embed.weight.data *= self.embed_scale
+        self.head = copy.deepcopy(self.target.head)
         self.add_layer(model)
-        self.norm = self.fresh_norm()
+        self.norm = copy.deepcopy(self.target.norm).apply(model._init_weights)
         self.requires_grad_(True)
 
     def forward(self, ids, hidden, block):
@@ -197,7 +217,7 @@ class EDD(DraftModel):
         T, device = ids.shape[1], ids.device
         tokens = self.embed(ids)                                                       # (B, T, D)
         if not self.config.encoding:
-            return self.head(self.norm(self.causal(tokens)))
+            return self.logits(self.head, self.norm(self.causal(tokens)))
         # P_d(T | H), Eq. 2: both go in, hidden states first, each at its own position
         x = torch.cat((hidden.to(tokens.dtype), tokens), 1)                            # (B, 2T, D)
         place = torch.arange(T, device=device)[None].repeat(1, 2)
@@ -205,7 +225,7 @@ class EDD(DraftModel):
         mask = torch.eye(2 * T, dtype=torch.bool)
         mask[T:] = dual_block_mask(T, block)
         x = self.rows(x, place, mask.to(device))                                       # (B, 2T, D)
-        return self.head(self.norm(x[:, T:]))
+        return self.logits(self.head, self.norm(x[:, T:]))
 
     def loss(self, batch):
         """batch: ids (B, T), logits (B, T, V) and hidden {index: (B, T, D)} of the frozen target; block: L,
@@ -217,47 +237,48 @@ class EDD(DraftModel):
         hidden = batch["hidden"].get(self.config.hidden)           # the VDM reads none
         logits = self(batch["ids"], hidden, block)
         if self.config.loss == "ce":
-            return next_token_loss(logits, batch["ids"]), logits
+            return token_loss(logits, batch["ids"]), logits
         return kl(p_target(batch), logits), logits
 
 class Eagle(DraftModel):
-    """EAGLE: one layer that predicts the target's next feature."""
-
+    """EAGLE: one layer predicts f_i from t_i and f_{i-1}, or, in drafting, its own prediction of that."""
     def __init__(self, config, model):
         super().__init__(config, model)
         self.fc = nn.Linear(2 * config.width, config.width)
         self.fc.to(model.device, model.dtype)
         self.add_layer(model)
+        # The first norm is left out
+        self.layer.input_layernorm = nn.Identity()
 
     def inputs(self, ids, before):
         """ids (..., m), before (..., m, D): the feature of the token before each -> (..., m, D)."""
-        x = torch.cat((self.target.embed(ids), before), -1)
+        tokens = self.target.embed(ids) * self.embed_scale
+        x = torch.cat((tokens, before), -1)                                            # (..., m, 2 D)
         # The residual stream stays as precise as the weights.
         return self.fc(x.to(self.fc.weight.dtype)).to(x.dtype)
 
     def forward(self, ids, feature):
-        """ids (B, T), feature (B, T, D) of the target -> predicted features; before the first: zeros."""
-        before = F.pad(feature, (0, 0, 1, -1))
-        return self.causal(self.inputs(ids, before))
+        """ids (B, T), feature (B, T, D) of the target -> (B, T - 1, D): f_1 ... of t_1 ..., f_0 ..."""
+        x = self.inputs(ids[:, 1:], feature[:, :-1])
+        return self.causal(x)
 
     def loss(self, batch):
         """As EDD's.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
         feature = self.target.norm(batch["hidden"][self.config.hidden])
         predicted_feature = self(batch["ids"], feature)
-        logits = self.target_logits(predicted_feature)                                 # (B, T, V)
-        regression = F.smooth_l1_loss(predicted_feature.float(), feature.float())
-        predicted = logits.flatten(0, 1).float()
-        classification = F.cross_entropy(predicted, p_target(batch).flatten(0, 1))
-        return regression + W_CLS * classification, logits
+        logits = self.logits(self.target.head, predicted_feature)                      # (B, T - 1, V)
+        regression = F.smooth_l1_loss(predicted_feature.float(), feature[:, 1:].float())
+        meant = p_target(batch)[:, 1:].flatten(0, 1)
+        classification = F.cross_entropy(logits.flatten(0, 1).float(), meant)
+        # Row i for token i + 1: of the first there is none
+        return regression + W_CLS * classification, F.pad(logits, (0, 0, 1, 0))
 
 class Medusa(DraftModel):
     """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k = 0: t_{i+1})."""
-
     def __init__(self, config, model):
         super().__init__(config, model)
-        head = model.get_output_embeddings()
-        square = torch.zeros(config.width, config.width)
-        square = square.to(model.device, model.dtype)
+        head = self.target.head
+        square = head.weight.new_zeros(config.width, config.width)
         self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(config.heads))
         self.w = nn.ParameterList(square.clone() for _ in range(config.heads))
         self.requires_grad_(True)
@@ -269,7 +290,7 @@ class Medusa(DraftModel):
         found = []
         for head, w in zip(self.heads, self.w):
             change = F.silu(F.linear(f, w))
-            found.append(head(f + change))
+            found.append(self.logits(head, f + change))
         return found
 
     def loss(self, batch):
@@ -277,42 +298,32 @@ class Medusa(DraftModel):
         ids, found = batch["ids"], self(batch["hidden"][self.config.hidden])
         loss = 0
         # sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})
-        for k, logits in enumerate(found):
-            if 2 + k < ids.shape[1]:
-                predicted = logits[:, :-2 - k].flatten(0, 1).float()
-                meant = ids[:, 2 + k:].flatten()
-                loss = loss + DECAY ** k * F.cross_entropy(predicted, meant)
+        for k, logits in enumerate(found[:ids.shape[1] - 2]):
+            loss = loss + DECAY ** k * token_loss(logits, ids, 2 + k)
         return loss, found[0].roll(1, 1)
 
 # ---------------------------------------------------------------- drafters: decoding with them
 class Rows:
     """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
-
     def __init__(self):
-        self.size, self.length = 0, 0
-        self.keys, self.values = None, None
+        self.length, self.kept = 0, [None, None]               # keys and values
 
     def update(self, k, v, *args, **kwargs):
         """Write rows (1, H, m, d) behind the first `length`, which the caller sets -> all rows (views)."""
         end = self.length + k.shape[2]
-        if end > self.size:
-            more = max(1024, 2 * end) - self.size
-            self.size += more
-            if self.keys is not None:
-                self.keys = F.pad(self.keys, (0, 0, 0, more))
-                self.values = F.pad(self.values, (0, 0, 0, more))
-        if self.keys is None:
-            self.keys = k.new_zeros(*k.shape[:2], self.size, k.shape[3])
-            self.values = v.new_zeros(*v.shape[:2], self.size, v.shape[3])
-        self.keys[:, :, self.length:end] = k
-        self.values[:, :, self.length:end] = v
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        for i, new in enumerate((k, v)):
+            rows = self.kept[i]
+            if rows is None:
+                rows = new[:, :, :0]
+            if end > rows.shape[2]:
+                more = max(1024, 2 * end) - rows.shape[2]
+                rows = F.pad(rows, (0, 0, 0, more))
+            rows[:, :, self.length:end] = new
+            self.kept[i] = rows
+        return [rows[:, :, :end] for rows in self.kept]
 
 class Drafter:
-    """Decoding with an EDD or a VDM, step by step.  Its contract is verify.py's.
-
-    A round costs the rows of newly committed tokens, which join the first step, and of drafted ones.
-    """
+    """Decoding with an EDD or a VDM, step by step.  Its contract is verify.py's."""
     temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
 
     def __init__(self, model):
@@ -323,66 +334,55 @@ class Drafter:
 
     def reset(self):
         """Forget the sequence."""
-        self.t, self.pending = 0, None
+        self.t, self.pending = 0, []     # pending: rows (k, D) of the layer's input, not in the cache yet
 
     def begin(self, view):
-        """A round starts: the soft prompt grows by the rows of the tokens committed since the last one."""
+        """A round starts: the rows of the tokens committed since the last one will join its first step."""
         self.t = view.length
-        new = self.prompt(view)                                                        # (k, D)
-        waiting = self.pending is not None and len(self.pending)
-        self.pending = torch.cat((self.pending, new)) if waiting else new       # (p, D): not in the cache yet
+        self.pending.append(self.prompt(view))
         self.lines = []                  # of each node of the round: the nodes from the root down to it
 
     def prompt(self, view):
         """What the layer reads in the place of the committed tokens, (k, D)."""
         if self.config.encoding:
-            return view.hidden[self.config.hidden].to(self.model.norm.weight.dtype)
+            return view.hidden[self.config.hidden].to(self.model.embed.weight.dtype)
         return self.model.embed(view.tokens)
 
     def expand(self, tokens, parents):
         """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
-        rows = self.layer_rows(self.model.embed(tokens), parents)                      # (m, D)
-        return self.model.head(self.model.norm(rows))
+        x = self.model.embed(tokens)                                                   # (m, D)
+        rows = self.model.norm(self.layer_rows(x, parents))                            # (m, D)
+        return self.model.logits(self.model.head, rows)
 
     def keep(self, path):
         """Drafted rows are forgotten: what was accepted comes back as hidden states in the next view."""
 
     def layer_rows(self, x, parents):
         """The layer's rows of m new nodes, x (m, D) -> (m, D).  Those of pending tokens come before them."""
-        before, m, device = len(self.lines), len(parents), x.device
+        before, m = len(self.lines), len(parents)
         for parent in parents:
             above = self.lines[parent] if parent >= 0 else []
             self.lines.append(above + [len(self.lines)])
-        p = len(self.pending)
-        if p:
-            x = torch.cat((self.pending, x))                                           # (p + m, D)
-            self.pending = self.pending[:0]
-        start, end = self.t + before - p, self.t + before + m
-        is_chain = len(self.lines[-1]) == before + m
-        if is_chain:
-            # Each node is below all before it: its place in the cache is its position, it sees all up to it
-            position = torch.arange(start, end, device=device)
-            mask = None                                            # a lone row sees all that is there
-            if p + m > 1:
-                mask = torch.arange(end, device=device) <= position[:, None]           # (p + m, end)
-        else:
-            position, mask = self.tree_rows(before, p, m)
-            position, mask = position.to(device), mask.to(device)
+        nodes = len(self.lines)
+        x = torch.cat((*self.pending, x))                                              # (p + m, D)
+        p, self.pending = len(x) - m, []
+        # In a chain a row's place in the cache is its position, and it sees all up to it
+        start, end = self.t + before - p, self.t + nodes
+        position = torch.arange(start, end, device=x.device)
+        mask = torch.arange(end, device=x.device) <= position[:, None]                 # (p + m, end)
+        if len(self.lines[-1]) < nodes:
+            # In a tree a node sees of the nodes its own line, which is as long as it is deep
+            sees = torch.zeros(m, nodes, dtype=torch.bool)
+            for i, line in enumerate(self.lines[before:]):
+                sees[i, line] = True
+            sees = sees.to(x.device)
+            mask[p:, self.t:] = sees
+            position[p:] = self.t + sees.sum(1) - 1
+        elif len(x) == 1:
+            mask = None                                        # a lone row sees all that is there
         self.cache.length = start
         rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, p + m, D)
         return rows[0, p:]
-
-    def tree_rows(self, before, p, m):
-        """Positions of pending tokens and m nodes of a tree, (p + m,), and what each sees, (p + m, end)."""
-        # Pending rows are keys only: that they see all of the prompt makes no difference.
-        end = self.t + before + m
-        position = torch.arange(end - p - m, end)
-        mask = torch.zeros(p + m, end, dtype=torch.bool)
-        mask[:, :self.t] = True
-        for i, line in enumerate(self.lines[before:], p):
-            position[i] = self.t + len(line) - 1
-            mask[i, [self.t + node for node in line]] = True
-        return position, mask
 
 class EagleDrafter(Drafter):
     """Decoding with EAGLE: committed tokens' rows are made of true features, drafted ones' of predicted."""
@@ -392,11 +392,13 @@ class EagleDrafter(Drafter):
         start = view.length - len(new)
         assert start in (0, self.seen), f"EAGLE remembers one feature, and cannot go on from token {start}"
         self.seen = view.length
-        # The feature before each token; before the first token of all there is none.
-        last = self.features[:1] if start else torch.zeros_like(new[:1])
-        known = torch.cat((last, new))                                                 # (1 + k, D)
-        self.features = known[-1:]             # (1 + nodes, D): of the last committed token, then each node's
-        return self.model.inputs(view.tokens, known[:-1])
+        # Each token goes with the feature before it: the first of all has none, and so no row.
+        self.t -= 1
+        tokens = view.tokens[1:]
+        if start:
+            tokens, new = view.tokens, torch.cat((self.features[:1], new))
+        self.features = new[-1:]               # (1 + nodes, D): of the last committed token, then each node's
+        return self.model.inputs(tokens, new[:-1])
 
     def expand(self, tokens, parents):
         """A node needs its parent's prediction: one whose parent comes in this call takes another forward."""
@@ -409,13 +411,12 @@ class EagleDrafter(Drafter):
             x = self.model.inputs(tokens[done:end], feature)                           # (nodes, D)
             rows = self.layer_rows(x, parents[done:end])
             self.features = torch.cat((self.features, rows))
-            logits.append(self.model.target_logits(rows))
+            logits.append(self.model.logits(self.model.target.head, rows))
             done = end
         return torch.cat(logits)
 
 class MedusaDrafter(Drafter):
     """Decoding with MEDUSA-1: all heads run once a round, on the last committed token's feature."""
-
     def begin(self, view):
         last = view.hidden[self.config.hidden][-1]                                     # (D,)
         rows = torch.stack(self.model(last))                                           # (K, V)
@@ -432,13 +433,14 @@ class MedusaDrafter(Drafter):
         return self.table[rows]
 
 # What a checkpoint's kind means: the draft model, and what decodes with it.
-KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medusa, MedusaDrafter)}
+KINDS = {
+    "edd": (EDD, Drafter),
+    "eagle": (Eagle, EagleDrafter),
+    "medusa": (Medusa, MedusaDrafter),
+}
 
 def load(folder, model, length=None):
-    """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json).
-    Raises ValueError, in one sentence, where it is missing, broken, or made for a target of another shape.
-    """
-    from safetensors import SafetensorError
+    """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json)."""
     from safetensors.torch import load_file
     folder, c = Path(folder), model.config.get_text_config()
     for name in ("training.json", "model.safetensors"):
@@ -451,14 +453,13 @@ def load(folder, model, length=None):
         config.blocks = tuple(config.blocks)
         draft_class, drafter_class = KINDS[config.kind]
         weights = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as why:
+    except Exception as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
         raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
-    fits = (config.vocab, config.width) == (c.vocab_size, c.hidden_size)
-    if not fits or config.hidden > c.num_hidden_layers:
-        raise ValueError(f"the drafter in {folder} was made for another target (vocabulary {config.vocab}, "
-                         f"width {config.width}, against {c.vocab_size} and {c.hidden_size}): train one for "
-                         "this target with train.py --target")
+    was, now = (config.vocab, config.width), (c.vocab_size, c.hidden_size)
+    if was != now or config.hidden > c.num_hidden_layers:
+        raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and width {was}, "
+                         f"against {now}): train one for this target with train.py --target")
     draft_model = draft_class(config, model)
     try:
         draft_model.load_state_dict(weights)
@@ -477,24 +478,23 @@ def main():
                          num_attention_heads=4)
     target = LlamaForCausalLM(config).double().eval()
     ids = torch.randint(20, (1, 15))
-    for encoding in (True, False):
-        model = EDD(Config.for_target(target, encoding=encoding), target)
+    model = EDD(Config.for_target(target), target)
+    drafter, drafted = Drafter(model), []
+    with torch.no_grad():
         for p in model.parameters():
-            p.data.normal_(0, 0.3)
-        with torch.no_grad():
-            hidden = target(ids, output_hidden_states=True).hidden_states[-4]
-            trained = model(ids, hidden, 5)[0]
-            drafter, worst = Drafter(model), 0
-            for t in (5, 10):
-                new = {3: hidden[0, t - 5:t]}
-                drafter.begin(SimpleNamespace(tokens=ids[0, t - 5:t], length=t, hidden=new))
-                for i in range(5):
-                    token = ids[0, t + i:t + i + 1]
-                    row = drafter.expand(token, [i - 1])
-                    error = row[0] - trained[t + i]
-                    worst = max(worst, error.abs().max().item())
-        assert worst < 1e-6, f"decoding differs from training by {worst}"
-        print(f"encoding {encoding}: training = step-by-step decoding: largest difference {worst:.0e}")
+            p.normal_(0, 0.3)
+        hidden = target(ids, output_hidden_states=True).hidden_states[-4]
+        trained = model(ids, hidden, 5)[0]                                             # (15, V)
+        for t in (5, 10):
+            new = slice(t - 5, t)
+            view = SimpleNamespace(tokens=ids[0, new], length=t, hidden={3: hidden[0, new]})
+            drafter.begin(view)
+            for i in range(5):
+                token = ids[0, t + i:t + i + 1]
+                drafted.append(drafter.expand(token, [i - 1]))
+    worst = (torch.cat(drafted) - trained[5:]).abs().max()
+    assert worst < 1e-6, f"decoding differs from training by {worst}"
+    print(f"training = step-by-step decoding: largest difference {worst:.0e}")
 
 if __name__ == "__main__":
     main()
