@@ -184,6 +184,16 @@ def turning_point(config):
         return None
     return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
 
+def context_of(model, config):
+    """How many positions a text may have, as the configuration says."""
+    names = ("max_position_embeddings", "max_seq_len")
+    context = next((getattr(config, name) for name in names if getattr(config, name, None)), 2048)
+    for name, module in model.named_modules():
+        # RoBERTa's table begins with places that no text takes.
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            context -= module.padding_idx + 1
+    return max(context, 0)
+
 def is_chain(parents):
     """Whether the nodes (n,) follow each other; absent ones may lie behind them."""
     before = torch.arange(len(parents), device=parents.device) - 1
@@ -205,8 +215,7 @@ class Target:
         self.model, self.config = model.eval(), config
         self.device, self.dtype = model.device, model.dtype
         self.windows = windows_of(model, config)               # {kind of layer: window or None}
-        context = getattr(config, "max_position_embeddings", None) or 2048
-        self.context = max(context, 0)                         # it is -1 where there is no limit (XLNet)
+        self.context = context_of(model, config)
         self.capacity = min(capacity or self.context, self.context)
         self.turn = turning_point(config)
         self.needs, self.hooks, self.captured = {}, [], {}
@@ -252,12 +261,14 @@ class Target:
 
     def errors(self, parents):
         """How far each node's logits are from those of its path alone, in standard deviations -> (n + 1,)."""
-        vocab, n, errors = self.config.vocab_size, len(parents), []
+        n, errors, pad = len(parents), [], getattr(self.config, "pad_token_id", None)
+        # Some number positions without the padding token's.
+        ids = [i for i in range(min(self.config.vocab_size, 100)) if i != pad]
         # Behind a window that the model alone knows of (GPT-Neo's), where it has one
         windows = [w for name, w in vars(self.config).items() if "window" in name and isinstance(w, int)]
         length = 6 if any(self.windows.values()) else max([6] + [w + 4 for w in windows])
-        text = [(7 * i + 3) % vocab for i in range(min(length, self.context - n - 1))]
-        tokens = [(5 * i + 1) % vocab for i in range(n)]
+        text = [ids[(7 * i + 3) % len(ids)] for i in range(min(length, self.context - n - 1))]
+        tokens = [ids[(5 * i + 1) % len(ids)] for i in range(n)]
 
         def compare(logits, ids):
             ids = torch.tensor([ids], device=self.device)
@@ -274,7 +285,7 @@ class Target:
             compare(logits[node], text + line)
         # The last path joins the cache, and a token follows it.
         self.commit(path, line)
-        compare(self.forward(torch.tensor([2 % vocab]))[0], text + line + [2 % vocab])
+        compare(self.forward(torch.tensor(ids[-1:]))[0], text + line + ids[-1:])
         return torch.stack(errors)
 
     def reset(self):
