@@ -1,15 +1,15 @@
 """The figures: calibration, acceptance by position, tree optimality, each against a count by hand."""
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, plain, tiny
+from test_house import run_alone
 
 import bench
 import cape
@@ -21,6 +21,8 @@ sys.path.insert(0, str(ROOT / "figures"))
 import acceptance  # noqa: E402
 import calibration  # noqa: E402
 import optimality  # noqa: E402
+import prefill  # noqa: E402
+import results  # noqa: E402
 
 
 class Guesser:
@@ -165,6 +167,105 @@ def test_tree_optimality_of_nothing():
     assert optimality.optimality(decode, cape.cape, [("x", [0], 8)]) is None
 
 
+# ---------------------------------------------------------------- long prompts
+class Listener:
+    """A drafter that drafts nothing, and notes in `events` when it is called."""
+    needs = {}
+
+    def __init__(self, events):
+        self.events = events
+
+    def reset(self):
+        pass
+
+    def begin(self, view):
+        self.events.append(("begin", view.length))
+
+    def expand(self, tokens, parents):
+        self.events.append(("expand", len(tokens)))
+        return torch.zeros(len(tokens), 12)
+
+    def keep(self, path):
+        pass
+
+
+@pytest.fixture(scope="module")
+def long_llama():
+    return tiny("llama", max_position_embeddings=300, num_hidden_layers=4)      # EDD reads the fourth to last
+
+
+def test_every_arm_of_the_prefill_reads_the_whole_prompt(long_llama, monkeypatch):
+    """Each ends with the token that the model's own forward ends with, and leaves no hook behind; a drafter has a row for every token."""
+    monkeypatch.setattr(verify, "SLICE", 32)
+    with torch.no_grad():
+        expected = long_llama(prefill.prompt_of(long_llama, 100)[None]).logits[0, -1].argmax().item()
+    for name in prefill.ARMS:
+        drafter = prefill.fresh_drafter(name, long_llama, 100)
+        assert (drafter is None) == (name in (prefill.PLAIN, "plain"))
+        seconds, token = prefill.prefill(long_llama, name, drafter, 100)
+        assert seconds > 0 and token == expected, name
+        # Two rounds were played: the second began with the first one's root in the cache.
+        assert drafter is None or drafter.t == 101
+    assert not any(module._forward_hooks for module in long_llama.modules())
+
+
+def test_the_clock_of_a_prefill_stops_behind_the_first_draft(long_llama, monkeypatch):
+    events = []
+    monkeypatch.setattr(prefill, "time", SimpleNamespace(perf_counter=lambda: events.append("clock") or len(events)))
+    seconds, _ = prefill.one_prefill(long_llama, Listener(events), prefill.prompt_of(long_llama, 50))
+    assert events[:4] == ["clock", ("begin", 50), ("expand", 1), "clock"] and seconds == 3
+    del events[:]
+    assert prefill.one_prefill(long_llama, None, prefill.prompt_of(long_llama, 50))[0] == 1
+
+
+def test_the_most_memory_is_counted_from_now_on():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("the most so far can be counted anew on Linux alone")
+    for size in (120e6, 40e6):                             # the second is not hidden by the first; both are mapped, whatever malloc holds
+        before = prefill.memory_in_use(cuda=False)
+        held = torch.ones(int(size) // 4)
+        del held
+        assert prefill.most_memory(cuda=False) - before == pytest.approx(size, rel=0.25)
+
+
+def test_rows_of_the_prefill_make_a_table(long_llama, tmp_path, monkeypatch, capsys):
+    """Medians of the turns, ratios to transformers, and a table of docs/results.md, from made-up times and peaks."""
+    took = {name: iter([100.0, 4.0 + i, 2.0 + i, 9.0 + i] * 4) for i, name in enumerate(prefill.ARMS)}      # the first warms up
+    given = []
+
+    def made_up(model, name, drafter, length):
+        given.append(drafter)
+        return next(took[name]), 0
+    monkeypatch.setattr(prefill, "random_target", lambda a: long_llama)
+    monkeypatch.setattr(prefill, "prefill", made_up)
+    monkeypatch.setattr(prefill, "peak_of", lambda a, name, length: (1 + prefill.ARMS.index(name)) * 3_000_000 * length // 64)
+    argv = ["--tokens", "64", "--turns", "3", "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl")]
+    assert prefill.main(argv) == 0
+    rows = results.read_rows(tmp_path / "r.jsonl")
+    assert [(row["prompt_tokens"], row["drafter"]) for row in rows] == [(n, name) for n in (8, 16, 32, 64) for name in prefill.ARMS]
+    drafters = [each for each in given if each]
+    assert len(set(map(id, drafters))) == len(drafters) == 4 * 4 * 3, "each turn with an empty store"
+    assert [row["prefill_seconds"] for row in rows[-5:]] == [4, 5, 6, 7, 8]
+    assert [row["time_ratio"] for row in rows[-5:]] == [1, 1.25, 1.5, 1.75, 2]
+    assert [row["prefill_memory"] for row in rows[-5:]] == [3e6, 6e6, 9e6, 12e6, 15e6] and rows[-1]["memory_ratio"] == 5
+    assert f"{'edd':22}   8.000   2.00     15.0   5.00" in capsys.readouterr().out
+    spec = {"machines": {"m": "a machine"}, "tables": [{
+        "section": "All prompts", "title": "Long prompts", "file": "r.jsonl", "machine": "m", "command": "python figures/prefill.py",
+        "columns": ["arm", "tokens=prompt_tokens:d", "s=prefill_seconds:.2f", "× time=time_ratio:.2f", "MB=megabytes:.0f", "× memory=memory_ratio:.2f"]}]}
+    (tmp_path / "tables.json").write_text(json.dumps(spec))
+    page = results.page(tmp_path)
+    assert "| arm | tokens | s | × time | MB | × memory |" in page and "| edd | 64 | 8.00 | 2.00 | 15 | 5.00 |" in page
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["--tokens", "63"], "--tokens is 63: it must be at least 64"), (["--turns", "0"], "--turns is 0"), (["--device", "tpu"], "invalid choice"),
+    (["--target", "/no/such"], "/no/such does not exist"), (["--target", str(ROOT / "checkpoints" / "target")], "--tokens 8192: the target's context holds 512")])
+def test_mistakes_about_prefills_are_one_sentence(argv, words, capsys):
+    assert prefill.main(["--device", "cpu", *argv]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("figures/prefill.py: ") and err.count("\n") == 1 and words in err, err
+
+
 # ---------------------------------------------------------------- the scripts
 @pytest.mark.parametrize("name, more, key", [
     ("calibration", [], "bins"), ("acceptance", ["cascade(base, k=4)", "maxgram"], "positions"),
@@ -173,14 +274,8 @@ def test_a_script_takes_the_benchmark_s_flags(name, more, key, tmp_path, monkeyp
     (tmp_path / "p.jsonl").write_text('{"prompt": "def main("}\n')
     monkeypatch.chdir(tmp_path)
     argv = ["--device", "cpu", "--threads", "1", "--prompts", "p.jsonl", "--max-new-tokens", "12", "--json", "r.jsonl", "--drafter", "glide", *more]
-    if name == "calibration":                              # once in a process of its own, from another folder
-        done = subprocess.run([sys.executable, str(ROOT / "figures" / f"{name}.py"), *argv], capture_output=True, text=True,
-                              env={**os.environ, "HF_HUB_OFFLINE": "1"})
-        assert done.returncode == 0, done.stderr
-        out = done.stdout
-    else:
-        assert {"acceptance": acceptance, "optimality": optimality}[name].main(argv) == 0
-        out = capsys.readouterr().out
+    assert run_alone(ROOT / "figures" / f"{name}.py", *argv) == 0         # from another folder
+    out = capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     labels = {"calibration": ["glide"], "acceptance": ["glide", "cascade(base, k=4)", "maxgram"], "optimality": ["glide", "glide", "maxgram"]}
     assert [row["drafter"] for row in rows] == labels[name] and all(row[key] for row in rows)

@@ -17,7 +17,7 @@ def table_expand(table):
     def expand(tokens, parents):
         expand.calls += 1
         expand.widest = max(expand.widest, len(parents))
-        assert tokens.shape == (len(parents),)
+        assert tokens.shape == (len(parents),) and parents, "nobody is asked about no node"
         return table[tokens]
     expand.calls = expand.widest = 0
     return expand

@@ -7,6 +7,7 @@ from array import array
 import pytest
 import torch
 from conftest import ROOT, plain, tiny
+from test_house import run_alone
 from tokenizers.processors import TemplateProcessing
 
 import cape
@@ -41,7 +42,7 @@ def made_up(monkeypatch, tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("# licence\n" * 3 + "\nx = 1\n" + f"# {word} {source}\n" * 900)
     monkeypatch.setattr(make, "source_roots", lambda: {source: tmp_path / source for source in MADE_UP})
-    rows = [{"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"} for i in range(3000)]
+    rows = [{"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"} for i in range(600)]
     return dump(tmp_path / "math.jsonl", rows)
 
 
@@ -51,7 +52,7 @@ def test_held_out_text_is_never_trained_on(made_up):
     words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
     assert words == {(s, held, "HELD" if held else "OPEN") for s in MADE_UP for held in (True, False)}
     math = [(held, t) for s, held, t in docs if s == "math"]
-    assert [held for held, _ in math] == [False] * 2940 + [True] * 60
+    assert [held for held, _ in math] == [False] * 588 + [True] * 12
     assert math[7][1] == "Question: q7\nAnswer: 2 + 2 = 4\n"
     assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
 
@@ -423,9 +424,7 @@ def test_the_default_prompts():
     assert all(1 < len(tokenizer(text)["input_ids"]) <= context - 128 for text in prompts)
 
 
-def test_make_runs_from_anywhere(tmp_path):
-    import subprocess
-    import sys
-    argv = [sys.executable, ROOT / "checkpoints" / "make.py", "bigram", "--help"]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and "--tokenizer" in done.stdout, done.stderr
+def test_make_runs_from_anywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_alone(ROOT / "checkpoints" / "make.py", "bigram", "--help") == 0
+    assert "--tokenizer" in capsys.readouterr().out

@@ -312,6 +312,23 @@ def test_the_rate_is_what_the_docstring_derives():
         assert pct.rate_at(r, candidates, cost, price) == (1 + sum(worth)) / (1 + D * cost + len(worth) * price)
 
 
+def turn(slow=1.0, **changed):
+    """Totals of a turn: a plain step takes 0.1 s, a draft 0.02 s; 25 nodes more take 0.05 s, a tenth of a step for five."""
+    plain = dict(verify=10.0, rounds=100, nodes=0, draft_forwards=0, draft=0.0)
+    chain = dict(verify=6.0, rounds=50, nodes=250, draft_forwards=250, draft=5.0 * slow)
+    wide = dict(verify=6.8 * slow, rounds=40, nodes=1200, draft_forwards=200, draft=9.0)
+    return plain, chain | changed, wide
+
+
+def test_measured_costs_by_hand():
+    """s_d / s_t = 0.02 / 0.1; a node's price = (0.17 - 0.12) / (30 - 5) / 0.1, both in plain steps."""
+    assert pct.costs_of([turn()]) == pytest.approx((0.2, 0.02))
+    # one turn of three was disturbed, and one ended before anything was drafted: the middle one of the others
+    assert pct.costs_of([turn(slow=9.0), turn(), turn(nodes=0), turn(slow=0.9)]) == pytest.approx((0.2, 0.02))
+    assert pct.costs_of([turn(verify=9.0)]) == pytest.approx((0.2, 0.0)), "a wide tree that is faster costs nothing"
+    assert pct.costs_of([turn(nodes=0)]) == pct.costs_of([]) == (0.0, 0.0)
+
+
 # ---------------------------------------------------------------- bounds, reads and copies
 def settings_of(build, rng):
     found = dict(depth=rng.choice([1, 2, 4]))
@@ -348,6 +365,15 @@ def test_bounds_hold(build):
         met |= {"nodes"} if len(tree.tokens) - 1 == nodes > 5 else set()
         met |= {"widest"} if expand.widest == widest > 3 else set()
     assert met == {"nodes", "widest"}, "and they are met"
+
+
+def test_a_bound_is_not_one_less_for_rounding():
+    """float32's third is a little more than one: three tokens reach a threshold of which 2.9999999 make one."""
+    third = torch.tensor(1 / 3).item()
+    assert int(1 / third) == 2
+    expand, given = table_expand(torch.full((3, 3), 1 / 3)), dict(cost=third, width=3, depth=2)
+    pct.pct(expand, torch.tensor([0]), **given)
+    assert expand.widest == 3 == pct.pct.bounds(**given)[1]
 
 
 def test_bounds_of_the_defaults():

@@ -1,0 +1,832 @@
+"""Deliberate edits of the code, and whether a test notices each.
+
+    python tests/mutations.py                           # all: some minutes
+    python tests/mutations.py --only cape "block mask"  # those whose file or note says so
+    python tests/mutations.py --jobs 2 --list
+
+The idea.  A test is worth something if the code cannot be broken without it.  Each edit below breaks one thing that a
+reader of the papers would call wrong: a constant, a comparison, an equation, a rule of bookkeeping.  One at a time they
+are applied to a copy of the repository, and the tests that should notice run there until one fails.
+
+    noticed     a test failed, or did not end
+    survived    all of them passed: write a test of what the code should do there
+    stale       the old text does not occur exactly once, or its tests could not run: mend the entry below
+
+Exit status: 0 where all are noticed, else 1; 2 where tests fail without any edit.  pytest does not collect this file.
+
+To add one, put (note, old, new) into the list of its file.  `old` must occur once.  Its tests are those of the file,
+tests/test_FILE.py, unless a fourth entry names others: "bench", "verify::test_name", several with spaces between.
+"""
+import argparse
+import multiprocessing
+import os
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LEFT_OUT = shutil.ignore_patterns(".git", "work", "__pycache__", ".pytest_cache")
+LONGEST = 300                                    # seconds of CPU time, after which tests do not end
+
+EDITS = {}
+
+# ---------------------------------------------------------------- GLIDE
+EDITS["glide"] = [
+    # the mask, and what a row may glimpse
+    ("block mask: >= for >", "return of[:, None] > of[None, :]", "return of[:, None] >= of[None, :]",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("block mask transposed", "return of[:, None] > of[None, :]", "return of[:, None] < of[None, :]",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("the first block looks anywhere", "seen = seen.masked_fill(blind, 0)", "seen = seen.masked_fill(blind & False, 0)",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("rows encoded later glimpse all that is there", "limit = torch.full_like(place, self.began)",
+     "limit = torch.full_like(place, self.t)", "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("a prompt is encoded without the delay", "limit = place // c.block * c.block", "limit = place",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("nodes glimpse one key too few", "k, v = kv[self.read]",
+     "k, v = [x[:, :, :-1] if mask is None else x for x in kv[self.read]]",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("the target's first layers for its last", "read = range(top - layers + 1, top + 1)", "read = range(layers)",
+     "glide::test_layer_read_is_the_paper_s_and_a_flag_picks_another"),
+    ("layers read in the other order", "config.layers_read = tuple(read)", "config.layers_read = tuple(read)[::-1]",
+     "glide::test_layer_read_is_the_paper_s_and_a_flag_picks_another"),
+    ("all layers read the same", "self.read = c.layers_read[m]", "self.read = c.layers_read[0]",
+     "glide::test_each_layer_reads_its_own_layer_of_the_target"),
+    # rotary embeddings
+    ("theta fixed at 10000", "return table.detach().unbind()",
+     "return tuple(x.to(table) for x in angles(table.shape[-1], length))", "glide::test_theta_is_the_targets"),
+    ("queries of the glimpse do not turn", "q = rotate(q, *turn).to(k.dtype)", "q = q.to(k.dtype)",
+     "glide::test_a_glimpse_is_the_paper_s_equation"),
+    ("the drafter's own keys do not turn", "return rotate(q, *turn), rotate(k, *turn), v",
+     "return rotate(q, *turn), k, v"),
+    ("rotate_half with the other sign", "return torch.cat((-b, a), -1)", "return torch.cat((b, -a), -1)",
+     "glide::test_a_glimpse_is_the_paper_s_equation"),
+    ("the drafter's own theta", "theta=10000.0", "theta=1000.0"),
+    # the layer
+    ("ReLU for SiLU", "self.down(F.silu(gate) * up)", "self.down(F.relu(gate) * up)"),
+    ("a norm before the glimpse", "x = x + self.glimpse(x, kv,", "x = x + self.glimpse(self.norm1(x), kv,"),
+    ("self-attention without its residual", "x = x + self.o(seen)", "x = self.o(seen)"),
+    ("feed-forward without its norm", "self.up(self.norm2(x))", "self.up(x)",
+     "glide::test_no_gradient_reaches_the_target"),
+    ("matrices start with std 2", "nn.init.normal_(p, std=0.02)", "nn.init.normal_(p, std=2.0)"),
+    ("the loss predicts its own input", 'following = batch["ids"][:, 1:].flatten()',
+     'following = batch["ids"][:, :-1].flatten()', "glide::test_the_loss_is_the_cross_entropy_of_the_next_token"),
+    # decoding
+    ("rows are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))",
+     "self.store = F.pad(0 * self.store, (0, 0, 0, more))", "glide::test_rows_outgrow_their_first_allocation"),
+    ("the tree's mask ends at 64 nodes", "mask[i, [self.t + node for node in line]] = True",
+     "mask[i, [self.t + node for node in line if node < 64]] = True",
+     "glide::test_a_tree_of_many_nodes_equals_paths_drafted_alone"),
+    ("a node's position counts from one", "position[i] = self.t + len(line) - 1", "position[i] = self.t + len(line)",
+     "glide::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted rows are not moved", "self.store[:, :, :, self.t:self.context] = kept", "pass",
+     "glide::test_nothing_stale_after_rejections"),
+    ("accepted rows come from one place before", "rows = torch.tensor(path, device=self.store.device) + self.t",
+     "rows = torch.tensor(path, device=self.store.device) + self.t - 1", "glide::test_nothing_stale_after_rejections"),
+    ("a checkpoint's temperature is ignored", 'validation.get("temperature", 1.0)', "1.0",
+     "glide::test_a_checkpoint_brings_its_temperature"),
+    # the paper's constants
+    ("paper: L is 5, by default", "block: int = 5", "block: int = 4"),
+    ("paper: L is 5, for a target", "glimpse=True, block=5", "glimpse=True, block=4",
+     "glide::test_training_equals_decoding_with_the_delayed_cache"),
+    ("paper: one layer, by default", "layers: int = 1", "layers: int = 2"),
+    ("paper: one layer, for a target", "width=None, layers=1", "width=None, layers=2",
+     "glide::test_queries_turn_as_a_layer_s_own_keys_do"),
+]
+
+# ---------------------------------------------------------------- CAPE
+EDITS["cape"] = [
+    ("paper: gamma", "GAMMA = 5 ", "GAMMA = 4 "),
+    ("paper: the size of the first bin", "SIZES = (7, 5, 3, 1)", "SIZES = (8, 5, 3, 1)"),
+    ("paper: the size of the second bin", "SIZES = (7, 5, 3, 1)", "SIZES = (7, 4, 3, 1)"),
+    ("paper: the size of the third bin", "SIZES = (7, 5, 3, 1)", "SIZES = (7, 5, 2, 1)"),
+    ("paper: the size of the last bin", "SIZES = (7, 5, 3, 1)", "SIZES = (7, 5, 3, 0)"),
+    ("paper: the first edge", "EDGES = (0.3, 0.6, 0.8)", "EDGES = (0.35, 0.6, 0.8)"),
+    ("paper: the second edge", "EDGES = (0.3, 0.6, 0.8)", "EDGES = (0.3, 0.65, 0.8)"),
+    ("paper: the third edge", "EDGES = (0.3, 0.6, 0.8)", "EDGES = (0.3, 0.6, 0.85)"),
+    ("paper: at most 32 nodes", "MAX_NODES = 32 ", "MAX_NODES = 40 "),
+    ("paper: fixed takes 4 extras", "SIZE = 4 ", "SIZE = 3 "),
+    ("paper: fixed's default", "def fixed(expand, root, gamma=GAMMA, size=SIZE",
+     "def fixed(expand, root, gamma=GAMMA, size=SIZE - 1"),
+    ("paper: a beam of 4", "WIDTH = 4 ", "WIDTH = 5 "),
+    ("paper: beam's default", "def beam(expand, root, gamma=GAMMA, width=WIDTH)",
+     "def beam(expand, root, gamma=GAMMA, width=WIDTH - 1)"),
+    ("bins closed on the left", "torch.bucketize(p, edges)", "torch.bucketize(p, edges, right=True)"),
+    ("the chosen token is an extra too", "others = rows.scatter(1, chosen[:, None], 0.0)", "others = rows"),
+    ("one extra too many", "outside = rank >= K[:, None]", "outside = rank > K[:, None]"),
+    ("the cap counts the token itself", "before = pad(p[:-1], (1, 0), value=1.0)", "before = p"),
+    ("the cap looks at the parent alone", "above = before.cumprod(0)", "above = before"),
+    ("the cap looks at the extra alone", "joint = above[:, None] * p_extras",
+     "joint = (above[:, None] > 0) * p_extras"),
+    ("the cap keeps the least likely", "return joint.flatten().topk(room)",
+     "return joint.flatten().topk(room, largest=False)"),
+    ("the cap leaves room for the root", "room = min(extras.numel(), max_nodes - gamma)",
+     "room = min(extras.numel(), max_nodes - gamma - 1)"),
+    ("extras hang below their token", "parents = (index // K).masked_fill", "parents = (index // K + 1).masked_fill"),
+    ("extras of probability zero are there", "masked_fill(joint <= 0, ABSENT)", "masked_fill(joint < 0, ABSENT)"),
+    ("tokens of probability zero are there", "parents.masked_fill(least <= 0, ABSENT)",
+     "parents.masked_fill(least < 0, ABSENT)"),
+    ("tokens below an absent one are there", "least = p.cummin(0).values", "least = p"),
+    ("the chain's parents are not told", "row = expand(tokens[i], [i - 1])", "row = expand(tokens[i], [-1])"),
+    ("draws by the race reversed", "return (row / race).argmax(-1)", "return (row * race).argmax(-1)"),
+    ("the loop's generator is not asked", 'generator = getattr(expand, "generator", None)', "generator = None"),
+    ("a drawn chain takes the best", "chosen, p, rows = draft(expand, root, gamma, pick)",
+     "chosen, p, rows = draft(expand, root, gamma, best)"),
+    ("beam search forgets the score so far", "score = score + p.log()", "score = p.log() + 0 * score"),
+    ("beam search tells no parents", "above = [parents[node] for node in frontier]",
+     "above = [-1 for node in frontier]"),
+]
+
+# ---------------------------------------------------------------- EDD and its baselines
+EDITS["edd"] = [
+    ("block mask: >= for >", "hidden = of[:, None] > of[None, :]", "hidden = of[:, None] >= of[None, :]",
+     "edd::test_dual_block_mask_entry_by_entry"),
+    ("tokens of other blocks are seen", "return torch.cat((hidden, same_block & not_later), 1)",
+     "return torch.cat((hidden, not_later), 1)", "edd::test_dual_block_mask_entry_by_entry"),
+    ("a token does not see itself", "not_later = place[:, None] >= place[None, :]",
+     "not_later = place[:, None] > place[None, :]", "edd::test_dual_block_mask_entry_by_entry"),
+    ("KL reversed", "F.kl_div(log_p_draft, p_target, reduction",
+     "F.kl_div((p_target + 1e-9).log(), log_p_draft.exp(), reduction", "edd::test_kl_is_equation_4"),
+    ("KL off by one row", "return kl(p_target(batch), logits), logits",
+     "return kl(p_target(batch)[:, 1:], logits[:, :-1]), logits", "edd::test_losses_are_what_their_names_say"),
+    ("cross entropy unshifted", "F.cross_entropy(predicted, ids[:, ahead:].flatten())",
+     "F.cross_entropy(predicted, ids[:, :-ahead].flatten())",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("vdm is an EDD", '"vdm": {"encoding": False}', '"vdm": {}', "edd::test_losses_are_what_their_names_say"),
+    ("edd-ce learns by KL", '"edd-ce": {"loss": "ce"}', '"edd-ce": {}', "edd::test_losses_are_what_their_names_say"),
+    ("vdm-ce learns by KL", '"vdm-ce": {"encoding": False, "loss": "ce"}', '"vdm-ce": {"encoding": False}',
+     "edd::test_losses_are_what_their_names_say"),
+    ("edd-fixed draws its blocks", '"edd-fixed": {"blocks": (5, 5)}', '"edd-fixed": {}',
+     "edd::test_block_lengths_are_drawn_from_the_whole_range"),
+    ("the final norm is a copy", "copy.deepcopy(self.target.norm).apply(model._init_weights)",
+     "copy.deepcopy(self.target.norm)", "edd::test_the_layer_and_its_norm_are_fresh"),
+    ("the layer starts with std 2", "self.layer = layer.apply(model._init_weights).to(model.device, model.dtype)",
+     "self.layer = layer.to(model.device, model.dtype)\n"
+     "        [nn.init.normal_(p, std=2.0) for p in layer.parameters() if p.ndim > 1]",
+     "edd::test_the_layer_and_its_norm_are_fresh"),
+    ("the layer is a copy", "self.layer = layer.apply(model._init_weights).to(model.device, model.dtype)",
+     "self.layer = copy.deepcopy(decoder.layers[index])",
+     "edd::test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns"),
+    ("the embedding is the target's own", "self.embed = copy.deepcopy(self.target.embed)",
+     "self.embed = self.target.embed", "edd::test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns"),
+    ("the head is fresh", "self.head = copy.deepcopy(self.target.head)",
+     "self.head = copy.deepcopy(self.target.head).apply(model._init_weights)",
+     "edd::test_it_is_the_targets_own_layer_with_its_embedding_and_head"),
+    ("the embedding's scale is left out", "self.embed.weight.data *= self.embed_scale", "pass",
+     "edd::test_the_embedding_is_what_the_targets_first_layer_reads"),
+    ("the logits' scale is left out", "logits = head(feature.to(head.weight.dtype) * self.logit_scale)",
+     "logits = head(feature.to(head.weight.dtype))",
+     "edd::test_on_the_targets_own_last_state_each_head_says_what_the_target_does"),
+    ("soft-capping is left out", "logits = self.cap * torch.tanh(logits / self.cap)", "pass",
+     "edd::test_on_the_targets_own_last_state_each_head_says_what_the_target_does"),
+    ("the last block length is never drawn", "integers(low, high + 1)", "integers(low, high)",
+     "edd::test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns"),
+    ("the baselines read EDD's layer", "hidden = -1  ", "pass  ", "edd::test_eagle_equals_brute_force"),
+    ("EAGLE reads the feature it predicts", "x = self.inputs(ids[:, 1:], feature[:, :-1])",
+     "x = self.inputs(ids[:, 1:], feature[:, 1:])", "edd::test_eagle_equals_brute_force"),
+    ("EAGLE's regression is L2", "F.smooth_l1_loss(", "F.mse_loss(", "edd::test_eagles_loss"),
+    ("EAGLE keeps its first norm", "self.layer.input_layernorm = nn.Identity()", "pass",
+     "edd::test_eagle_is_built_as_published"),
+    ("EAGLE's feature is not normed", 'feature = self.target.norm(batch["hidden"][self.config.hidden])',
+     'feature = batch["hidden"][self.config.hidden]', "edd::test_eagles_loss"),
+    ("MEDUSA: ReLU for SiLU", "F.silu(F.linear(f, w))", "F.relu(F.linear(f, w))",
+     "edd::test_medusas_heads_as_their_paper_writes_them"),
+    ("MEDUSA without its residual", "found.append(self.logits(head, f + change))",
+     "found.append(self.logits(head, change))", "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("MEDUSA's heads are shifted by one less", "token_loss(logits, ids, 2 + k)", "token_loss(logits, ids, 1 + k)",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("MEDUSA: what is shown is not shifted", "return loss, found[0].roll(1, 1)", "return loss, found[0]",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("MEDUSA's deepest head goes on for ever", "min(depth, self.config.heads)", "min(depth, self.config.heads - 1)",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("rows are lost when the cache grows", "rows = F.pad(rows, (0, 0, 0, more))",
+     "rows = F.pad(0 * rows, (0, 0, 0, more))", "edd::test_rows_outgrow_their_first_allocation"),
+    ("a node's position counts from one", "position[p:] = self.t + sees.sum(1) - 1",
+     "position[p:] = self.t + sees.sum(1)", "edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("pending rows are lost", "self.pending.append(self.prompt(view))", "self.pending = [self.prompt(view)]",
+     "edd::test_a_round_without_expand_loses_nothing"),
+    ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0",
+     "train::test_a_second_stage_starts_from_the_first"),
+    ("paper: the fourth-to-last layer", "HIDDEN = -4 ", "HIDDEN = -3 ", "edd::test_the_fourth_to_last_layer"),
+    ("paper: blocks from 5 on", "BLOCKS = (5, 10)", "BLOCKS = (4, 10)",
+     "edd::test_block_lengths_are_drawn_from_the_whole_range"),
+    ("paper: blocks up to 10", "BLOCKS = (5, 10)", "BLOCKS = (5, 9)",
+     "edd::test_block_lengths_are_drawn_from_the_whole_range"),
+    ("paper: five heads of MEDUSA", "HEADS, DECAY = 5, 0.8", "HEADS, DECAY = 4, 0.8",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("paper: MEDUSA's decay", "HEADS, DECAY = 5, 0.8", "HEADS, DECAY = 5, 0.9",
+     "edd::test_medusas_heads_are_shifted_as_the_docstring_says"),
+    ("paper: EAGLE's w_cls", "W_CLS = 0.1 ", "W_CLS = 0.2 ", "edd::test_eagles_loss"),
+]
+
+# ---------------------------------------------------------------- PCT and its baselines
+EDITS["pct"] = [
+    ("paper: width", "WIDTH = 5 ", "WIDTH = 4 "),
+    ("paper: depth", "DEPTH = 10 ", "DEPTH = 9 "),
+    ("paper: leaf", "LEAF = 0.01 ", "LEAF = 0.02 "),
+    ("paper: VCT's width", "def vct(expand, root, width=3, depth=5)", "def vct(expand, root, width=4, depth=5)"),
+    ("paper: VCT's depth", "def vct(expand, root, width=3, depth=5)", "def vct(expand, root, width=3, depth=4)"),
+    ("paper: EAGLE-2's total", "def eagle2(expand, root, total=50,", "def eagle2(expand, root, total=60,"),
+    ("paper: EAGLE-2's depth", 'total=50, depth=6, expanded=10):\n    "', 'total=50, depth=5, expanded=10):\n    "'),
+    ("paper: EAGLE-2's expanded", 'total=50, depth=6, expanded=10):\n    "', 'total=50, depth=6, expanded=8):\n    "'),
+    ("cost where it was not measured", "COST = 0.05 ", "COST = 0.1 "),
+    ("own_confidence's threshold", "OWN = 0.3 ", "OWN = 0.2 "),
+    ("a node's price where it was not measured", "NODE_PRICE = 0.01 ", "NODE_PRICE = 0.1 "),
+    ("the cap", "MAX_NODES = 256 ", "MAX_NODES = 128 "),
+    ("a node on the threshold is not expanded", "if p[j] >= cost]", "if p[j] > cost]"),
+    ("a leaf on the threshold is removed", "(difference 3)\n    kept = [j for j in candidates.nodes() if p[j] >= leaf]",
+     "(difference 3)\n    kept = [j for j in candidates.nodes() if p[j] > leaf]"),
+    ("pct expands by the node's own confidence", "frontier = [j for j in layer if p[j] >= cost]",
+     "frontier = [j for j in layer if candidates.c[j] >= cost]"),
+    ("own_confidence expands by the product", "if c[j] >= own]", "if p[j] >= own]"),
+    ("own_confidence: a node on the threshold", "if c[j] >= own]", "if c[j] > own]"),
+    ("own_confidence removes leaves by their own",
+     "if c[j] >= own]\n        frontier = candidates.best(frontier, max_nodes)\n"
+     "    kept = [j for j in candidates.nodes() if p[j] >= leaf]",
+     "if c[j] >= own]\n        frontier = candidates.best(frontier, max_nodes)\n"
+     "    kept = [j for j in candidates.nodes() if c[j] >= leaf]"),
+    ("joint confidence is the node's own", "self.p.append(self.p[node] * c_j)", "self.p.append(c_j)"),
+    ("joint confidence is the least of the path", "self.p.append(self.p[node] * c_j)",
+     "self.p.append(min(self.p[node], c_j))"),
+    ("ties break the tree", "key=lambda j: (-self.p[j], j)", "key=lambda j: (-self.p[j], -j)"),
+    ("children of probability zero", "if c_j == 0:", "if c_j < 0:"),
+    ("parents are numbered as they came", "self.asked[node] = len(self.asked) - 1", "self.asked[node] = node"),
+    ("the cap keeps the first", "return sorted(ranked[:most])", "return sorted(nodes)[:most]"),
+    ("tokens travel in half precision", "dtype = torch.promote_types(rows.dtype, torch.float32)", "dtype = rows.dtype"),
+    ("pct_cost expands by Eq. 5 alone", "if p[j] >= r * cost]", "if p[j] >= cost]"),
+    ("pct_cost's rate may fall", "r = max(r, rate_at(r, candidates, cost, node_price))",
+     "r = rate_at(r, candidates, cost, node_price)"),
+    ("the rate counts nodes that are not worth it", "worth = [p for p in candidates.p[1:] if p >= r * node_price]",
+     "worth = candidates.p[1:]"),
+    ("drafting is free once it is done", "T = 1 + D * cost\n", "T = 1\n"),
+    ("the tree of the last best rate", "if E / T > best:", "if E / T >= 0:"),
+    ("measured costs reversed", "costs.append(s_d / s_t)", "costs.append(s_t / s_d)"),
+    ("a node's price in seconds", "prices.append(longer / more / s_t)", "prices.append(longer / more)"),
+    ("a node's price without its wide tree", 'more = wide["nodes"] / wide["rounds"] - chain["nodes"] / chain["rounds"]',
+     'more = wide["nodes"] / wide["rounds"]'),
+    ("a negative price", "return cost, max(0.0, price)", "return cost, price"),
+    ("the mean of the turns", "cost = median(costs[1:] or costs)", "cost = sum(costs) / len(costs)"),
+    ("bounds: rounding", "return int((1 + 1e-5) / p)", "return int(1 / p)"),
+]
+
+# ---------------------------------------------------------------- Cascade
+EDITS["cascade"] = [
+    ("paper: Max-Gram's column", "GRAM = 10 ", "GRAM = 9 ", "cascade::test_table_2s_form_is_algorithm_1s_matrix"),
+    ("paper: the default k", "k = list(range(5, 5 + 4 * neural, 4))", "k = list(range(8, 8 + 5 * neural, 5))",
+     "cascade::test_the_default_is_table_2s_smallest_tuned_row"),
+    ("paper: the default inner k", "k += range(1, size + 1)", "k += range(2, size + 2)",
+     "cascade::test_the_default_is_table_2s_smallest_tuned_row"),
+    ("paper: k is cumulative", "counts = [after - before for before, after in zip([0] + row, row)]", "counts = row",
+     "cascade::test_table_2s_form_is_algorithm_1s_matrix"),
+    ("an inner limit of the output's", "cur_limit = min(limit - 1, cur_target.capacity)",
+     "cur_limit = min(limit, cur_target.capacity)", "cascade::test_no_draft_is_longer_than_asked"),
+    ("no limit but the context", "cur_limit = min(limit - 1, cur_target.capacity)", "cur_limit = cur_target.capacity",
+     "cascade::test_no_draft_is_longer_than_asked"),
+    ("no limit but the output's", "cur_limit = min(limit - 1, cur_target.capacity)", "cur_limit = limit - 1",
+     "cascade::test_a_stage_stops_at_its_context_and_smaller_ones_go_on"),
+    ("> for >= at capacity", "and len(gen) <= cur_limit:", "and len(gen) < cur_limit:",
+     "cascade::test_no_draft_is_longer_than_asked"),
+    ("drafts beyond their reviewer's context", "cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review",
+     "cascade_step(cur_target, cur_draft_list, cur_k, gen, limit, review",
+     "cascade::test_no_draft_is_longer_than_asked"),
+    ("a stage adds one too many", "while len(gen) - cur_prefix < k_i", "while len(gen) - cur_prefix <= k_i",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("the count restarts, as it is printed", "cur_prefix = len(gen)\n", "cur_prefix = prefix\n",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("inner K of the wrong rows", "cur_k = [row[i + 1:] for row in K[i + 1:]]",
+     "cur_k = [row[i + 1:] for row in K[i:]]", "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("inner reviews by the wrong stages", "cur_draft_list = draft_list[i + 1:]",
+     "cur_draft_list = draft_list[i + 1:i + 2]", "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("a review of one draft too few", "review(logits, gen, prefix)", "review(logits, gen, prefix + 1)",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("Max-Gram does not see the first draft", "draft = gen.tokens[gen.settled:]",
+     "draft = gen.tokens[gen.settled + 1:]", "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("Max-Gram's runs are not counted", "gen.runs[max_gram] += 1", "pass",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("a review keeps one more", "gen.replace(first, choice[:n + 1], rows[:n + 1])",
+     "gen.replace(first, choice[:n + 2], rows[:n + 2])", "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("a chain of the last round stays", "self.paths = None  ", "self.paths = getattr(self, 'paths', None)  ",
+     "cascade::test_each_round_has_a_chain_of_its_own"),
+    ("drafts of the last round stay", "self.gen.replace(self.gen.settled, new, [None] * len(new))",
+     "self.gen.replace(len(self.gen), new, [None] * len(new))",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("lenience is ignored, greedy", "elif self.lenience > 1:", "elif False:",
+     "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("lenience is ignored, drawn", "    if lenience > 1:\n", "    if False:\n",
+     "cascade::test_a_review_is_lenient_with_models_and_strict_with_max_gram"),
+    ("lenience for Max-Gram, drawn", "by_model = [torch.is_tensor(p) for p in gen.probs[first:]]",
+     "by_model = [True for p in gen.probs[first:]]",
+     "cascade::test_a_review_is_lenient_with_models_and_strict_with_max_gram"),
+    ("lenience of the wrong row", "kept = p_draft[x] <= lenience * p_reviewer[i, x]",
+     "kept = p_draft[x] <= lenience * p_reviewer[i + 1, x]", "cascade::test_chain_and_runs_against_a_plain_recursion"),
+    ("lenience: < for <=", "kept = p_draft[x] <= lenience * p_reviewer[i, x]",
+     "kept = p_draft[x] < lenience * p_reviewer[i, x]"),
+    ("lenience on the wrong side", "accepted = torch.minimum(p_draft, l * p_reviewer)",
+     "accepted = torch.minimum(l * p_draft, p_reviewer)", "cascade::test_one_lenient_review_exactly"),
+    ("what is rejected is not drawn again", "return accepted + rejected * left",
+     "return accepted / accepted.sum(-1, keepdim=True)", "cascade::test_one_lenient_review_exactly"),
+    ("the residual without p_draft", "left = (p_reviewer - p_draft).clamp(min=0)", "left = p_reviewer.clone()",
+     "cascade::test_one_lenient_review_exactly"),
+    ("drawn chains are not drawn", "generator = expand.generator if drawn else None", "generator = None"),
+    ("Max-Gram's row is certain of another token", "row[token] = 1\n", "row[token - 1] = 1\n",
+     "cascade::test_a_review_is_lenient_with_models_and_strict_with_max_gram"),
+    ("a confidence that does not sum to one", "row.fill_((1 - said) / (self.vocab - 1))",
+     "row.fill_((1 - said) / self.vocab)", "cascade::test_trees_see_the_chains_distributions_and_nothing_off_it"),
+    ("off its path it goes on", "if self.gen.tokens[start:after] == path and after < len(self.gen):",
+     "if after < len(self.gen):", "cascade::test_trees_see_the_chains_distributions_and_nothing_off_it"),
+    ("an encoder's input takes room", "        return 1\n", "        return len(ids)\n",
+     "cascade::test_a_long_encoder_input_takes_no_room_from_the_output"),
+    ("the decoder's cache outlives its encoder",
+     "        self.reset()\n        ids = torch.tensor([ids], device=self.device)",
+     "        ids = torch.tensor([ids], device=self.device)",
+     "cascade::test_another_encoder_input_empties_the_decoders_cache"),
+    ("a stage's encoder reads nothing", "stage.encode(ids)\n", "stage.encode(ids[:1])\n"),
+    ("Max-Gram does not read the source", "self.gram.commit_source(ids)", "pass",
+     "cascade::test_max_gram_reads_the_encoders_input"),
+    # section 4
+    ("Theorem 4.1 as equation 6 prints it", "return 1 + (x - 1) * geometric(alpha * x, k)",
+     "return x + (x - 1) * geometric(alpha * x, k)", "ewif"),
+    ("Corollary 4.2 with one draft too few", "return geometric(alpha, k) / (c * k + 1)",
+     "return geometric(alpha, k - 1) / (c * k + 1)", "ewif bench::test_expected_speedup_reproduces_table_1"),
+    ("Theorem 4.3 with n + 1 rounds", "geometric(phi(alpha, alpha_inner, k), n - 1)",
+     "geometric(phi(alpha, alpha_inner, k), n)", "ewif"),
+    ("Theorem 4.3: inner runs are free", "return tokens / (1 + n * c1 + n * k * c2)",
+     "return tokens / (1 + n * c1 + n * c2)", "ewif"),
+    ("Theorem 4.5 without the target's run", "return tokens / (1 + sum(costs))\n\ndef d_ewif",
+     "return tokens / sum(costs)\n\ndef d_ewif", "ewif"),
+    ("Corollary 4.6: alpha_l is counted", "product *= 1.0 if i == l else alpha", "product *= alpha", "ewif"),
+    ("SWI without the costs", "sum(count * c for count, c in zip(runs, costs))", "sum(runs)",
+     "ewif cascade::test_swi_from_the_runs_of_a_real_run"),
+]
+
+# ---------------------------------------------------------------- Max-Gram
+EDITS["maxgram"] = [
+    ("paper: ten tokens", "N = 10 ", "N = 9 "),
+    ("of equals the generation's match", "if other_length > length:", "if other_length >= length:"),
+    ("the shorter match of the two", "if other_length > length:", "if 0 < other_length < length:"),
+    ("a match at the text's end", "if self.first[state] == len(self.text) - 1:", "if False:"),
+    ("the last place, not the first",
+     "clone = self.new_state(dict(self.next[q]), self.length[p] + 1, self.link[q], self.first[q])",
+     "clone = self.new_state(dict(self.next[q]), self.length[p] + 1, self.link[q], len(self.text))"),
+    ("a clone shares its transitions", "self.new_state(dict(self.next[q]), ", "self.new_state(self.next[q], "),
+    ("matches lose their length", "return Suffix(self.next[state][token], length + 1)",
+     "return Suffix(self.next[state][token], length)"),
+    ("the bigram is ignored", "elif last < len(self.bigram) and self.bigram[last]:", "elif False:"),
+    ("the bigram's token 0 counts", "elif last < len(self.bigram) and self.bigram[last]:",
+     "elif last < len(self.bigram):"),
+    ("a chunk is longer than asked", "chunk = text[at:at + n - len(tokens)]", "chunk = text[at:at + n]"),
+    ("a short chunk is not filled", "last, unread = chunk[-1], chunk",
+     "last, unread = chunk[-1], chunk; n = len(tokens)"),
+    ("the draft is not part of the query", "tokens, lengths, unread = [], [], query",
+     "tokens, lengths, unread = [], [], []"),
+    ("the source is not searched", "self.in_source = self.source.advance(self.in_source, token)", "pass"),
+    ("confidence of one less", "self.confidence[min(length, len(self.confidence) - 1)]",
+     "self.confidence[min(max(0, length - 1), len(self.confidence) - 1)]"),
+    ("confidence counts what was not proposed", "seen[length] += 1", "seen[length] += 2"),
+    ("confidence by one token later", "right[length] += proposed[0] == after", "right[length] += proposed[0] == token"),
+    ("bigram: ties to the higher id", "tie = count == most[a] and b < bigram[a]",
+     "tie = count == most[a] and b > bigram[a]"),
+    ("bigram: pairs across documents", "counts.update(zip(ids, ids[1:]))",
+     "counts.update(zip(ids, ids[1:])); counts.update([(ids[-1], ids[0])] if ids else [])"),
+    ("another tokenizer's bigram is read", "theirs is not None and theirs != fingerprint", "False"),
+    ("the table ends at a length of 8", "LENGTHS = 8 ", "LENGTHS = 7 "),
+    ("Listing 1 takes the last match", "leftmost = int(matches.int().argmax())",
+     "leftmost = int(matches.nonzero().max())"),
+    ("Listing 1 matches without a follower", "(text[:-1] == query[-1]) & (text[1:] >= 0)", "(text[:-1] == query[-1])"),
+    ("Listing 1's chunk leaves its text", "end = len(source) if at < len(source) else len(text)", "end = len(text)"),
+]
+
+# ---------------------------------------------------------------- verification and the loop
+EDITS["verify"] = [
+    # masks and cache
+    ("tree mask transposed", "return seen[:n, :n]", "return seen[:n, :n].T",
+     "verify::test_ancestor_mask_against_walking_up"),
+    ("a node sees its parent alone", "seen = seen | seen[above]",
+     "seen = seen | torch.eye(n + 1, dtype=torch.bool)[above]", "verify::test_ancestor_mask_against_walking_up"),
+    ("tree mask ignored", 'mask[:, cached:].masked_fill_(~seen, float("-inf"))', "pass",
+     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("sliding window off by one", "key_position >= window", "key_position > window",
+     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("sliding window by the place in the cache", "position = cached + seen.sum(1) - 1  ",
+     "position = cached + torch.arange(n)  ", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("all layers slide a window", '{kind: window if kind == "sliding_attention" else None for kind in kinds}',
+     "{kind: window for kind in kinds}", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("positions by the place in the cache", "(cached + self.depth)[None]", "(cached + torch.arange(n))[None]",
+     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("rows not moved on commit", "moved = path != list(range(len(path)))", "moved = False",
+     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("values not moved on commit", "for rows in (*self.keys.values(), *self.values.values()):",
+     "for rows in self.keys.values():", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("rows are moved from the prefix", "index = index + self.length", "pass",
+     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("hidden rows not moved on commit", "self.rows[k][index if moved else slice(len(path))]",
+     "self.rows[k][:len(path)]", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
+    ("hidden rows are shown twice", "self.shown, self.hidden = length, {k: [] for k in self.hidden}",
+     "self.shown = length",
+     "edd::test_capture_costs_nothing_when_nobody_asks verify::test_greedy_output_is_plain_decoding"),
+    ("rows are lost when the cache grows", "held[layer] = F.pad(held[layer], ", "held[layer] = F.pad(0 * held[layer], ",
+     "verify::test_sync_keeps_the_common_prefix random cascade::test_stages_forward_only_what_is_new"),
+    ("prefix not rolled back in sync", "same = next(i for i in range(same) if self.ids[i] != ids[i])", "pass",
+     "verify::test_sync_keeps_the_common_prefix"),
+    ("prefix rolled back one token too little", "same = next(i for i in range(same) if self.ids[i] != ids[i])",
+     "same = next(i for i in range(same) if self.ids[i] != ids[i]) + 1", "verify::test_sync_keeps_the_common_prefix"),
+    ("what was shown is not rolled back", "min(self.shown, same)", "self.shown",
+     "verify::test_sync_keeps_the_common_prefix"),
+    # acceptance and sampling
+    ("of twins the last", "child.setdefault(place, node)", "child[place] = node", "random"),
+    ("acceptance ratio x 1.15", "passed = (u < ratio)", "passed = (u < 1.15 * ratio)",
+     "verify::test_drawn_chain_acceptance_follows_the_target"),
+    ("acceptance ratio reversed", "ratio = rows.gather(1, drawn) / tree.p_draft.gather(1, drawn)",
+     "ratio = tree.p_draft.gather(1, drawn) / rows.gather(1, drawn)",
+     "verify::test_drawn_chain_acceptance_follows_the_target"),
+    ("residual without p_draft", "residual = (p_target - p_draft).clamp(min=0)", "residual = p_target.clamp(min=0)",
+     "verify::test_drawn_chain_acceptance_follows_the_target"),
+    ("residual without its positive part", "residual = (p_target - p_draft).clamp(min=0)",
+     "residual = (p_target - p_draft).abs()", "verify::test_drawn_chain_acceptance_follows_the_target"),
+    ("accepted after a rejection", "k = passed.long().cumprod(0).sum()[None]", "k = passed.long().sum()[None]",
+     "verify::test_drawn_chain_acceptance_follows_the_target"),
+    ("absent nodes are accepted", " & (tree.parents[1:].to(u.device) >= 0)", "", "verify drawn random"),
+    ("one stream for drafting and accepting", 'f"{seed} {purpose}"', 'f"{seed}"',
+     "verify::test_drafting_and_accepting_do_not_share_a_random_stream"),
+    ("the judge takes the drafting stream", 'self.accepting = stream(seed, "accept", device)',
+     'self.accepting = stream(seed, "draft", device)', "drawn"),
+    ("keyed noise without position", "stream(seed, position, device)", "stream(seed, 0, device)",
+     "verify::test_sampled_text_follows_the_target"),
+    ("keyed noise by depth", "noise.append(keyed_noise(self.seed, position, ",
+     "noise.append(keyed_noise(self.seed, position - first, ",
+     "verify::test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed"),
+    ("draws by the race reversed", "(p_target / torch.stack(noise)[depth]).argmax(-1)",
+     "(p_target * torch.stack(noise)[depth]).argmax(-1)", "verify::test_sampled_text_follows_the_target"),
+    ("warp order: top-p before temperature", "processors.append(logits_process.TopPLogitsWarper(top_p))",
+     "processors.insert(0, logits_process.TopPLogitsWarper(top_p))",
+     "verify::test_the_warper_is_temperature_then_top_k_then_top_p"),
+    ("warp order: top-p before top-k", "processors.append(logits_process.TopPLogitsWarper(top_p))",
+     "processors.insert(1, logits_process.TopPLogitsWarper(top_p))",
+     "verify::test_the_warper_is_temperature_then_top_k_then_top_p"),
+    ("top-k is ignored", "    if top_k:\n", "    if False:\n",
+     "verify::test_the_warper_is_temperature_then_top_k_then_top_p"),
+    # the loop
+    ("EOS not included", "ends = [i + 1 for i, token", "ends = [i for i, token",
+     "verify::test_eos_and_the_length_limit_inside_an_accepted_path"),
+    ("the output goes on to the last EOS", "new = new[:ends[0]]", "new = new[:ends[-1]]",
+     "verify::test_eos_and_the_length_limit_inside_an_accepted_path"),
+    ("EOS is not looked for in the prefill's token", "while len(out.tokens) < limit and out.tokens[-1] not in eos:",
+     "while len(out.tokens) < limit and (len(out.tokens) == 1 or out.tokens[-1] not in eos):",
+     "verify::test_eos_and_the_length_limit_inside_an_accepted_path"),
+    ("limit off by one", "new = new[:limit - len(out.tokens)]", "new = new[:limit - len(out.tokens) + 1]",
+     "verify::test_a_builder_that_asks_nobody_is_cut_at_the_limit"),
+    ("drafted beyond the limit", "expand.begin(root, limit - len(out.tokens) - 1)",
+     "expand.begin(root, limit - len(out.tokens))", "verify::test_eos_and_the_length_limit_inside_an_accepted_path"),
+    ("the deepest nodes may be asked for children", "if max(depths) >= self.room:", "if max(depths) > self.room:",
+     "verify::test_what_a_builder_sees_at_the_limit_and_in_sampling"),
+    ("confidence is not calibrated", "(logits / self.temperature).softmax(-1)", "logits.softmax(-1)",
+     "verify::test_builders_see_calibrated_confidence_in_greedy_decoding_alone"),
+    ("sampling shows the drafter unwarped", "probs = self.warp(logits) if self.warp else ",
+     "probs = logits.softmax(-1) if self.warp else ", "verify::test_what_a_builder_sees_at_the_limit_and_in_sampling"),
+    ("absent nodes keep their numbers", "number = there.cumsum(0) - 1", "number = torch.arange(len(there))", "random"),
+    ("the drafter keeps the root alone", "return path[1:]", "return path[1:2]", "random"),
+    ("what was drafted is overstated", "streamer(new, min(len(path) - 1, len(new)))", "streamer(new, len(path))",
+     "bench::test_show_brackets_what_was_drafted_and_accepted random"),
+    ("tau counts the prefill", "return sum(self.runs) / max(1, len(self.runs))",
+     "return (1 + sum(self.runs)) / max(1, len(self.runs))", "bench::test_counts_of_rounds_by_hand"),
+]
+
+# ---------------------------------------------------------------- the benchmark
+EDITS["bench"] = [
+    ("depth counts the root", "depths = [0]\n        for parent", "depths = [1]\n        for parent",
+     "bench::test_counts_of_rounds_by_hand"),
+    ("absent nodes are counted", "drafted = sum(depth > 0 for depth in depths)", "drafted = len(parents) - 1",
+     "bench::test_counts_of_rounds_by_hand"),
+    ("what a cut left out was accepted", "accepted = min(len(path) - 1, len(new))", "accepted = len(path) - 1",
+     "bench::test_counts_of_rounds_by_hand"),
+    ("a rejection is not counted as tested", "tested = accepted + (accepted < len(new) and accepted < drafted)",
+     "tested = accepted + (accepted < drafted)", "bench::test_counts_of_rounds_by_hand"),
+    ("overlap by the larger", "torch.minimum(p_target[:tested], p_draft[:tested]).sum()",
+     "torch.maximum(p_target[:tested], p_draft[:tested]).sum()", "bench::test_counts_of_rounds_by_hand"),
+    ("--lenience ignored", "cascade.Cascade(lms, K, lenience, gram", "cascade.Cascade(lms, K, 1.0, gram",
+     "bench::test_mistakes_are_one_sentence"),
+    ("k ignored", "K = None if k is None else", "K = None if True else", "bench::test_mistakes_are_one_sentence"),
+    ("the bigram ignored", "return maxgram.MaxGram(*maxgram.read_bigram(path, vocab, fingerprint))",
+     "maxgram.read_bigram(path, vocab, fingerprint)\n        return maxgram.MaxGram()",
+     "bench::test_the_checkpoint_s_bigram_is_read"),
+    ("`drawn` not drawn", 'drawn=tree.name == "drawn"', "drawn=False",
+     "bench::test_sampling_runs_and_says_what_it_can_say"),
+    ("measured costs reversed", 'return {"cost": cost, "node_price": price}',
+     'return {"cost": price, "node_price": cost}', "bench::test_costs_are_the_middle_of_turns_after_a_warm_up"),
+    ("measured costs without a warm-up", "pct.costs_of(turns[1:])", "pct.costs_of(turns)",
+     "bench::test_costs_are_the_middle_of_turns_after_a_warm_up"),
+    ("a measured cost that cannot be is taken", "if not 0.005 <= cost <= 1:", "if cost < 0:",
+     "bench::test_what_is_measured_is_not_what_is_given"),
+    ("costs are measured for each tree", "if label not in run.costs:", "if True:", "bench::test_the_whole_grid"),
+    ("fixed counts the chosen token", '/ max(1, total["depth"])) - 1)', '/ max(1, total["depth"])))',
+     "bench::test_what_is_measured_is_not_what_is_given"),
+    ("the seed is ignored", "a.top_p, eos, a.seed,", "a.top_p, eos, 0,",
+     "bench::test_flags_of_sampling_reach_the_decoding"),
+    ("top-k is ignored", "a.temperature, a.top_k, a.top_p, eos", "a.temperature, None, a.top_p, eos",
+     "bench::test_flags_of_sampling_reach_the_decoding"),
+    ("EOS is ignored", "a, eos = self.a, self.model.generation_config.eos_token_id", "a, eos = self.a, None",
+     "bench::test_flags_of_sampling_reach_the_decoding"),
+    ("the raw confidence is not", "drafter.temperature = 1.0 if run.a.raw_confidence else drafter.temperature", "pass",
+     "bench::test_raw_confidence"),
+    ("another target's drafter is taken",
+     'if not train.same_target(about["target"], train.fingerprint(run.model, run.tokenizer)):', "if False:",
+     "bench::test_damaged_and_foreign_drafters"),
+    ("a chat's second turn is asked", "tokenizer.apply_chat_template(people[:1],",
+     "tokenizer.apply_chat_template(people[:2],", "bench::test_prompt_files_are_told_apart_by_their_fields"),
+    ("groups do not take turns", "rows = sorted(rows, key=lambda row: row[0])[:a.limit]", "rows = rows[:a.limit]",
+     "bench::test_stand_in_end_to_end_as_a_script"),
+    ("a prompt of the context's length is refused", "room = run.target.room(ids)", "room = run.target.room(ids) - 1",
+     "bench::test_limits_are_the_context_s"),
+    ("the first arm is always first", "first = i % len(arms)", "first = 0",
+     "bench::test_arms_take_turns_in_going_first"),
+    ("the slower baseline", "base = min(plain, key=", "base = max(plain, key=",
+     "bench::test_the_baseline_is_the_faster_plain_arm"),
+    ("speedup upside down", "self.results[i].speed() / base.results[i].speed()",
+     "base.results[i].speed() / self.results[i].speed()", "bench::test_figures_of_a_row_by_hand"),
+    ("speed without the tokens", "return len(self.tokens) / self.seconds", "return 1 / self.seconds",
+     "bench::test_figures_of_a_row_by_hand"),
+    ("tau counts the prefill's token", "ratio(sum(sum(out.runs) for out in outs), drafted)",
+     "ratio(sum(len(out.tokens) for out in outs), drafted)", "bench::test_the_whole_grid"),
+    ("alpha over what was drafted", 'ratio(total["accepted"], total["tested"])',
+     'ratio(total["accepted"], total["nodes"])', "bench::test_figures_of_a_row_by_hand"),
+    ("alpha of trees", 'None if total["trees"] else', "None if False else", "bench::test_the_whole_grid"),
+    ("alpha_depth by the nodes", 'ratio(row["tau"], row["depth"])', 'ratio(row["tau"], row["nodes"])',
+     "bench::test_the_whole_grid"),
+    ("a plain step with its prefill", 'sum(out.seconds - out.total["prefill"] for out in plain)',
+     "sum(out.seconds for out in plain)", "bench::test_a_plain_step_is_timed_without_the_prefill"),
+    ("c by the rounds", 'ratio(ratio(total["draft"], total["draft_forwards"]), step)',
+     'ratio(ratio(total["draft"], rounds), step)', "bench::test_the_whole_grid"),
+    ("trigrams for 4-grams", "(out.tokens[i:] for i in range(4))", "(out.tokens[i:] for i in range(3))",
+     "bench::test_stages_and_repetitions_by_hand"),
+    ("runs without the prefill", "[rounds + len(outs), *stages]", "[rounds, *stages]",
+     "bench::test_cascades_in_one_run"),
+    ("stages weigh the wrong way round", "lm.num_parameters() / run.model.num_parameters() for lm in lms",
+     "run.model.num_parameters() / lm.num_parameters() for lm in lms", "bench::test_cascades_in_one_run"),
+    ("quartiles swapped", 'dict(zip(("speedup_low", "speedup", "speedup_high"), quartiles))',
+     'dict(zip(("speedup_high", "speedup", "speedup_low"), quartiles))', "bench::test_the_whole_grid"),
+    ("a difference is lossless", 'row["lossless"] = not wrong if exact else None',
+     'row["lossless"] = True if exact else None', "bench::test_divergence_is_reported_with_its_gap"),
+    ("drawn chains must be plain decoding's", 'or arm.build and not total["drawn"]', "or arm.build",
+     "bench::test_sampling_runs_and_says_what_it_can_say"),
+    ("the gap of another token", "(logits[plain[at]] - logits[ours[at]]).item()",
+     "(logits.max() - logits[ours[at]]).item() + 1", "bench::test_divergence_is_reported_with_its_gap"),
+    ("own-confidence is pct", '"own-confidence": pct.own_confidence', '"own-confidence": pct.pct',
+     "bench::test_the_whole_grid"),
+    ("pct-cost is pct", '"pct-cost": pct.pct_cost', '"pct-cost": pct.pct',
+     "bench::test_what_is_measured_is_not_what_is_given"),
+    ("assisted generation without its assistant", "partial(library, run, assistant_model=model)",
+     "partial(library, run)", "bench::test_what_transformers_is_asked_for"),
+    ("prompt lookup without its lookup", "partial(library, run, prompt_lookup_num_tokens=maxgram.N)",
+     "partial(library, run)", "bench::test_what_transformers_is_asked_for"),
+    ("generate() greedy where the others sample", "do_sample=a.temperature > 0", "do_sample=False",
+     "bench::test_what_transformers_is_asked_for"),
+]
+
+# ---------------------------------------------------------------- training
+EDITS["train"] = [
+    ("paper: GLIDE's batch", "glide: (64, 5e-4)", "glide: (32, 5e-4)", "train::test_defaults_are_the_papers_recipes"),
+    ("paper: GLIDE's learning rate", "glide: (64, 5e-4)", "glide: (64, 1e-4)",
+     "train::test_defaults_are_the_papers_recipes"),
+    ("paper: EDD's batch", "edd: (8, 1e-4)", "edd: (16, 1e-4)", "train::test_defaults_are_the_papers_recipes"),
+    ("paper: EDD's learning rate", "edd: (8, 1e-4)", "edd: (8, 5e-4)", "train::test_defaults_are_the_papers_recipes"),
+    ("paper: warm-up", '("warmup", float, 0.025,', '("warmup", float, 0.25,',
+     "train::test_defaults_are_the_papers_recipes"),
+    ("paper: block length", '("block", int, 5,', '("block", int, 4,', "train::test_what_a_resumed_run_may_change"),
+    ("paper: one layer", '("layers", int, 1,', '("layers", int, 2,', "train::test_defaults_are_the_papers_recipes"),
+    ("paper: the layer that EDD reads", '("hidden", int, edd.HIDDEN,', '("hidden", int, -3,',
+     "train::test_defaults_are_the_papers_recipes"),
+    ("paper: AdamW's betas", "betas=(0.9, 0.95)", "betas=(0.9, 0.999)",
+     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
+    ("paper: AdamW", '"adamw", "muon: for hidden matrices"', '"muon", "muon: for hidden matrices"',
+     "train::test_defaults_are_the_papers_recipes"),
+    ("gradients are not clipped", "module.parameters(), 1.0).item()", "module.parameters(), 1e9).item()",
+     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
+    ("half a cosine ends at half the rate", "return 0.5 * (1 + math.cos(math.pi *",
+     "return 0.5 * (1 + math.cos(0.5 * math.pi *", "train::test_learning_rate_schedule"),
+    ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
+    ("the rate is that of the first step", 'group["lr"] = a.lr * cosine(step, a.steps, a.warmup)',
+     'group["lr"] = a.lr * cosine(0, a.steps, a.warmup)', "train::test_the_rate_of_each_step_is_the_schedules"),
+    ("saved after the update", "            if step % a.every == 0 or asked:\n                save(step)",
+     "            if step % a.every == 0 or asked:\n                save(step + 1)",
+     "train::test_resumed_is_bit_for_bit_uninterrupted"),
+    ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass",
+     "train::test_resumed_is_bit_for_bit_uninterrupted"),
+    ("a resumed run may change its seed", 'FREE = {"lr",', 'FREE = {"seed", "lr",',
+     "train::test_what_a_resumed_run_may_change"),
+    ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
+     "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
+    ("Ctrl-C does not save", "if step % a.every == 0 or asked:", "if step % a.every == 0:",
+     "train::test_resumed_is_bit_for_bit_uninterrupted"),
+    ("windows by the seed alone", "np.random.default_rng([seed, step]).integers(0,",
+     "np.random.default_rng([seed]).integers(0,",
+     "train::test_training_learns_and_the_saved_drafter_is_the_trained_one"),
+    ("the last window is never drawn", "len(ids) - length + 1, n)", "len(ids) - length, n)",
+     "train::test_windows_depend_on_seed_and_step_alone"),
+    ("blocks by the seed alone", "np.random.default_rng([a.seed + 3, step])", "np.random.default_rng([a.seed + 3])",
+     "train::test_what_drafters_are_shown_and_how_they_are_measured"),
+    ("validation on what is trained on", "ids = draw(held, a.batch, a.length, 10 ** 6, 0)",
+     "ids = draw(train, a.batch, a.length, 10 ** 6, 0)",
+     "train::test_what_drafters_are_shown_and_how_they_are_measured"),
+    ("validation draws its blocks", '| {"block": a.block}', '| {"block": None, "random": np.random.default_rng(0)}',
+     "train::test_what_drafters_are_shown_and_how_they_are_measured"),
+    ("alpha counts the first block", "logits = logits[:, a.block:].flatten(0, 1)",
+     "logits = logits[:, :-a.block].flatten(0, 1)", "train::test_what_drafters_are_shown_and_how_they_are_measured"),
+    ("a temperature of 1", "t = greedy_temperature(logits[::4], choice[::4])", "t = 1.0",
+     "train::test_training_learns_and_the_saved_drafter_is_the_trained_one"),
+    ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]",
+     "train::test_greedy_temperature_is_found_again"),
+    ("held-out documents are trained on", "parts[held].extend(", "parts[0].extend(",
+     "train::test_every_fiftieth_document_is_held_out_unless_its_row_says"),
+    ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ",
+     "train::test_every_fiftieth_document_is_held_out_unless_its_row_says"),
+    ("documents without their end", "parts[held].extend((ids + eos) *", "parts[held].extend(ids *",
+     "train::test_rows_without_text_are_named_and_not_trained_on"),
+    ("a row's `times` is ignored", ' * row.get("times", 1))', ")",
+     "train::test_every_fiftieth_document_is_held_out_unless_its_row_says"),
+    ("the token file's key ignores content", 'content.update(f"{row} {found!r}".encode())', "pass",
+     "train::test_what_a_resumed_run_may_change"),
+    ("the token file's key ignores the tokenizer",
+     'hashlib.sha256(f"{vocabulary_fingerprint(tokenizer)} {tokenizer.chat_template}".encode())', "hashlib.sha256()",
+     "train::test_tokens_are_those_of_the_files_as_they_are"),
+    ("U+2028 ends a line", 'text.split("\\n") if line.strip()', "text.splitlines() if line.strip()",
+     "train::test_rows_of_files"),
+    ("a killed write leaves half a file", "    write(part)\n    os.replace(part, path)", "    write(path)",
+     "train::test_a_killed_write_leaves_the_last_checkpoint"),
+    ("the fingerprint looks at shapes alone", "return close and all(", "return all(",
+     "train::test_drafters_of_another_target_are_refused"),
+    ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
+     'for key in a if key in b and key not in ("probe", "vocabulary"))',
+     "train::test_drafters_of_another_target_are_refused"),
+    ("muon takes embedding and head", 'matrix = weight.ndim == 2 and "embed" not in name and "head" not in name',
+     "matrix = weight.ndim == 2", "train::test_muon_gets_the_hidden_matrices_alone"),
+    ("a drafter is saved in float32", 'w.to("cpu", torch.bfloat16)', 'w.to("cpu", torch.float32)',
+     "train::test_training_learns_and_the_saved_drafter_is_the_trained_one"),
+    ("the target's choices are the text", 'choice = batch["logits"][:, a.block:].argmax(-1).flatten()',
+     'choice = batch["ids"][:, a.block:].flatten()', "train::test_what_drafters_are_shown_and_how_they_are_measured"),
+    ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}',
+     '{"human": "assistant", "gpt": "user"}', "train::test_conversations"),
+    ("the other flags of --init are not its own", '"tokens_seen": a.steps * a.batch * a.length',
+     '"tokens_seen": a.steps * a.length', "train::test_training_learns_and_the_saved_drafter_is_the_trained_one"),
+]
+
+# ---------------------------------------------------------------- making the stand-in
+EDITS["checkpoints/make"] = [
+    ("held-out documents are counted into the bigram", "            else:\n                yield ids\n",
+     "            if True:\n                yield ids\n", "make"),
+]
+
+
+# ---------------------------------------------------------------- applying and running
+def tests_of(file, named=""):
+    """"bench verify::test_x" -> the arguments of pytest."""
+    found = []
+    for name in (named or Path(file).name).split():
+        module, _, test = name.partition("::")
+        found.append(f"tests/test_{module}.py" + (f"::{test}" if test else ""))
+    return found
+
+
+def edits(only):
+    """-> [(name, file, old, new, tests)] of those whose name holds one of the words, or of all."""
+    found = []
+    for file, entries in EDITS.items():
+        for note, old, new, *named in entries:
+            found.append((f"{file}: {note}", f"{file}.py", old, new, tests_of(file, *named)))
+    names = [name for name, *_ in found]
+    assert len(set(names)) == len(names), "two edits of one file have the same note"
+    return [edit for edit in found if not only or any(word.lower() in edit[0].lower() for word in only)]
+
+
+def run_tests(folder, arguments, longest):
+    """In a process forked from this one, which has imported the large packages: pytest, whose status is the exit's."""
+    import pytest
+    os.setsid()
+    os.chdir(folder)
+    resource.setrlimit(resource.RLIMIT_CPU, (longest, longest))
+    log = os.open(folder / "log.txt", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.dont_write_bytecode = True
+    os.environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HF_HUB_OFFLINE": "1"}
+    status = pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments])
+    sys.stdout.flush()
+    os._exit(status)
+
+
+class Trial:
+    """One edit on its way: a copy of the tree with it, and the process that runs its tests there."""
+
+    def __init__(self, folder, name, file=None, old="", new="", tests=()):
+        self.name, self.folder, self.process, self.result = name, Path(folder), None, None
+        shutil.copytree(ROOT, self.folder, ignore=LEFT_OUT)
+        if file is not None:
+            path = self.folder / file
+            text = path.read_text(encoding="utf-8")
+            if text.count(old) != 1:
+                self.end("stale", f"the old text occurs {text.count(old)} times in {file}")
+                return
+            path.write_text(text.replace(old, new), encoding="utf-8")
+        self.started, self.longest = time.monotonic(), LONGEST if file else 10 * LONGEST
+        context = multiprocessing.get_context("fork")
+        self.process = context.Process(target=run_tests, args=(self.folder, tests, self.longest))
+        self.process.start()
+
+    def poll(self):
+        """Whether it has ended."""
+        if self.result is None and not self.process.is_alive():
+            self.end(*self.verdict(self.process.exitcode))
+        # What waits takes no CPU time; a busy machine makes all slower.
+        if self.result is None and time.monotonic() - self.started > 10 * self.longest:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        return self.result is not None
+
+    def verdict(self, status):
+        """pytest's exit status -> the result, and what to say of it."""
+        log = (self.folder / "log.txt").read_text(errors="replace")
+        failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log, re.MULTILINE)
+        if status == 0:
+            return "survived", ""
+        if status == 1:
+            return "noticed", failed[0] if failed else ""
+        if status < 0:
+            return "noticed", "the tests did not end"
+        last = (log.strip().splitlines() or [""])[-1]
+        return "stale", f"its tests could not run: {failed[0] if failed else last}"
+
+    def end(self, result, why):
+        self.result, self.why = result, why
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def run_all(trials, jobs):
+    """Start the trials, functions each, `jobs` at a time; yield each as it ends."""
+    waiting, running = list(trials), []
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            running.append(waiting.pop(0)())
+        ended = [trial for trial in running if trial.poll()]
+        running = [trial for trial in running if trial not in ended]
+        yield from ended
+        time.sleep(0 if ended else 0.05)
+
+
+def preload():
+    """Import what takes seconds once; each run of pytest is a fork of this process.  Nothing of the repository."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() not in (ROOT, ROOT / "tests")]
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch
+    from safetensors.torch import save_file  # noqa: F401
+    from transformers import (  # noqa: F401
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaForCausalLM,
+        MistralForCausalLM,
+        Qwen2ForCausalLM,
+        T5ForConditionalGeneration,
+    )
+    torch.set_num_threads(1)
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", nargs="+", metavar="WORD", help="edits whose file or note holds one of these")
+    p.add_argument("--jobs", type=int, default=1, help="edits at a time")
+    p.add_argument("--list", action="store_true", help="name them, and do nothing")
+    p.add_argument("--unchecked", action="store_true", help="do not run the tests without any edit first")
+    a = p.parse_args()
+    chosen = edits(a.only)
+    if a.list:
+        print(*(name for name, *_ in chosen), sep="\n")
+        return 0
+    preload()
+    found, counts, start = [], Counter(), time.monotonic()
+    with tempfile.TemporaryDirectory() as temporary:
+        def trial(number, *edit):
+            return lambda: Trial(Path(temporary) / str(number) / "tree", *edit)
+        if not a.unchecked:
+            tests = sorted({test for *_, tests in chosen for test in tests})
+            for first in run_all([trial("unedited", "no edit", None, "", "", tests)], 1):
+                if first.result != "survived":
+                    print(f"without any edit: {first.why}", file=sys.stderr)
+                    return 2
+        for done in run_all([trial(number, *edit) for number, edit in enumerate(chosen)], a.jobs):
+            counts[done.result] += 1
+            print(f"{done.result:9} {done.name}{'   ' + done.why if done.why else ''}", flush=True)
+            found += [done] * (done.result != "noticed")
+    summary = ", ".join(f"{counts[result]} {result}" for result in ("noticed", "survived", "stale"))
+    print(f"\n{len(chosen)} edits: {summary}; {(time.monotonic() - start) / 60:.1f} minutes")
+    for done in found:
+        print(f"{done.result:9} {done.name}   {done.why}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
