@@ -369,7 +369,9 @@ class Drafter:
         # In a chain a row's place in the cache is its position, and it sees all up to it
         start, end = self.t + before - p, self.t + nodes
         position = torch.arange(start, end, device=x.device)
-        mask = torch.arange(end, device=x.device) <= position[:, None]                 # (p + m, end)
+        mask = None                      # a lone row sees all that is there, and a node behind a whole prompt
+        if m > 1 or 0 < start < end - 1 or len(self.lines[-1]) < nodes:
+            mask = torch.arange(end, device=x.device) <= position[:, None]             # (p + m, end)
         if len(self.lines[-1]) < nodes:
             # In a tree a node sees of the nodes its own line, which is as long as it is deep
             sees = torch.zeros(m, nodes, dtype=torch.bool)
@@ -378,8 +380,6 @@ class Drafter:
             sees = sees.to(x.device)
             mask[p:, self.t:] = sees
             position[p:] = self.t + sees.sum(1) - 1
-        elif len(x) == 1:
-            mask = None                                        # a lone row sees all that is there
         self.cache.length = start
         rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, p + m, D)
         return rows[0, p:]
