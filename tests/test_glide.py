@@ -1,4 +1,6 @@
 """GLIDE: training equals decoding, trees equal paths, nothing of the target learns, nothing stale is kept."""
+import inspect
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -476,3 +478,64 @@ def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
     with pytest.raises(ValueError, match=message) as error:
         glide.Config.for_target(model, 33 if name == "Llama" else 16, layers=2 if name == "Gemma4" else 1)
     assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name in ("Lfm2", "OpenAIGPTLMHead"))
+
+
+def test_a_glide_written_out_by_hand():
+    """Two layers, grouped queries, blocks of three, position by position: norms, turns, softmaxes and SiLU as the docstring has them."""
+    torch.manual_seed(3)
+    c = glide.Config(vocab=20, width=16, feed_forward=24, layers=2, heads=2, block=3)
+    c.target_heads, c.target_head_size, c.layers_read = 4, 8, (1, 2)
+    model = glide.Glide(c, glide.angles(8, 64)).double()
+    own = [x.double() for x in glide.angles(8, 64)]
+    model.cos, model.sin = model.target_cos, model.target_sin = own
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    ids = torch.randint(20, (1, 7))
+    kv = {layer: torch.randn(2, 1, 2, 7, 8).double() for layer in c.layers_read}
+
+    def norm(x, weight):
+        return x / (x.pow(2).mean() + 1e-6).sqrt() * weight
+
+    def turned(x, position):
+        """Entries i and i + 4 are a complex number, times exp(i t theta^(-2i / 8))."""
+        z = torch.complex(x[:4], x[4:])
+        z = z * torch.polar(torch.ones(4).double(), position * 10000.0 ** (-torch.arange(4).double() / 4))
+        return torch.cat((z.real, z.imag))
+
+    def attend(q, keys, values):
+        if not keys:
+            return torch.zeros(8).double()
+        p = torch.stack([(q * k).sum() / math.sqrt(8) for k in keys]).softmax(0)
+        return sum(weight * v for weight, v in zip(p, values))
+    with torch.no_grad():
+        x = [model.embed.weight[token] for token in ids[0]]
+        for layer, read in zip(model.layers, c.layers_read):
+            parts = [(layer.qkv.weight @ norm(row, layer.norm1.weight)).reshape(3, 2, 8) for row in x]
+            after = []
+            for t, row in enumerate(x):
+                seen = []
+                for head in range(2):
+                    keys = [turned(parts[j][1, head], j) for j in range(t + 1)]
+                    seen.append(attend(turned(parts[t][0, head], t), keys, [parts[j][2, head] for j in range(t + 1)]))
+                row = row + layer.o.weight @ torch.cat(seen)
+                seen, glimpsed = [], range(t // 3 * 3)                          # the target's rows of the blocks before
+                q = (layer.glimpse_q.weight @ row).reshape(4, 8)                # of the residual stream, without a norm
+                for head in range(4):
+                    keys, values = ([kv[read][i, 0, head // 2, j] for j in glimpsed] for i in (0, 1))
+                    seen.append(attend(turned(q[head], t), keys, values))
+                row = row + layer.glimpse_o.weight @ torch.cat(seen)
+                gate, up = (layer.up.weight @ norm(row, layer.norm2.weight)).chunk(2)
+                after.append(row + layer.down.weight @ (gate / (1 + (-gate).exp()) * up))
+            x = after
+        expected = torch.stack([model.head.weight @ norm(row, model.norm.weight) for row in x])
+        torch.testing.assert_close(model(ids, kv)[0], expected, atol=1e-9, rtol=1e-9)
+
+
+def test_the_papers_sizes_by_default_and_small_first_weights():
+    """Section 4.1: L = 5; section 5.1: one layer."""
+    assert (glide.Config(8, 8, 8).block, glide.Config(8, 8, 8).layers) == (5, 1)
+    defaults = inspect.signature(glide.Config.for_target).parameters
+    assert (defaults["block"].default, defaults["layers"].default) == (5, 1)
+    model = glide.Glide(glide.Config(300, 64, 128, glimpse=False), glide.angles(8, 16))
+    for p in model.parameters():
+        assert p.ndim != 2 or 0.018 < p.std().item() < 0.022

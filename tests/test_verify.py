@@ -298,6 +298,24 @@ def test_sampled_text_follows_the_target():
     assert p > 1e-6, p
 
 
+def test_twins_and_absent_nodes():
+    """Of twins the first counts; a node with parent -1 is not there, wherever it lies in the tree."""
+    assert verify.accept([7, 3, 3, 5], [-1, 0, 0, 1], [3, 5, 9, 4]) == ([0, 1, 3], [3, 5, 4])
+    tree = verify.without_absent(verify.Tree(torch.tensor([7, 1, 2, 3]), torch.tensor([-1, -1, 0, 2])))
+    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([7, 2, 3], [-1, 0, 1])
+    sure = torch.eye(4)[[1, 1, 1]]                              # target and drafter are certain of token 1
+    tree = verify.Tree(torch.tensor([0, 1, 1]), torch.tensor([-1, 0, -1]), sure[:2])
+    assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)) == ([0, 1], [1, 1])
+
+
+def test_a_drafter_keeps_all_that_was_accepted(llama):
+    kept = []
+    drafter = HandMade([3, 1, 4] + plain(llama, [3, 1, 4], 24), 1.0)
+    drafter.keep = kept.append
+    verify.generate(verify.Target(llama), drafter, cape.chain, [3, 1, 4], 19)
+    assert kept == [[0, 1, 2, 3, 4]] * 3, "five nodes were asked for their children, root first"
+
+
 def test_drawn_chain_acceptance_follows_the_target():
     """accept_drawn on fixed random tables, 8000 times: first token, and the token after an accepted one.  Odds as above."""
     g = torch.Generator().manual_seed(7)
