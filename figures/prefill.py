@@ -253,7 +253,7 @@ def parser():
 def figure(argv):
     a = parser().parse_args(argv)
     a.threads = a.threads or torch.get_num_threads()
-    for name, low in (("tokens", 64), ("turns", 1), ("threads", 1)):
+    for name, low in (("tokens", PARTS[0] * WARM), ("turns", 1), ("threads", 1)):
         if getattr(a, name) < low:
             raise UserError(f"--{name} is {getattr(a, name)}: it must be at least {low}")
     if a.device == "cuda" and not torch.cuda.is_available():

@@ -238,11 +238,11 @@ def test_rows_of_the_prefill_make_a_table(long_llama, tmp_path, monkeypatch, cap
         return next(took[name]), 0
     monkeypatch.setattr(prefill, "random_target", lambda a: long_llama)
     monkeypatch.setattr(prefill, "prefill", made_up)
-    monkeypatch.setattr(prefill, "peak_of", lambda a, name, length: (1 + prefill.ARMS.index(name)) * 3_000_000 * length // 64)
-    argv = ["--tokens", "64", "--turns", "3", "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl")]
+    monkeypatch.setattr(prefill, "peak_of", lambda a, name, length: (1 + prefill.ARMS.index(name)) * 3_000_000 * length // 512)
+    argv = ["--tokens", "512", "--turns", "3", "--device", "cpu", "--threads", "1", "--json", str(tmp_path / "r.jsonl")]
     assert prefill.main(argv) == 0
     rows = results.read_rows(tmp_path / "r.jsonl")
-    assert [(row["prompt_tokens"], row["drafter"]) for row in rows] == [(n, name) for n in (8, 16, 32, 64) for name in prefill.ARMS]
+    assert [(row["prompt_tokens"], row["drafter"]) for row in rows] == [(n, name) for n in (64, 128, 256, 512) for name in prefill.ARMS]
     drafters = [each for each in given if each]
     assert len(set(map(id, drafters))) == len(drafters) == 4 * 4 * 3, "each turn with an empty store"
     assert [row["prefill_seconds"] for row in rows[-5:]] == [4, 5, 6, 7, 8]
@@ -254,11 +254,11 @@ def test_rows_of_the_prefill_make_a_table(long_llama, tmp_path, monkeypatch, cap
         "columns": ["arm", "tokens=prompt_tokens:d", "s=prefill_seconds:.2f", "× time=time_ratio:.2f", "MB=megabytes:.0f", "× memory=memory_ratio:.2f"]}]}
     (tmp_path / "tables.json").write_text(json.dumps(spec))
     page = results.page(tmp_path)
-    assert "| arm | tokens | s | × time | MB | × memory |" in page and "| edd | 64 | 8.00 | 2.00 | 15 | 5.00 |" in page
+    assert "| arm | tokens | s | × time | MB | × memory |" in page and "| edd | 512 | 8.00 | 2.00 | 15 | 5.00 |" in page
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["--tokens", "63"], "--tokens is 63: it must be at least 64"), (["--turns", "0"], "--turns is 0"), (["--device", "tpu"], "invalid choice"),
+    (["--tokens", "511"], "--tokens is 511: it must be at least 512"), (["--turns", "0"], "--turns is 0"), (["--device", "tpu"], "invalid choice"),
     (["--target", "/no/such"], "/no/such does not exist"), (["--target", str(ROOT / "checkpoints" / "target")], "--tokens 8192: the target's context holds 512")])
 def test_mistakes_about_prefills_are_one_sentence(argv, words, capsys):
     assert prefill.main(["--device", "cpu", *argv]) == 2

@@ -64,6 +64,7 @@ class Target:
         return verify.View(torch.tensor(new), self.shown, {}, {})
 
     def forward(self, tokens, parents):
+        self.depth = torch.arange(len(tokens))
         before = torch.cat((torch.tensor(self.ids[-1:]), tokens[:-1]))                 # of a chain
         return EXACT[before, tokens]
 
@@ -136,8 +137,13 @@ def decoded(case, seeds):
     call = bench.read_call(tree, bench.TREES, "tree")
     build = bench.builder(SimpleNamespace(drafters={case: drafter}), case, call)
     counts, drafted = torch.zeros([VOCAB] * NEW, dtype=torch.float64), 0
+
+    def drawn(expand, root):
+        tree = build(expand, root)
+        assert tree.p_draft is not None or len(tree.tokens) == 1, "a chain that is not drawn"
+        return tree
     for seed in seeds:
-        out = verify.generate(target, drafter, build, PROMPT, NEW, temperature=1.0, seed=seed)
+        out = verify.generate(target, drafter, drawn, PROMPT, NEW, temperature=1.0, seed=seed)
         counts[tuple(out.tokens)] += 1
         drafted += NEW - 1 - len(out.runs)
     assert drafted > len(seeds) / 10, "drafts are accepted, or there is nothing to test"
