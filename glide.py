@@ -17,16 +17,15 @@ keys end at x_{t-1}: they are delayed.  Training imitates the delay with a block
     Mask_Block         (T, T)              block_mask(T, L)
 
 The delay on fifteen tokens a b c d e | f g h i j | k l m n o, in blocks of L = 5.  In training the query of
-h sees the target's keys of a ... e, those of the blocks before its own, and the drafter's own keys of a ...
-h.  It is the same in decoding if a round begins when the target has verified a ... e: f, g, h are drafted
-one by one, the target's keys still end at e.  Once f ... j are accepted the next round drafts k ... o with
-the keys of a ... j.  With two layers the second layer's key of h bears what the first one saw, so a row is
-never encoded twice.  Rows that were not drafted are encoded under the delay that training would have had:
-a prompt's in blocks of L, the last accepted token's with the keys its round began with.
+h sees the target's keys of a ... e, those of the blocks before its own, and the drafter's own of a ... h.  It
+is the same in decoding: when the target has verified a ... e, then f ... j are drafted one by one; once they
+are accepted the next round drafts k ... o with the keys of a ... j.  With two layers the second one's key of
+h bears what the first one saw, so a row is never encoded twice.  Rows that were not drafted are encoded as in
+training: a prompt's in blocks of L, the last accepted token's with the keys that its round began with.
 
 Differences from the paper:
  1. Queries are rotated by the target's rotary embedding at their own position, as the cached keys are (the
-    paper is silent; the official code fixes theta = 10000, which is wrong for other targets).
+    paper is silent; the official code fixes theta = 10000, as glimpse_theta does for its public weights).
  2. Positions of the first block see no key of the target.  The official code falls back to the causal mask
     there, which lets a position see its own key; here such a glimpse contributes zero.
  3. The glimpse reads the residual stream as it is, without a norm before it, as the official code does.
@@ -67,6 +66,9 @@ class Config:
     target_value_size: int = 0       # of a value, where it is not d_k
     latent: int = 0                  # size of the latent in multi-head latent attention: see whole
     layers_read: tuple = ()          # the target layer l (0-based) that layer m reads
+    eps: float = 1e-6                # of the norms
+    theta: float = 10000.0           # of its own rotary table
+    glimpse_theta: float = 0.0       # of the glimpse's queries; 0: they turn by the target's own table
 
     @classmethod
     def for_target(cls, model, width=None, layers=1, glimpse=True, block=5, layer=None):
@@ -108,11 +110,7 @@ def block_mask(length, block, device="cpu"):
 
 # ---------------------------------------------------------------- what the target caches
 def whole(k, v, latent):
-    """K and V as attention uses them, from what the target caches.
-
-    Multi-head latent attention (DeepSeek) caches a latent as k, and the part of the keys that turns as v:
-    together they are the keys, of one head, and the latent is the values.
-    """
+    """K and V as attention uses them: one head's, where DeepSeek caches a latent as k, what turns as v."""
     if k.shape[-1] != latent:
         return k, v
     return torch.cat((v, k), -1), k
@@ -122,7 +120,9 @@ def cached_rows(model):
     from transformers import DynamicCache
     c = model.config.get_text_config()
     latent = getattr(c, "kv_lora_rank", None)
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    # Weights on "meta" are brought by accelerate, and so are the ids.
+    device = "cpu" if model.device.type == "meta" else model.device
+    token = torch.zeros(1, 1, dtype=torch.long, device=device)
     cache = DynamicCache()
     try:
         with torch.no_grad():
@@ -151,8 +151,9 @@ def target_angles(model, length, layers_read=()):
     learn the rest where neighbouring entries turn (Cohere, GPT-J), or none in this layer (SmolLM3).
     """
     c = model.config.get_text_config()
-    like = torch.zeros(1, 1, 1, device=model.device)                # says the dtype
-    position = torch.arange(length, device=model.device)[None]
+    device = "cpu" if model.device.type == "meta" else model.device
+    like = torch.zeros(1, 1, 1, device=device)                      # says the dtype
+    position = torch.arange(length, device=device)[None]
     # A copy, as what it was last asked stays in a module
     rotary = deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
     kind = {}
@@ -202,7 +203,7 @@ class Layer(nn.Module):
         super().__init__()
         self.c = c
         linear = partial(nn.Linear, bias=False)
-        self.norm1 = nn.RMSNorm(c.width, eps=1e-6)
+        self.norm1 = nn.RMSNorm(c.width, eps=c.eps)
         self.qkv = linear(c.width, 3 * c.width)
         self.o = linear(c.width, c.width)
         if c.glimpse:
@@ -210,7 +211,7 @@ class Layer(nn.Module):
             value_size = c.target_value_size or c.target_head_size
             self.glimpse_q = linear(c.width, c.target_heads * c.target_head_size)
             self.glimpse_o = linear(c.target_heads * value_size, c.width)
-        self.norm2 = nn.RMSNorm(c.width, eps=1e-6)
+        self.norm2 = nn.RMSNorm(c.width, eps=c.eps)
         self.up = linear(c.width, 2 * c.feed_forward)
         self.down = linear(c.feed_forward, c.width)
 
@@ -229,7 +230,7 @@ class Layer(nn.Module):
         q = self.glimpse_q(x)                                                                # (B, T, h d_k)
         q = q.unflatten(-1, (self.c.target_heads, -1))
         q = q.transpose(1, 2)                                                                # (B, h, T, d_k)
-        q = rotate(q, *turn).to(k.dtype)
+        q = rotate(q, *turn).to(k)
         # Heads that share a key (grouped queries) are further rows of one query: no key is repeated.
         group = self.c.target_heads // k.shape[1]
         q = q.unflatten(1, (-1, group))
@@ -238,16 +239,16 @@ class Layer(nn.Module):
         if mask is not None:
             # A softmax over no key is not a number: such a row looks anywhere, and what it saw is dropped.
             blind = ~mask.any(1, keepdim=True)                                               # (T, 1)
-            mask = (mask | blind).repeat(group, 1)
+            mask = (mask | blind).repeat(group, 1).to(k.device)
         # hd_j = SoftMax(Q^{m,j} (K^{l,j})^T / sqrt(d_k)) V^{l,j}
         seen = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         seen = seen.unflatten(2, (group, -1))
         seen = seen.flatten(1, 2)                                                            # (B, h, T, d_v)
-        seen = seen.transpose(1, 2).flatten(2)                                               # (B, T, h d_v)
+        seen = seen.transpose(1, 2).flatten(2).to(x)                                         # (B, T, h d_v)
         if blind is not None:
             seen = seen.masked_fill(blind, 0)
         # [hd_1, ..., hd_h] W^O
-        return self.glimpse_o(seen.to(x.dtype))
+        return self.glimpse_o(seen)
 
     def forward(self, x, turn, mask, kv=None, target_turn=None, glimpse_mask=None, cache=None):
         """x (B, T, d_D) -> (B, T, d_D).  turn, target_turn: cos and sin of the rows' positions.
@@ -281,13 +282,15 @@ class Glide(nn.Module):
         c = self.config = config
         self.embed = nn.Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList(Layer(c, m) for m in range(c.layers))
-        self.norm = nn.RMSNorm(c.width, eps=1e-6)
+        self.norm = nn.RMSNorm(c.width, eps=c.eps)
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
         length = tables[0].shape[0]
-        own = angles(c.width // c.heads, length)
+        own = angles(c.width // c.heads, length, c.theta)
+        if c.glimpse_theta:
+            tables = angles(c.target_head_size, length, c.glimpse_theta)
         dtype = torch.get_default_dtype()
         for name, (cos, sin) in {"": own, "target_": tables}.items():
             self.register_buffer(name + "cos", cos.to(dtype), persistent=False)
@@ -315,8 +318,7 @@ class Glide(nn.Module):
     def loss(self, batch):
         """Cross entropy of the next token (section 5.1).  batch: ids (B, T), kv -> loss, logits (B, T, V)."""
         logits = self(batch["ids"], batch["kv"])
-        predicted = logits[:, :-1].flatten(0, 1)
-        predicted = predicted.float()
+        predicted = logits[:, :-1].flatten(0, 1).float()
         following = batch["ids"][:, 1:].flatten()
         return F.cross_entropy(predicted, following), logits
 
@@ -324,7 +326,6 @@ class Glide(nn.Module):
 class Drafter:
     """Decoding with a Glide, step by step; nothing is computed twice.  Its contract is verify.py's.
 
-    (No nn.Module: it is state that changes with every step, and setting an attribute on a module is slow.)
     The store holds the drafter's own keys and values: rows of committed tokens, then of this round's nodes.
     """
     temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
@@ -332,6 +333,7 @@ class Drafter:
     def __init__(self, model):
         self.model, self.config = model.eval(), model.config
         self.needs = {"kv": model.config.layers_read}
+        self.vocab, self.device = model.config.vocab, model.embed.weight.device
         c = self.config
         shape = (2, c.layers, c.heads, 0, c.width // c.heads)
         self.store = model.embed.weight.new_zeros(shape)
@@ -461,9 +463,12 @@ def load(folder, model, length=None):
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
         raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
-    drafter = Drafter(draft_model.to(model.device, model.dtype))
-    validation = about.get("validation", {})
-    drafter.temperature = validation.get("temperature", 1.0)
+    # Where the rows lie that it reads, and of their type: weights may be quantised.
+    rows = cached_rows(model)
+    layer = max(config.layers_read, default=-1)
+    keys, _ = rows[min(layer, len(rows) - 1)]
+    drafter = Drafter(draft_model.to(keys))
+    drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about
 
 def main():
@@ -478,19 +483,15 @@ def main():
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     ids = torch.randint(20, (1, 15))
-    # Grouped queries: two query heads for each of the target's two key heads.
-    kv = {layer: torch.randn(2, 1, 2, 15, 8) for layer in c.layers_read}
+    kv = {layer: torch.randn(2, 1, 2, 15, 8) for layer in c.layers_read}       # two heads: grouped queries
     with torch.no_grad():
         trained = model(ids, kv)[0]                                                          # (15, V)
         drafter, worst = Drafter(model), 0
         for t in (5, 10):
             seen = {layer: rows[:, :, :, :t] for layer, rows in kv.items()}
-            new = ids[0, t - 5:t]
-            view = SimpleNamespace(tokens=new, length=t, kv=seen)
-            drafter.begin(view)
+            drafter.begin(SimpleNamespace(tokens=ids[0, t - 5:t], length=t, kv=seen))
             drafted = drafter.expand(ids[0, t:t + 5], [-1, 0, 1, 2, 3])
-            error = drafted - trained[t:t + 5]
-            worst = max(worst, error.abs().max())
+            worst = max(worst, (drafted - trained[t:t + 5]).abs().max())
             drafter.keep([0, 1, 2, 3, 4])
     assert worst < 1e-5, worst
     print(f"training under the block mask = decoding with the delayed cache: largest difference {worst:.0e}")

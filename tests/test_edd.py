@@ -197,7 +197,7 @@ def test_the_feature_is_what_the_targets_head_reads(model, name):
     draft_model = random_edd(model, **edd.VARIANTS[name])
     feature = draft_model.target.norm(batch["hidden"][LAST])
     torch.testing.assert_close(draft_model.logits(draft_model.target.head, feature), batch["logits"])
-    assert draft_model.target.embed.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert draft_model.target.embed.module.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
     own = {k.split(".")[0] for k in draft_model.state_dict()}
     assert own == ({"fc", "layer"} if name == "eagle" else {"heads", "w"}) == {k.split(".")[0] for k, _ in draft_model.named_parameters()}
 
@@ -432,13 +432,15 @@ def test_the_layer_and_its_norm_are_fresh():
 
 
 def test_medusas_heads_as_their_paper_writes_them(llama):
-    """head_k(f + SiLU(W_k f)), f after the target's final norm."""
+    """head_k(f + SiLU(W_k f + b_k)), f after the target's final norm."""
     draft_model = random_edd(llama, **edd.VARIANTS["medusa"])
     hidden = torch.randn(3, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     with torch.no_grad():
         f = llama.get_decoder().norm(hidden)
+        for w in draft_model.w:
+            w.bias.normal_()
         for logits, head, w in zip(draft_model(hidden), draft_model.heads, draft_model.w):
-            z = f @ w.T
+            z = f @ w.weight.T + w.bias
             torch.testing.assert_close(logits, (f + z / (1 + (-z).exp())) @ head.weight.T)
 
 
@@ -654,3 +656,50 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
         fresh(model, "edd")
     hooks = sum(len(m._forward_pre_hooks) for m in model.modules())
     assert hooks == (what != "logits"), "only this test's own hook stays"
+
+
+# ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
+def test_a_part_reads_what_the_target_feeds_it():
+    """x comes in the type of `like`, and what is said goes back to where x lies."""
+    read = []
+    part = edd.Part(lambda x: read.append(x.dtype) or 2 * x, torch.zeros(1, dtype=torch.bfloat16))
+    assert torch.equal(part(torch.ones(3)).float(), torch.full((3,), 2.0)) and read == [torch.bfloat16]
+
+
+def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
+    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
+    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
+    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
+    twin = edd.own_copy(norm)
+    torch.nn.init.ones_(twin.weight), torch.nn.init.zeros_(twin.bias)
+    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta
+    torch.testing.assert_close(twin(torch.tensor([0.0, 0.0, 1.0, 1.0])), torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-4, rtol=0)
+
+
+def test_a_head_with_a_bias_is_copied_with_it(llama):
+    model = copy.deepcopy(llama)
+    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
+    own = fresh(model, "edd")
+    torch.testing.assert_close(own.head.weight, model.lm_head.weight)
+    torch.testing.assert_close(own.head.bias, model.lm_head.bias)
+    assert own.head.bias.requires_grad and fresh(llama, "edd").head.bias is None
+
+
+@pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
+@pytest.mark.parametrize("apart", ["model.norm", "model.layers.2", "model.embed_tokens"])
+def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
+    """One part lies on the disk, with the head: the same drafter says the same."""
+    pytest.importorskip("accelerate")
+    whole = tiny("llama").float()
+    whole.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", *(f"model.layers.{i}" for i in range(3))]
+    places = dict.fromkeys(parts, "cpu") | {"lm_head": "disk", apart: "disk"}
+    spread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    save_drafter(tmp_path / "drafter", random_edd(whole, **edd.VARIANTS[name]), {"kind": name})
+    runs = []
+    for model in (whole, spread):
+        drafter, _ = edd.load(tmp_path / "drafter", model)
+        out = verify.generate(verify.Target(model), drafter, cape.cape, [3, 1, 4], 12)
+        assert out.tokens == plain(whole, [3, 1, 4], 12)
+        runs.append(out.runs)
+    assert runs[0] == runs[1] and drafter.device == torch.device("cpu")

@@ -539,3 +539,42 @@ def test_the_papers_sizes_by_default_and_small_first_weights():
     model = glide.Glide(glide.Config(300, 64, 128, glimpse=False), glide.angles(8, 16))
     for p in model.parameters():
         assert p.ndim != 2 or 0.018 < p.std().item() < 0.022
+
+
+@pytest.mark.parametrize("layers, glimpse", [(1, True), (2, True), (1, False)])
+@pytest.mark.parametrize("apart", ["model.layers.1", "model.layers.2", "model.embed_tokens"])
+def test_a_target_that_accelerate_spreads(layers, glimpse, apart, tmp_path):
+    """One part lies on the disk, with the head: the same drafter says the same."""
+    pytest.importorskip("accelerate")
+    whole = tiny("llama").float()
+    whole.save_pretrained(tmp_path / "model")
+    parts = ["model.embed_tokens", "model.rotary_emb", "model.norm", *(f"model.layers.{i}" for i in range(3))]
+    places = dict.fromkeys(parts, "cpu") | {"lm_head": "disk", apart: "disk"}
+    spread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    save_drafter(tmp_path / "drafter", random_glide(whole, layers, glimpse), {"kind": "glide"})
+    runs = []
+    for model in (whole, spread):
+        drafter, _ = glide.load(tmp_path / "drafter", model)
+        out = verify.generate(verify.Target(model), drafter, cape.cape, [3, 1, 4], 12)
+        assert out.tokens == plain(whole, [3, 1, 4], 12)
+        runs.append(out.runs)
+    assert runs[0] == runs[1]
+
+
+def test_a_checkpoint_of_a_larger_target_loads_without_a_crash(tmp_path):
+    """It reads a layer that is not there: who it was made for is for its fingerprint to say."""
+    save_drafter(tmp_path, random_glide(tiny("llama")), {"kind": "glide"})
+    drafter, _ = glide.load(tmp_path, tiny("llama", num_hidden_layers=1))
+    assert drafter.config.layers_read == (2,)
+
+
+def test_settings_of_norms_and_tables():
+    """Its own norms and rotary table, and the glimpse's where it has one: what convert.py takes from published settings."""
+    c = glide.Config(20, 16, 24, heads=2, eps=0.5, theta=50.0, glimpse_theta=7.0, target_heads=4, target_head_size=8, layers_read=(1,))
+    model = glide.Glide(c, glide.angles(8, 12, 99.0))
+    norms = [m for m in model.modules() if isinstance(m, torch.nn.RMSNorm)]
+    assert len(norms) == 3 and {m.eps for m in norms} == {0.5}
+    assert torch.equal(model.cos, glide.angles(8, 12, 50.0)[0].float())
+    assert torch.equal(model.target_sin, glide.angles(8, 12, 7.0)[1].float())
+    plain_model = glide.Glide(glide.Config(20, 16, 24, heads=2, glimpse=False), glide.angles(8, 12, 99.0))
+    assert torch.equal(plain_model.target_cos, glide.angles(8, 12, 99.0)[0].float())
