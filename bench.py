@@ -4,6 +4,8 @@
     python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost "fixed(size=4)"
     python bench.py --drafter maxgram "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
     python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16 --device cuda
+    python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto --prompts mt_bench.jsonl \
+        --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)"
 
 Drafters and trees are named as their functions would be called: see cape.py, pct.py, and load_cascade below.
 Plain decoding is the same target, cache and dtype through the same loop with one token a forward; on a CPU
@@ -24,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import jinja2
 import torch
 import transformers
 from tqdm import tqdm
@@ -39,6 +42,18 @@ import verify
 from verify import UserError
 
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}         # a cascade and Max-Gram write these by themselves
+# Chats in Vicuna's words (FastChat's vicuna_v1.1), which its tokenizer does not know.
+VICUNA = (
+    "{% set said = messages %}"
+    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. The assistant "
+    "gives helpful, detailed, and polite answers to the user's questions.\" %}"
+    "{% if said[0].role == 'system' %}{% set system = said[0].content %}{% set said = said[1:] %}{% endif %}"
+    "{{ bos_token }}{{ system }} "
+    "{% for turn in said %}"
+    "{% if turn.role == 'user' %}USER: {{ turn.content }} "
+    "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
+    "{% endfor %}ASSISTANT:")
+TEMPLATES = {"vicuna": VICUNA}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct, "vct": pct.vct,
          "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "eagle2": pct.eagle2}
 SHARES = ("draft", "verify", "other")                       # where the time of a round goes
@@ -110,12 +125,16 @@ def check(a):
             raise UserError(f"--tree {tree.label}: {why}") from None
         if tree.name == "drawn" and a.temperature == 0:
             raise UserError("--tree drawn draws its tokens: give --temperature above 0, or take --tree chain")
-    for name, low in (("max_new_tokens", 1), ("limit", 1), ("top_k", 1), ("threads", 1), ("temperature", 0)):
+    least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0}
+    for name, low in least.items():
         value = getattr(a, name)
         if value is not None and not value >= low:
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {low}")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
+    if a.template and a.template not in TEMPLATES and not Path(a.template).is_file():
+        raise UserError(f"--template {a.template}: say {' '.join(TEMPLATES)}, or name a file with a Jinja "
+                        "template")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
     return drafters, trees
@@ -129,14 +148,18 @@ class Run:
         a = self.a = parser().parse_args(argv)
         calls, self.trees = check(a)
         torch.set_num_threads(a.threads or torch.get_num_threads())
+        if a.template:
+            a.template = TEMPLATES.get(a.template) or Path(a.template).read_text()
         a.target = os.path.relpath(a.target) if Path(a.target).is_dir() else a.target
-        self.model, self.tokenizer = train.load_target(a.target, a.dtype, a.device, a.attention, True)
+        self.model, self.tokenizer = self.load(a.target, a.revision)
+        a.dtype = str(self.model.dtype).removeprefix("torch.")             # where it was auto
         seq2seq = self.model.config.is_encoder_decoder
         self.target = (cascade.EncoderDecoder if seq2seq else verify.Target)(self.model)
         if not self.target.verifies_trees and not {tree.name for tree in self.trees} <= CHAINS.keys():
             raise UserError(f"{a.target} honours no mask or positions of a tree: it takes --tree chain")
         if seq2seq and not {call.name for call in calls} <= {"maxgram", "cascade"}:
             raise UserError(f"{a.target} has an encoder: it takes --drafter maxgram or cascade(...)")
+        self.cuda = self.target.device.type == "cuda"
         self.drafters, self.stages, self.costs, self.notes = {}, {}, {}, []
         self.prompts = read_prompts(self)
         self.target.capacity = max(self.target.prompt_rows(ids) + limit for _, ids, limit in self.prompts)
@@ -146,27 +169,64 @@ class Run:
             except TypeError as why:
                 raise UserError(f"--drafter {call.label}: {why}") from None
 
-    def decode(self, drafter, build, ids, limit, streamer=None):
-        """verify.generate as the flags say -> Record.  drafter None: plain decoding."""
-        a, eos = self.a, self.model.generation_config.eos_token_id
-        out = Record(a.device.startswith("cuda"))
+    def load(self, name, revision=None, role="the target"):
+        """A language model as the flags say -> (model, tokenizer)"""
+        a = self.a
+        return train.load_target(name, a.dtype, a.device, a.attention, True, role, revision,
+                                 a.trust_remote_code)
+
+    def decode(self, drafter, build, ids, limit, tell=None):
+        """verify.generate as the flags say -> Record.  drafter None: plain decoding; tell: see Output."""
+        a, out = self.a, Record(self.cuda)
+        out.tell = tell or out.tell
+        eos = self.model.generation_config.eos_token_id
         verify.generate(self.target, drafter, build, ids, limit, a.temperature, a.top_k, a.top_p, eos, a.seed,
-                        streamer, out)
+                        out=out)
         out.stage_runs = list(getattr(drafter, "runs", ()))
         out.total["draft_forwards"] = sum(out.stage_runs) or out.total["draft_forwards"]
         return out
 
-def encode(row, tokenizer):
-    """A row of a file -> ids, None where no field is known.  Of a conversation, what a person says first."""
-    people = [message for message in train.conversation(row) or () if message["role"] == "user"]
-    if people and tokenizer.chat_template:
-        chat = tokenizer.apply_chat_template(people[:1], add_generation_prompt=True, return_dict=True)
-        return chat["input_ids"]
-    row = row if isinstance(row, dict) else {"text": row}
-    text = people[0]["content"] if people else row.get("prompt", row.get("text"))
-    if "question" in row:
-        text = train.question_text(row["question"])
-    return tokenizer(text)["input_ids"] if isinstance(text, str) else None
+def chat_ids(run, messages):
+    """Messages -> ids, by --template or the tokenizer's own; without either their words, by blank lines."""
+    tokenizer = run.tokenizer
+    template = run.a.template or tokenizer.chat_template
+    if not template:
+        return tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+    try:
+        chat = tokenizer.apply_chat_template(messages, chat_template=template, add_generation_prompt=True,
+                                             return_dict=True)
+    except jinja2.TemplateError as why:
+        raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or give "
+                        "another --template") from None
+    return chat["input_ids"]
+
+def turns_of(run, row):
+    """Yield the ids of each prompt of a row, or None where no field is known.
+
+    Of a conversation those are all its questions, each behind what was said before.  Where the file has no
+    answer to a question (MT-Bench) the target's own stands there, by plain decoding.
+    """
+    a, chat = run.a, train.conversation(row)
+    if not chat:
+        row = row if isinstance(row, dict) else {"text": row}
+        text = row.get("prompt", row.get("text"))
+        if "question" in row:
+            text = train.question_text(row["question"])
+        yield run.tokenizer(text)["input_ids"] if isinstance(text, str) else None
+        return
+    said = [{"role": "system", "content": a.system}] if a.system and chat[0]["role"] != "system" else []
+    asked = ids = None
+    for message in chat:
+        if message["role"] == "user" and asked:
+            # Nobody has answered yet.
+            out = run.decode(None, verify.no_draft, ids, min(a.max_new_tokens, run.target.room(ids)))
+            answer = run.tokenizer.decode(out.tokens, skip_special_tokens=True)
+            said.append({"role": "assistant", "content": answer})
+        said.append(message)
+        asked = message["role"] == "user"
+        if asked:
+            ids = chat_ids(run, said)
+            yield ids
 
 def read_prompts(run):
     """-> [(group, ids, most new tokens)]"""
@@ -179,23 +239,28 @@ def read_prompts(run):
             rows.append((count[group], group, row))
     # The first of each group, the second of each ...: --limit keeps as many of each.
     rows = sorted(rows, key=lambda row: row[0])[:a.limit]
-    for number, group, row in rows:
-        ids, name = encode(row, run.tokenizer), f"prompt {number} of {group}"
-        if not ids:
-            raise UserError(f"{name} is empty, or has no turns conversations messages question prompt text")
-        if max(ids) >= vocab:
-            raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is {vocab}")
-        room = run.target.room(ids)
-        if room >= 1:
+    left_out = 0
+    for number, group, row in tqdm(rows, desc="prompts", unit="row", leave=False, disable=None):
+        name = f"prompt {number} of {group}"
+        for ids in turns_of(run, row):
+            if not ids:
+                raise UserError(f"{name} is empty, or has no turns conversations messages question prompt "
+                                "text")
+            if max(ids) >= vocab:
+                raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is {vocab}")
+            room = run.target.room(ids)
+            if room < 1 and not a.skip_long:
+                raise UserError(f"{name} has {len(ids)} tokens, the target's context holds {context}: "
+                                "shorten it, or leave such prompts out with --skip-long")
+            if room < 1:
+                left_out += 1                                        # and with it what is said behind it
+                break
             prompts.append((group, ids, min(a.max_new_tokens, room)))
-        elif not a.skip_long:
-            raise UserError(f"{name} has {len(ids)} tokens, the target's context holds {context}: shorten "
-                            "it, or leave such prompts out with --skip-long")
     if not prompts:
         raise UserError(f"--prompts: {' '.join(a.prompts)} holds no prompt of at most {context} tokens")
-    if len(prompts) < len(rows):
-        run.notes.append(f"{len(rows) - len(prompts)} prompts longer than the context left out")
-    return prompts
+    if left_out:
+        run.notes.append(f"{left_out} prompts longer than the context left out")
+    return prompts[:a.limit]
 
 def kind_of(folder):
     """What a folder of train.py's says that it holds."""
@@ -232,7 +297,7 @@ def load_cascade(run, *names, k=None, lenience=1.0, costs=None):
     names: folders of the checkpoint, other folders or hub names of language models, the largest first,
     maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model, the target's is 1.
     """
-    models, vocab = [name for name in names if name != "maxgram"], run.target.config.vocab_size
+    models = [name for name in names if name != "maxgram"]
     if "maxgram" in names[:-1] or len(set(names)) < len(names) or costs and len(costs) != len(models):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, maxgram "
                         "last; give a cost for each model, or none")
@@ -240,19 +305,25 @@ def load_cascade(run, *names, k=None, lenience=1.0, costs=None):
     K = None if k is None else cascade.table2(k, len(models), "maxgram" in names)
     run.stages |= {name: load_stage(run, name) for name in models if name not in run.stages}
     lms, gram = [run.stages[name] for name in models], load_gram(run) if "maxgram" in names else None
-    drafter = cascade.Cascade(lms, K, lenience, gram, run.target.context, vocab)
+    drafter = cascade.Cascade(lms, K, lenience, gram, run.target.context, run.target.vocab)
     weights = [lm.num_parameters() / run.model.num_parameters() for lm in lms]
     drafter.names, drafter.costs = list(names), {"ms": weights} | ({"given": costs} if costs else {})
     return drafter
 
 def load_stage(run, name):
-    """A language model with the target's vocabulary."""
-    a, folder = run.a, Path(run.a.checkpoint) / name
+    """A language model with the target's tokenizer."""
+    folder = Path(run.a.checkpoint) / name
     source = str(folder) if (folder / "config.json").exists() else name
-    model, tokenizer = train.load_target(source, a.dtype, a.device, a.attention, True, "the stage")
-    kinds = [(m.config.is_encoder_decoder, m.config.get_text_config().vocab_size) for m in (model, run.model)]
-    if kinds[0] != kinds[1] or tokenizer.get_vocab() != run.tokenizer.get_vocab():
-        raise UserError(f"{name} has another vocabulary or is another kind of model than the target")
+    model, tokenizer = run.load(source, role="the stage")
+    if model.config.is_encoder_decoder != run.model.config.is_encoder_decoder:
+        raise UserError(f"{name} is another kind of model than the target: one has an encoder")
+    # Vocabularies may be padded otherwise; what an id means must be the same.
+    mine = {i: token for token, i in run.tokenizer.get_vocab().items()}
+    its = {i: token for token, i in tokenizer.get_vocab().items()}
+    for i in sorted(mine.keys() & its.keys()):
+        if mine[i] != its[i]:
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is {its[i]!r} there, "
+                            f"{mine[i]!r} here; take a model of the target's family")
     if model.num_parameters() >= run.model.num_parameters():
         run.notes.append(f"{name} is no smaller than the target, and will slow it down")
     return model
@@ -370,7 +441,7 @@ def library(run, ids, limit, **more):
     """transformers' own generate() -> Record"""
     a, out, start = run.a, Record(), 1 if run.target.encoder_decoder else len(ids)
     torch.manual_seed(a.seed)
-    ids = torch.tensor([ids], device=a.device)
+    ids = torch.tensor([ids], device=run.target.device)
     with torch.inference_mode():
         found = run.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit,
                                    do_sample=a.temperature > 0, temperature=a.temperature or 1.0,
@@ -382,10 +453,14 @@ def arms_of(run):
     """-> all arms in the order of the table: plain decoding's, transformers' own, drafters and trees."""
     seq2seq = run.target.encoder_decoder
     arms = [Arm("plain", partial(run.decode, None, verify.no_draft))]
-    if run.a.device == "cpu" and not seq2seq:
+    if run.target.device.type == "cpu" and not seq2seq:
         arms.append(Arm("plain, two queries", partial(run.decode, None, verify.no_draft_padded)))
     arms.append(Arm("generate()", partial(library, run)))
     for name, model in run.stages.items():
+        # The library takes vocabularies of two sizes for two tokenizers.
+        if model.config.get_text_config().vocab_size != run.target.config.vocab_size:
+            run.notes.append(f"no assisted generation with {name}: transformers wants equal vocabularies")
+            continue
         arms.append(Arm(f"assisted generation ({name})", partial(library, run, assistant_model=model)))
     if not seq2seq and any(getattr(drafter, "gram", None) for drafter in run.drafters.values()):
         arms.append(Arm("prompt lookup", partial(library, run, prompt_lookup_num_tokens=maxgram.N)))
@@ -401,7 +476,7 @@ def show(run, arm):
     group, ids, limit = run.prompts[0]
     made = []
 
-    def streamer(tokens, drafted):
+    def tell(tokens, drafted):
         for part, form in ((tokens[:drafted], left + "{}" + right), (tokens[drafted:], "{}")):
             # Half a character waits for its other half.
             before = run.tokenizer.decode(made).rstrip("\ufffd")
@@ -409,11 +484,10 @@ def show(run, arm):
             fresh = run.tokenizer.decode(made).rstrip("\ufffd")[len(before):]
             print(form.format(fresh) if fresh else "", end="", flush=True)
     print(f"\n--- {arm.name}, prompt 1 of {group}: {left}accepted{right}bonus")
-    print(f"\n--- tau {arm.decode(ids, limit, streamer=streamer).tau:.2f}")
+    print(f"\n--- tau {arm.decode(ids, limit, tell=tell).tau:.2f}")
 
 def measure(run, arms):
     """Decode every prompt with every arm -> how many prompts all have finished; an interruption ends it."""
-    cuda = run.a.device.startswith("cuda")
     for arm in arms:                                                 # warm-up: kernels, allocator, caches
         arm.decode(run.prompts[0][1], min(16, run.prompts[0][2]))
     bar = tqdm(total=len(run.prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
@@ -421,15 +495,16 @@ def measure(run, arms):
         for i, (_, ids, limit) in enumerate(run.prompts):
             first = i % len(arms)                                    # nobody is always first
             for arm in arms[first:] + arms[:first]:
-                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-                if cuda:
+                if run.cuda:
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()
                 out = arm.decode(ids, limit)
-                if cuda:
+                if run.cuda:
                     torch.cuda.synchronize()
-                    peak = torch.cuda.max_memory_allocated()
                 out.seconds, arm.results[i] = time.perf_counter() - start, out
+                peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+                if run.cuda:
+                    peak = torch.cuda.max_memory_allocated()
                 arm.memory = max(arm.memory, peak)
                 bar.update()
             speeds = {arm.name: median(arm.speeds(arms[0], range(i + 1))) for arm in arms if arm.tree}
@@ -460,7 +535,8 @@ def row_of(run, arm, base, generate, group, which):
 
     row = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "seed", "temperature")}
     row |= {"drafter": arm.drafter, "tree": arm.tree, "settings": settings, "group": group, "batch": 1,
-            "prompts": len(outs), "threads": torch.get_num_threads(), "peak_memory": arm.memory,
+            "prompts": len(outs), "prompt_tokens": sum(len(run.prompts[i][1]) for i in which),
+            "threads": torch.get_num_threads(), "peak_memory": arm.memory,
             "tokens": tokens, "tokens_per_second": tokens / sum(out.seconds for out in outs)}
     row |= dict(zip(("speedup_low", "speedup", "speedup_high"), quartiles))
     row["speedup_vs_generate"] = median(arm.speeds(generate, which))
@@ -565,15 +641,21 @@ def parser():
     flag("--bigram", help="Max-Gram's bigram (default: bigram.json of --checkpoint, where there is one)")
     flag("--prompts", nargs="+", default=[str(checkpoints / "prompts.jsonl")], help="files of prompts")
     flag("--limit", type=int, help="at most so many prompts")
+    flag("--system", help="system message of conversations")
+    flag("--template", help="form of conversations: vicuna, or a Jinja file (default: the tokenizer's own)")
     flag("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")
     flag("--max-new-tokens", type=int, default=128)
     flag("--temperature", type=float, default=0.0, help="0 is greedy")
     flag("--top-k", type=int)
     flag("--top-p", type=float, default=1.0)
     flag("--seed", type=int, default=0)
-    flag("--dtype", default="float32", choices=["float32", "float16", "bfloat16", "float64"])
+    flag("--dtype", default="float32", choices=["float32", "float16", "bfloat16", "float64", "auto"],
+         help="auto: as the target's weights are stored")
     flag("--attention", default="sdpa", choices=["sdpa", "eager"])
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
+         help="cpu, cuda; auto: spread over what there is (needs accelerate)")
+    flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
+    flag("--trust-remote-code", action="store_true", help="run the code that models of the hub bring along")
     flag("--threads", type=int, help="CPU threads (default: PyTorch's)")
     flag("--raw-confidence", action="store_true", help="no temperature scaling of drafters")
     flag("--json", help="write one line a row to this file")
@@ -588,7 +670,7 @@ def run_table(argv):
     run = Run(argv)
     a, arms = run.a, arms_of(run)
     where = f"{torch.get_num_threads()} threads"
-    if a.device.startswith("cuda"):
+    if run.cuda:
         where = torch.cuda.get_device_name()
     print(f"target {a.target}, {a.dtype}, {a.device} ({where}), temperature {a.temperature:g}, "
           f"{len(run.prompts)} prompts, up to {a.max_new_tokens} new tokens", *run.notes, sep="; ")

@@ -42,7 +42,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept_drawn, generate, is_chain, no_draft
+from verify import Target, Tree, UserError, accept_drawn, generate, is_chain, no_draft, with_vocabulary
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # longest chain of which a tree is asked for distributions
@@ -190,8 +190,8 @@ class EncoderDecoder(Target):
     """An encoder-decoder target or stage, such as FLAN-T5 (section 5.2), for chains."""
     encoder_decoder = True
 
-    def __init__(self, model, capacity=None):
-        super().__init__(model, capacity)
+    def __init__(self, model, capacity=None, vocab=None):
+        super().__init__(model, capacity, vocab)
         self.start = model.generation_config.decoder_start_token_id
 
     def prove(self):
@@ -212,7 +212,7 @@ class EncoderDecoder(Target):
     def encode(self, ids):
         """Run the encoder over ids (list); the decoder's cache is emptied."""
         self.reset()
-        ids = torch.tensor([ids], device=self.device)
+        ids = torch.tensor([ids], device=self.device).clamp(max=self.known - 1)
         encoder = self.model.get_encoder()
         self.encoded = encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
         # The second gets cross-attention's keys and values at the decoder's first step, and keeps them.
@@ -227,9 +227,10 @@ class EncoderDecoder(Target):
                             "decoder follow the cache, not the depth in a tree): use --tree chain")
         self.depth = node * (parents >= 0)
         self.cache.reserve(self.cache.length + len(tokens))
-        out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
-                         past_key_values=self.caches, use_cache=True)
-        return out.logits[0, -logits_to_keep:]
+        known = tokens.clamp(max=self.known - 1)[None]
+        out = self.model(encoder_outputs=self.encoded, decoder_input_ids=known, past_key_values=self.caches,
+                         use_cache=True)
+        return with_vocabulary(out.logits[0, -logits_to_keep:], self.vocab)
 
 # ---------------------------------------------------------------- the drafter
 def table2(k, neural, gram):
@@ -266,9 +267,10 @@ class Cascade:
     needs = {}
 
     def __init__(self, models, K=None, lenience=1.0, gram=None, capacity=None, vocab=None):
-        """models: small LMs with the target's vocabulary, largest first.  gram: a MaxGram as the last stage.
+        """models: small LMs with the target's tokenizer, largest first.  gram: a MaxGram as the last stage.
 
-        K: Algorithm 1's matrix, see table2.  capacity: most positions of a stage.  vocab: the width of rows.
+        K: Algorithm 1's matrix, see table2.  capacity: most positions of a stage.  vocab: the target's, which
+        may be padded otherwise than a stage's: what only one of them has is never proposed.
         """
         if not models and gram is None:
             raise UserError("a cascade without any stage drafts nothing: name its models, or maxgram")
@@ -277,12 +279,12 @@ class Cascade:
         self.stages = []
         for model in models:
             kind = EncoderDecoder if model.config.is_encoder_decoder else Target
-            self.stages.append(kind(model, capacity))
+            self.stages.append(kind(model, capacity, vocab))
         self.draft_list = self.stages if gram is None else [*self.stages, gram]
         K = K or table2(None, len(models), gram is not None)
         self.K = checked(K, len(self.draft_list))
         self.lenience, self.gram = lenience, gram
-        self.vocab = vocab or self.stages[0].config.vocab_size
+        self.vocab = vocab or self.stages[0].vocab
         self.reset()
 
     def reset(self):

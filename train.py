@@ -32,6 +32,7 @@ import time
 from array import array
 from pathlib import Path
 
+import huggingface_hub
 import jinja2
 import numpy as np
 import torch
@@ -67,7 +68,7 @@ FIELDS = (
 # The flags that all training has, checkpoints/make.py's too: name, type or choices, default, meaning.
 FLAGS = (
     ("target", str, str(STAND_IN), "folder or hub name of the target"),
-    ("target-dtype", ("float32", "bfloat16", "float16"), "float32", "how it is loaded"),
+    ("target-dtype", ("float32", "bfloat16", "float16", "auto"), "float32", "how it is loaded"),
     ("init", str, None, "folder of drafters to start from (a second stage, on other data)"),
     ("out", str, str(HERE / "checkpoints"), "folder to save under"),
     ("work", str, str(HERE / "work"), "folder for token files and the state of a run"),
@@ -327,25 +328,55 @@ def fit(models, losses, evaluate, a):
     return metrics
 
 # ---------------------------------------------------------------- the target and its drafters
-def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, role="the target"):
-    """(model, tokenizer) as transformers loads them; encoder_decoder: T5 may come too; role: for mistakes."""
+def on_hub(name, revision, role):
+    """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
+    try:
+        huggingface_hub.model_info(name, revision=revision, timeout=10)
+    except huggingface_hub.errors.GatedRepoError:
+        raise UserError(f"{role} {name} is gated: accept its terms on huggingface.co/{name}, and log in with "
+                        "`hf auth login`") from None
+    except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError):
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(f"the hub has no {name}{at}, or shows it to nobody that is not logged in (`hf auth "
+                        "login`): check the name") from None
+    except Exception:                                    # no network: what was loaded once is still here
+        return True
+    return False
+
+def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, role="the target",
+                revision=None, trust=False):
+    """(model, tokenizer) as transformers loads them; encoder_decoder: T5 may come too; role: for mistakes.
+
+    device "auto": spread over what there is, by accelerate.  trust: run the model's own code, too.
+    """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     give = "give a complete folder or a hub name of a causal language model"
-    on_hub = str(name).count("/") == 1 and not Path(name).is_absolute()         # OWNER/NAME
-    if not Path(name).exists() and not on_hub:
+    hub = str(name).count("/") == 1 and not Path(name).is_absolute()            # OWNER/NAME
+    if not Path(name).exists() and not hub:
         raise UserError(f"{role} {name} does not exist: {give}")
+    if device == "auto" and not transformers.utils.is_accelerate_available():
+        raise UserError("--device auto needs accelerate: pip install accelerate")
+    here = not Path(name).exists() and on_hub(name, revision, role)
+    more = {"revision": revision, "trust_remote_code": trust, "local_files_only": here}
     try:
-        two = transformers.AutoConfig.from_pretrained(name).is_encoder_decoder
+        config = transformers.AutoConfig.from_pretrained(name, **more)
+        two = config.is_encoder_decoder
         if two and not encoder_decoder:
             raise UserError("it is an encoder-decoder model")
         kind = transformers.AutoModelForSeq2SeqLM if two else transformers.AutoModelForCausalLM
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
-        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
+        # Quantised weights are put in place as they are loaded, as those of a model that is spread are.
+        placed = device == "auto" or getattr(config, "quantization_config", None)
+        if placed:
+            more["device_map"] = "auto" if device == "auto" else {"": device}
+        model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention, **more)
     except Exception as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:150]}"
+        if here:
+            reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
-    return model.to(device).eval(), tokenizer
+    return (model if placed else model.to(device)).eval(), tokenizer
 
 def vocabulary_fingerprint(tokenizer):
     """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and their ids."""
@@ -354,22 +385,26 @@ def vocabulary_fingerprint(tokenizer):
 
 def fingerprint(model, tokenizer=None):
     """What tells one target from another, a fine-tuned one from its base too: shapes, and some weights."""
-    about = {"class": type(model).__name__, "probe": []}
+    about = {"class": type(model).__name__, "probe": {}}
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         about[name] = getattr(model.config.get_text_config(), name)
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    for i in range(32):                                  # a weight of each of 32 matrices, top to bottom
-        matrix = matrices[i * len(matrices) // 32]
-        weight = matrix[matrix.shape[0] * i // 32, matrix.shape[1] // 2]
-        about["probe"].append(float(f"{weight.item():.5g}"))
+    # A weight of each of 32 matrices, the first and the last among them; those that are here, not quantised
+    matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2 and p.is_floating_point()
+                and not p.is_meta and type(p) is torch.nn.Parameter]
+    for i in range(32):
+        name, matrix = matrices[round(i * (len(matrices) - 1) / 31)]
+        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
+        about["probe"][name] = float(f"{weight.item():.5g}")
     if tokenizer is not None:
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
     return about
 
 def same_target(a, b):
     """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
-    close = np.allclose(a["probe"], b["probe"], rtol=1 / 128, atol=1e-6)
-    return close and all(a[key] == b[key] for key in a if key in b and key != "probe")
+    both = [name for name in a["probe"] if name in b["probe"]]
+    weights = [[about["probe"][name] for name in both] for about in (a, b)]
+    close = both and np.allclose(*weights, rtol=1 / 128, atol=1e-6)
+    return bool(close) and all(a[key] == b[key] for key in a if key in b and key != "probe")
 
 def frozen_forward(model, ids, hidden=()):
     """One forward of the frozen target -> batch.  hidden: which hidden_states somebody reads."""
@@ -437,6 +472,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
 
+def add_flags(parser, names):
+    """The flags of FLAGS that have these names; with a target comes what loads it from the hub."""
+    for name, kind, default, meaning in FLAGS:
+        takes = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+        if name in names:
+            parser.add_argument(f"--{name}", **takes, default=default, help=meaning)
+    if "target" in names:
+        parser.add_argument("--revision", help="of the target on the hub: a branch, a tag, a commit")
+        parser.add_argument("--trust-remote-code", action="store_true", help="run the target's own code, too")
+
 def prepare(a):
     """Check the flags -> (target, tokenizer, data); fills in --steps."""
     for name in ("batch", "lr", "width", "layers", "block", "every"):
@@ -449,7 +494,8 @@ def prepare(a):
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
     torch.manual_seed(a.seed)
-    target, tokenizer = load_target(a.target, a.target_dtype, a.device)
+    target, tokenizer = load_target(a.target, a.target_dtype, a.device, revision=a.revision,
+                                    trust=a.trust_remote_code)
     verify.Target(target)                                # refuses what cannot be decoded with
     # From here on a.data stands for the content, which a resumed run must share.
     train, held, a.data = read_data(a, tokenizer, target.config.get_text_config().vocab_size)
@@ -462,9 +508,7 @@ def run(argv):
     p.add_argument("what", nargs="+", help=f"any of: {NAMES}")
     p.add_argument("--data", nargs="+", required=True, help="files or folders to train on")
     p.add_argument("--resume", action="store_true", help="go on from the state in --work")
-    for name, kind, default, meaning in FLAGS:
-        takes = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-        p.add_argument(f"--{name}", **takes, default=default, help=meaning)
+    add_flags(p, [name for name, *_ in FLAGS])
     a = p.parse_args(argv)
     a.command = " ".join(["python train.py", *argv])
     unknown = [name for name in a.what if name not in DRAFTERS]

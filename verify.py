@@ -29,8 +29,9 @@ A drafter has
     reset(), begin(view)     a new sequence; a new round, with what was committed since the last one (View)
     expand(tokens, parents)  as above, but -> logits (m, V); a row of -inf: it cannot go on there
     keep(path)               the nodes (numbers as in parents) that were accepted, root first; forget others
-and may have temperature (1.0), at which its confidence in the argmax is calibrated.  One that writes chains
-itself has chain(root, most, warp, generator) -> (tokens, p_draft), for the builder cascade.proposal.
+and may have temperature (1.0), at which its confidence in the argmax is calibrated; vocab, how many ids it
+knows, and device, where it wants its tokens, if not the target's.  One that writes chains itself has
+chain(root, most, warp, generator) -> (tokens, p_draft), for the builder cascade.proposal.
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though it must be
@@ -50,7 +51,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import Cache
-from transformers.generation import logits_process
+from transformers.generation import logits_process, stopping_criteria
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, with those;
@@ -142,7 +143,8 @@ class TreeCache(Cache):
         if index is not None:
             index = index + self.length
             for rows in (*self.keys.values(), *self.values.values()):
-                rows[:, :, self.length:self.length + count] = rows.index_select(2, index)
+                moved = rows.index_select(2, index.to(rows.device))
+                rows[:, :, self.length:self.length + count] = moved
         self.length += count
 
 def capture(model, indices, into):
@@ -194,6 +196,19 @@ def context_of(model, config):
             context -= module.padding_idx + 1
     return max(context, 0)
 
+def device_of(model):
+    """Where a model takes its input: one that is spread over devices has its embeddings there."""
+    places = getattr(model, "hf_device_map", None)
+    if not places:
+        return model.device
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    return torch.device(getattr(hook, "execution_device", None) or model.device)
+
+def with_vocabulary(logits, vocab):
+    """Rows (n, V) as rows (n, vocab): what lies beyond is cut off, an id that is missing gets -inf."""
+    missing = vocab - logits.shape[-1]
+    return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
 def is_chain(parents):
     """Whether the nodes (n,) follow each other; absent ones may lie behind them."""
     before = torch.arange(len(parents), device=parents.device) - 1
@@ -204,16 +219,21 @@ class Target:
 
     forward(tokens, parents) -> logits (n, V) of a tree's nodes, which become permanent by commit(path).
     sync(ids) -> logits (V,) after the last of ids: the longest common prefix stays, the rest is forwarded.
-    capacity: the most positions, prompt and new tokens; the model's context when None.
-    verifies_trees: what prove() found.  Raises UserError for a model that cannot be decoded like this.
+    capacity: the most positions, prompt and new tokens; the model's context when None.  vocab: how many ids
+    its rows of logits shall have, where a smaller model stands beside a target whose vocabulary is padded
+    otherwise.  verifies_trees: what prove() found.  Raises UserError for a model that cannot be decoded so.
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()                               # {model: its verifies_trees}
 
-    def __init__(self, model, capacity=None):
+    def __init__(self, model, capacity=None, vocab=None):
         config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
         self.model, self.config = model.eval(), config
-        self.device, self.dtype = model.device, model.dtype
+        self.device = device_of(model)
+        self.vocab = self.known = config.vocab_size            # known: what may go in
+        # The type of hidden states: weights may be quantised, and of no floating type.
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        self.dtype = model.get_input_embeddings()(token).dtype
         self.windows = windows_of(model, config)               # {kind of layer: window or None}
         self.context = context_of(model, config)
         self.capacity = min(capacity or self.context, self.context)
@@ -222,6 +242,7 @@ class Target:
         if model not in self.proven:
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
+        self.vocab = vocab or self.known
         self.empty()
 
     def empty(self):
@@ -324,15 +345,20 @@ class Target:
         tokens (n,), parents (n,) -> logits (n, V), or (logits_to_keep, V).  Nothing is kept until commit().
         """
         n, cached = tokens.shape[0], self.cache.length
+        tokens = tokens.to(self.device, non_blocking=True)
+        if self.known < self.vocab:
+            tokens = tokens.clamp(max=self.known - 1)          # an id that it does not know is any other
         assert cached + n <= self.capacity + MOST_NODES, f"{n} nodes behind {cached} exceed {self.capacity}"
         self.cache.reserve(cached + n)
-        if parents is None:
-            seen = torch.ones(n, n, dtype=torch.bool, device=self.device).tril()
+        prompt = parents is None and cached == 0               # the model's own causal mask serves it
+        if prompt:
+            self.depth = torch.arange(n, device=self.device)                           # (n,)
         else:
-            seen = ancestor_mask(parents.to(self.device, non_blocking=True))
-        self.depth = seen.sum(1) - 1                                                   # (n,)
+            chain = torch.arange(-1, n - 1) if parents is None else parents
+            seen = ancestor_mask(chain.to(self.device, non_blocking=True))
+            self.depth = seen.sum(1) - 1
         where = {}                                             # of a chain the model knows by itself
-        if self.verifies_trees:
+        if self.verifies_trees and not prompt:
             masks = None                                       # a lone token looks everywhere
             if n > 1 or any(w is not None and cached >= w for w in self.windows.values()):
                 masks = {kind: tree_mask(seen, cached, w, self.dtype) for kind, w in self.windows.items()}
@@ -342,11 +368,11 @@ class Target:
         elif parents is not None and not is_chain(parents):
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour the mask "
                             "or the positions of a tree): use --tree chain")
-        out = self.model(input_ids=tokens[None].to(self.device, non_blocking=True), use_cache=True,
-                         past_key_values=self.cache, logits_to_keep=logits_to_keep, **where)
+        out = self.model(input_ids=tokens[None], use_cache=True, past_key_values=self.cache,
+                         logits_to_keep=logits_to_keep, **where)
         # Of this forward, whoever else runs the model: (n, D)
         self.rows = {k: h[0] for k, h in self.captured.items()}
-        return out.logits[0]
+        return with_vocabulary(out.logits[0].to(self.device), self.vocab)
 
     def commit(self, path, ids, tokens=None):
         """Keep the nodes `path` of the last forward.  ids: their tokens, a list; tokens: on the device."""
@@ -357,7 +383,9 @@ class Target:
         self.ids += ids
         self.latest = tokens
         for k in self.hidden:
-            self.hidden[k].append(self.rows[k][index if moved else slice(len(path))])
+            # Where the layer lies
+            rows = self.rows[k]
+            self.hidden[k].append(rows[index.to(rows.device) if moved else slice(len(path))])
 
     def sync(self, ids, rows=None):
         """Make the cache hold ids, forwarding what is missing -> the last logits, (V,) or (rows, V)."""
@@ -372,6 +400,9 @@ class Target:
         # The rest is read in slices: a mask of all rows against all would grow with the square of the prompt.
         # (But at once where rows of a first slice would be turned otherwise than those of the last.)
         slice_size = len(ids) if self.turn and len(ids) > self.turn else SLICE
+        # From an empty cache no mask is made at all, if no window and no eager attention asks for one.
+        if same == 0 and self.config._attn_implementation == "sdpa" and not any(self.windows.values()):
+            slice_size = len(ids)
         while same < len(ids):
             end = same + slice_size if same + slice_size + wanted <= len(ids) else len(ids)
             piece = ids[same:end]
@@ -499,7 +530,8 @@ class Output:
     """What generate() fills and returns: tokens, the new ids; runs, how many of them each round gave.
 
     A subclass can measure the decoding (bench.py's does): mark(what) is called when `what` (prefill, draft,
-    verify, other) has just ended, settle() when the device has just been read, round() after each round.
+    verify, other) has just ended, settle() when the device has just been read, round() after each round;
+    tell(new, drafted) as the output grows: by the ids `new`, of which the first `drafted` were drafted.
     """
 
     def __init__(self):
@@ -510,6 +542,9 @@ class Output:
 
     def settle(self):
         """All marks so far have happened."""
+
+    def tell(self, new, drafted):
+        """What is made known of the output: after the prefill (drafted is 0) and after each round."""
 
     def round(self, new, path, parents, p_target=None, p_draft=None):
         """new: its tokens; path: of nodes; parents: the tree's, a list; p_target, p_draft: of drawn ones."""
@@ -528,6 +563,12 @@ class Expand:
         self.drafter, self.out, self.warp, self.vocab = drafter, out, warp, vocab
         self.generator = generator                             # of drawn chains
         self.temperature = getattr(drafter, "temperature", 1.0)
+        self.known = getattr(drafter, "vocab", None) or vocab  # how many ids the drafter knows
+
+    def for_drafter(self, tokens):
+        """Ids (m,) as the drafter takes them: on its device, and none that it does not know."""
+        tokens = tokens.to(getattr(self.drafter, "device", tokens.device))
+        return tokens.clamp(max=self.known - 1) if self.known < self.vocab else tokens
 
     def begin(self, root, room):
         """A round starts.  root (1,): the last token; room: how many tokens may still follow it."""
@@ -548,8 +589,9 @@ class Expand:
         self.depths = known
         self.deepest = max(known) + 1
         self.out.mark("other")
-        logits = self.drafter.expand(tokens, parents).float()                          # (m, V)
+        logits = self.drafter.expand(self.for_drafter(tokens), parents)                # (m, V)
         self.out.mark("draft")
+        logits = with_vocabulary(logits.float().to(tokens.device), self.vocab)
         # What a builder sees is warped as the target is, or calibrated for its argmax.
         probs = self.warp(logits) if self.warp else (logits / self.temperature).softmax(-1)
         if max(depths) >= self.room:
@@ -573,10 +615,12 @@ def no_draft_padded(expand, root):
     """The same with a second root, nobody's child: one query takes a slow matrix-vector path on many CPUs."""
     return Tree(root.repeat(2), torch.full_like(root, -1).repeat(2))
 
-def limit_of(target, ids, max_new_tokens):
+def limit_of(target, ids, max_new_tokens, attention_mask=None):
     """How many tokens can be made behind a prompt (a tensor), at most max_new_tokens."""
     if ids.ndim > 2 or ids.ndim == 2 and ids.shape[0] != 1:
         raise UserError(f"input_ids has shape {tuple(ids.shape)}: give one sequence, (n,) or (1, n)")
+    if attention_mask is not None and not torch.as_tensor(attention_mask).all():
+        raise UserError("attention_mask hides tokens: give one sequence without padding, and no mask")
     if not ids.numel():
         raise UserError("the prompt is empty: give at least one token")
     if max_new_tokens < 1:
@@ -586,6 +630,30 @@ def limit_of(target, ids, max_new_tokens):
         raise UserError(f"the prompt has {ids.numel()} tokens, but the target's context holds "
                         f"{target.capacity}: shorten it")
     return min(max_new_tokens, room)
+
+class Stop:
+    """Where the output ends, by transformers' own criteria: it is cut behind the token at which one holds."""
+
+    def __init__(self, ids, eos_token_id, stop_strings, tokenizer, max_time):
+        if stop_strings and tokenizer is None:
+            raise UserError("stop_strings need the tokenizer: give it, too")
+        eos = [] if eos_token_id is None else eos_token_id     # one or several, a tensor of them too
+        self.eos, self.ids, self.ended = set(torch.as_tensor(eos).flatten().tolist()), ids, False
+        self.criteria = stopping_criteria.StoppingCriteriaList()
+        if stop_strings:
+            self.criteria.append(stopping_criteria.StopStringCriteria(tokenizer, stop_strings))
+        if max_time is not None:
+            self.criteria.append(stopping_criteria.MaxTimeCriteria(max_time))
+
+    def cut(self, new, limit):
+        """New tokens, a list -> those up to the length limit, and up to the first that ends the output."""
+        self.ended = len(new) >= limit
+        for i, token in enumerate(new[:limit], 1):
+            self.ids.append(token)
+            if token in self.eos or self.criteria and self.criteria(torch.tensor([self.ids]), None).any():
+                self.ended = True
+                return new[:i]
+        return new[:limit]
 
 def without_absent(tree):
     """The tree without absent nodes: on a CPU one that nobody needs costs time; on CUDA a read costs more."""
@@ -601,22 +669,26 @@ def without_absent(tree):
 # ---------------------------------------------------------------- the loop
 @torch.inference_mode()
 def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=0.0, top_k=None, top_p=None,
-             eos_token_id=None, seed=0, streamer=None, out=None):
+             eos_token_id=None, seed=0, streamer=None, out=None, attention_mask=None, do_sample=None,
+             stop_strings=None, tokenizer=None, max_time=None):
     """Speculative decoding of one sequence (GLIDE, Figures 1, 2); drafter None and no_draft: plain decoding.
 
     target: Target.  drafter, build(expand, root (1,)) -> Tree: see the contract at the top of this file.
-    input_ids: list of ids or tensor (n,) or (1, n).  temperature 0: greedy.  eos_token_id: int, list or None.
-    streamer: called with (new ids, how many of them were drafted) after the prefill and after each round.
+    input_ids: list of ids or tensor (n,) or (1, n).  The rest as transformers' generate() takes it, but:
+    temperature 0 is greedy, as is do_sample False; nothing is taken from the model's generation_config.
+    streamer: any of transformers'; it gets the prompt, then each round's tokens.  seed: of all draws.
     out: the Output to fill, for instance one that measures.  Raises UserError for an empty prompt, a batch, a
-    prompt that leaves no room in the context.
+    mask that hides something, a prompt that leaves no room in the context.
     """
     ids, device, out = torch.as_tensor(input_ids), target.device, out or Output()
-    limit = limit_of(target, ids, max_new_tokens)
+    limit = limit_of(target, ids, max_new_tokens, attention_mask)
     ids = ids.flatten().tolist()
-    eos = {eos_token_id} if isinstance(eos_token_id, int) else set(eos_token_id or ())
-    warp = warper(temperature, top_k, top_p) if temperature > 0 else None
+    stop = Stop(list(ids), eos_token_id, stop_strings, tokenizer, max_time)
+    if do_sample and temperature == 0:
+        raise UserError("do_sample=True with temperature 0: give a temperature above 0")
+    warp = warper(temperature, top_k, top_p) if temperature > 0 and do_sample is not False else None
     judge = Judge(warp, seed, device)
-    expand = Expand(drafter, out, warp, stream(seed, "draft", device), target.config.vocab_size)
+    expand = Expand(drafter, out, warp, stream(seed, "draft", device), target.vocab)
 
     # Prefill: the target reads the prompt, and says the first token.
     target.watch(drafter.needs if drafter else {})
@@ -625,16 +697,19 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         drafter.reset()
     logits = target.prefill(ids, drafter)[None]
     root = judge.choose(logits, target.cache.length, torch.zeros_like(target.depth[:1]), 0)    # (1,)
-    out.tokens = root.tolist()
+    out.tokens = stop.cut(root.tolist(), limit)
     out.mark("prefill")
+    out.tell(list(out.tokens), 0)
     if streamer:
-        streamer(list(out.tokens), 0)
+        streamer.put(torch.tensor([ids]))
+        streamer.put(torch.tensor(out.tokens))
 
-    while len(out.tokens) < limit and out.tokens[-1] not in eos:
+    while not stop.ended:
         # Draft: the drafter proposes a tree that hangs from the root x_t.
         if drafter:
             out.mark("other")
-            drafter.begin(target.view())
+            view = target.view()
+            drafter.begin(view._replace(tokens=expand.for_drafter(view.tokens)))
             out.mark("draft")
         expand.begin(root, limit - len(out.tokens) - 1)
         tree = build(expand, root)
@@ -658,15 +733,16 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
         if drafter:
             drafter.keep(expand.path(own, kept))
 
-        # The output goes up to the length limit, and up to an end-of-text token.
-        new = new[:limit - len(out.tokens)]
-        ends = [i + 1 for i, token in enumerate(new) if token in eos]
-        new = new[:ends[0]] if ends else new
+        # The output goes up to the length limit, an end-of-text token, a stop string.
+        new = stop.cut(new, limit - len(out.tokens))
         out.round(new, path, parents if drafter else [-1], judge.p_target, tree.p_draft)
+        out.tell(new, min(len(path) - 1, len(new)))
         if streamer:
-            streamer(new, min(len(path) - 1, len(new)))
+            streamer.put(torch.tensor(new))
     out.mark("other")
     out.settle()
+    if streamer:
+        streamer.end()
     return out
 
 # ---------------------------------------------------------------- demo

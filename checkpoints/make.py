@@ -280,7 +280,8 @@ def write_continuations(a):
     A quarter of each window of --length tokens is text, the rest the target's greedy continuation; one row
     {"ids": [...]} a window.
     """
-    target, tokenizer = train.load_target(a.target, a.target_dtype, a.device)
+    target, tokenizer = train.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
+                                          trust=a.trust_remote_code)
     tokens, _, _ = train.read_data(a, tokenizer, target.config.get_text_config().vocab_size)
     out, eos, given = Path(a.out), tokenizer.eos_token_id, a.length // 4
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -399,10 +400,7 @@ def add_flags(p, *names):
     """--data, --resume, and those of train.py's flags that are named."""
     p.add_argument("--data", nargs="+", required=True, help="files or folders of text, chats or token ids")
     p.add_argument("--resume", action="store_true", help="go on from what an interrupted run left")
-    for name, kind, default, meaning in train.FLAGS:
-        if name in names:
-            takes = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
-            p.add_argument(f"--{name}", **takes, default=default, help=meaning)
+    train.add_flags(p, names)
 
 
 def parser():

@@ -384,10 +384,10 @@ def record_continuation(run, drafter, build, ids, limit):
     """Decode one prompt -> [{"drafted": text, "own": text, "tokens": how many}], the prefill first."""
     rounds, spell = [], speller(run.tokenizer)
 
-    def streamer(tokens, drafted):
+    def tell(tokens, drafted):
         accepted = spell(tokens[:drafted])
         rounds.append({"drafted": accepted, "own": spell(tokens[drafted:]), "tokens": len(tokens)})
-    run.decode(drafter, build, ids, limit, streamer=streamer)
+    run.decode(drafter, build, ids, limit, tell=tell)
     return rounds
 
 
@@ -414,7 +414,7 @@ def record_rounds(run, drafter, build, ids, limit):
             add_probabilities(rounds[-1], asked, rows)
         return forward(tokens, parents, **more)
 
-    def streamer(tokens, drafted):
+    def tell(tokens, drafted):
         if made:
             last = rounds[-1]
             children = list(zip(last["parents"], last["tokens"]))
@@ -424,7 +424,7 @@ def record_rounds(run, drafter, build, ids, limit):
             last["before"] = names.decode(ids + made[:-1])
         made.extend(tokens)
     run.target.forward = forward_recorded
-    run.decode(drafter, build_recorded, ids, limit, streamer=streamer)
+    run.decode(drafter, build_recorded, ids, limit, tell=tell)
     for number, each in enumerate(rounds, 1):
         each["tokens"] = [names.decode([token]) for token in each["tokens"]]
         each["round"] = number

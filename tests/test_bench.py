@@ -121,7 +121,7 @@ def arm_of(name, *outs, tree=None, build=None):
 
 def made_up_run(**more):
     a = dict(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0)
-    return SimpleNamespace(a=SimpleNamespace(**a), drafters={}, prompts=[("a", [1], 9), ("b", [1], 9)], **more)
+    return SimpleNamespace(a=SimpleNamespace(**a), cuda=False, drafters={}, prompts=[("a", [1], 9), ("b", [1], 9)], **more)
 
 
 def test_figures_of_a_row_by_hand():
@@ -312,7 +312,7 @@ def test_fixed_is_sized_for_each_drafter(small, monkeypatch):
     run = bench.Run(args(small, "--drafter", "glide", "edd", "--tree", "fixed"))
     nodes = {"glide": 10, "edd": 30}
 
-    def decode(drafter, build, ids, limit, streamer=None):
+    def decode(drafter, build, ids, limit, tell=None):
         out = bench.Record()
         out.total.update(nodes=nodes[next(label for label, d in run.drafters.items() if d is drafter)], depth=5)
         return out
@@ -421,10 +421,10 @@ def test_show_waits_for_the_other_half_of_a_character(small, capsys):
     ids = run.tokenizer("aé€b")["input_ids"]
     assert len(ids) > 4, "characters of several tokens each"
 
-    def decode(prompt, limit, streamer):
-        streamer(ids[:1], 0)
+    def decode(prompt, limit, tell):
+        tell(ids[:1], 0)
         for i in range(1, len(ids), 2):
-            streamer(ids[i:i + 2], 1)
+            tell(ids[i:i + 2], 1)
         return out
     arm.decode = decode
     _, text, _ = continuation(run, arm, capsys)
@@ -435,8 +435,11 @@ def test_the_bar_carries_the_running_speedup(small, monkeypatch):
     seen = []
 
     class Bar:
-        def __init__(self, **_):
-            pass
+        def __init__(self, rows=(), **_):
+            self.rows = rows
+
+        def __iter__(self):
+            return iter(self.rows)
 
         def __enter__(self):
             return self
@@ -481,24 +484,77 @@ class Words:
         return {"input_ids": text}
 
     def apply_chat_template(self, messages, **_):
-        return {"input_ids": messages}
+        return {"input_ids": [(message["role"], message["content"]) for message in messages]}
+
+    def decode(self, ids, **_):
+        return f"answer to {ids[0]}"
+
+
+def made_up_turns(**more):
+    """A run whose target answers a question of n letters or messages with token n."""
+    def decode(drafter, build, ids, limit):
+        assert drafter is None and build is bench.verify.no_draft and limit == min(9, 20 - len(ids))
+        return SimpleNamespace(tokens=[len(ids)])
+    flags = SimpleNamespace(**{"system": None, "template": None, "max_new_tokens": 9, **more})
+    return SimpleNamespace(a=flags, tokenizer=Words(), decode=decode, target=SimpleNamespace(room=lambda ids: 20 - len(ids)))
 
 
 @pytest.mark.parametrize("name, text, expected", [
-    ("mt.jsonl", '{"turns": ["first", "second"]}', "first"),
-    ("gsm.jsonl", '{"question": "q?", "answer": "a"}', "Question: q?\nAnswer:"),
-    ("share.json", '[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]', "hello"),
-    ("chat.json", '[{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]', "hello"),
-    ("p.jsonl", '{"prompt": "def f("}', "def f("), ("t.jsonl", '{"text": "once"}', "once"), ("s.json", '["once"]', "once"),
-    ("plain.txt", "Once upon\n", "Once upon\n"), ("none.jsonl", '{"sentence": "x"}', None), ("number.json", "[1]", None)])
+    ("mt.jsonl", '{"turns": ["first", "second"]}', ["first", "first\n\nanswer to 5\n\nsecond"]),
+    ("gsm.jsonl", '{"question": "q?", "answer": "a"}', ["Question: q?\nAnswer:"]),
+    ("share.json", '[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]', ["hi\n\nhello"]),
+    ("chat.json", '[{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]', ["hello"]),
+    ("p.jsonl", '{"prompt": "def f("}', ["def f("]), ("t.jsonl", '{"text": "once"}', ["once"]), ("s.json", '["once"]', ["once"]),
+    ("plain.txt", "Once upon\n", ["Once upon\n"]), ("none.jsonl", '{"sentence": "x"}', [None]), ("number.json", "[1]", [None])])
 def test_prompt_files_are_told_apart_by_their_fields(tmp_path, name, text, expected):
     (tmp_path / name).write_text(text)
     (row,) = train.read_rows(tmp_path / name)
-    tokenizer = Words()
-    assert bench.encode(row, tokenizer) == expected
-    tokenizer.chat_template = "yes"
-    chat = name in ("mt.jsonl", "share.json", "chat.json")
-    assert bench.encode(row, tokenizer) == ([{"role": "user", "content": expected}] if chat else expected)
+    assert list(bench.turns_of(made_up_turns(), row)) == expected
+
+
+def test_each_question_of_a_conversation_stands_behind_what_was_said():
+    """The file's own answers where it has them, else the target's; a system message first."""
+    run = made_up_turns(system="be kind")
+    run.tokenizer.chat_template = "yes"
+    system, one, two = ("system", "be kind"), ("user", "one"), ("user", "two")
+    assert list(bench.turns_of(run, {"turns": ["one", "two"]})) == [
+        [system, one], [system, one, ("assistant", "answer to 2"), two]]
+    share = {"conversations": [{"from": role, "value": text} for role, text in
+                               (("human", "one"), ("gpt", "yes"), ("human", "two"), ("human", "three"))]}
+    assert list(bench.turns_of(run, share)) == [
+        [system, one], [system, one, ("assistant", "yes"), two],
+        [system, one, ("assistant", "yes"), two, ("assistant", "answer to 4"), ("user", "three")]]
+    own = {"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "one"}]}
+    assert list(bench.turns_of(run, own)) == [[("system", "be brief"), one]], "the file's own system message"
+
+
+def test_a_second_turn_continues_the_first(small, tmp_path):
+    """End to end: the second prompt holds the first, plain decoding's answer, and the second question."""
+    (tmp_path / "mt.jsonl").write_text('{"turns": ["def add(", "return"]}\n{"turns": ["a + b", "b"]}\n')
+    run = bench.Run(args(small, "--prompts", str(tmp_path / "mt.jsonl")))
+    first = run.prompts[0][1]
+    answer = plain(run.model, first, 12)
+    words = f"def add(\n\n{run.tokenizer.decode(answer, skip_special_tokens=True)}\n\nreturn"
+    assert len(run.prompts) == 4 and run.prompts[1][1] == run.tokenizer(words)["input_ids"]
+    assert len(bench.Run(args(small, "--prompts", str(tmp_path / "mt.jsonl"), "--limit", "3")).prompts) == 3
+
+
+def test_chats_in_vicunas_words(small, tmp_path, capsys):
+    """As FastChat writes them: seps " " and "</s>"."""
+    run = bench.Run(args(small, "--template", "vicuna"))
+    said = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Who?"}]
+    about = ("A chat between a curious user and an artificial intelligence assistant. The assistant gives helpful, detailed, "
+             "and polite answers to the user's questions.")
+    assert run.tokenizer.decode(bench.chat_ids(run, said)) == f"{about} USER: Hi. ASSISTANT: Hello!</s>USER: Who? ASSISTANT:"
+    said.insert(0, {"role": "system", "content": "Be kind."})
+    assert run.tokenizer.decode(bench.chat_ids(run, said)) == "Be kind. USER: Hi. ASSISTANT: Hello!</s>USER: Who? ASSISTANT:"
+    (tmp_path / "form.jinja").write_text("{% for turn in messages %}<{{ turn.content }}>{% endfor %}")
+    run = bench.Run(args(small, "--template", str(tmp_path / "form.jinja")))
+    assert run.tokenizer.decode(bench.chat_ids(run, said[:2])) == "<Be kind.><Hi.>"
+    (tmp_path / "form.jinja").write_text("{{ raise_exception('no system message') }}")
+    (tmp_path / "mt.jsonl").write_text('{"turns": ["Hi."]}')
+    argv = args(small, "--template", str(tmp_path / "form.jinja"), "--prompts", str(tmp_path / "mt.jsonl"))
+    check_mistake(argv, "the chat template refuses the messages (no system message)", capsys)
 
 
 def test_groups_take_turns(small, tmp_path):
@@ -514,7 +570,7 @@ def test_groups_take_turns(small, tmp_path):
 @pytest.mark.skipif(not DATA.exists(), reason="the public prompt files (../shared/data) are not here")
 def test_public_prompt_files():
     for name, count, start in (("mt_bench.jsonl", 80, None), ("gsm8k_test.jsonl", 1319, "Question: Janet"), ("HumanEval.jsonl.gz", 164, "from typing")):
-        prompts = [bench.encode(row, Words()) for row in train.read_rows(DATA / name)]
+        prompts = [next(bench.turns_of(made_up_turns(), row)) for row in train.read_rows(DATA / name)]
         assert len(prompts) == count and all(prompts) and (start is None or prompts[0].startswith(start))
 
 
@@ -525,6 +581,7 @@ def test_public_prompt_files():
     (["--tree", "pct(cost=-1)"], "between 0 and 1"), (["--tree", "cape(sizes=(3, 1))"], "3 edges need 4 sizes"), (["--limit", "0"], "--limit is 0"),
     (["--tree", "cape(edges=(0.6, 0.3, 0.8))"], "ascend"), (["--tree", "beam(gamma=100, width=8)"], "that fit"),
     (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--top-p", "nan"], "--top-p is nan"),
+    (["--template", "lama"], "--template lama: say vicuna, or name a file"),
     (["--top-k", "0"], "--top-k is 0"), (["--threads", "0"], "--threads is 0"), (["--tree", "drawn"], "give --temperature above 0"),
     (["--target", "/no/such/model"], "does not exist"), (["--target", "/nowhere"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
     (["--prompts", "/no/such"], "/no/such cannot be read"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
@@ -688,7 +745,7 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
 def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
     shutil.copytree(small / "drafters" / "base", tmp_path / "other")
     tokenizer_of("another text altogether " * 100, 300).save_pretrained(tmp_path / "other")
-    for stage, words in ((tmp_path / "other", "another vocabulary"), (t5 / "base", "another kind of model"),
+    for stage, words in ((tmp_path / "other", "token 257 is 'er' there, 'Ġa' here"), (t5 / "base", "another kind of model"),
                          ("nowhere", "the stage nowhere does not exist")):
         check_mistake(args(small, "--tree", "chain", "--drafter", f"cascade({stage})"), words, capsys)
     assert bench.main(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1")) == 0

@@ -390,7 +390,7 @@ def tables(count, vocab, seed, sharpness=1.5):
 
 @pytest.fixture
 def cascade_of(monkeypatch):
-    monkeypatch.setattr(cascade, "Target", lambda stage, capacity: stage)
+    monkeypatch.setattr(cascade, "Target", lambda stage, capacity, vocab: stage)
     return cascade.Cascade
 
 
@@ -639,12 +639,12 @@ def test_swi_from_the_runs_of_a_real_run(models):
     def count(module, args, kwargs, m):
         counts[m] += 1
     hooks = [m.get_decoder().register_forward_pre_hook(partial(count, m=m), with_kwargs=True) for m in models]
-    drafter, calls = cascade.Cascade(list(models[1:]), None, 1.0, MaxGram(BIGRAM)), []
-    verify.generate(verify.Target(models[0]), drafter, cascade.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24,
-                    streamer=lambda new, drafted: calls.append(new))
+    drafter, calls, out = cascade.Cascade(list(models[1:]), None, 1.0, MaxGram(BIGRAM)), [], verify.Output()
+    out.tell = lambda new, drafted: calls.append(new)
+    verify.generate(verify.Target(models[0]), drafter, cascade.proposal, [3, 1, 4, 1, 5, 9, 2, 6], 24, out=out)
     for hook in hooks:
         hook.remove()
-    # every call of the streamer follows a run of the target
+    # every telling follows a run of the target
     assert [len(calls), *drafter.runs[:2]] == [counts[m] for m in models]
     expected = 24 / (counts[models[0]] + 0.2 * counts[models[1]] + 0.1 * counts[models[2]])
     assert cascade.swi(24, [len(calls), *drafter.runs], [1, 0.2, 0.1, 0]) == pytest.approx(expected)

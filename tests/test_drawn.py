@@ -39,8 +39,7 @@ EXACT = table(1, VOCAB, VOCAB) / 2
 
 class Target:
     """What generate() asks of a target.  Its logits follow from the last two tokens: EXACT (V, V, V)."""
-    device, capacity = torch.device("cpu"), 100
-    config = SimpleNamespace(vocab_size=VOCAB)
+    device, capacity, vocab = torch.device("cpu"), 100, VOCAB
 
     def __init__(self):
         self.cache = SimpleNamespace(length=0, reserve=lambda rows: None)
@@ -124,7 +123,7 @@ CASES = {
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Stages are tables; softmax stands for transformers' processors, which take a quarter of the time here."""
-    monkeypatch.setattr(cascade, "Target", lambda stage, capacity: stage)
+    monkeypatch.setattr(cascade, "Target", lambda stage, capacity, vocab: stage)
     monkeypatch.setattr(verify, "warper", lambda temperature, top_k, top_p: lambda logits: logits.softmax(-1))
     yield
     verify.keyed_noise.cache_clear()

@@ -371,10 +371,9 @@ def test_acceptance_where_the_model_repeats_itself():
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     wanted = plain(model, [3, 3, 3], 21)
     for build in (cape.chain, cape.cape, cascade.proposal):
-        drafter, rounds = cascade.Cascade([], [[5]], gram=MaxGram(), vocab=12), []
-        out = verify.generate(verify.Target(model), drafter, build, [3, 3, 3], 21,
-                              streamer=lambda new, drafted, rounds=rounds: rounds.append(drafted))
-        assert out.tokens == wanted == [3] * 21 and len(rounds) <= 1 + 5
+        drafter = cascade.Cascade([], [[5]], gram=MaxGram(), vocab=12)
+        out = verify.generate(verify.Target(model), drafter, build, [3, 3, 3], 21)
+        assert out.tokens == wanted == [3] * 21 and len(out.runs) <= 5
 
 
 def test_the_demo_and_what_it_needs(capsys):

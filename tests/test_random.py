@@ -4,7 +4,7 @@ A case is a number.  It draws the class and sizes of a target, a drafter, a tree
 are chosen, the prompt, the limits and end-of-text tokens; then it decodes, and compares with the model's own uncached
 forward over the whole text, of which every token must follow: its argmax, or its draw by the keyed noise.  Of a drawn
 chain, whose tokens may be any that the target can draw, the invariants are checked, as for every case: what the cache
-holds, what the streamer was told, what each round gave, how deep its tree was, what builders see, that a second run
+holds, what was told, what each round gave, how deep its tree was, what builders see, that a second run
 is the same, and that the drafter's state is that of a fresh one which is shown all at once.
 
     python tests/test_random.py 10000 --seed 5      # so many cases; prints the numbers of those that fail
@@ -422,11 +422,11 @@ def run(case):
     drawn = name == "drawn" or settings.get("drawn", False)
     ids = {"list": prompt, "(n,)": torch.tensor(prompt), "(1, n)": torch.tensor([prompt])}[case["form"]]
 
-    def decode(out=None, streamer=None):
-        return verify.generate(target, drafter, build, ids, case["new"], eos_token_id=eos, out=out, streamer=streamer,
-                               **sampling)
-    streamed = []
-    out = decode(Output(limit), lambda new, drafted: streamed.append((new, drafted)))
+    def decode(out=None):
+        return verify.generate(target, drafter, build, ids, case["new"], eos_token_id=eos, out=out, **sampling)
+    told, out = [], Output(limit)
+    out.tell = lambda new, drafted: told.append((new, drafted))
+    decode(out)
     tokens = out.tokens
     whole = prompt + tokens
 
@@ -435,8 +435,8 @@ def run(case):
     assert cut(tokens, ends) == tokens, f"{tokens} go on behind an end of text"
     assert len(tokens) == limit or tokens[-1] in ends, f"{tokens} end before the limit, {limit}"
     assert sum(out.runs) == len(tokens) - 1 and all(run > 0 for run in out.runs)
-    assert [token for new, _ in streamed for token in new] == tokens and len(streamed) == 1 + len(out.runs)
-    assert all(0 <= drafted <= len(new) for new, drafted in streamed)
+    assert [token for new, _ in told for token in new] == tokens and len(told) == 1 + len(out.runs)
+    assert all(0 <= drafted <= len(new) for new, drafted in told)
 
     # Every token is what the model's own forward says after those before it, to rounding.
     kv, states = [], {}

@@ -242,7 +242,7 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
 def test_drafters_of_another_target_are_refused(small, tmp_path, capsys):
     assert train.main(flags(small, tmp_path, names=["glide"])) == 0
     about = json.loads((tmp_path / "glide" / "training.json").read_text())
-    for change in ({"vocabulary": "0" * 16}, {"probe": [x + 1 for x in about["target"]["probe"]]}):
+    for change in ({"vocabulary": "0" * 16}, {"probe": {name: x + 1 for name, x in about["target"]["probe"].items()}}):
         other = {**about, "target": {**about["target"], **change}}
         (tmp_path / "glide" / "training.json").write_text(json.dumps(other))
         assert train.main(flags(small, tmp_path, "--init", str(tmp_path), names=["glide"])) == 2
