@@ -1,0 +1,300 @@
+"""Published drafters become checkpoints of ours: EAGLE-1, GLIDE, MEDUSA-1.
+
+    python checkpoints/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 --out my-eagle
+    python bench.py --target lmsys/vicuna-7b-v1.3 --checkpoint my-eagle --drafter eagle --tree eagle2
+
+The idea.  The published architectures are those of edd.py and glide.py.  Weights get their names there, what
+must be the target's is compared with it, and the first thing that does not fit is named (docs/public.md).
+
+    layout      told by the key         its keys, without .weight (a prefix before all of them is dropped)
+    EAGLE-1     fc.weight               embed_tokens, fc, layers.0.(self_attn, mlp, post_attention_layernorm)
+    GLIDE       ... .cross_attn. ...    model.(embed_tokens, norm), lm_head, model.layers.m.(self_attn, mlp,
+                                        cross_attn, input_layernorm, post_attention_layernorm)
+    MEDUSA-1    0.0.linear.weight       h.0.linear, with a bias, and h.1, of each head h
+
+Pickled weights (*.bin, *.pt) are read here and nowhere else, as weights alone: no code in them runs.
+"""
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
+
+import torch  # noqa: E402
+from huggingface_hub import snapshot_download  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+import edd  # noqa: E402
+import glide  # noqa: E402
+import train  # noqa: E402
+from verify import UserError  # noqa: E402
+
+PREFIXES = ("small_model.", "medusa_head.")
+TABLE = "rotary_emb.inv_freq"                      # no weight: theta says it
+NO_WEIGHTS = ("training_args", "optimizer", "scheduler")
+GLIMPSE_THETA = 10000.0                            # GLIDE's cross-attention, whatever the target's theta is
+# What the published classes take where config.json is silent.
+SILENT = {
+    "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
+    "large_hidden_size": 4096, "large_num_attention_heads": 32, "block_size": 5,
+}
+ITS_OWN = "take a whole checkpoint, and name its own target"
+
+# ---------------------------------------------------------------- reading
+def folder_of(source):
+    """A folder itself, or where the hub's files are once they are downloaded."""
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or len(folder.parts) != 2:
+        raise UserError(f"{source} does not exist: give a folder, or OWNER/NAME of a drafter on the hub")
+    # One question, as the library would ask again and again
+    only_local = train.on_hub(source, None, "the drafter")
+    try:
+        for kinds in (("*.json", "*.safetensors"), ("*.json", "*.bin", "*.pt")):
+            folder = Path(snapshot_download(source, allow_patterns=kinds, local_files_only=only_local))
+            if weight_files(folder):
+                break
+    except Exception as why:
+        reason = "it cannot be reached" if only_local else type(why).__name__
+        raise UserError(f"{source} cannot be had from the hub ({reason}): download it elsewhere, and give "
+                        "its folder") from None
+    return folder
+
+def weight_files(folder):
+    """Its *.safetensors, else what is pickled."""
+    pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pt")])
+    return sorted(folder.glob("*.safetensors")) or [p for p in pickled if not p.name.startswith(NO_WEIGHTS)]
+
+def read_weights(folder):
+    """{key: tensor} of all its files."""
+    files, weights = weight_files(folder), {}
+    if not files:
+        raise UserError(f"{folder} holds no *.safetensors, *.bin or *.pt: give the folder of a drafter")
+    for path in files:
+        try:
+            if path.suffix == ".safetensors":
+                found = load_file(path)
+            else:
+                found = dict(torch.load(path, weights_only=True, map_location="cpu"))
+        except Exception as why:
+            raise UserError(f"{path} cannot be read, or holds more than weights ({type(why).__name__}): "
+                            "download it again, or take a file of safetensors") from None
+        for key, weight in found.items():
+            for prefix in PREFIXES:
+                key = str(key).removeprefix(prefix)
+            if key in weights:
+                raise UserError(f"{key} is in {path} and in another file: keep one of them")
+            if not torch.is_tensor(weight) or not weight.is_floating_point():
+                held = getattr(weight, "dtype", type(weight).__name__)
+                raise UserError(f"{key} in {path} is {held}: take floating weights")
+            if not key.endswith(TABLE):
+                weights[key] = weight
+    return weights
+
+def read_settings(folder):
+    """config.json, and what the published classes take where it is silent."""
+    path = folder / "config.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        said = said.get("small_cfg") or said               # of a file for both models
+        return SILENT | {name: value for name, value in said.items() if value is not None}
+    except (ValueError, AttributeError) as why:
+        raise UserError(f"{path} is no JSON object ({type(why).__name__}): download it again") from None
+
+# ---------------------------------------------------------------- comparing
+def check_keys(weights, parts, layout):
+    """weights must have the keys of `parts`, and no other.  parts: {our name: {key: shape}}."""
+    shapes = {key: tuple(shape) for part in parts.values() for key, shape in part.items()}
+    for key in weights:
+        if key not in shapes:
+            raise UserError(f"{layout} for this target has no key {key}: {ITS_OWN}")
+    for key, shape in shapes.items():
+        if key not in weights:
+            raise UserError(f"{layout} for this target has a key {key}, which is missing: {ITS_OWN}")
+        found = tuple(weights[key].shape)
+        if found != shape:
+            raise UserError(f"{key} has shape {found}, and for this target it must be {shape}: {ITS_OWN}")
+
+def joined(weights, parts):
+    """{our name: tensor}: what lies in one matrix here may be several there."""
+    return {name: torch.cat([weights[key] for key in part]) for name, part in parts.items()}
+
+def check_settings(theirs, ours):
+    """Settings {name: value} of config.json, and what they must be."""
+    for name, value in ours.items():
+        if theirs[name] != value:
+            raise UserError(f"config.json: {name} is {theirs[name]}, and must be {value} here: {ITS_OWN}")
+
+def rope_of(settings):
+    """theta, and what else a config says of its rotary table, by old names and by new ones."""
+    said = (settings.get("rope_scaling") or {}) | (settings.get("rope_parameters") or {})
+    theta = said.pop("rope_theta", None) or settings.get("rope_theta") or 10000.0
+    kind = said.pop("type", "default")
+    return theta, {"rope_type": kind} | said
+
+def of_a_layer(settings):
+    """The settings that make a decoder layer compute what it does."""
+    theta, scaling = rope_of(settings)
+    heads = settings.get("num_attention_heads") or 1
+    return {
+        "rope_theta": theta, "rope_scaling": scaling,
+        "rms_norm_eps": settings.get("rms_norm_eps"), "hidden_act": settings.get("hidden_act"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": settings.get("num_key_value_heads") or heads,
+        "head_dim": settings.get("head_dim") or settings.get("hidden_size", 0) // heads,
+    }
+
+def check_embedding(table, target):
+    """An EAGLE brings the target's embedding (rows, D): up to half precision's rounding it must be that."""
+    c = target.config.get_text_config()
+    if table is None or table.shape[1:] != (c.hidden_size,):
+        raise UserError(f"embed_tokens.weight is missing, or not of width {c.hidden_size}: {ITS_OWN}")
+    rows = min(len(table), c.vocab_size)                       # either may be padded
+    with torch.no_grad():
+        own = target.get_input_embeddings()(torch.arange(rows, device=target.device))
+    close = torch.isclose(table[:rows].float(), own.cpu().float(), rtol=1 / 128, atol=1e-6)
+    other = rows - close.all(1).sum().item()
+    if other:
+        raise UserError(f"{other} of {rows} rows of embed_tokens.weight are another target's: {ITS_OWN}")
+
+# ---------------------------------------------------------------- the layouts: -> kind, config, our weights
+def from_eagle(weights, settings, target):
+    """EAGLE-1.  The layer is of the target's class, so its settings must be the target's."""
+    c = target.config.get_text_config()
+    config = edd.Config.for_target(target, bias=settings.get("bias", True), **edd.VARIANTS["eagle"])
+    check_embedding(weights.pop("embed_tokens.weight", None), target)
+    parts = {}
+    for name, weight in edd.Eagle(config, target).state_dict().items():
+        parts[name] = {re.sub(r"^layer\.", "layers.0.", name): weight.shape}
+    check_keys(weights, parts, "EAGLE-1")
+    check_settings(of_a_layer({"hidden_size": c.hidden_size} | settings), of_a_layer(c.to_dict()))
+    return "eagle", config, joined(weights, parts)
+
+def glide_config(weights, settings, target):
+    """The sizes of a GLIDE: the weights say what they can."""
+    layers = {key.split(".")[2] for key in weights if key.startswith("model.layers.")}
+    embed = weights.get("model.embed_tokens.weight", torch.empty(1, 64))
+    gate = weights.get("model.layers.0.mlp.gate_proj.weight", torch.empty(1, 64))
+    config = glide.Config.for_target(target, embed.shape[1], len(layers), block=settings["block_size"])
+    config.vocab, config.feed_forward = len(embed), len(gate)
+    config.heads, config.eps = settings["num_attention_heads"], settings["rms_norm_eps"]
+    config.theta, scaling = rope_of(settings)
+    config.glimpse_theta = GLIMPSE_THETA
+    check_settings(settings | {"rope_scaling": scaling}, {
+        "large_num_attention_heads": config.target_heads,
+        "large_hidden_size": config.target_heads * config.target_head_size,
+        "rope_scaling": {"rope_type": "default"},
+        "hidden_act": "silu",
+        "attention_bias": False,
+    })
+    return config
+
+def glide_parts(config, key_rows):
+    """{our name: {key: shape}} of a whole GLIDE."""
+    V, D, F, kv = config.vocab, config.width, config.feed_forward, (key_rows, config.width)
+    layer = {
+        "norm1": {"input_layernorm": (D,)},
+        "qkv": {"self_attn.q_proj": (D, D), "self_attn.k_proj": kv, "self_attn.v_proj": kv},
+        "o": {"self_attn.o_proj": (D, D)},
+        "glimpse_q": {"cross_attn.q_proj": (config.target_heads * config.target_head_size, D)},
+        "glimpse_o": {"cross_attn.o_proj": (D, config.target_heads * config.target_value_size)},
+        "norm2": {"post_attention_layernorm": (D,)},
+        "up": {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D)},
+        "down": {"mlp.down_proj": (D, F)},
+    }
+    parts = {"embed.weight": {"model.embed_tokens.weight": (V, D)}, "head.weight": {"lm_head.weight": (V, D)}}
+    parts["norm.weight"] = {"model.norm.weight": (D,)}
+    for m in range(config.layers):
+        for name, part in layer.items():
+            keys = {f"model.layers.{m}.{key}.weight": shape for key, shape in part.items()}
+            parts[f"layers.{m}.{name}.weight"] = keys
+    return parts
+
+def from_glide(weights, settings, target):
+    """GLIDE.  Where query heads share a key, its rows are repeated, which computes the same."""
+    config = glide_config(weights, settings, target)
+    key_heads = settings.get("num_key_value_heads") or config.heads
+    size = config.width // config.heads
+    if size * config.heads != config.width or size % 2 or config.heads % key_heads:
+        raise UserError(f"config.json: {config.heads} heads and {key_heads} of keys do not part a width of "
+                        f"{config.width}: download it again")
+    parts = glide_parts(config, key_heads * size)
+    check_keys(weights, parts, "GLIDE")
+    for key in weights:
+        if ".k_proj." in key or ".v_proj." in key:
+            rows = weights[key].unflatten(0, (key_heads, size))            # (heads of keys, size, D)
+            weights[key] = rows.repeat_interleave(config.heads // key_heads, 0).flatten(0, 1)
+    return "glide", config, joined(weights, parts)
+
+def from_medusa(weights, settings, target):
+    """MEDUSA-1.  The published config.json says a wrong number of heads: the keys are counted."""
+    for key in weights:
+        if re.match(r"\d+\.[1-9]\d*\.linear\.", key):
+            raise UserError(f"{key}: medusa_num_layers is above 1: take one whose heads have one layer")
+    heads = {key.split(".")[0] for key in weights if re.match(r"\d+\.0\.linear\.", key)}
+    config = edd.Config.for_target(target, heads=len(heads), **edd.VARIANTS["medusa"])
+    V, D = config.vocab, config.width
+    parts = {}
+    for h in range(config.heads):
+        parts[f"w.{h}.weight"] = {f"{h}.0.linear.weight": (D, D)}
+        parts[f"w.{h}.bias"] = {f"{h}.0.linear.bias": (D,)}
+        parts[f"heads.{h}.weight"] = {f"{h}.1.weight": (V, D)}
+    check_keys(weights, parts, "MEDUSA-1")
+    return "medusa", config, joined(weights, parts)
+
+def layout_of(weights, source):
+    """What converts these weights, told by their keys."""
+    if "fc.weight" in weights:
+        return from_eagle
+    if any(".cross_attn." in key for key in weights):
+        return from_glide
+    if any(re.match(r"\d+\.\d+\.linear\.", key) for key in weights):
+        return from_medusa
+    raise UserError(f"{source} is in no known layout (it has a key {next(iter(weights), None)}): EAGLE-1 has "
+                    "fc.weight, GLIDE keys with cross_attn, MEDUSA-1 0.0.linear.weight")
+
+# ---------------------------------------------------------------- command line
+def run(argv):
+    p = train.Parser(description="Convert a published drafter.")
+    p.add_argument("source", help="folder or hub name of the drafter: EAGLE-1, GLIDE, MEDUSA-1")
+    p.add_argument("--out", required=True, help="folder to save under")
+    train.add_flags(p, ("target", "target-dtype", "device"))
+    p.set_defaults(target_dtype="auto")
+    a = p.parse_args(argv)
+    out = Path(a.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"--out {out} is not empty: name a new folder")
+    folder = folder_of(a.source)
+    weights, settings = read_weights(folder), read_settings(folder)
+    convert = layout_of(weights, a.source)
+    target, tokenizer = train.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
+                                          trust=a.trust_remote_code)
+    try:
+        kind, config, state = convert(weights, settings, target)
+    except (ValueError, TypeError, ArithmeticError) as why:    # the latter two: a setting of a wrong kind
+        raise UserError(f"{a.source}: {why}") from None
+    about = {"config": vars(config), "kind": kind, "source": a.source, "validation": {}}
+    about["command"] = " ".join(["python checkpoints/convert.py", *argv])
+    about["date"] = time.strftime("%Y-%m-%d")
+    about["target"] = train.fingerprint(target, tokenizer)
+    text = json.dumps(about, indent=1) + "\n"
+    # As train.save_drafter, but in the type that the weights have
+    train.write_atomically(out / "model.safetensors", lambda part: save_file(state, part, {"format": "pt"}))
+    train.write_atomically(out / "training.json", lambda part: part.write_text(text))
+    print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
+
+def main(argv):
+    """Exit status: 0; 2 after one sentence, about a mistake."""
+    try:
+        run(argv)
+    except (UserError, OSError) as why:
+        print(f"convert.py: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
