@@ -498,9 +498,6 @@ EDITS["verify"] = [
     ("a drafter is shown ids that it does not know", "return tokens.clamp(max=self.known - 1) if", "return tokens if", "real"),
     ("the type is the weights'", "self.dtype = model.get_input_embeddings()(token).dtype",
      "self.dtype = next(p for p in model.model.layers[0].mlp.parameters()).dtype", "real"),
-    # a prompt without a mask
-    ("a prompt behind cached tokens has no mask", "prompt = parents is None and cached == 0", "prompt = parents is None",
-     "verify analysis"),
     ("drafted beyond the limit", "expand.begin(root, limit - len(out.tokens) - 1)",
      "expand.begin(root, limit - len(out.tokens))", "verify::test_eos_and_the_length_limit_inside_an_accepted_path"),
     ("the deepest nodes may be asked for children", "if max(depths) >= self.room:", "if max(depths) > self.room:",
