@@ -207,7 +207,7 @@ class DraftModel(nn.Module):
         decoder = model.get_decoder()
         index = len(decoder.layers) - 1
         layer = type(decoder.layers[index])(decoder.config, layer_idx=index)
-        self.layer = layer.apply(model._init_weights).to(self.like)
+        self.layer = layer.apply(model._init_weights).to(self.like.device, self.like.dtype)
 
     def rows(self, x, position, mask, cache=None):
         """One pass through the layer.  x (B, m, D), position (1, m), mask (m, keys) or None -> (B, m, D)."""
@@ -234,7 +234,8 @@ class EDD(DraftModel):
         self.embed = nn.Embedding.from_pretrained(table.to(self.like), freeze=False)
         self.head = self.own_head()
         self.add_layer(model)
-        self.norm = own_copy(self.target.norm.module).apply(model._init_weights).to(self.like)
+        self.norm = own_copy(self.target.norm.module).apply(model._init_weights)
+        self.norm.to(self.like.device, self.like.dtype)
         self.requires_grad_(True)
 
     def forward(self, ids, hidden, block):
@@ -269,7 +270,7 @@ class Eagle(DraftModel):
     def __init__(self, config, model):
         super().__init__(config, model)
         width = config.width
-        self.fc = nn.Linear(2 * width, width, config.bias).to(self.like)
+        self.fc = nn.Linear(2 * width, width, config.bias).to(self.like.device, self.like.dtype)
         self.add_layer(model)
         self.layer.input_layernorm = nn.Identity()             # the first norm is left out
 
@@ -298,7 +299,8 @@ class Medusa(DraftModel):
     """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k, b_k = 0)."""
     def __init__(self, config, model):
         super().__init__(config, model)
-        head, w = self.own_head(), nn.Linear(config.width, config.width).to(self.like)
+        head, w = self.own_head(), nn.Linear(config.width, config.width)
+        w.to(self.like.device, self.like.dtype)
         for p in w.parameters():
             nn.init.zeros_(p)
         self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(config.heads))

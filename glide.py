@@ -467,7 +467,7 @@ def load(folder, model, length=None):
     rows = cached_rows(model)
     layer = max(config.layers_read, default=-1)
     keys, _ = rows[min(layer, len(rows) - 1)]
-    drafter = Drafter(draft_model.to(keys))
+    drafter = Drafter(draft_model.to(keys.device, keys.dtype))
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about
 

@@ -388,10 +388,11 @@ def fingerprint(model, tokenizer=None):
     about = {"class": type(model).__name__, "probe": {}}
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         about[name] = getattr(model.config.get_text_config(), name)
-    # A weight of each of 32 matrices, the first and the last among them; those that are here, not quantised
+    # A weight of each of 32 matrices, the first and the last among them: of those that are here, and not
+    # quantised (to integers, or, by torchao, to tensors made of several)
     matrices = [(name, p) for name, p in model.named_parameters() if p.ndim == 2 and p.is_floating_point()
-                and not p.is_meta and type(p) is torch.nn.Parameter]
-    for i in range(32):
+                and not p.is_meta and not hasattr(p, "__tensor_flatten__")]
+    for i in range(32 if matrices else 0):
         name, matrix = matrices[round(i * (len(matrices) - 1) / 31)]
         weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
         about["probe"][name] = float(f"{weight.item():.5g}")

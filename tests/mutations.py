@@ -166,11 +166,11 @@ EDITS["edd"] = [
      "edd::test_block_lengths_are_drawn_from_the_whole_range"),
     ("the final norm is a copy", "own_copy(self.target.norm.module).apply(model._init_weights)",
      "own_copy(self.target.norm.module)", "edd::test_the_layer_and_its_norm_are_fresh"),
-    ("the layer starts with std 2", "self.layer = layer.apply(model._init_weights).to(self.like)",
+    ("the layer starts with std 2", "self.layer = layer.apply(model._init_weights).to(self.like.device, self.like.dtype)",
      "self.layer = layer.to(self.like)\n"
      "        [nn.init.normal_(p, std=2.0) for p in layer.parameters() if p.ndim > 1]",
      "edd::test_the_layer_and_its_norm_are_fresh"),
-    ("the layer is a copy", "self.layer = layer.apply(model._init_weights).to(self.like)",
+    ("the layer is a copy", "self.layer = layer.apply(model._init_weights).to(self.like.device, self.like.dtype)",
      "self.layer = copy.deepcopy(decoder.layers[index])",
      "edd::test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns"),
     ("the embedding is the target's own", "self.embed = nn.Embedding.from_pretrained(table.to(self.like), freeze=False)",
