@@ -335,6 +335,32 @@ def test_drawn_chain_acceptance_follows_the_target():
     assert abs(accepted / n - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / n)
 
 
+def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch):
+    """min(1, p_target / p_draft) by draws on either side of it; what is drawn after a rejection by its weights, no statistics."""
+    p_target, p_draft = torch.rand(2, 40, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64) ** 3
+    p_target, p_draft = p_target / p_target.sum(1, keepdim=True), p_draft / p_draft.sum(1, keepdim=True)
+    after, weights, sides = torch.full((1, 6), 1 / 6, dtype=torch.float64), [], 0
+
+    def multinomial(row, count, generator):
+        weights.append(row)
+        return torch.tensor([0])
+    monkeypatch.setattr(torch, "multinomial", multinomial)
+    for p, q in zip(p_target, p_draft):
+        for x in range(6):
+            tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
+            ratio = (p[x] / q[x]).item()
+            for u in (ratio - 1e-9, ratio + 1e-9, 1 - 1e-9):
+                if not 0 <= u < 1:
+                    continue
+                monkeypatch.setattr(torch, "rand", lambda shape, u=u, **_: torch.full(shape, u, dtype=torch.float64))
+                path, _, *_ = verify.accept_drawn(tree, torch.cat((p[None], after)), None)
+                assert path == ([0, 1] if u < ratio else [0]), (u, ratio)
+                expected = after[0] if u < ratio else (p - q).clamp(min=0)
+                torch.testing.assert_close(weights[-1] / weights[-1].sum(), expected / expected.sum())
+                sides += 1
+    assert sides > 300
+
+
 # ---------------------------------------------------------------- targets that prove themselves
 def sized(name, **more):
     """A tiny model of a class of transformers', by the sizes that its configuration knows, in float64."""
