@@ -227,6 +227,8 @@ def turns_of(run, row):
         if asked:
             ids = chat_ids(run, said)
             yield ids
+    if ids is None:                                                  # nobody asks anything
+        yield None
 
 def read_prompts(run):
     """-> [(group, ids, most new tokens)]"""
@@ -242,6 +244,8 @@ def read_prompts(run):
     left_out = 0
     for number, group, row in tqdm(rows, desc="prompts", unit="row", leave=False, disable=None):
         name = f"prompt {number} of {group}"
+        if len(prompts) == a.limit:
+            break
         for ids in turns_of(run, row):
             if not ids:
                 raise UserError(f"{name} is empty, or has no turns conversations messages question prompt "

@@ -332,13 +332,10 @@ def on_hub(name, revision, role):
     """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
-    except huggingface_hub.errors.GatedRepoError:
-        raise UserError(f"{role} {name} is gated: accept its terms on huggingface.co/{name}, and log in with "
-                        "`hf auth login`") from None
     except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError):
         at = f" at revision {revision}" if revision else ""
-        raise UserError(f"the hub has no {name}{at}, or shows it to nobody that is not logged in (`hf auth "
-                        "login`): check the name") from None
+        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not logged in "
+                        "(`hf auth login`): check the name") from None
     except Exception:                                    # no network: what was loaded once is still here
         return True
     return False
@@ -373,7 +370,9 @@ def load_target(name, dtype, device, attention="sdpa", encoder_decoder=False, ro
         model = kind.from_pretrained(name, dtype=dtype, attn_implementation=attention, **more)
     except Exception as why:
         reason = f"{type(why).__name__}: {str(why).splitlines()[0][:150]}"
-        if here:
+        if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
+            reason, give = "it is gated", f"accept its terms on huggingface.co/{name}, and `hf auth login`"
+        elif here and isinstance(why, OSError):
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
     return (model if placed else model.to(device)).eval(), tokenizer
@@ -402,6 +401,8 @@ def fingerprint(model, tokenizer=None):
 
 def same_target(a, b):
     """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
+    if not isinstance(a["probe"], dict) or not isinstance(b["probe"], dict):
+        return False                                     # they were lists once, whose weights had no names
     both = [name for name in a["probe"] if name in b["probe"]]
     weights = [[about["probe"][name] for name in both] for about in (a, b)]
     close = both and np.allclose(*weights, rtol=1 / 128, atol=1e-6)

@@ -505,6 +505,7 @@ def made_up_turns(**more):
     ("share.json", '[{"conversations": [{"from": "gpt", "value": "hi"}, {"from": "human", "value": "hello"}]}]', ["hi\n\nhello"]),
     ("chat.json", '[{"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]}]', ["hello"]),
     ("p.jsonl", '{"prompt": "def f("}', ["def f("]), ("t.jsonl", '{"text": "once"}', ["once"]), ("s.json", '["once"]', ["once"]),
+    ("told.json", '[{"conversations": [{"from": "gpt", "value": "hi"}]}]', [None]),
     ("plain.txt", "Once upon\n", ["Once upon\n"]), ("none.jsonl", '{"sentence": "x"}', [None]), ("number.json", "[1]", [None])])
 def test_prompt_files_are_told_apart_by_their_fields(tmp_path, name, text, expected):
     (tmp_path / name).write_text(text)
@@ -528,7 +529,7 @@ def test_each_question_of_a_conversation_stands_behind_what_was_said():
     assert list(bench.turns_of(run, own)) == [[("system", "be brief"), one]], "the file's own system message"
 
 
-def test_a_second_turn_continues_the_first(small, tmp_path):
+def test_a_second_turn_continues_the_first(small, tmp_path, monkeypatch):
     """End to end: the second prompt holds the first, plain decoding's answer, and the second question."""
     (tmp_path / "mt.jsonl").write_text('{"turns": ["def add(", "return"]}\n{"turns": ["a + b", "b"]}\n')
     run = bench.Run(args(small, "--prompts", str(tmp_path / "mt.jsonl")))
@@ -536,7 +537,9 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
     answer = plain(run.model, first, 12)
     words = f"def add(\n\n{run.tokenizer.decode(answer, skip_special_tokens=True)}\n\nreturn"
     assert len(run.prompts) == 4 and run.prompts[1][1] == run.tokenizer(words)["input_ids"]
-    assert len(bench.Run(args(small, "--prompts", str(tmp_path / "mt.jsonl"), "--limit", "3")).prompts) == 3
+    asked, decode = [], bench.Run.decode
+    monkeypatch.setattr(bench.Run, "decode", lambda run, *how, **more: asked.append(how) or decode(run, *how, **more))
+    assert len(bench.Run(args(small, "--prompts", str(tmp_path / "mt.jsonl"), "--limit", "2")).prompts) == 2 and len(asked) == 1
 
 
 def test_chats_in_vicunas_words(small, tmp_path, capsys):

@@ -1,5 +1,7 @@
 """What real models bring along: padded vocabularies, stop strings, streams, several devices, quantised weights, the hub."""
+import json
 import random
+import shutil
 import socket
 from functools import partial
 
@@ -284,7 +286,6 @@ def refusal(kind):
 
 
 @pytest.mark.parametrize("error, words", [
-    (huggingface_hub.errors.GatedRepoError, "is gated: accept its terms on huggingface.co/some/model"),
     (huggingface_hub.errors.RepositoryNotFoundError, "the hub has no some/model"),
     (huggingface_hub.errors.RevisionNotFoundError, "the hub has no some/model at revision v9"),
     (ConnectionError, "the hub cannot be reached, and it was not loaded before")])
@@ -303,6 +304,40 @@ def test_the_hub_is_asked_once(small, monkeypatch, capsys, error, words):  # noq
     argv[1] = "some/model"
     check_mistake(argv, words, capsys)
     assert asked == [("some/model", "v9")]
+
+
+def loading(monkeypatch, error, cause=None):
+    """The hub answers, or does not; then transformers says `error`."""
+    def refuse(*_, **__):
+        raise error from cause
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_why_a_model_of_the_hub_cannot_be_loaded(small, monkeypatch, capsys, reached):  # noqa: F811
+    """A gated one says so; without a network what is missing is, and not what is wrong with a model that is here."""
+    def model_info(*_, **__):
+        if not reached:
+            raise ConnectionError("no network")
+    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+    argv = args(small)
+    argv[1] = "some/model"
+    loading(monkeypatch, OSError("a gated repo.\nmore"), refusal(huggingface_hub.errors.GatedRepoError))
+    check_mistake(argv, "(it is gated): accept its terms on huggingface.co/some/model, and `hf auth login`", capsys)
+    loading(monkeypatch, ValueError("it needs remote code"))
+    check_mistake(argv, "cannot be loaded (ValueError: it needs remote code)", capsys)
+    loading(monkeypatch, OSError("no such file"))
+    check_mistake(argv, "(OSError: no such file)" if reached else "it was not loaded before", capsys)
+
+
+def test_a_drafter_of_before_weights_had_names_is_refused(small, tmp_path, capsys):  # noqa: F811
+    shutil.copytree(small / "drafters" / "glide", tmp_path / "glide")
+    about = json.loads((tmp_path / "glide" / "training.json").read_text())
+    about["target"]["probe"] = list(about["target"]["probe"].values())
+    (tmp_path / "glide" / "training.json").write_text(json.dumps(about))
+    argv = args(small)
+    argv[argv.index("--checkpoint") + 1] = str(tmp_path)
+    check_mistake(argv, "was made for another target: train one for this", capsys)
 
 
 def test_how_a_model_is_loaded_reaches_transformers(small, monkeypatch):  # noqa: F811
