@@ -154,7 +154,7 @@ def review_drawn(logits, gen, first, warp, lenience, generator):
         rows[:-1] = lenient_distribution(rows[:-1], p_draft, l[:, None])
     chain = torch.tensor(gen.tokens[first - 1:], device=rows.device)         # the root, the drafts
     parents = torch.arange(-1, len(chain) - 1, device=rows.device)
-    _, new = accept_drawn(Tree(chain, parents, p_draft), rows, generator)
+    _, new, *_ = accept_drawn(Tree(chain, parents, p_draft), rows, generator)
     gen.replace(first, new, rows[:len(new)])
 
 def lenient_distribution(p_reviewer, p_draft, l):
@@ -190,8 +190,8 @@ class EncoderDecoder(Target):
     """An encoder-decoder target or stage, such as FLAN-T5 (section 5.2), for chains."""
     encoder_decoder = True
 
-    def __init__(self, model, capacity=None, vocab=None):
-        super().__init__(model, capacity, vocab)
+    def __init__(self, model, capacity=None, vocab=None, **more):
+        super().__init__(model, capacity, vocab, **more)
         self.start = model.generation_config.decoder_start_token_id
 
     def prove(self):

@@ -115,7 +115,7 @@ def p_target(batch):
 # ---------------------------------------------------------------- draft models: what training runs
 def factor(ours, targets, what):
     """The number c of targets = c ours, up to rounding; ValueError where there is none."""
-    share = targets.to(ours.device).double() / ours.double()
+    share = targets.cpu().double() / ours.cpu().double()       # (Apple's GPUs know no double)
     c = share.nanmedian()
     off = (share / c - 1).abs().nanmedian()        # in half precision a token may go to another expert
     if not off < torch.finfo(ours.dtype).eps ** 0.5:
@@ -326,25 +326,41 @@ class Medusa(DraftModel):
 class Rows:
     """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
     def __init__(self):
-        self.length, self.kept = 0, {}                         # 0: keys, 1: values
+        self.length, self.rows, self.kept = 0, 0, {}           # kept: 0: keys, 1: values
+        self.slots, self.read = None, None                     # of a padded forward, as verify.TreeCache's
+
+    def reserve(self, rows):
+        """Have room for so many rows -> how many there are.  What is there stays."""
+        if rows > self.rows:
+            more = max(1024, 2 * rows) - self.rows
+            self.kept = {i: F.pad(kept, (0, 0, 0, more)) for i, kept in self.kept.items()}
+            self.rows += more
+        return self.rows
 
     def update(self, k, v, *args, **kwargs):
         """Write rows (1, H, m, d) behind the first `length`, which the caller sets -> all rows (views)."""
-        end = self.length + k.shape[2]
+        end = self.read or self.length + k.shape[2]
+        self.reserve(end)
         for i, new in enumerate((k, v)):
-            rows = self.kept.get(i, new[:, :, :0])
-            if end > rows.shape[2]:
-                more = max(1024, 2 * end) - rows.shape[2]
-                rows = F.pad(rows, (0, 0, 0, more))
-            rows[:, :, self.length:end] = new
-            self.kept[i] = rows
+            if i not in self.kept:
+                self.kept[i] = new.new_zeros(*new.shape[:2], self.rows, new.shape[3])
+            if self.read:
+                self.kept[i].index_copy_(2, self.slots, new)
+            else:
+                self.kept[i][:, :, self.length:end] = new
         return [rows[:, :, :end] for rows in self.kept.values()]
+
+def direct(run, reserve, keys, numbers, *tensors):
+    """Run a forward: have room for so many keys, then run(keys, numbers, *tensors)."""
+    reserve(keys)
+    return run(keys, numbers, *tensors)
 
 class Drafter:
     """Decoding with an EDD or a VDM, step by step.  Its contract is verify.py's."""
     temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
     def __init__(self, model):
         self.model, self.config, self.device = model.eval(), model.config, model.like.device
+        self.call = direct               # on CUDA verify.py puts its Static in this place
         self.needs = {"hidden": (model.config.hidden,)} if model.config.encoding else {}
         self.cache = Rows()
         self.reset()
@@ -380,26 +396,43 @@ class Drafter:
         for parent in parents:
             above = self.lines[parent] if parent >= 0 else []
             self.lines.append(above + [len(self.lines)])
-        nodes = len(self.lines)
         x = torch.cat((*self.pending, x))                                              # (p + m, D)
-        p, self.pending = len(x) - m, []
-        # In a chain a row's place in the cache is its position, and it sees all up to it
-        start, end = self.t + before - p, self.t + nodes
-        position = torch.arange(start, end, device=x.device)
-        mask = None                      # a lone row sees all that is there, and a node behind a whole prompt
-        if m > 1 or 0 < start < end - 1 or len(self.lines[-1]) < nodes:
-            mask = torch.arange(end, device=x.device) <= position[:, None]             # (p + m, end)
-        if len(self.lines[-1]) < nodes:
+        n, p, self.pending = len(x), len(x) - m, []
+        inputs, start = [x], self.t + before - p
+        if len(self.lines[-1]) < before + m:
             # In a tree a node sees of the nodes its own line, which is as long as it is deep
-            sees = torch.zeros(m, nodes, dtype=torch.bool)
+            sees = torch.zeros(n, before + m, dtype=torch.bool)
             for i, line in enumerate(self.lines[before:]):
-                sees[i, line] = True
-            sees = sees.to(x.device)
-            mask[p:, self.t:] = sees
-            position[p:] = self.t + sees.sum(1) - 1
+                sees[p + i, line] = True
+            inputs.append(sees.to(x.device, non_blocking=True))
         self.cache.length = start
-        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, p + m, D)
-        return rows[0, p:]
+        call = self.call if self.cache.kept else direct        # the first of all says what rows look like
+        return call(self.run, self.cache.reserve, start + n, [self.t, start, p], *inputs)[0][p:]
+
+    def run(self, keys, numbers, x, sees=None):
+        """x (n, D): p pending rows, then nodes, in the cache from slot `start` on -> [rows (n, D)]
+
+        sees (n, nodes): of a tree.  numbers: t, start, p; ints, or tensors () where shapes are padded.
+        """
+        n, (t, start, p) = len(x), numbers
+        static = torch.is_tensor(t)
+        number = torch.arange(n, device=x.device)
+        key = torch.arange(keys, device=x.device)
+        slots = start + number
+        # In a chain a row's place in the cache is its position, and it sees all up to it
+        position, mask = slots, None     # a lone row sees all that is there, and a node behind a whole prompt
+        if static or sees is not None or n > p + 1 or 0 < start < keys - 1:
+            mask = key <= slots[:, None]                                               # (n, keys)
+        if sees is not None:
+            columns = t + torch.arange(sees.shape[1], device=x.device)
+            line = (key < t).repeat(n, 1).index_copy(1, columns, sees)
+            mask = torch.where((number >= p)[:, None], line, mask)
+            position = torch.where(number >= p, t + sees.sum(1) - 1, slots)
+        if static:
+            self.cache.slots, self.cache.read = slots, keys
+        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, n, D)
+        self.cache.read = None
+        return [rows[0]]
 
 class EagleDrafter(Drafter):
     """Decoding with EAGLE: committed tokens' rows are made of true features, drafted ones' of predicted."""

@@ -323,6 +323,11 @@ class Glide(nn.Module):
         return F.cross_entropy(predicted, following), logits
 
 # ---------------------------------------------------------------- decoding
+def direct(run, reserve, keys, numbers, *tensors):
+    """Run a forward: have room for so many keys, then run(keys, numbers, *tensors)."""
+    reserve(keys)
+    return run(keys, numbers, *tensors)
+
 class Drafter:
     """Decoding with a Glide, step by step; nothing is computed twice.  Its contract is verify.py's.
 
@@ -334,6 +339,7 @@ class Drafter:
         self.model, self.config = model.eval(), model.config
         self.needs = {"kv": model.config.layers_read}
         self.vocab, self.device = model.config.vocab, model.embed.weight.device
+        self.call = direct               # on CUDA verify.py puts its Static in this place
         c = self.config
         shape = (2, c.layers, c.heads, 0, c.width // c.heads)
         self.store = model.embed.weight.new_zeros(shape)
@@ -368,10 +374,11 @@ class Drafter:
             if self.began is not None:
                 limit = torch.full_like(place, self.began)
             delayed = key < limit[:, None]
+        kv = {i: (k[:, :, :self.t], v[:, :, :self.t]) for i, (k, v) in self.kv.items()}
         x = model.embed(tokens)[None]                                                        # (1, p, d_D)
         for m, layer in enumerate(model.layers[:-1]):
             write = self.writer(m, place, self.t)
-            x = layer(x, turn, causal, self.kv, target_turn, delayed, write)
+            x = layer(x, turn, causal, kv, target_turn, delayed, write)
         # Nobody asks what the last layer makes of these rows: its keys and values suffice.
         _, k, v = model.layers[-1].project(x, turn)
         write = self.writer(c.layers - 1, place, self.t)
@@ -380,39 +387,45 @@ class Drafter:
 
     def expand(self, tokens, parents):
         """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
-        model, device = self.model, tokens.device
         before, m = len(self.lines), len(parents)
         for parent in parents:
             above = self.lines[parent] if parent >= 0 else []
             self.lines.append(above + [len(self.lines)])
-        end = self.t + before + m
-        self.room(end)
-        slots = torch.arange(self.t + before, end, device=device)
-        if len(self.lines[-1]) == before + m:
-            # A chain, each node below all before it: its place in the store is its position
-            position, mask = slots, None
-            if m > 1:
-                mask = torch.arange(end, device=device) <= slots[:, None]                    # (m, end)
-        else:
-            position, mask = self.tree_rows(before, m, end)
-            position, mask = position.to(device), mask.to(device)
+        inputs = [tokens]
+        if len(self.lines[-1]) < before + m:
+            # In a tree a node sees of the nodes its own line, which is as long as it is deep
+            sees = torch.zeros(m, before + m, dtype=torch.bool)
+            for i, line in enumerate(self.lines[before:]):
+                sees[i, line] = True
+            inputs.append(sees.to(tokens.device, non_blocking=True))
+        first = self.t + before
+        return self.call(self.run, self.room, first + m, [self.t, first], *inputs)[0]
+
+    def run(self, keys, numbers, tokens, sees=None):
+        """tokens (m,), in the store from slot `first` on; sees (m, nodes): of a tree -> [logits (m, V)]
+
+        numbers: t, first; ints, or tensors () where shapes are padded.
+        """
+        model, m, (t, first) = self.model, len(tokens), numbers
+        slots = first + torch.arange(m, device=tokens.device)
+        key = torch.arange(keys, device=tokens.device)
+        # A chain, each node below all before it: its place in the store is its position
+        position, mask = slots, None
+        if sees is not None:
+            position = t + sees.sum(1) - 1
+            columns = t + torch.arange(sees.shape[1], device=tokens.device)
+            mask = (key < t).repeat(m, 1).index_copy(1, columns, sees)                       # (m, keys)
+        elif m > 1 or torch.is_tensor(t):
+            mask = key <= slots[:, None]
         turn, target_turn = model.turns(position)
         x = model.embed(tokens)[None]                                                        # (1, m, d_D)
+        glimpse = None                   # all that the target has verified, however deep the node is
         for i, layer in enumerate(model.layers):
-            write = self.writer(i, slots, end)
-            # All that the target has verified: its keys end at x_{t-1}, however deep the node is
-            x = layer(x, turn, mask, self.kv, target_turn, cache=write)
-        return model.head(model.norm(x))[0]
-
-    def tree_rows(self, before, m, end):
-        """Positions (m,) of new nodes in a tree, and what they see (m, end): prefix and own line."""
-        position = torch.zeros(m, dtype=torch.long)
-        mask = torch.zeros(m, end, dtype=torch.bool)
-        mask[:, :self.t] = True
-        for i, line in enumerate(self.lines[before:]):
-            position[i] = self.t + len(line) - 1
-            mask[i, [self.t + node for node in line]] = True
-        return position, mask
+            rows = self.kv[layer.read][0].shape[2] if self.config.glimpse else 0
+            if torch.is_tensor(t) or rows > t:                 # padded: rows behind t are void
+                glimpse = (torch.arange(rows, device=tokens.device) < t).repeat(m, 1)
+            x = layer(x, turn, mask, self.kv, target_turn, glimpse, self.writer(i, slots, keys))
+        return [model.head(model.norm(x))[0]]
 
     def writer(self, layer, slots, keys):
         """The `cache` of Layer.forward: writes rows at `slots` (m,), returns the first `keys` rows."""
@@ -426,12 +439,13 @@ class Drafter:
         return write
 
     def room(self, rows):
-        """Have room for so many rows: the store is (2, N_D, heads, rows, d)."""
+        """Have room for so many rows -> where all rows lie.  The store is (2, N_D, heads, rows, d)."""
         more = rows - self.store.shape[3]
         if more > 0:
             # As many again, so that growing costs each row a constant
             more = max(1024, more + rows)
             self.store = F.pad(self.store, (0, 0, 0, more))
+        return self.store.data_ptr(), *((k.data_ptr(), v.data_ptr(), k.shape) for k, v in self.kv.values())
 
     def keep(self, path):
         """The nodes `path` were accepted: their rows stay, moved together; all others are forgotten."""

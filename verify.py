@@ -30,8 +30,9 @@ A drafter has
     expand(tokens, parents)  as above, but -> logits (m, V); a row of -inf: it cannot go on there
     keep(path)               the nodes (numbers as in parents) that were accepted, root first; forget others
 and may have temperature (1.0), at which its confidence in the argmax is calibrated; vocab, how many ids it
-knows, and device, where it wants its tokens, if not the target's.  One that writes chains itself has
-chain(root, most, warp, generator) -> (tokens, p_draft), for the builder cascade.proposal.
+knows, and device, where it wants its tokens, if not the target's; call, by which it runs its forwards, as
+direct() does, and in whose place it gets a Static on CUDA.  One that writes chains itself has chain(root,
+most, warp, generator) -> (tokens, p_draft), for the builder cascade.proposal.
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out (the proposal starts at x_{t+1}), though it must be
@@ -44,8 +45,9 @@ Differences from the paper:
     python verify.py      # the demo: a random Llama and a drafter that knows the answer
 """
 import hashlib
+import sys
 from collections import namedtuple
-from functools import lru_cache
+from functools import lru_cache, partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,11 +57,13 @@ from transformers.generation import logits_process, stopping_criteria
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last round; length: all that is cached, with those;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`.
+# kv {layer: (K, V), each (1, H, length or more, d)}; hidden {index: (k, D)}, rows of `tokens`.
 View = namedtuple("View", "tokens length kv hidden")
 
 SLICE = 512              # tokens of a prompt that are read at once
 MOST_NODES = 512         # of a tree, the root counted
+GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
+KEYS = 256               # padded forwards read so many rows of the cache, or twice, three times ... as many
 
 class UserError(ValueError):
     """A user's mistake, in one sentence that says what to do.  Programs print it and exit with 2."""
@@ -80,44 +84,141 @@ def ancestor_mask(parents):
         above = above[above]
     return seen[:n, :n]
 
-def tree_mask(seen, cached, window=None, dtype=torch.float32):
-    """Additive mask (1, 1, n, cached + n) over cached prefix and tree: 0 where a node may look, else -inf.
+def tree_mask(seen, cached, window=None, dtype=torch.float32, keys=None):
+    """Additive mask (1, 1, n, keys) over cached prefix and tree: 0 where a node may look, else -inf.
 
-    seen (n, n) bool: the tree's ancestor_mask.  cached: how many tokens the cache holds.
+    seen (n, n) bool: the tree's ancestor_mask.  cached: how many tokens the cache holds, int or tensor ().
     window: a node sees the last `window` positions up to its own, as sliding-window models do.
+    keys: rows of the cache that are read, cached + n or, where they are padded, more.
     """
     n, device = seen.shape[0], seen.device
-    # CUDA's kernels want rows that lie a multiple of 16 apart.
-    wide = -(-(cached + n) // 16) * 16
-    mask = torch.zeros(n, wide, dtype=dtype, device=device)[:, :cached + n]
+    keys = cached + n if keys is None else keys
+    row = torch.arange(keys, device=device)
+    slots = cached + torch.arange(n, device=device)            # the nodes' rows
     # mask_CAPE: all of the prefix, and of the tree a node itself and what is above it
-    mask[:, cached:].masked_fill_(~seen, float("-inf"))
+    looks = (row < cached).repeat(n, 1)                                                # (n, keys)
+    looks.index_copy_(1, slots, seen)
     if window is not None:
         position = cached + seen.sum(1) - 1                                            # (n,)
-        key_position = torch.cat((torch.arange(cached, device=device), position))      # (cached + n,)
-        mask.masked_fill_(position[:, None] - key_position >= window, float("-inf"))
-    return mask[None, None]
+        key_position = row.index_copy(0, slots, position)                              # (keys,)
+        looks &= position[:, None] - key_position < window
+    # CUDA's kernels want rows that lie a multiple of 16 apart.
+    mask = torch.zeros(n, -(-keys // 16) * 16, dtype=dtype, device=device)[:, :keys]
+    return mask.masked_fill_(~looks, float("-inf"))[None, None]
+
+# ---------------------------------------------------------------- static shapes and CUDA graphs
+def direct(run, reserve, keys, numbers, *tensors):
+    """Run a forward as it is: have room for so many keys, then run(keys, numbers, *tensors)."""
+    reserve(keys)
+    return run(keys, numbers, *tensors)
+
+class Static:
+    """The same in few shapes, each as a CUDA graph.
+
+    At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them takes
+    longer than running them.  A graph records which kernels ran on which addresses, and replays all by one
+    launch.  Hence shapes and addresses must stay: rows are padded to a power of two, keys to a multiple of
+    256; inputs are copied into the tensors that the graph was recorded with; numbers of the host become
+    tensors.  Before recording the function runs twice, since libraries set themselves up at a first call,
+    which no recording may see.  What is computed for rows that pad is cut off, or written over later.
+    """
+
+    def __init__(self, device, graphs=True, least=1):
+        """graphs: record them, where the device has them.  least: rows of every forward."""
+        self.device, self.least = torch.device(device), least
+        self.graphs, self.recorded = graphs and self.device.type == "cuda", {}
+        self.pool = None                                       # the memory that all recordings share
+        self.numbers = torch.zeros(4, dtype=torch.long, device=device)
+
+    def __call__(self, run, reserve, keys, numbers, *tensors):
+        """As direct().  tensors: (n, ...), flags (n, nodes) with columns to pad; numbers: ints.
+
+        -> what run() returns, n rows of each.  reserve(keys) says where the caches lie.
+        """
+        n = len(tensors[0])
+        if n > GRAPHED:                                        # it keeps a GPU busy as it is
+            return direct(run, reserve, keys, numbers, *tensors)
+        size = max(1 << (n - 1).bit_length(), self.least)
+        padded, more = [], size - n                            # more: rows behind the last node's
+        for x in tensors:
+            pad = [0, 0] * (x.ndim - 1) + [0, size - n]
+            if x.dtype == torch.bool:
+                nodes = x.shape[1]
+                pad[1] = (1 << (nodes - 1).bit_length()) - nodes
+                more = max(more, pad[1])
+            padded.append(F.pad(x, pad))
+        keys = -(-(keys + more) // KEYS) * KEYS
+        place = reserve(keys)
+        padded[:0] = [self.numbers[i].fill_(number) for i, number in enumerate(numbers)]
+        count = len(numbers)
+
+        def function(*padded):
+            return run(keys, padded[:count], *padded[count:])
+        key = (run.__name__, keys, place, *(x.shape for x in padded))
+        return [rows[:n] for rows in self.replay(key, function, padded)]
+
+    def replay(self, key, function, tensors):
+        """function(*tensors) -> a list of tensors, by a recording where there can be one."""
+        if self.graphs and key not in self.recorded:
+            held = [x.clone() for x in tensors]
+            try:
+                self.recorded[key] = held, self.record(function, held)
+            except RuntimeError as why:
+                self.graphs = False
+                print(f"no CUDA graphs, this model cannot be recorded: {str(why).splitlines()[0][:100]}",
+                      file=sys.stderr)
+        if not self.graphs:
+            return function(*tensors)
+        held, replay = self.recorded[key]
+        for kept, x in zip(held, tensors):
+            kept.copy_(x)
+        return [x.clone() for x in replay()]
+
+    def record(self, function, held):
+        """function(*held) as a callable without arguments, whose results lie at fixed addresses."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function(*held)
+            function(*held)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # One pool serves all: no two replay at once, and results are copied out before the next one does.
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = function(*held)
+
+        def replay():
+            graph.replay()
+            return out
+        return replay
 
 # ---------------------------------------------------------------- the target
 class TreeCache(Cache):
-    """Keys and values of each layer, (1, H, rows, d); rows from `length` on belong to the tree in hand."""
+    """Keys and values of each layer, (1, H, rows, d); rows from `length` on belong to the tree in hand.
+
+    slots, read: of a padded forward the rows that its nodes get, (n,) on the device, and how many it reads.
+    """
 
     def __init__(self, most):
         super().__init__(layers=[])
         self.rows, self.length, self.most = 0, 0, most
         self.keys, self.values = {}, {}                        # by layer: a model may share, or vary in size
+        self.slots, self.read, self.unit = None, None, 1       # unit: rows come in multiples of it
 
     def reserve(self, rows):
-        """Have room for so many rows; what is there stays."""
+        """Have room for so many rows -> how many there are.  What is there stays."""
         if rows <= self.rows:
-            return
+            return self.rows
         if self.keys:
             # Twice as many, so that growing costs each row a constant
-            rows = min(max(rows, 2 * self.rows), self.most)
+            rows = max(rows, min(2 * self.rows, self.most))
+        rows = -(-rows // self.unit) * self.unit
         for held in (self.keys, self.values):
             for layer in held:
                 held[layer] = F.pad(held[layer], (0, 0, 0, rows - self.rows))
         self.rows = rows
+        return rows
 
     def update(self, k, v, layer_idx, *args, **kwargs):
         """Write the nodes' rows of one layer, (1, H, n, d) each, behind the cached ones -> all (views)."""
@@ -125,11 +226,15 @@ class TreeCache(Cache):
             self.keys[layer_idx] = k.new_zeros(*k.shape[:2], self.rows, k.shape[3])
             self.values[layer_idx] = v.new_zeros(*v.shape[:2], self.rows, v.shape[3])
         # The rows of a node stay void until commit() moves `length` beyond them.
-        end = self.length + k.shape[2]
+        end = self.read or self.length + k.shape[2]
         keys = self.keys[layer_idx][:, :, :end]
         values = self.values[layer_idx][:, :, :end]
-        keys[:, :, self.length:] = k
-        values[:, :, self.length:] = v
+        if self.read:
+            keys.index_copy_(2, self.slots.to(k.device), k)
+            values.index_copy_(2, self.slots.to(v.device), v)
+        else:
+            keys[:, :, self.length:] = k
+            values[:, :, self.length:] = v
         return keys, values
 
     def get_seq_length(self, layer_idx=0):
@@ -221,12 +326,16 @@ class Target:
     sync(ids) -> logits (V,) after the last of ids: the longest common prefix stays, the rest is forwarded.
     capacity: the most positions, prompt and new tokens; the model's context when None.  vocab: how many ids
     its rows of logits shall have, where a smaller model stands beside a target whose vocabulary is padded
-    otherwise.  verifies_trees: what prove() found.  Raises UserError for a model that cannot be decoded so.
+    otherwise.  padded: static shapes; None: on CUDA, since on a CPU each row takes its time.  graphs: record
+    them there.  exact: one size for every forward of up to 64 nodes, plain decoding's too, so that in half
+    precision a row is rounded alike whatever stands beside it; behind a branch of a tree, though, keys lie at
+    other places, and sums over them may round otherwise.  verifies_trees: what prove() found.  Raises
+    UserError for a model that cannot be decoded so.
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()                               # {model: its verifies_trees}
 
-    def __init__(self, model, capacity=None, vocab=None):
+    def __init__(self, model, capacity=None, vocab=None, padded=None, graphs=True, exact=False):
         config = model.config if model.config.is_encoder_decoder else model.config.get_text_config()
         self.model, self.config = model.eval(), config
         self.device = device_of(model)
@@ -239,6 +348,8 @@ class Target:
         self.capacity = min(capacity or self.context, self.context)
         self.turn = turning_point(config)
         self.needs, self.hooks, self.captured = {}, [], {}
+        self.padded = exact or self.device.type == "cuda" if padded is None else padded
+        self.call = Static(self.device, graphs, GRAPHED if exact else 1) if self.padded else direct
         if model not in self.proven:
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
@@ -246,8 +357,11 @@ class Target:
         self.empty()
 
     def empty(self):
-        """A cache without memory."""
+        """A cache without memory, and no recording of the one there was."""
+        if self.padded:
+            self.call.recorded.clear()
         self.cache = TreeCache(self.capacity + MOST_NODES)
+        self.cache.unit = KEYS if self.padded else 1
         self.reset()
 
     @torch.no_grad()
@@ -349,30 +463,51 @@ class Target:
         if self.known < self.vocab:
             tokens = tokens.clamp(max=self.known - 1)          # an id that it does not know is any other
         assert cached + n <= self.capacity + MOST_NODES, f"{n} nodes behind {cached} exceed {self.capacity}"
-        self.cache.reserve(cached + n)
-        prompt = parents is None and cached == 0               # the model's own causal mask serves it
-        if prompt:
-            self.depth = torch.arange(n, device=self.device)                           # (n,)
-        else:
-            chain = torch.arange(-1, n - 1) if parents is None else parents
-            seen = ancestor_mask(chain.to(self.device, non_blocking=True))
-            self.depth = seen.sum(1) - 1
-        where = {}                                             # of a chain the model knows by itself
-        if self.verifies_trees and not prompt:
-            masks = None                                       # a lone token looks everywhere
-            if n > 1 or any(w is not None and cached >= w for w in self.windows.values()):
-                masks = {kind: tree_mask(seen, cached, w, self.dtype) for kind, w in self.windows.items()}
-                # A model of one kind of layers takes the mask itself.
-                masks = masks if len(masks) > 1 else masks.popitem()[1]
-            where = {"attention_mask": masks, "position_ids": (cached + self.depth)[None]}
-        elif parents is not None and not is_chain(parents):
+        if not self.verifies_trees and parents is not None and not is_chain(parents):
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour the mask "
                             "or the positions of a tree): use --tree chain")
-        out = self.model(input_ids=tokens[None], use_cache=True, past_key_values=self.cache,
-                         logits_to_keep=logits_to_keep, **where)
+        inputs = [tokens]                                      # the model's own causal mask serves
+        if self.verifies_trees and (cached or parents is not None):
+            parents = torch.arange(-1, n - 1) if parents is None else parents
+            inputs.append(parents.to(self.device, non_blocking=True))          # (what pads hangs from node 0)
+        call = self.call if len(inputs) > 1 else direct
+        self.keep = logits_to_keep if n > GRAPHED or call is direct else 0
+        logits, self.depth, *rows = call(self.run, self.reserve, cached + n, [cached], *inputs)
         # Of this forward, whoever else runs the model: (n, D)
-        self.rows = {k: h[0] for k, h in self.captured.items()}
-        return with_vocabulary(out.logits[0].to(self.device), self.vocab)
+        self.rows = dict(zip(self.needs.get("hidden", ()), rows))
+        return logits[-logits_to_keep:]
+
+    def reserve(self, keys):
+        """Room in the cache -> what a recording of run() depends on, its shapes aside."""
+        return self.cache.reserve(keys), self.needs.get("hidden")
+
+    def run(self, keys, numbers, tokens, parents=None):
+        """The forward itself, without a host read -> logits (n, V), depths (n,), hidden rows (n, D) ...
+
+        tokens (n,); parents (n,), or None for a chain that the model masks by itself; numbers: how many
+        tokens are cached, an int, or, where shapes are padded, a tensor ().
+        """
+        n, (cached,), where = len(tokens), numbers, {}
+        static = torch.is_tensor(cached)
+        if parents is None:
+            depth = torch.arange(n, device=self.device)
+        else:
+            seen = ancestor_mask(parents)
+            depth = seen.sum(1) - 1
+            masks = None                                       # a lone token looks everywhere
+            if n > 1 or static or any(w and keys > w for w in self.windows.values()):
+                masks = {kind: tree_mask(seen, cached, window, self.dtype, keys)
+                         for kind, window in self.windows.items()}
+                # A model of one kind of layers takes the mask itself.
+                masks = masks if len(masks) > 1 else masks.popitem()[1]
+            where = {"attention_mask": masks, "position_ids": (cached + depth)[None]}
+        if static:
+            self.cache.slots, self.cache.read = cached + torch.arange(n, device=self.device), keys
+        out = self.model(input_ids=tokens[None], use_cache=True, past_key_values=self.cache,
+                         logits_to_keep=self.keep, **where)
+        self.cache.read = None
+        logits = with_vocabulary(out.logits[0].to(self.device), self.vocab)
+        return [logits, depth, *(self.captured[k][0] for k in self.needs.get("hidden", ()))]
 
     def commit(self, path, ids, tokens=None):
         """Keep the nodes `path` of the last forward.  ids: their tokens, a list; tokens: on the device."""
@@ -417,9 +552,10 @@ class Target:
         tokens = self.latest
         if tokens is None or len(tokens) != len(new):
             tokens = torch.tensor(new, device=self.device)
-        kv = {}
+        # Where shapes are padded the rows are, too: those behind `length` are void.
+        kv, end = {}, -(-length // KEYS) * KEYS if self.padded else length
         for i in self.needs.get("kv", ()):
-            kv[i] = self.cache.keys[i][:, :, :length], self.cache.values[i][:, :, :length]
+            kv[i] = self.cache.keys[i][:, :, :end], self.cache.values[i][:, :, :end]
         hidden = {k: torch.cat(parts) for k, parts in self.hidden.items()}
         self.shown, self.hidden = length, {k: [] for k in self.hidden}
         return View(tokens, length, kv, hidden)
@@ -468,7 +604,7 @@ def accept_drawn(tree, p_target, generator):
 
     Node i + 1, drawn from p_draft[i], is accepted with probability min(1, p_target[i] / p_draft[i]) of its
     token; at the first rejection the next one is drawn from the normalised positive part of p_target[i] -
-    p_draft[i].  Returns as accept().  One host read.
+    p_draft[i].  Returns as accept(), then the tree's parents and tokens, lists.  One host read.
     """
     drawn, rows = tree.tokens[1:, None], p_target[:-1]
     # min(1, p_target / p_draft), of nodes that are there
@@ -483,8 +619,9 @@ def accept_drawn(tree, p_target, generator):
     # Rounding can leave nothing where both distributions are the same; then a rejection had probability zero.
     residual = torch.where(residual.sum() > 0, residual, p_target)
     token = torch.multinomial(residual[0], 1, generator=generator)
-    accepted, token, *tokens = torch.cat((k, token, tree.tokens[1:])).tolist()
-    return list(range(accepted + 1)), tokens[:accepted] + [token]
+    accepted, token, *read = torch.cat((k, token, tree.tokens, tree.parents.to(k.device))).tolist()
+    tokens, parents = read[:len(tree.tokens)], read[len(tree.tokens):]
+    return list(range(accepted + 1)), tokens[1:accepted + 1] + [token], parents, tokens
 
 class Judge:
     """The target's verdict on a tree."""
@@ -514,8 +651,7 @@ class Judge:
             if self.warp is None:
                 raise UserError("a drawn chain is accepted by sampling: give a temperature above 0")
             self.p_target = self.warp(logits.float())
-            path, new = accept_drawn(tree, self.p_target, self.accepting)
-            return path, new, tree.parents.tolist(), tree.tokens.tolist()
+            return accept_drawn(tree, self.p_target, self.accepting)
         deepest = expand.deepest or len(tree.tokens) - 1
         choice = self.choose(logits, target.cache.length + 1, target.depth, deepest)           # (n,)
         # What the host must know, read at once
@@ -695,6 +831,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, temperature=
     target.cache.reserve(target.prompt_rows(ids) + limit + MOST_NODES)
     if drafter:
         drafter.reset()
+        if hasattr(drafter, "call") and target.padded and not isinstance(drafter.call, Static):
+            drafter.call = type(target.call)(drafter.device, target.call.graphs)
     logits = target.prefill(ids, drafter)[None]
     root = judge.choose(logits, target.cache.length, torch.zeros_like(target.depth[:1]), 0)    # (1,)
     out.tokens = stop.cut(root.tolist(), limit)

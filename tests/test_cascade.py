@@ -444,7 +444,7 @@ def test_a_review_is_lenient_with_models_and_strict_with_max_gram(by_max_gram, m
     vocab, l = 4, 2.5
     p, q = rows_of_all_kinds(vocab, 7)
     asked = []
-    monkeypatch.setattr(cascade, "accept_drawn", lambda *a: (asked.append(a), ([0], [0]))[1])
+    monkeypatch.setattr(cascade, "accept_drawn", lambda *a: (asked.append(a), ([0], [0], [-1], [0]))[1])
     for one_p, one_q in zip(p, q):
         if by_max_gram:
             one_q = torch.eye(vocab, dtype=torch.float64)[int(one_q.argmax())]
@@ -492,7 +492,7 @@ def test_drawn_tokens_follow_their_rows_and_the_target_stays_exact(cascade_of, n
         # two tokens by M_t's own review, the second one drawn plainly where the first was refused
         chain = torch.tensor([1, *tokens])
         p_target = target.sync(chain.tolist(), n + 1).softmax(-1).float()
-        _, new = verify.accept_drawn(verify.Tree(chain, torch.arange(-1, n), p_draft), p_target, accepting)
+        _, new, *_ = verify.accept_drawn(verify.Tree(chain, torch.arange(-1, n), p_draft), p_target, accepting)
         kept += len(new) > 1
         if len(new) == 1:
             row = target.sync(new, 1).softmax(-1)
