@@ -1,0 +1,261 @@
+"""Decoding on a pretended CUDA device: what would mix devices there fails, what would wait there is counted.
+
+    python tests/pretended.py            # JSON lines: tokens, rounds, reads and copies a round of some decodings
+
+The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations run on what they hold;
+one that gets tensors of both kinds raises, as does one that makes float64 (Apple's GPUs have none).  What the host reads
+of the device, and what it copies there, is counted by the line of ours that asked.  Times mean nothing; kernels, streams
+and graphs are not pretended.  Needs g++ where torch is a CPU build, for a device guard that does nothing; exit status 77
+where it cannot be built.  test_device.py runs this in a process of its own, as it replaces parts of torch.
+"""
+import collections
+import ctypes
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICE = torch.device("cuda", 0)
+READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10 { namespace impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) } }
+"""
+counts = collections.Counter()                     # {("read" or "copy", line): how often}
+
+
+def register_guard():
+    """Operations on a tensor that says "cuda" ask for a device guard, which CPU builds have not."""
+    torch.cuda._lazy_init = lambda: None
+    if torch.version.cuda:
+        torch._C._ensureCUDADeviceGuardSet()
+        return
+    folder, root = Path(tempfile.mkdtemp()), Path(torch.__file__).parent
+    (folder / "guard.cpp").write_text(GUARD)
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", str(folder / "guard.cpp"),
+               "-o", str(folder / "guard.so"), f"-L{root}/lib", "-lc10"]
+    try:
+        subprocess.run(command, check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as why:
+        print(f"no pretended device: g++ cannot build its guard ({why})", file=sys.stderr)
+        sys.exit(77)
+    ctypes.CDLL(str(folder / "guard.so"))
+
+
+class Pretended(torch.Tensor):
+    """A tensor on the pretended device.  held: the CPU's tensor."""
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
+            layout=held.layout, device=DEVICE, requires_grad=held.requires_grad)
+        made.held = held
+        return made
+
+    def __repr__(self):
+        return f"pretended {self.held}"
+
+    def __deepcopy__(self, memo):
+        memo[id(self)] = Pretended(self.held.clone())
+        return memo[id(self)]
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return operate(func, args, kwargs or {})
+
+
+def held(x):
+    return x.held if isinstance(x, Pretended) else x
+
+
+def count(what):
+    """By the innermost line of the top-level files."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.parent == ROOT:
+            counts[what, f"{path.name}: {frame.line}"] += 1
+            return
+    counts[what, "elsewhere"] += 1
+
+
+def operate(func, args, kwargs):
+    """One operation, on what its tensors hold."""
+    name, (flat, _) = func.name(), tree_flatten((args, kwargs))
+    there = [x for x in flat if isinstance(x, Pretended)]
+    here = [x for x in flat if isinstance(x, torch.Tensor) and not isinstance(x, Pretended)]
+    device = kwargs.get("device")
+    kind = None if device is None else torch.device(device).type
+    moves = name in ("aten::_to_copy", "aten::copy_", "aten::to.device")
+    if there and any(x.dim() for x in here) and not moves:
+        sides = ", ".join(f"{x.device.type} {tuple(x.shape)}" for x in flat if isinstance(x, torch.Tensor))
+        raise RuntimeError(f"tensors on two devices in {name}: {sides}")
+    if there and (name in READS or name == "aten::_to_copy" and kind == "cpu"):
+        count("read")
+    if name == "aten::_to_copy" and here and kind == "cuda":
+        count("copy")
+    if name == "aten::copy_" and isinstance(args[0], Pretended) != isinstance(args[1], Pretended):
+        count("copy" if isinstance(args[0], Pretended) else "read")
+    kwargs = {**kwargs, **({} if device is None else {"device": torch.device("cpu")})}
+    out = func(*tree_map(held, args), **tree_map(held, kwargs))
+    if name == "aten::_local_scalar_dense":
+        return out
+    on_device = isinstance(args[0], Pretended) if name == "aten::copy_" else bool(there) and kind != "cpu" or kind == "cuda"
+
+    def wrap(x):
+        if not isinstance(x, torch.Tensor) or isinstance(x, Pretended) or not on_device:
+            return x
+        if x.dtype == torch.float64:
+            raise RuntimeError(f"float64 on the device in {name}")
+        same = [t for t in there if t.held is x]               # in place: the same tensor
+        return same[0] if same else Pretended(x)
+    return tree_map(wrap, out)
+
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return operate(func, args, kwargs or {})
+
+
+class Functions(TorchFunctionMode):
+    """What must be caught before it reaches C++."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, first = dict(kwargs or {}), args[0] if args else None
+        if func is torch.Tensor.to:
+            return move(first, args[1:], kwargs)
+        if func in (torch.Tensor.tolist, torch.Tensor.item) and isinstance(first, Pretended):
+            count("read")
+            return func(first.held)
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            del kwargs["device"]
+            count("copy")
+            return Pretended(torch.tensor(*args, **kwargs))
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, Pretended):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(i, list) for i in index):
+                count("copy")
+                index = tuple(Pretended(torch.tensor(i)) if isinstance(i, list) else i for i in index)
+            args = (first, index, *args[2:])
+        if func is F.scaled_dot_product_attention:
+            tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+            if any(isinstance(x, Pretended) for x in tensors):
+                assert all(isinstance(x, Pretended) for x in tensors), "attention over two devices"
+                return Pretended(func(*map(held, args), **{k: held(v) for k, v in kwargs.items()}))
+        return func(*args, **kwargs)
+
+
+def move(x, rest, kwargs):
+    """Tensor.to"""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    for given in rest:
+        device = given if isinstance(given, (str, torch.device)) else getattr(given, "device", device)
+        dtype = given if isinstance(given, torch.dtype) else getattr(given, "dtype", dtype)
+    kind = x.device.type if device is None else torch.device(device).type
+    value = held(x) if dtype is None else held(x).to(dtype)
+    if kind == "cuda":
+        if not isinstance(x, Pretended):
+            count("copy")
+        return x if value is held(x) and isinstance(x, Pretended) else Pretended(value.clone())
+    if isinstance(x, Pretended):
+        count("read")
+        value = value.clone()
+    return value
+
+
+def move_module(module, device="cuda", dtype=None):
+    """Module.to: parameters and buffers, tied ones once."""
+    if torch.device(device).type != "cuda":
+        return module
+    moved = {}
+    for part in module.modules():
+        for name, x in [*part._parameters.items(), *part._buffers.items()]:
+            kept = part._parameters if name in part._parameters else part._buffers
+            if x is None or isinstance(x, Pretended):
+                continue
+            if id(x) not in moved:
+                new = Pretended(x.detach() if dtype is None or not x.is_floating_point() else x.detach().to(dtype))
+                moved[id(x)] = x, torch.nn.Parameter(new, requires_grad=False) if kept is part._parameters else new
+            kept[name] = moved[id(x)][1]
+    return module
+
+
+def pretend():
+    register_guard()
+    torch.nn.Module.to = move_module
+    torch.inference_mode = torch.no_grad                      # wrapped tensors know no inference mode
+    plain = torch.Generator
+    torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": plain("cpu")})
+
+
+# ---------------------------------------------------------------- some decodings
+def decodings():
+    """Yield (name, builder, drafter, temperature): a drafter for a model on the CPU and for one on the device."""
+    from functools import partial
+
+    import cape
+    import cascade
+    import edd
+    import glide
+    import maxgram
+    import pct
+
+    def glides(model, glimpse=True):
+        torch.manual_seed(1)
+        config = glide.Config.for_target(model, 24, 1, glimpse)
+        made = glide.Glide(config, glide.target_angles(model, 64)).float()
+        return glide.Drafter(made.to(model.device, torch.float32))
+
+    def edds(model):
+        torch.manual_seed(1)
+        return edd.Drafter(edd.EDD(edd.Config.for_target(model, 2), model))
+
+    def grams(model):
+        return cascade.Cascade([], [[5]], gram=maxgram.MaxGram(), vocab=12)
+    yield "glide x chain", cape.chain, glides, 0
+    yield "glide x cape", cape.cape, glides, 0
+    yield "vanilla x cape", cape.cape, partial(glides, glimpse=False), 0
+    yield "glide x cape, sampled", cape.cape, glides, 0.8
+    yield "glide x drawn", cape.drawn, glides, 0.8
+    yield "edd x pct", partial(pct.pct, cost=0.1, depth=5), edds, 0
+    yield "edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, 0
+    yield "maxgram", cascade.proposal, grams, 0
+    yield "maxgram, drawn", partial(cascade.proposal, drawn=True), grams, 0.8
+
+
+def main():
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    pretend()
+    from conftest import tiny
+
+    import verify
+    here = tiny("llama").float()
+    expected = {}
+    for name, build, make, temperature in decodings():
+        expected[name] = verify.generate(verify.Target(here), make(here), build, [3, 1, 4, 1, 5], 24, temperature).tokens
+    there = tiny("llama").float()
+    with Functions(), Operations():
+        there.to("cuda")
+        target = verify.Target(there, graphs=False)
+        assert target.padded and target.device.type == "cuda"
+        for name, build, make, temperature in decodings():
+            out = verify.Output()
+            out.tell = lambda new, drafted, out=out: counts.clear() if not out.runs else None
+            verify.generate(target, make(there), build, [3, 1, 4, 1, 5], 24, temperature, out=out)
+            found = {what: sum(n for (kind, _), n in counts.items() if kind == what) for what in ("read", "copy")}
+            lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
+            print(json.dumps({"name": name, "tokens": out.tokens, "expected": expected[name], "rounds": len(out.runs), **found,
+                              "lines": lines}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
