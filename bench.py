@@ -118,7 +118,8 @@ def check(a):
     for tree in trees:
         try:
             nodes, _ = tree.function.bounds(**tree.settings)
-            assert nodes < verify.MOST_NODES, f"{nodes} nodes exceed the {verify.MOST_NODES - 1} that fit"
+            most = verify.GRAPHED if a.exact else verify.MOST_NODES
+            assert nodes < most, f"{nodes} nodes exceed the {most - 1} that fit"
             # Built once for a made-up drafter, a tree says what is wrong with its settings.
             tree.function(lambda x, _: torch.full((len(x), 8), 1 / 8), torch.tensor([0]), **tree.settings)
         except Exception as why:
@@ -154,7 +155,10 @@ class Run:
         self.model, self.tokenizer = self.load(a.target, a.revision)
         a.dtype = str(self.model.dtype).removeprefix("torch.")             # where it was auto
         seq2seq = self.model.config.is_encoder_decoder
-        self.target = (cascade.EncoderDecoder if seq2seq else verify.Target)(self.model)
+        kind = cascade.EncoderDecoder if seq2seq else verify.Target
+        self.target = kind(self.model, graphs=not a.no_graphs, exact=a.exact)
+        # What exactness costs is seen beside plain decoding that does without.
+        self.inexact = kind(self.model, graphs=not a.no_graphs) if a.exact else None
         if not self.target.verifies_trees and not {tree.name for tree in self.trees} <= CHAINS.keys():
             raise UserError(f"{a.target} honours no mask or positions of a tree: it takes --tree chain")
         if seq2seq and not {call.name for call in calls} <= {"maxgram", "cascade"}:
@@ -175,13 +179,13 @@ class Run:
         return train.load_target(name, a.dtype, a.device, a.attention, True, role, revision,
                                  a.trust_remote_code)
 
-    def decode(self, drafter, build, ids, limit, tell=None):
+    def decode(self, drafter, build, ids, limit, tell=None, target=None):
         """verify.generate as the flags say -> Record.  drafter None: plain decoding; tell: see Output."""
         a, out = self.a, Record(self.cuda)
         out.tell = tell or out.tell
         eos = self.model.generation_config.eos_token_id
-        verify.generate(self.target, drafter, build, ids, limit, a.temperature, a.top_k, a.top_p, eos, a.seed,
-                        out=out)
+        verify.generate(target or self.target, drafter, build, ids, limit, a.temperature, a.top_k, a.top_p,
+                        eos, a.seed, out=out)
         out.stage_runs = list(getattr(drafter, "runs", ()))
         out.total["draft_forwards"] = sum(out.stage_runs) or out.total["draft_forwards"]
         return out
@@ -310,6 +314,9 @@ def load_cascade(run, *names, k=None, lenience=1.0, costs=None):
     run.stages |= {name: load_stage(run, name) for name in models if name not in run.stages}
     lms, gram = [run.stages[name] for name in models], load_gram(run) if "maxgram" in names else None
     drafter = cascade.Cascade(lms, K, lenience, gram, run.target.context, run.target.vocab)
+    for stage in drafter.stages:
+        if stage.padded:
+            stage.call.graphs = stage.call.graphs and not run.a.no_graphs
     weights = [lm.num_parameters() / run.model.num_parameters() for lm in lms]
     drafter.names, drafter.costs = list(names), {"ms": weights} | ({"given": costs} if costs else {})
     return drafter
@@ -459,6 +466,8 @@ def arms_of(run):
     arms = [Arm("plain", partial(run.decode, None, verify.no_draft))]
     if run.target.device.type == "cpu" and not seq2seq:
         arms.append(Arm("plain, two queries", partial(run.decode, None, verify.no_draft_padded)))
+    if run.inexact:
+        arms.append(Arm("plain, not exact", partial(run.decode, None, verify.no_draft, target=run.inexact)))
     arms.append(Arm("generate()", partial(library, run)))
     for name, model in run.stages.items():
         # The library takes vocabularies of two sizes for two tokenizers.
@@ -523,8 +532,12 @@ def ratio(x, y):
     """x / y, or None where there is nothing to divide, or to divide by."""
     return x / y if y and x is not None else None
 
-def row_of(run, arm, base, generate, group, which):
-    """A line of the JSON: `arm` on the prompts `which`, beside plain decoding and transformers' own."""
+def row_of(run, arm, base, generate, group, which, truth=None):
+    """A line of the JSON: `arm` on the prompts `which`, beside plain decoding and transformers' own.
+
+    base: the arm of plain decoding that is the fastest; truth: the one whose tokens all should give, or base.
+    """
+    truth = truth or base
     outs, plain, total = [arm.results[i] for i in which], [base.results[i] for i in which], Counter()
     for out in outs:
         total.update(out.total)
@@ -572,9 +585,9 @@ def row_of(run, arm, base, generate, group, which):
 
     # Where tokens are sampled, only arms with plain decoding's keyed noise must give the same ones.
     exact = run.a.temperature == 0 or arm.drafter.startswith("plain") or arm.build and not total["drawn"]
-    wrong = [i for i in which if arm.results[i].tokens != base.results[i].tokens]
+    wrong = [i for i in which if arm.results[i].tokens != truth.results[i].tokens]
     row["lossless"] = not wrong if exact else None
-    row["first_divergence"] = divergence(run, arm, base, wrong[0]) if exact and wrong else None
+    row["first_divergence"] = divergence(run, arm, truth, wrong[0]) if exact and wrong else None
     row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
                        "transformers": transformers.__version__}
     return row
@@ -619,9 +632,9 @@ def report(run, arms, finished):
     groups = {"all": list(range(finished))}
     for i in range(finished):
         groups.setdefault(run.prompts[i][0], []).append(i)
-    rows = []
+    rows, truth = [], arms[0] if run.a.exact else base
     for group, which in groups.items() if len(groups) > 2 else [("all", groups["all"])]:
-        rows += [row_of(run, arm, base, arms[len(plain)], group, which) for arm in arms]
+        rows += [row_of(run, arm, base, arms[len(plain)], group, which, truth) for arm in arms]
         print(f"\n{group}: {len(which)} prompts\n{table(arms, rows[-len(arms):])}")
     row = rows[arms.index(base)]
     print(f"\nbaseline: {base.name}, {row['target_ms']:.2f} ms a token; distinct 4-grams of its output: "
@@ -658,6 +671,8 @@ def parser():
     flag("--attention", default="sdpa", choices=["sdpa", "eager"])
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
          help="cpu, cuda; auto: spread over what there is (needs accelerate)")
+    flag("--no-graphs", action="store_true", help="on CUDA: kernel by kernel, to compare")
+    flag("--exact", action="store_true", help="one size for all forwards: half precision rounds alike")
     flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
     flag("--trust-remote-code", action="store_true", help="run the code that models of the hub bring along")
     flag("--threads", type=int, help="CPU threads (default: PyTorch's)")

@@ -120,7 +120,7 @@ def arm_of(name, *outs, tree=None, build=None):
 
 
 def made_up_run(**more):
-    a = dict(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0)
+    a = dict(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False)
     return SimpleNamespace(a=SimpleNamespace(**a), cuda=False, drafters={}, prompts=[("a", [1], 9), ("b", [1], 9)], **more)
 
 
@@ -249,6 +249,32 @@ verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_
 distinct_4grams versions""".split()
 TREES = ["chain", "chain(gamma=3)", "cape", "cape(gamma=3)", "fixed", "fixed(size=2)", "beam", "beam(width=8)", "pct", "pct(width=3, leaf=0)",
          "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
+
+
+def test_exact_is_compared_with_what_it_costs(small, tmp_path):
+    """Tokens are held against plain decoding in the same shapes, speeds against the fastest plain decoding, exact or not."""
+    assert bench.main(args(small, "--exact", "--dtype", "bfloat16", "--drafter", "glide", "edd", "--tree", "chain", "--limit", "3",
+                           "--max-new-tokens", "24", "--json", str(tmp_path / "r.jsonl"))) == 0
+    rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
+    assert list(rows) == [("plain", None), ("plain, two queries", None), ("plain, not exact", None), ("generate()", None),
+                          ("glide", "chain"), ("edd", "chain")]
+    assert all(rows[key]["lossless"] for key in rows if key[0] not in ("plain, not exact", "generate()"))
+    plain = [r for (name, _), r in rows.items() if name.startswith("plain")]
+    fastest = max(plain, key=lambda r: r["tokens_per_second"])
+    assert fastest["speedup"] == 1
+
+
+def test_tokens_are_held_against_the_exact_ones(monkeypatch):
+    """Where rounding makes the fastest plain decoding say something else, an arm that says it has lost."""
+    run = made_up_run()
+    monkeypatch.setattr(bench, "divergence", lambda run, arm, base, i: base.name)
+    exact, fast, ours = (arm_of(name, made_up([(0, 0)] * 4, 1.0)) for name in ("plain", "plain, not exact", "ours"))
+    fast.results[0].tokens, ours.results[0].tokens = [7, 7, 7, 7], list(exact.results[0].tokens)
+    row = bench.row_of(run, ours, fast, exact, "all", [0], exact)
+    assert row["lossless"] is True and row["first_divergence"] is None
+    row = bench.row_of(run, fast, fast, exact, "all", [0], exact)
+    assert row["lossless"] is False and row["first_divergence"] == "plain"
+    assert bench.row_of(run, ours, fast, exact, "all", [0])["first_divergence"] == "plain, not exact"
 
 
 def test_the_whole_grid(small, tmp_path, capsys):
