@@ -299,11 +299,12 @@ def load_drafter(run, name):
     drafter.temperature = 1.0 if run.a.raw_confidence else drafter.temperature
     return drafter
 
-def load_cascade(run, *names, k=None, lenience=1.0, costs=None):
+def load_cascade(run, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True):
     """Algorithm 1; Max-Gram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest first,
     maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model, the target's is 1.
+    stop: when a stage has added enough (cascade.py, difference 2).  matching: False: Max-Gram's bigram alone.
     """
     models = [name for name in names if name != "maxgram"]
     if "maxgram" in names[:-1] or len(set(names)) < len(names) or costs and len(costs) != len(models):
@@ -313,7 +314,9 @@ def load_cascade(run, *names, k=None, lenience=1.0, costs=None):
     K = None if k is None else cascade.table2(k, len(models), "maxgram" in names)
     run.stages |= {name: load_stage(run, name) for name in models if name not in run.stages}
     lms, gram = [run.stages[name] for name in models], load_gram(run) if "maxgram" in names else None
-    drafter = cascade.Cascade(lms, K, lenience, gram, run.target.context, run.target.vocab)
+    if gram:
+        gram.matching = matching
+    drafter = cascade.Cascade(lms, K, lenience, gram, run.target.context, run.target.vocab, stop)
     for stage in drafter.stages:
         if stage.padded:
             stage.call.graphs = stage.call.graphs and not run.a.no_graphs

@@ -25,7 +25,7 @@ Differences from the paper:
     tokens; or, in S Decoding, a model with nothing to review, which writes one token.
  2. When has a stage added enough?  As printed, curPrefix <- curGen inside the while restarts the count, so
     that one review would have to add k_i tokens.  Here all that it has added since its turn came counts.  The
-    authors' code stops at the sum of the k so far: what a stage adds beyond its k, the next one adds less.
+    authors' code stops at the sum of the k so far (stop="sum"): what a stage adds beyond, the next adds less.
  3. Misprints: n - 1 values of k for n loops; p_1 ... p_v for the new p_s ... p_v; section 5.2's k21 is k22.
  4. No proposal is longer than the output has room for, and where a stage's context ends smaller ones go on.
  5. Lenience compares two probabilities of one token; the authors' code (greedy only) takes the wrong row.
@@ -55,9 +55,10 @@ class Gen:
     wrote or reviewed it last, a distribution (drawn) or logits (greedy); a float, Max-Gram's confidence.
     """
 
-    def __init__(self):
+    def __init__(self, stop="own"):
         self.tokens, self.probs = [], []
         self.settled, self.runs = 0, Counter()                   # runs: of each stage
+        self.stop = stop                                         # difference 2
 
     def __len__(self):
         return len(self.tokens)
@@ -90,17 +91,18 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
     for i, cur_target in enumerate(draft_list):
         # [k_1 ... k_n] <- first row of K
         k_i = K[0][i]
+        cur_prefix = len(gen)
+        enough = cur_prefix + k_i if gen.stop == "own" else prefix + sum(K[0][:i + 1])
         # Generate using MaG for the base case of the recursive call.
         if isinstance(cur_target, MaxGram):
-            propose(cur_target, gen, min(k_i, limit - len(gen)))
+            propose(cur_target, gen, min(enough, limit) - cur_prefix)
             break
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        cur_prefix = len(gen)
         # It adds a token to what it reads, and reads no more than its context.
         cur_limit = min(limit - 1, cur_target.capacity)
-        while len(gen) - cur_prefix < k_i and len(gen) <= cur_limit:
+        while len(gen) < enough and len(gen) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
             cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review, is_first_call=False)
     # Use M_t to review the draft generation.  At the first call, without lenience, verify.generate does it.
@@ -266,16 +268,18 @@ class Cascade:
     """A sequence drafter for verify.generate; the contract is at the top of verify.py."""
     needs = {}
 
-    def __init__(self, models, K=None, lenience=1.0, gram=None, capacity=None, vocab=None):
+    def __init__(self, models, K=None, lenience=1.0, gram=None, capacity=None, vocab=None, stop="own"):
         """models: small LMs with the target's tokenizer, largest first.  gram: a MaxGram as the last stage.
 
-        K: Algorithm 1's matrix, see table2.  capacity: most positions of a stage.  vocab: the target's, which
-        may be padded otherwise than a stage's: what only one of them has is never proposed.
+        K: Algorithm 1's matrix, see table2.  capacity: most positions of a stage.  stop: see difference 2.
+        vocab: the target's.  A stage's may be padded otherwise: what only one of them has is never proposed.
         """
         if not models and gram is None:
             raise UserError("a cascade without any stage drafts nothing: name its models, or maxgram")
         if not lenience >= 1:
             raise UserError(f"lenience is {lenience}: it must be at least 1, which is none")
+        if stop not in ("own", "sum"):
+            raise UserError(f"stop is {stop!r}: say 'own' or 'sum'")
         self.stages = []
         for model in models:
             kind = EncoderDecoder if model.config.is_encoder_decoder else Target
@@ -283,13 +287,13 @@ class Cascade:
         self.draft_list = self.stages if gram is None else [*self.stages, gram]
         K = K or table2(None, len(models), gram is not None)
         self.K = checked(K, len(self.draft_list))
-        self.lenience, self.gram = lenience, gram
+        self.lenience, self.gram, self.stop = lenience, gram, stop
         self.vocab = vocab or self.stages[0].vocab
         self.reset()
 
     def reset(self):
         """Forget the sequence."""
-        self.gen = Gen()
+        self.gen = Gen(self.stop)
         for stage in self.draft_list:
             stage.reset()
 

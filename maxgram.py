@@ -301,9 +301,11 @@ class MaxGram:
 
     bigram: list, the next token of each token, 0 where unknown.
     confidence: list by length of match, the last for "or longer".
+    matching: False proposes by the bigram alone, an ablation.
     """
 
-    def __init__(self, bigram=None, confidence=None):
+    def __init__(self, bigram=None, confidence=None, matching=True):
+        self.matching = matching
         self.bigram = [] if bigram is None else ints(bigram)
         self.confidence = list(confidence or CONFIDENCE)
         self.reset()
@@ -355,6 +357,8 @@ class MaxGram:
             other_at, other_length = generation.match(in_generation)
             if other_length > length:
                 text, at, length = generation.text, other_at, other_length
+            if not self.matching:
+                length = 0
             # What follows it, or what the bigram says.
             if length > 0:
                 chunk = text[at:at + n - len(tokens)]

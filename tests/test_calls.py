@@ -71,7 +71,7 @@ def test_settings_are_the_functions_own():
     for name, function in bench.TREES.items():
         assert not {"expand", "root", "generator"} & set(bench.settings_of(function)), name
     assert bench.settings_of(bench.partial(cape.chain, gamma=3)) == {"gamma": 3}, "of a builder: what it has been given"
-    assert set(bench.settings_of(bench.load_cascade)) == {"k", "lenience", "costs"}
+    assert set(bench.settings_of(bench.load_cascade)) == {"k", "lenience", "costs", "stop", "matching"}
 
 
 @pytest.mark.parametrize("text", [

@@ -87,7 +87,7 @@ def suffix_match(query, text, n):
     return out
 
 
-def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0):
+def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0, by_sum=False):
     """CascadeSpeculativeDraftingStep's drafting part -> [(token, who reviewed it last, its logits)].
 
     stages: models, "gram" last.  committed: what Max-Gram may search.  On lists and plain forwards.
@@ -95,15 +95,16 @@ def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0):
     gen = []
     for i, stage in enumerate(stages):
         added = 0
-        while added < K[0][i]:
+        while len(gen) < sum(K[0][:i + 1]) if by_sum else added < K[0][i]:
             text = prefix + [t for t, _, _ in gen]
             runs[level + i] += 1
             if stage == "gram":
-                new = [(t, "gram", None) for t in suffix_match(text, committed, K[0][i])]
+                count = sum(K[0][:i + 1]) - len(gen) if by_sum else K[0][i]
+                new = [(t, "gram", None) for t in suffix_match(text, committed, count)]
                 gen, added = gen + new, added + len(new)
                 break
             inner = [row[i + 1:] for row in K[i + 1:]]
-            draft = algorithm_1(stages[i + 1:], inner, text, lenience, committed, runs, level + i + 1)
+            draft = algorithm_1(stages[i + 1:], inner, text, lenience, committed, runs, level + i + 1, by_sum)
             logits = forward(stage, text + [t for t, _, _ in draft])[len(text) - 1:]
             new = []
             for row, d in zip(logits, draft):
@@ -125,11 +126,11 @@ KS = [(1, False, [[3]]), (1, True, [[3, 4], [0, 5]]), (1, True, [[1, 10], [0, 10
 
 
 @pytest.mark.parametrize("neural, gram, K", KS)
-@pytest.mark.parametrize("lenience", [1.0, 3.0])
-def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenience):
+@pytest.mark.parametrize("lenience, stop", [(1.0, "own"), (3.0, "own"), (1.0, "sum")])
+def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenience, stop):
     """Tokens, who reviewed them, their rows, the runs, over rounds that commit different amounts."""
     mine = list(models[1:1 + neural])
-    drafter = cascade.Cascade(mine, K, lenience, MaxGram(BIGRAM) if gram else None, vocab=VOCAB)
+    drafter = cascade.Cascade(mine, K, lenience, MaxGram(BIGRAM) if gram else None, vocab=VOCAB, stop=stop)
     stages = mine + ["gram"] * gram
     text = torch.randint(VOCAB, (30,), generator=torch.Generator().manual_seed(neural)).tolist()
     text[12:18] = text[3:9]                                        # something to match
@@ -137,7 +138,7 @@ def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenie
     with torch.inference_mode():
         while at < 22:
             drafter.begin(shown(text[seen:at], at))
-            expected = algorithm_1(stages, K, text[:at + 1], lenience, text[:at], runs)
+            expected = algorithm_1(stages, K, text[:at + 1], lenience, text[:at], runs, by_sum=stop == "sum")
             tokens, probs = drafts(drafter, text[at])
             assert tokens == [t for t, _, _ in expected]
             for prob, (_, who, logits) in zip(probs, expected):

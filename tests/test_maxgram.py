@@ -376,6 +376,14 @@ def test_acceptance_where_the_model_repeats_itself():
         assert out.tokens == wanted == [3] * 21 and len(out.runs) <= 5
 
 
+def test_without_matching_there_is_the_bigram_alone():
+    gram = MaxGram([0, 2, 3, 1, 9], matching=False)
+    gram.commit([1, 4, 4, 1, 4, 4, 1])
+    assert gram.propose([], 5) == ([2, 3, 1, 2, 3], [0] * 5)
+    gram.matching = True
+    assert gram.propose([], 2)[0] == [4, 4]
+
+
 def test_the_demo_and_what_it_needs(capsys):
     """(Alone in an empty folder it runs in test_house.py.)  Of packages it imports torch, and no other."""
     maxgram.demo()
