@@ -399,6 +399,15 @@ class Record(verify.Output):
         if p_draft is not None:
             self.total["overlap"] += torch.minimum(p_target[:tested], p_draft[:tested]).sum()
 
+    def by_prompt(self):
+        """The figures of this decoding alone, which a paired comparison of two arms wants."""
+        total = self.total
+        accepted = total["accepted"] if not total["trees"] else None
+        overlap = float(total["overlap"]) if total["drawn"] else None
+        return {"tau": self.tau, "alpha": ratio(accepted, total["tested"]),
+                "alpha_overlap": ratio(overlap, total["tested"]),
+                "nodes": ratio(total["nodes"], total["rounds"])}
+
 def measure_costs(run, label):
     """{"cost": s_d / s_t, "node_price": of one more verified node} in plain steps, by the loop's own clock.
 
@@ -549,7 +558,8 @@ def row_of(run, arm, base, generate, group, which, truth=None):
     # Seconds of a plain step: the baseline's, without its prefills.
     steps = sum(len(out.tokens) - 1 for out in plain)
     step = sum(out.seconds - out.total["prefill"] for out in plain) / max(1, steps)
-    quartiles = torch.tensor(arm.speeds(base, which)).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
+    speeds = arm.speeds(base, which)
+    quartiles = torch.tensor(speeds).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
     grams = [list(zip(*(out.tokens[i:] for i in range(4)))) for out in outs if len(out.tokens) > 3]
     settings = settings_of(arm.build) if arm.build else {}
 
@@ -559,6 +569,7 @@ def row_of(run, arm, base, generate, group, which, truth=None):
             "threads": torch.get_num_threads(), "peak_memory": arm.memory,
             "tokens": tokens, "tokens_per_second": tokens / sum(out.seconds for out in outs)}
     row |= dict(zip(("speedup_low", "speedup", "speedup_high"), quartiles))
+    row["by_prompt"] = [{"speedup": speed, **out.by_prompt()} for speed, out in zip(speeds, outs)]
     row["speedup_vs_generate"] = median(arm.speeds(generate, which))
     row["time_to_first_token"] = median(out.total["prefill"] for out in outs) if rounds else None
     row["distinct_4grams"] = ratio(sum(len(set(found)) / len(found) for found in grams), len(grams))
@@ -577,8 +588,9 @@ def row_of(run, arm, base, generate, group, which, truth=None):
     stages = [sum(counts) for counts in zip(*(out.stage_runs for out in outs))]
     row["runs"] = [rounds + len(outs), *stages] if rounds else None
     row |= {"stages": getattr(drafter, "names", None), "K": getattr(drafter, "K", None)}
-    row["c"] = None if stages else ratio(ratio(total["draft"], total["draft_forwards"]), step)
-    alpha, c, gamma = row["alpha"], row["c"], settings.get("gamma")
+    # One model alone is speculative decoding; the runs of several are not alike.
+    row["c"] = None if len(stages) > 1 else ratio(ratio(total["draft"], total["draft_forwards"]), step)
+    alpha, c, gamma = row["alpha"], row["c"], row["K"][0][0] if row["K"] else settings.get("gamma")
     row["expected_speedup"] = expected_speedup(alpha, c, gamma) if alpha and c and gamma else None
     if stages:
         row["swi_measured"] = tokens / (row["runs"][0] + total["draft"] / step)

@@ -146,6 +146,21 @@ def test_figures_of_a_row_by_hand():
     assert row["round_ms"] == pytest.approx(2000 / 7) and row["draft_ms"] == pytest.approx(750 / 7)
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
     assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
+    of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in row["by_prompt"][0]}
+    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None],
+                       "nodes": [10 / 4, 3]}
+
+
+def test_one_model_alone_has_a_cost_and_an_expected_speedup():
+    """Speculative decoding with k = 2: four tokens of four accepted; three runs of 0.1 s each beside a step of 0.1 s."""
+    plain = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
+    ours = arm_of("x", made_up([(2, 2), (2, 2)], 0.5, draft=0.3, draft_forwards=3), tree="chain", build=bench.cascade.proposal)
+    ours.results[0].stage_runs = [3]
+    run = made_up_run()
+    run.drafters = {"x": SimpleNamespace(names=["base"], K=[[2]], costs={"ms": [0.5]})}
+    row = bench.row_of(run, ours, plain, plain, "all", [0])
+    assert row["c"] == pytest.approx(1) and row["alpha"] == 1
+    assert row["expected_speedup"] == pytest.approx(3 / (2 + 1))
 
 
 def test_stages_and_repetitions_by_hand():
@@ -246,7 +261,7 @@ def test_what_transformers_is_asked_for(small, monkeypatch):
 FIELDS = """target drafter tree settings group dtype device threads batch seed depth temperature prompts tokens tokens_per_second
 speedup speedup_low speedup_high speedup_vs_generate tau alpha alpha_overlap alpha_depth nodes draft_forwards c expected_speedup draft_ms
 verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_token peak_memory lossless first_divergence stages K runs
-distinct_4grams versions""".split()
+distinct_4grams versions by_prompt""".split()
 TREES = ["chain", "chain(gamma=3)", "cape", "cape(gamma=3)", "fixed", "fixed(size=2)", "beam", "beam(width=8)", "pct", "pct(width=3, leaf=0)",
          "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
 
