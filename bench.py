@@ -56,6 +56,7 @@ VICUNA = (
 TEMPLATES = {"vicuna": VICUNA}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct, "vct": pct.vct,
          "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "eagle2": pct.eagle2}
+LOOK = 12                                                    # prompts of the project's own: a minute or less
 SHARES = ("draft", "verify", "other")                       # where the time of a round goes
 FACTS = "c|expected_speedup|alpha_overlap|K|runs|swi_.*|first_divergence"            # printed under the table
 COLUMNS = {
@@ -148,6 +149,8 @@ class Run:
     def __init__(self, argv=None):
         a = self.a = parser().parse_args(argv)
         calls, self.trees = check(a)
+        if not a.prompts:
+            a.prompts, a.limit = [str(train.HERE / "checkpoints" / "prompts.jsonl")], a.limit or LOOK
         torch.set_num_threads(a.threads or torch.get_num_threads())
         if a.template:
             a.template = TEMPLATES.get(a.template) or Path(a.template).read_text()
@@ -671,8 +674,8 @@ def parser():
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}; settings: "pct(width=7, leaf=0)"')
     flag("--checkpoint", default=str(checkpoints), help="folder of a drafter, or of one folder a drafter")
     flag("--bigram", help="Max-Gram's bigram (default: bigram.json of --checkpoint, where there is one)")
-    flag("--prompts", nargs="+", default=[str(checkpoints / "prompts.jsonl")], help="files of prompts")
-    flag("--limit", type=int, help="at most so many prompts")
+    flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
+    flag("--limit", type=int, help=f"at most so many prompts (default: all, of the project's own {LOOK})")
     flag("--system", help="system message of conversations")
     flag("--template", help="form of conversations: vicuna, or a Jinja file (default: the tokenizer's own)")
     flag("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")

@@ -46,7 +46,7 @@ def load():
     return SimpleNamespace(
         models=[found for found, _ in loaded],
         bigram=maxgram.read_bigram(folder / "bigram.json", model.config.vocab_size),
-        prompts=[tokenizer(row["prompt"])["input_ids"] for row in rows],
+        prompts=[tokenizer(train.question_text(row))["input_ids"] for row in rows],
         glide=glide.load(folder / "glide", model)[0],
         edd=edd.load(folder / "edd", model)[0])
 

@@ -661,6 +661,13 @@ def test_prompt_mistakes(small, tmp_path, capsys):
     assert len(run.prompts) == 3 and run.notes == ["1 prompts longer than the context left out"]
 
 
+def test_without_prompts_a_look_at_the_projects_own():
+    argv = ["--drafter", "maxgram", "--tree", "chain"]
+    groups = [group for group, _, _ in bench.Run(argv).prompts]
+    assert groups == ["story", "retell", "math"] * (bench.LOOK // 3)
+    assert len(bench.Run([*argv, "--limit", "36"]).prompts) == 36
+
+
 def test_limits_are_the_context_s(small, tmp_path):
     """A prompt of the context's length leaves room for one token, which nobody reads again."""
     ids = bench.Run(args(small)).tokenizer("def add(a, b): return " * 30)["input_ids"]
