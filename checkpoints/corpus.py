@@ -1,0 +1,557 @@
+"""The stand-in's text: children's stories, retellings of them that this program makes, and word problems.
+
+    python checkpoints/make.py corpus --stories stories.jsonl --sampled stories_sampled.jsonl \\
+        --math gsm8k_train.jsonl                                       # work/corpus and work/corpus-first
+
+The idea.  A drafter of one layer cannot find again what followed a token earlier; the target's keys and
+hidden states can.  Stories alone ask for no finding again, so a program builds documents that do, as one asks
+an assistant: a story, a wish, and the story told again as wished, most of it copied and some of it changed.
+
+    form      what is wished
+    names     the same story with another child, the pronouns too where a boy becomes a girl
+    things    with another thing or animal in place of one
+    both      a child and a thing
+    colours   another colour
+    said      only what somebody said
+    shorter   the first sentence and the last ones
+
+A story that a rule cannot change safely is left out for that form: better none than a wrong one.
+"""
+import functools
+import json
+import random
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))                      # so that it can be imported from anywhere
+
+from tqdm import tqdm  # noqa: E402
+
+import train  # noqa: E402
+from verify import UserError  # noqa: E402
+
+EOS = "<|endoftext|>"
+SOURCES = ("stories", "sampled", "retell", "math")
+
+# ---------------------------------------------------------------- words
+# Names, by who bears them.  Exchanged for one of the same line, or, with all pronouns, of the other gender.
+NAMES = {
+    "boy": """
+        Tim Tom Ben Sam Max Timmy Bob Jack Joe John Billy Tommy Benny Jimmy Andy Peter Leo Bobby Fred
+        Danny Jake Jim James Frank Pete Finn Tony Mike Harry Toby Johnny Freddy Sammy Charlie Paul Luke
+        Adam Oscar Henry Oliver Eric David Simon Noah Theo Felix Ethan Kevin Hugo""",
+    "girl": """
+        Lily Sue Lucy Mia Anna Amy Sara Sally Sarah Jane Molly Lila Jen Mimi Emma Jill Bella Mary Ella
+        Emily Claire Jenny Betty Lisa Susie Mandy Lulu Alice Kate Annie Lola Julia Tina Sophie Penny
+        Ellie Nora Clara Zoe Eva Ruby Nina Olivia Hannah Laura Maria Maya Polly Rosie Ida""",
+    "pet": """
+        Spot Buddy Rex Coco Fluffy Bobo Lucky Rusty Patches Biscuit Momo Pepper Ziggy Sparky Gus""",
+}
+NAMES = {kind: names.split() for kind, names in NAMES.items()}
+GENDER = {name: kind for kind, names in NAMES.items() for name in names}
+OTHER = {"boy": "girl", "girl": "boy"}
+# Where one of these occurs, a pronoun may be somebody else's.
+PEOPLE = {
+    "boy": """
+        man men dad daddy father papa king prince brother brothers grandpa grandfather mr uncle son sir
+        boys fireman policeman clown wizard guy""",
+    "girl": """
+        woman women mom mommy mama mum mummy mother queen princess sister sisters grandma grandmother
+        mrs aunt daughter lady girls fairy witch nanny mermaid""",
+    "both": """
+        teacher doctor nurse farmer driver owner neighbor baker officer animal animals creature monster
+        dragon baby child stranger robot pet painter singer wolf snake bee bug bugs fish crab shark
+        spider ant worm dinosaur giant ghost pirate captain kid""",
+}
+PEOPLE = {kind: set(words.split()) for kind, words in PEOPLE.items()}
+TO_GIRL = {"he": "she", "him": "her", "himself": "herself", "boy": "girl"}
+TO_BOY = {"she": "he", "hers": "his", "herself": "himself", "girl": "boy"}
+# After "her" they tell that it is him, not his; after these verbs one cannot tell.
+AFTER_HIM = set("""
+    to and in on at with for that a an the if up very so some but when as because about how what into
+    from out by of away again back too it was were all down off go come play feel was is or until while
+    who where why not they he she his this every along home inside over through after before than""".split())
+MAYBE_HIM = set("""
+    gave give let made make help helped told asked keep kept show showed bring brought got get buy
+    bought see saw hear heard teach taught tell ask offered handed watched""".split())
+# Things, in lines within which one stands for another.
+THINGS = (
+    "ball doll kite truck robot drum balloon boat train puzzle rocket car plane",
+    "cat dog rabbit mouse squirrel fox puppy kitten bunny hamster pig goat",
+    "bear lion tiger elephant monkey horse cow giraffe zebra wolf",
+    "bird butterfly bee owl parrot",
+    "apple banana carrot cookie cake sandwich pie pear muffin peach tomato potato pancake",
+    "hat scarf coat jacket shirt sweater cap",
+    "park garden forest zoo meadow jungle playground",
+    "lake river pond sea",
+    "kitchen bedroom bathroom garage attic",
+    "box basket bag bucket jar",
+    "chair table bench sofa",
+    "cup bowl plate pot",
+    "spoon fork knife",
+    "lamp mirror vase clock",
+    "pillow blanket towel",
+    "rock stone stick",
+    "flower leaf shell feather",
+    "coin key button ring whistle",
+    "guitar flute violin trumpet piano",
+    "bike scooter sled wagon",
+)
+THINGS = tuple(group.split() for group in THINGS)
+GROUP = {word: group for group in THINGS for word in group}
+ANIMALS = {word for group in THINGS[1:4] for word in group}
+# What only some animals do or have.
+ANIMAL_SOUNDS = re.compile(
+    r"\b(bark|woof|meow|chirp|tweet|purr|quack|roar|hop|fl(y|ies|ew|ying)|wing|feather|buzz|neigh|moo|oink|"
+    r"squeak|nest|cheese|bone|trunk|mane|puppies|kitty|doggy|honey|oof|cub|carrot|leash|paw|nut|sting|song|"
+    r"sang|sing)")
+IRREGULAR = {"mouse": "mice", "leaf": "leaves", "scarf": "scarves", "knife": "knives", "tomato": "tomatoes",
+             "potato": "potatoes", "wolf": "wolves"}
+COLOURS = "red blue green yellow pink purple white black brown orange".split()
+# What has its own colour.
+COLOURED = set("""
+    sky water sea eyes eye ocean grass leaves leaf hair snow milk face cheeks fur light trees and""".split())
+# A thing before one of these is part of another ("apple tree").
+COMPOUND = set("tree house cream tail bed food store shop toy".split())
+DETERMINERS = set("a an the his her my your their our its this that another one no every each".split())
+ADJECTIVES = set("""
+    big little small new old nice toy red blue green yellow pink purple white black brown orange pretty
+    shiny special favorite tiny huge soft good bad best first other same beautiful lost broken whole
+    fast funny friendly yummy warm cold wooden round magic long tall gray dirty clean large cute
+    colorful happy sad empty full heavy own cool great lovely""".split())
+PRONOUNS = re.compile(r"\b(he|she|they|I|it|we|you|who)\b", re.I)
+SAID = "|".join("""
+    said asked replied shouted cried answered yelled whispered exclaimed called screamed explained added
+    agreed""".split())
+FAMILY = set("Mom Dad Mommy Daddy Mum Mummy Mama Papa Grandma Grandpa".split())
+
+# ---------------------------------------------------------------- wishes
+AGAIN = (
+    "Tell the same story with {}.",
+    "Tell it again with {}.",
+    "Tell it again, but with {}.",
+    "Please tell me the same story with {}.",
+    "Can you tell it again with {}?",
+    "Now with {}.",
+    "Write the story again with {}.",
+    "The same story, please, with {}.",
+    "Tell it once more, with {}.",
+)
+WISH_SAID = (
+    "Write down only what {} said.",
+    "What did {} say? Write down only that.",
+    "Only what {} said, please.",
+    "List everything that {} said.",
+    "Give me only the words of {}.",
+)
+WISH_SHORTER = (
+    "Tell it again, but shorter.",
+    "Tell me the same story, but shorter.",
+    "Make the story shorter.",
+    "Can you tell it shorter?",
+    "Only the beginning and the end, please.",
+    "A shorter one, please.",
+)
+# Quotation marks and dashes, those first that were decoded wrongly
+ASCII = {
+    "\u00e2\u20ac\u0153": '"', "\u00e2\u20ac\u2122": "'",
+    "\u00e2\u20ac\u201c": "-", "\u00e2\u20ac\u201d": "-",
+    "\u00e2\u20ac": '"', "\u201c": '"', "\u201d": '"', "\u2018": "'", "\u2019": "'", "\u2013": "-",
+    "\u2014": "-", "\u2026": "...", "\u00a0": " ",
+}
+ODD = re.compile(r"[^A-Za-z0-9 \n.,!?'\":;$-]")
+STORY = (200, 1600)                                # characters of a story that is kept
+EXCERPT = (250, 620)                               # and of one that is told again with exchanges
+LISTENED = (250, 950)                              # and of one that is made shorter, or searched
+RETOLD = 1400                                      # and of all three parts: they must fit in 480 tokens
+PROBLEM, BRIEF = 900, 500                          # of a word problem; the brief ones count twice at first
+RETELL = 0.35 / 0.40                               # characters of retellings for one of stories
+FORMS = {"names": 0.24, "things": 0.22, "both": 0.14, "colours": 0.05, "said": 0.15, "shorter": 0.20}
+
+
+# ---------------------------------------------------------------- stories and sentences
+def story_text(text):
+    """A story in ASCII, its paragraphs one a line; None where it is cut off, short, long, or odd."""
+    for odd, plain in ASCII.items():
+        text = text.replace(odd, plain)
+    text = re.sub(r"[ \t\r]+", " ", text)
+    text = re.sub(r"\s*\n\s*", "\n", text).strip()
+    text = re.sub(r'([.!?])"\.', r'\1"', text)
+    text = re.sub(r'(\w),?"\.', r'\1."', text)
+    least, most = STORY
+    ends = re.search(r'[.!?]"?$', text)
+    if not ends or not least <= len(text) <= most or ODD.search(text):
+        return None
+    return text
+
+
+def balanced(text):
+    """Whether all quotes are closed in the paragraph that opens them."""
+    return all(paragraph.count('"') % 2 == 0 for paragraph in text.split("\n"))
+
+
+@functools.lru_cache(maxsize=256)
+def sentence_ends(text):
+    """Where the sentences of a balanced text end; what is said belongs to the sentence that says who."""
+    ends = []
+    for match in re.finditer(r'[.!?]+"?(?=\s|$)', text):
+        end = match.end()
+        paragraph = text[:end].rsplit("\n", 1)[-1]
+        if paragraph.count('"') % 2 or re.search(r"\b(Mr|Mrs|Ms|Dr)\.$", paragraph):
+            continue
+        speaker = rf" (\w+ ){{1,3}}({SAID})\b" if match.group().endswith('"') else " [a-z]"
+        if not re.match(speaker, text[end:]) and not re.match(" [a-z]", text[end:]):
+            ends.append(end)
+    return ends
+
+
+def excerpt(text, rng, least, most):
+    """The whole text if it is short enough, or whole sentences from the start of a paragraph; or None."""
+    if len(text) <= most:
+        return text
+    found, ends = [], sentence_ends(text)
+    for match in re.finditer(r"^(?!(He|She|They|It|But|So|Then|And|His|Her|Their)\b)[A-Z]", text, re.M):
+        start = match.start()
+        fit = [end for end in ends if least <= end - start <= most]
+        if fit:
+            found.append(text[start:rng.choice(fit[-3:])])
+    return rng.choice(found) if found else None
+
+
+def words_of(text):
+    """The words of a text, in small letters."""
+    return set(re.findall(r"[a-z]+", text.lower()))
+
+
+def like(old, new):
+    """`new` with the capital that `old` has."""
+    return new[0].upper() + new[1:] if old[0].isupper() else new
+
+
+# ---------------------------------------------------------------- retellings
+def to_girl(text):
+    """Pronouns of a boy -> a girl's."""
+    text = re.sub(r"\b([Hh])is\b(?=\s*[.,!?])", lambda m: like(m[1], "hers"), text)
+    text = re.sub(r"\b([Hh])is\b", lambda m: like(m[1], "her"), text)
+    return re.sub(r"\b(he|him|himself|boy)\b", lambda m: like(m[0], TO_GIRL[m[0].lower()]), text, flags=re.I)
+
+
+def to_boy(text):
+    """Pronouns of a girl -> a boy's, or None where "her" could be either."""
+    unsure = []
+
+    def his(match):
+        before, her, after = match.groups()
+        if not after or after.lower() in AFTER_HIM:
+            return before + like(her, "him") + match[0][len(before + her):]
+        if before.strip().lower() in MAYBE_HIM:
+            unsure.append(match[0])
+        return before + like(her, "his") + match[0][len(before + her):]
+    text = re.sub(r"((?:\w+ )?)\b([Hh]er)\b(?=(?: (\w+))?)", his, text)
+    words = r"\b(she|hers|herself|girl)\b"
+    text = re.sub(words, lambda m: like(m[0], TO_BOY[m[0].lower()]), text, flags=re.I)
+    return None if unsure else text
+
+
+def other_gender(text, name):
+    """The story's pronouns exchanged, where all of them are surely the named child's; or None."""
+    kind, words = GENDER[name], words_of(text)
+    someone = PEOPLE[kind] | PEOPLE["both"] | ANIMALS | {plural(word) for word in ANIMALS}
+    others = set(re.findall(r"(?<=[a-z,] )[A-Z][a-z]+", text))
+    others |= set(re.findall("[A-Z][a-z]+", text)) & set(GENDER)
+    if words & someone or any(GENDER.get(other) != OTHER[kind] for other in others - {name}):
+        return None
+    pronouns = {"boy": {"she", "her"}, "girl": {"he", "him", "his"}}[kind]
+    if words & pronouns or not words & {"he", "she"}:
+        return None
+    return to_girl(text) if kind == "boy" else to_boy(text)
+
+
+def exchange_name(text, rng):
+    """-> (wish's words, the story with another name), or None."""
+    capitals = re.findall("[A-Z][a-z]+", text)
+    known = [name for name in GENDER if capitals.count(name) > 1
+             and not any(other != name and other.startswith(name) for other in capitals)]
+    if not known:
+        return None
+    old = rng.choice(sorted(known))
+    kind, told = GENDER[old], text
+    who = ""
+    changed = other_gender(text, old) if kind in OTHER and rng.random() < 0.9 else None
+    if changed:
+        kind, told = OTHER[kind], changed
+        who = rng.choice(["", f"a {kind} named ", f"a {kind} called "])
+    new = rng.choice([name for name in NAMES[kind] if name not in capitals])
+    told = re.sub(rf"\b{old}\b", new, told)
+    return f"{who}{new} instead of {old}", told
+
+
+@functools.cache
+def plural(word):
+    if word in IRREGULAR:
+        return IRREGULAR[word]
+    if re.search("(ch|sh|s|x)$", word):
+        return word + "es"
+    return re.sub("[^aeiou]y$", lambda m: m[0][0] + "ie", word) + "s"
+
+
+def an(word):
+    return "an" if word[0] in "aeiou" else "a"
+
+
+def exchange_word(text, old, new):
+    """The text with one word for another, capitals and articles right."""
+    def put(match):
+        article, word = match[1], match[2]
+        return (like(article, an(new)) + " " if article else "") + like(word, new)
+    return re.sub(rf"(?:\b(an?) )?(?<![-\w])({old})(?![-\w])", put, text, flags=re.I)
+
+
+def is_thing(text, word):
+    """Whether a word stands for a thing by itself wherever it occurs: "a ball", "the big ball"."""
+    many = plural(word)
+    for match in re.finditer(rf"(?:([\w'-]+) )?\b({word}|{many})\b-?(?: (\w+))?", text, re.I):
+        before, found, after = (part.lower() if part else "" for part in match.groups())
+        if after in GROUP or after in COMPOUND:
+            return False
+        alone = found == many and before not in ("to", "teddy", "she", "he", "it", "they")
+        if "-" in match[0] or not (alone or before in DETERMINERS or before in ADJECTIVES):
+            return False
+    return True
+
+
+def exchange_thing(text, rng):
+    """-> (wish's words, the story with another thing), or None."""
+    words = words_of(text)
+    known = [w for w in GROUP if (w in words or plural(w) in words) and is_thing(text, w)]
+    if ANIMAL_SOUNDS.search(text.lower()):
+        known = [w for w in known if w not in ANIMALS]
+    if not known:
+        return None
+    old = rng.choice(known)
+    free = [w for w in GROUP[old] if w not in words and plural(w) not in words]
+    if not free:
+        return None
+    new = rng.choice(free)
+    told = exchange_word(exchange_word(text, old, new), plural(old), plural(new))
+    if old in words:
+        return f"{an(new)} {new} instead of the {old}", told
+    return f"{plural(new)} instead of the {plural(old)}", told
+
+
+def exchange_colour(text, rng):
+    """-> (wish's words, the story with another colour), or None."""
+    words = words_of(text)
+    found = re.findall(rf"\b({'|'.join(COLOURS)}) (\w+)", text)
+    free = [colour for colour in COLOURS if colour not in words]
+    if not found or any(thing in COLOURED for _, thing in found):
+        return None
+    old, thing = rng.choice(found)
+    if thing not in GROUP:
+        return None
+    new = rng.choice(free)
+    return f"{an(new)} {new} {thing} instead of {an(old)} {old} one", exchange_word(text, old, new)
+
+
+def exchange_both(text, rng):
+    """-> (wish's words, the story with another name and another thing), or None."""
+    one = exchange_name(text, rng)
+    two = exchange_thing(one[1], rng) if one else None
+    return (f"{one[0]} and {two[0]}", two[1]) if two else None
+
+
+def speaker(match, names):
+    """The name that was found, "he" or "she", "other" for one who has no name, or None."""
+    word = match[1] if match else ""
+    if word in names and len(word) > 2 or word in ("he", "she"):
+        return word
+    if word in ("He", "She"):
+        return word.lower()
+    somebody = word.lower() in ("the", "his", "her", "their", "my", "its") or word.endswith("'s")
+    return "other" if somebody else None
+
+
+def quotes(text):
+    """Who says what: [(the speaker, None where it is not clear, the words)]."""
+    found = []
+    names = set(re.findall(r"(?<=[a-z] )[A-Z][a-z]+", text)) | FAMILY
+    start = r"(?:(?:[A-Z]\w+(?: \w+){0,2}, |Then |So |But |And ))?"
+    for paragraph in text.split("\n"):
+        parts, last = paragraph.split('"'), None
+        for i in range(1, len(parts), 2):
+            before, words, after = parts[i - 1], parts[i], parts[i + 1]
+            lead = re.split(r"[.!?]\s", before)[-1].strip()           # Mia said, "..."
+            leads = re.search(rf"\b({SAID}|told)\b.*[,:]$", lead)
+            subject = re.match(rf"{start}([\w']+)(?! and\b)", lead)
+            changed = re.search(rf"\b(he|she|they|it|I|who|that|[A-Z]\w+) (\w+ )?({SAID}|told)\b", lead)
+            goes_on = last and re.fullmatch(rf" (?:[\w']+ ){{0,2}}(?:{SAID})(?: [\w']+){{0,2}}\. ", before)
+            tail = after if words[-1:] in (",", "!", "?") else ""     # "..." said Mia
+            owner = r"\b(his|her|the|their|my|\w+'s)"
+            owned = re.search(rf"{owner} (\w+ )?(?!and\b)\w+ ({SAID}|told)\b", lead, re.I)
+            if leads and owned:
+                who = "other"
+            elif leads and changed and changed[1].lower() != speaker(subject, names):
+                who = speaker(subject, names) if subject and subject[1] == changed[1] else None
+            elif leads:
+                who = speaker(subject, names)
+            elif re.match(rf" [\w' ]+ ({SAID})[^.!?]*,$", tail.rstrip()) and words[-1] != ",":
+                who = last if goes_on else None                       # that leads to the next words
+            elif re.match(rf" ([\w']+ ){{1,3}}({SAID})\b", tail):
+                who = speaker(re.match(r" ([\w']+)(?! and\b)", tail), names)
+            elif re.match(rf" ({SAID}) ", tail):
+                who = speaker(re.match(r" \w+ ([\w']+)\b(?! and)", tail), names)
+            elif goes_on:
+                who = last
+            else:
+                who = None
+            last = who
+            found.append((who, words))
+    return found
+
+
+def only_said(text, rng):
+    """-> (who, what that one says, a line for each quote), or None."""
+    said = quotes(text)
+    who = [name for name, _ in said]
+    if None in who or any(not words or words[0].islower() for _, words in said):
+        return None
+    # Where "he" speaks too, it could be any name that is not a girl's.
+    either = {"boy": {"he"}, "girl": {"she"}, "pet": {"he", "she"}}
+    known = [name for name in sorted(set(who) - {"other", "he", "she"})
+             if len(said) > 1 and not either[GENDER.get(name, "pet")] & set(who)]
+    if not known:
+        return None
+    name = rng.choice(known)
+    lines = [re.sub(",$", ".", words) for speaker, words in said if speaker == name]
+    return name, "\n".join(f'"{line}"' for line in lines)
+
+
+def shorter(text, rng):
+    """The first two sentences and the last two, or None."""
+    ends = sentence_ends(text)
+    if len(ends) < 6:
+        return None
+    return "", f"{text[:ends[1]]} {text[ends[-3]:].strip()}".replace("\n", " ")
+
+
+# Each form: who makes it, the wishes, the characters of the story.
+MAKERS = {
+    "names": (exchange_name, AGAIN, EXCERPT),
+    "things": (exchange_thing, AGAIN, EXCERPT),
+    "both": (exchange_both, AGAIN, EXCERPT),
+    "colours": (exchange_colour, AGAIN, EXCERPT),
+    "said": (only_said, WISH_SAID, LISTENED),
+    "shorter": (shorter, WISH_SHORTER, LISTENED),
+}
+
+
+def retellings(text, seed):
+    """Yield (form, document) of a story, a few of each form, always the same for the same seed."""
+    rng = random.Random(seed)
+    for form, (make, wishes, (least, most)) in MAKERS.items():
+        made = set()
+        for _ in range(4):
+            # Who says what is clear in a part of a story more often than in all of it.
+            longest = rng.randint(400, most) if form == "said" else most
+            story = excerpt(text, rng, least, longest)
+            found = make(story, rng) if story and balanced(story) else None
+            if found and found not in made:
+                made.add(found)
+                document = f"{story}\n\n{rng.choice(wishes).format(found[0])}\n\n{found[1]}"
+                if len(document) <= RETOLD:
+                    yield form, document
+
+
+# ---------------------------------------------------------------- files
+def read_stories(paths):
+    """Stories of files of rows, or of text with EOS between them -> (those kept, how many were read)."""
+    kept, total = {}, 0
+    for path in paths:
+        for row in train.read_rows(path):
+            for text in row.split(EOS) if isinstance(row, str) else [row["text"]]:
+                total += 1
+                kept[story_text(text)] = None              # a story that comes twice is kept once
+    kept.pop(None, None)
+    return list(kept), total
+
+
+def make_rows(source, texts, times):
+    """Rows of the corpus; the last fiftieth is held out."""
+    first = len(texts) * 0.98
+    return [{"source": source, "text": text, "held_out": i >= first, "times": times if i < first else 1}
+            for i, text in enumerate(texts)]
+
+
+def retell_rows(stories, seed):
+    """Rows of retellings: of each form so many characters as FORMS says, held out with their stories."""
+    made = {(form, held): [] for form in FORMS for held in (False, True)}
+    for i, row in enumerate(tqdm(stories, unit=" stories", disable=None)):
+        for form, text in retellings(row["text"], f"{seed} {i}"):
+            made[form, row["held_out"]].append(text)
+    rows, rng = [], random.Random(seed)
+    for (form, held), texts in made.items():
+        size = sum(len(row["text"]) * row["times"] for row in stories if row["held_out"] == held)
+        left = size * RETELL * FORMS[form]
+        times = 1 if sum(map(len, texts)) > left * 0.75 or held else 2       # a form that is rare
+        rng.shuffle(texts)
+        for text in texts:
+            if left > 0:
+                left -= len(text) * times
+                row = {"source": "retell", "text": text, "held_out": held, "times": times}
+                rows.append(row | {"form": form})
+    rng.shuffle(rows)
+    return rows
+
+
+def problems(path):
+    """The texts of GSM8K's word problems, without the calculator's notes."""
+    texts = []
+    for row in train.read_rows(path):
+        answer = re.sub(r"<<.*?>>", "", row["answer"])
+        text = train.document({"question": row["question"], "answer": answer}).strip()
+        for odd, plain in ASCII.items():
+            text = text.replace(odd, plain)
+        texts.append(text)
+    return texts
+
+
+def save_corpus(folder, sources):
+    """A file for each source, and a line about each."""
+    size = {name: sum(len(row["text"]) * row["times"] for row in rows) for name, rows in sources.items()}
+    for name, rows in sources.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        path = Path(folder) / f"{name}.jsonl"
+        train.write_atomically(path, lambda part, text=text: part.write_text(text))
+        times, share = max(row["times"] for row in rows), size[name] / sum(size.values())
+        forms = Counter(row["form"] for row in rows if "form" in row)
+        print(f"{path}: {len(rows)} documents, {size[name] / 1e6:.2f}M characters with {times} times, "
+              f"{share:.0%}", *(f"{form} {n}" for form, n in forms.items()))
+
+
+def write_corpus(a):
+    """`make.py corpus`: rows {"source", "text", "held_out", "times"} for both parts of the training."""
+    for flag in ("stories", "sampled", "math"):
+        for path in getattr(a, flag):
+            if not Path(path).is_file():
+                raise UserError(f"--{flag}: {path} does not exist")
+    math = [text for path in a.math for text in problems(path)]
+    kept = [text for text in math if len(text) <= PROBLEM]
+    print(f"math: {len(math) - len(kept)} of {len(math)} problems left out as too long")
+    for flag, name, folder, story_times, math_times in (
+            ("stories", "stories", a.out, 3, 1), ("sampled", "sampled", f"{a.out}-first", 1, 2)):
+        if not getattr(a, flag):
+            continue
+        stories, total = read_stories(getattr(a, flag))
+        print(f"{name}: {total - len(stories)} of {total} left out as cut off, short, long, odd or read "
+              "before")
+        rows = make_rows(name, stories, story_times)
+        sources = {name: rows, "retell": retell_rows(rows, name)}
+        if kept:
+            sources["math"] = make_rows("math", kept, 1)
+            for row in sources["math"]:
+                brief = len(row["text"]) <= BRIEF and not row["held_out"]
+                row["times"] = math_times if brief else 1
+        save_corpus(folder, sources)
