@@ -215,11 +215,12 @@ def turns_of(run, row):
     """
     a, chat = run.a, train.conversation(row)
     if not chat:
-        row = row if isinstance(row, dict) else {"text": row}
-        text = row.get("prompt", row.get("text"))
-        if "question" in row:
-            text = train.question_text(row["question"])
-        yield run.tokenizer(text)["input_ids"] if isinstance(text, str) else None
+        try:
+            text = train.question_text(row, a.ask)
+        except (LookupError, ValueError, TypeError, AttributeError) as why:
+            raise UserError(f"--ask {a.ask!r} does not fit a row ({type(why).__name__}: {why}): write fields "
+                            "that all rows have, as {question}") from None
+        yield run.tokenizer(text)["input_ids"] if text else None
         return
     said = [{"role": "system", "content": a.system}] if a.system and chat[0]["role"] != "system" else []
     asked = ids = None
@@ -242,21 +243,21 @@ def read_prompts(run):
     a, context, vocab = run.a, run.target.context, run.target.config.vocab_size
     rows, count, prompts = [], Counter(), []
     for path in map(Path, a.prompts):
-        for row in train.read_rows(path):
-            group = isinstance(row, dict) and row.get("group") or path.name.split(".")[0]
+        for number, row in enumerate(train.read_rows(path), 1):
+            about = row if isinstance(row, dict) else {}
+            group = about.get("group") or about.get("category") or path.name.split(".")[0]
             count[group] += 1
-            rows.append((count[group], group, row))
+            rows.append((count[group], group, row, f"row {number} of {path}"))
     # The first of each group, the second of each ...: --limit keeps as many of each.
     rows = sorted(rows, key=lambda row: row[0])[:a.limit]
     left_out = 0
-    for number, group, row in tqdm(rows, desc="prompts", unit="row", leave=False, disable=None):
-        name = f"prompt {number} of {group}"
+    for _, group, row, name in tqdm(rows, desc="prompts", unit="row", leave=False, disable=None):
         if len(prompts) == a.limit:
             break
         for ids in turns_of(run, row):
             if not ids:
-                raise UserError(f"{name} is empty, or has no turns conversations messages question prompt "
-                                "text")
+                known = " ".join(["turns", *train.CHATS, *(names.split()[-1] for names, _ in train.ASKS)])
+                raise UserError(f"{name} is empty, or has none of the fields {known}: write --ask")
             if max(ids) >= vocab:
                 raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is {vocab}")
             room = run.target.room(ids)
@@ -676,6 +677,8 @@ def parser():
     flag("--bigram", help="Max-Gram's bigram (default: bigram.json of --checkpoint, where there is one)")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help=f"at most so many prompts (default: all, of the project's own {LOOK})")
+    flag("--ask", help='what a row asks, by its fields: "{question} Let us think step by step." (default: by '
+         "the data set)")
     flag("--system", help="system message of conversations")
     flag("--template", help="form of conversations: vicuna, or a Jinja file (default: the tokenizer's own)")
     flag("--skip-long", action="store_true", help="leave out prompts longer than the context, with a count")

@@ -29,7 +29,7 @@ Differences from the paper:
  3. With one layer the soft prompt's keys and values depend on (h_i, i) alone: decoding computes each once.
  4. The VDM ("without encoding result") is a one-layer language model.  Its loss is not stated: both are here.
  5. The layer attends to everything, also where the target's slides a window.  Scales and caps are as there.
- 6. KL is over all tokens of a window; the official code's is over the response's.
+ 6. A sum of losses is divided by the rows that are learned from, also where a baseline lacks a window's ends.
  7. EAGLE and MEDUSA-1 are the published architectures (checkpoints/convert.py takes their weights), but draft
     any tree.  EAGLE learns without noise.  MEDUSA's head k predicts t_{i+2+k} from f_i (t_{i+1} is the root).
 
@@ -39,6 +39,7 @@ Differences from the paper:
 import copy
 import json
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,22 +96,10 @@ def dual_block_mask(length, block):
     return torch.cat((hidden, same_block & not_later), 1)
 
 def kl(p_target, logits):
-    """D_KL(P_t || P_d) (Eq. 4), mean over positions.  p_target (..., V) sums to 1, logits (..., V) -> ()."""
-    p_target = p_target.flatten(0, -2)                                                 # (n, V)
-    log_p_draft = logits.flatten(0, -2).float().log_softmax(-1)                        # (n, V)
+    """D_KL(P_t || P_d) (Eq. 4), summed over rows.  p_target (n, V) sums to 1, logits (n, V) -> ()."""
+    log_p_draft = logits.float().log_softmax(-1)                                       # (n, V)
     # sum_x P_t(x) log(P_t(x) / P_d(x))
-    return F.kl_div(log_p_draft, p_target, reduction="batchmean")
-
-def token_loss(logits, ids, ahead=1):
-    """Cross entropy of the token `ahead` places on, by default the next.  logits (B, T, V), ids (B, T)."""
-    predicted = logits[:, :-ahead].flatten(0, 1).float()
-    return F.cross_entropy(predicted, ids[:, ahead:].flatten())
-
-def p_target(batch):
-    """P_t of the frozen forward, (B, T, V): computed once a step for all drafters."""
-    if "p_target" not in batch:
-        batch["p_target"] = batch["logits"].float().softmax(-1)
-    return batch["p_target"]
+    return F.kl_div(log_p_draft, p_target, reduction="sum")
 
 # ---------------------------------------------------------------- draft models: what training runs
 def factor(ours, targets, what):
@@ -192,6 +181,15 @@ class DraftModel(nn.Module):
             logits = self.cap * torch.tanh(logits / self.cap)
         return logits
 
+    def predict(self, batch):
+        """batch: train.frozen_forward's -> logits (B, T, V): row i for token i + 1."""
+        head, x = self.read(batch)
+        return self.logits(head, x)
+
+    def cross_entropy(self, head, x, meant):
+        """Summed over rows x (m, D); meant: ids (m,), or distributions (m, V)."""
+        return F.cross_entropy(self.logits(head, x).float(), meant, reduction="sum")
+
     def own_head(self):
         """A head that learns, and starts as the target's: what that says of unit vectors, less its bias."""
         units = torch.eye(self.config.width + 1, self.config.width).to(self.like)      # (D + 1, D)
@@ -238,12 +236,12 @@ class EDD(DraftModel):
         self.norm.to(self.like.device, self.like.dtype)
         self.requires_grad_(True)
 
-    def forward(self, ids, hidden, block):
-        """ids (B, T), hidden (B, T, D) of the target, block: L -> logits (B, T, V): row i for token i + 1."""
+    def encode(self, ids, hidden, block):
+        """ids (B, T), hidden (B, T, D) of the target, block: L -> (B, T, D), which the head reads."""
         T, device = ids.shape[1], ids.device
         tokens = self.embed(ids)                                                       # (B, T, D)
         if not self.config.encoding:
-            return self.logits(self.head, self.norm(self.causal(tokens)))
+            return self.norm(self.causal(tokens))
         # P_d(T | H), Eq. 2: both go in, hidden states first, each at its own position
         x = torch.cat((hidden.to(tokens.dtype), tokens), 1)                            # (B, 2T, D)
         place = torch.arange(T, device=device)[None].repeat(1, 2)
@@ -251,19 +249,27 @@ class EDD(DraftModel):
         mask = torch.eye(2 * T, dtype=torch.bool)
         mask[T:] = dual_block_mask(T, block)
         x = self.rows(x, place, mask.to(device))                                       # (B, 2T, D)
-        return self.logits(self.head, self.norm(x[:, T:]))
+        return self.norm(x[:, T:])
+
+    def forward(self, ids, hidden, block):
+        """As encode -> logits (B, T, V): row i for token i + 1."""
+        return self.logits(self.head, self.encode(ids, hidden, block))
+
+    def read(self, batch):
+        """-> head, (B, T, D) which it reads.  batch has block: L, or None: drawn by "random"."""
+        low, high = self.config.blocks
+        block = batch["block"] or int(batch["random"].integers(low, high + 1))
+        # The VDM reads no hidden states.
+        return self.head, self.encode(batch["ids"], batch["hidden"].get(self.config.hidden), block)
 
     def loss(self, batch):
-        """batch: train.frozen_forward's, with block: L, or None: drawn by "random".  -> loss, logits."""
-        block = batch["block"]
-        if block is None:
-            low, high = self.config.blocks
-            block = int(batch["random"].integers(low, high + 1))
-        hidden = batch["hidden"].get(self.config.hidden)           # the VDM reads none
-        logits = self(batch["ids"], hidden, block)
+        """KL, or the cross entropy of the next token: the mean over the rows that learn (B, T) chooses."""
+        def divergence(x, target_logits):
+            return kl(target_logits.float().softmax(-1), self.logits(self.head, x))
+        loss, meant = divergence, batch["logits"]
         if self.config.loss == "ce":
-            return token_loss(logits, batch["ids"]), logits
-        return kl(p_target(batch), logits), logits
+            loss, meant = partial(self.cross_entropy, self.head), batch["ids"].roll(-1, 1)
+        return batch["sum"](loss, batch["learn"], self.read(batch)[1], meant) / batch["count"]
 
 class Eagle(DraftModel):
     """EAGLE: one layer predicts f_i from t_i and f_{i-1}, or, in drafting, its own prediction of that."""
@@ -284,16 +290,22 @@ class Eagle(DraftModel):
         """ids (B, T), feature (B, T, D) of the target -> (B, T - 1, D): f_1 ... of t_1 ..., f_0 ..."""
         return self.causal(self.inputs(ids[:, 1:], feature[:, :-1]))
 
-    def loss(self, batch):
-        """As EDD's.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
+    def read(self, batch):
+        """-> head, f^ (B, T, D): of the first token there is none, but zeros."""
         feature = self.target.norm(batch["hidden"][self.config.hidden])
-        predicted_feature = self(batch["ids"], feature)
-        logits = self.logits(self.target.head, predicted_feature)                      # (B, T - 1, V)
-        regression = F.smooth_l1_loss(predicted_feature.float(), feature[:, 1:].float())
-        meant = p_target(batch)[:, 1:].flatten(0, 1)
-        classification = F.cross_entropy(logits.flatten(0, 1).float(), meant)
-        # Row i for token i + 1: of the first there is none
-        return regression + W_CLS * classification, F.pad(logits, (0, 0, 1, 0))
+        return self.target.head, F.pad(self(batch["ids"], feature), (0, 0, 1, 0))
+
+    def loss(self, batch):
+        """As EDD's, but for the first row.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
+        def both(predicted_feature, hidden, target_logits):
+            feature = self.target.norm(hidden)
+            difference = F.smooth_l1_loss(predicted_feature.float(), feature.float(), reduction="none")
+            p_target = target_logits.float().softmax(-1)                               # (m, V)
+            classification = self.cross_entropy(self.target.head, predicted_feature, p_target)
+            return difference.mean(-1).sum() + W_CLS * classification
+        learn = F.pad(batch["learn"][:, 1:], (1, 0))           # (B, T): the first has no prediction
+        hidden = batch["hidden"][self.config.hidden]
+        return batch["sum"](both, learn, self.read(batch)[1], hidden, batch["logits"]) / batch["count"]
 
 class Medusa(DraftModel):
     """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k, b_k = 0)."""
@@ -306,21 +318,29 @@ class Medusa(DraftModel):
         self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(config.heads))
         self.w = nn.ModuleList(copy.deepcopy(w) for _ in range(config.heads))
 
+    def changed(self, hidden):
+        """hidden (..., D) of the last layer -> f + SiLU(W_k f + b_k) of each head, (..., D)."""
+        f = self.target.norm(hidden).to(self.w[0].weight.dtype)                        # (..., D)
+        return [f + F.silu(w(f)) for w in self.w]
+
     def forward(self, hidden):
         """hidden (..., D) of the last layer -> a list of K logits (..., V)."""
-        f = self.target.norm(hidden).to(self.w[0].weight.dtype)                        # (..., D)
-        # head_k(f + SiLU(W_k f + b_k))
-        changed = [f + F.silu(w(f)) for w in self.w]
-        return [self.logits(head, x) for head, x in zip(self.heads, changed)]
+        return [self.logits(head, x) for head, x in zip(self.heads, self.changed(hidden))]
+
+    def read(self, batch):
+        """Head 0, shifted so that row i predicts t_{i+1}, from f_{i-1}."""
+        return self.heads[0], self.changed(batch["hidden"][self.config.hidden])[0].roll(1, 1)
 
     def loss(self, batch):
-        """As EDD's, with head 0's logits, shifted so that row i predicts t_{i+1}, from f_{i-1}."""
-        ids, found = batch["ids"], self(batch["hidden"][self.config.hidden])
+        """As EDD's.  sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})"""
         loss = 0
-        # sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})
-        for k, logits in enumerate(found[:ids.shape[1] - 2]):
-            loss = loss + DECAY ** k * token_loss(logits, ids, 2 + k)
-        return loss, found[0].roll(1, 1)
+        for k, x in enumerate(self.changed(batch["hidden"][self.config.hidden])):
+            # t_{i+2+k} counts for row i if it does for the row before its own
+            learn = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]                       # (B, T)
+            following = batch["ids"].roll(-2 - k, 1)
+            of_head = partial(self.cross_entropy, self.heads[k])
+            loss += DECAY ** k * batch["sum"](of_head, learn, x, following)
+        return loss / batch["count"]
 
 # ---------------------------------------------------------------- drafters: decoding with them
 class Rows:
@@ -532,8 +552,7 @@ def main():
             view = SimpleNamespace(tokens=ids[0, new], length=t, hidden={3: hidden[0, new]})
             drafter.begin(view)
             drafted = drafter.expand(ids[0, t:t + 5], [-1, 0, 1, 2, 3])
-            error = drafted - trained[t:t + 5]
-            worst = max(worst, error.abs().max())
+            worst = max(worst, (drafted - trained[t:t + 5]).abs().max())
     assert worst < 1e-6, f"decoding differs from training by {worst}"
     print(f"training under the mask = decoding: largest difference {worst:.0e}")
 

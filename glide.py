@@ -301,8 +301,8 @@ class Glide(nn.Module):
         own = self.cos[position], self.sin[position]
         return own, (self.target_cos[position], self.target_sin[position])
 
-    def forward(self, ids, kv=None):
-        """ids (B, T), kv {layer: (K, V) of (B, H, T, d_k)} -> logits (B, T, V): row j for token j + 1."""
+    def rows(self, ids, kv=None):
+        """ids (B, T), kv {layer: (K, V) of (B, H, T, d_k)} -> (B, T, d_D), which the head reads."""
         c, T = self.config, ids.shape[1]
         assert set(c.layers_read) <= set(kv or ()), f"the drafter reads target layers {c.layers_read}"
         turn, target_turn = self.turns(slice(0, T))
@@ -313,14 +313,23 @@ class Glide(nn.Module):
         x = self.embed(ids)                                                                  # (B, T, d_D)
         for layer in self.layers:
             x = layer(x, turn, causal, kv, target_turn, delayed)
-        return self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, ids, kv=None):
+        """As rows -> logits (B, T, V): row j for token j + 1."""
+        return self.head(self.rows(ids, kv))
+
+    def predict(self, batch):
+        """batch: train.frozen_forward's -> logits (B, T, V), for validation."""
+        return self(batch["ids"], batch["kv"])
 
     def loss(self, batch):
-        """Cross entropy of the next token (section 5.1).  batch: ids (B, T), kv -> loss, logits (B, T, V)."""
-        logits = self(batch["ids"], batch["kv"])
-        predicted = logits[:, :-1].flatten(0, 1).float()
-        following = batch["ids"][:, 1:].flatten()
-        return F.cross_entropy(predicted, following), logits
+        """Cross entropy of the next token (section 5.1): the mean over the rows that learn (B, T) chooses."""
+        def cross_entropy(x, following):
+            return F.cross_entropy(self.head(x).float(), following, reduction="sum")
+        x = self.rows(batch["ids"], batch["kv"])                                             # (B, T, d_D)
+        following = batch["ids"].roll(-1, 1)                                                 # (B, T)
+        return batch["sum"](cross_entropy, batch["learn"], x, following) / batch["count"]
 
 # ---------------------------------------------------------------- decoding
 def direct(run, reserve, keys, numbers, *tensors):

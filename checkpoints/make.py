@@ -1,7 +1,8 @@
 """How the stand-in was made: corpus, tokenizer, the small Llama, small models, continuations, bigram.
 
-    python checkpoints/make.py corpus --math gsm8k_train.jsonl         # work/corpus, out of this interpreter
-    python checkpoints/make.py target --data work/corpus --compile     # the tokenizer and checkpoints/target
+    python checkpoints/make.py corpus --stories stories.jsonl --sampled stories_sampled.jsonl \\
+        --math gsm8k_train.jsonl                                       # work/corpus and work/corpus-first
+    python checkpoints/make.py target --data work/corpus --first work/corpus-first --compile
     python checkpoints/make.py small --data work/corpus                # base and small, stages of a cascade
     python checkpoints/make.py continuations --data work/corpus        # what a target writes itself
     python checkpoints/make.py bigram --corpus work/corpus --tokenizer checkpoints/target --out bigram.json
@@ -11,29 +12,23 @@ settings are in docs/training.md.  `continuations` and `bigram` serve any target
 
 The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its own.  It
 is deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of Vicuna-7B.  It has
-learned from sources that everybody has, the standard library's, torch's and transformers', and from GSM8K.
+learned from children's stories (TinyStories), from retellings of them that a program made, and from GSM8K.
 
 Differences from the papers:
- 1. Python source and GSM8K's train split stand for SlimPajama and ShareGPT.
+ 1. Stories, retellings and GSM8K's train split stand for SlimPajama and ShareGPT.
  2. The second stage of training is on the target's own greedy continuations (EDD's appendix B, sequence-level
     distillation), where the papers have ShareGPT, on whose kind of text targets and drafters were both tuned.
  3. Matrices of the target learn by Muon, at the same learning rate scale as AdamW.
  4. Cascade's small models were trained on their own; these learn from the target (KL), on its drafters' text.
-
-Differences from the run that made the shipped weights (train.py was one file then):
- 1. A source has its share of the windows (SHARES) by counting its documents so many times, a whole number.
-    Then each window was drawn from a source that was drawn with the share's probability.
- 2. Validation is one figure over all held-out text; then, one for each source.
 """
 import argparse
 import copy
+import functools
 import hashlib
 import json
 import os
-import re
 import shutil
 import sys
-import sysconfig
 import time
 from array import array
 from itertools import groupby
@@ -41,106 +36,23 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
+sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]          # so that it runs from anywhere
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
+from corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
+import cape  # noqa: E402
+import edd  # noqa: E402
 import maxgram  # noqa: E402
 import train  # noqa: E402
+import verify  # noqa: E402
 from verify import UserError  # noqa: E402
 
-EOS = "<|endoftext|>"
 SMALL = {"base": (3, 192), "small": (1, 96)}       # stages of the stand-in's cascade: layers, width
-# Share of each source in training; the standard library is the smallest and hardest, and counts most.
-SHARES = {"stdlib": 0.45, "torch": 0.20, "transformers": 0.25, "math": 0.10}
-TOKENIZER_TIMES = {"stdlib": 3, "math": 3}         # how often they count for the tokenizer, if not once
-# Never trained on: files and folders of each source.
-HELD_OUT = {
-    "stdlib": [
-        "argparse.py", "calendar.py", "configparser.py", "csv.py", "difflib.py", "fractions.py", "gettext.py",
-        "heapq.py", "mailbox.py", "pprint.py", "shlex.py", "statistics.py", "textwrap.py", "tokenize.py",
-        "trace.py", "wave.py", "json",
-    ],
-    "torch": [
-        "optim", "distributions", "hub.py", "utils/checkpoint.py", "nn/modules/rnn.py",
-        "autograd/gradcheck.py",
-    ],
-    "transformers": [
-        "models/whisper", "models/fnet", "models/xlnet", "models/reformer", "models/tapas", "models/vits",
-        "models/canine", "models/levit",
-    ],
-}
-FOLDERS = r"tests?|idlelib|lib2to3|pydoc_data|encodings|site-packages|_vendor|config-[^/]*"
-SKIP = re.compile(rf"(^|/)({FOLDERS})(/|$)|_ops_meta\.py$")
-
-
-# ---------------------------------------------------------------- corpus: what this interpreter has
-def source_roots():
-    """Folder of each source of Python text in the running interpreter."""
-    return {
-        "stdlib": Path(sysconfig.get_paths()["stdlib"]),
-        "torch": Path(torch.__file__).parent,
-        "transformers": Path(transformers.__file__).parent,
-    }
-
-
-def clean(source):
-    """Python source without the comment lines at its top: licences are all alike, and easy to draft."""
-    lines = source.splitlines(keepends=True)
-    first = 0
-    while first < len(lines) and (lines[first].startswith("#") or not lines[first].strip()):
-        first += 1
-    return "".join(lines[first:])
-
-
-def corpus(held_out, math=None):
-    """Yield (source, held out?, text) for every document of the stand-in's corpus.
-
-    held_out: as HELD_OUT.  math: GSM8K's train split (jsonl); its last fiftieth is held out.
-    """
-    # The library copies code between families: a file that names a held-out family is dropped whole.
-    families = [path.split("/")[1] for path in held_out["transformers"] if path.startswith("models/")]
-    either = "|".join(families)
-    copied = re.compile(rf"models\.({either})\b|from \.\.({either})\b")
-    for name, root in source_roots().items():
-        for path in sorted(root.rglob("*.py")):
-            relative = path.relative_to(root).as_posix()
-            if SKIP.search(relative):
-                continue
-            text = clean(path.read_text(errors="ignore"))
-            held = any(relative == prefix or relative.startswith(prefix + "/") for prefix in held_out[name])
-            is_copy = name == "transformers" and copied.search(text)
-            if len(text) > 200 and (held or not is_copy):
-                yield name, held, text
-    rows = train.read_rows(math) if math else []
-    for i, row in enumerate(rows):
-        answer = re.sub(r"<<.*?>>", "", row["answer"])         # the calculator's notes
-        yield "math", i >= len(rows) * 0.98, f"{train.question_text(row['question'])} {answer}\n"
-
-
-def write_corpus(a):
-    """`make.py corpus`: a file of rows {"source", "text", "held_out", "times"} for each source."""
-    if a.math and not Path(a.math).is_file():
-        raise UserError(f"--math: {a.math} does not exist")
-    rows, size = {}, {}
-    for source, held, text in tqdm(corpus(HELD_OUT, a.math), unit=" documents", disable=None):
-        rows.setdefault(source, []).append({"source": source, "text": text, "held_out": held})
-        size[source] = size.get(source, 0) + (0 if held else len(text))
-    # Counted once each, sources would have the shares of their sizes; what needs more least counts once.
-    needs = {source: SHARES[source] / max(1, size[source]) for source in rows}
-    for source, found in rows.items():
-        times = round(needs[source] / min(needs.values()))
-        for row in found:
-            row["times"] = 1 if row["held_out"] else times
-        text = "".join(json.dumps(row) + "\n" for row in found)
-        path = Path(a.out) / f"{source}.jsonl"
-        train.write_atomically(path, lambda part, text=text: part.write_text(text))
-        print(f"{path}: {len(found)} documents, {size[source] / 1e6:.1f}M characters, {times} times")
-
-
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
     """Byte-level BPE over `texts`; digits one by one, so that arithmetic has a chance."""
@@ -159,13 +71,13 @@ def train_tokenizer(texts, vocab):
 
 
 def tokenizer_of(a):
-    """The tokenizer of --data: trained, or, where the same text was seen before, read from --work."""
+    """The tokenizer of --data and --first: trained, or, where the same text was seen before, from --work."""
     texts, content = [], hashlib.sha256()
-    for _, row, text in train.documents(a.data):
+    for _, row, text in train.documents([*a.data, *a.first]):
         if not isinstance(text, str):
             raise UserError("--data: a tokenizer is trained on text: leave out chats and token ids")
         if not row.get("held_out"):
-            texts += [text] * TOKENIZER_TIMES.get(row.get("source"), 1)
+            texts.append(text)
             content.update(text.encode())
     folder = Path(a.work) / f"tokenizer-{a.vocab}-{content.hexdigest()[:16]}"
     if not folder.exists():
@@ -199,14 +111,99 @@ def save_lm(folder, model, tokenizer, about):
     print(f"saved {folder}")
 
 
+def flat(tokens, index, held):
+    """The documents that are held out, or the others, one after the other -> (n,); copies stand apart."""
+    chosen = index[index[:, 2] == held]
+    parts = [tokens[:0]]
+    for copies in range(chosen[:, 3].max(initial=0)):
+        parts += [tokens[start:start + size] for start, size, _, times in chosen if times > copies]
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def read_flat(a, paths, tokenizer):
+    """-> ids (n,) to train on, ids held out, their key."""
+    one = argparse.Namespace(data=paths, work=a.work, loss_on="all")
+    tokens, index, key = train.read_data(one, tokenizer, a.vocab)
+    learned, held = (flat(tokens, index, held) for held in (False, True))
+    if len(learned) <= a.length:                         # a window, and the token after it
+        raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
+    if len(held) <= a.length:
+        print("too little text is held out: validation is on what is trained on", file=sys.stderr)
+        held = learned
+    return learned, held, key
+
+
+def read_parts(a, tokenizer):
+    """-> the tokens of both parts [(n,), (m,)], and what is held out {"": all, source: its own}.
+
+    From here on a.data and a.first stand for the content, which a resumed run must share.
+    """
+    files, held = list(train.files_of(a.data, "--data")), {}
+    for file in files if len(files) > 1 else []:
+        _, held[f"_{file.stem}"], _ = read_flat(a, [file], tokenizer)
+    tokens, held[""], a.data = read_flat(a, a.data, tokenizer)
+    first = tokens
+    if a.first:
+        first, _, a.first = read_flat(a, a.first, tokenizer)
+    return (first, tokens), held
+
+
+@functools.lru_cache(maxsize=8)                          # tensors are told apart by identity
+def document_starts(ids, length, eos):
+    """Where a document starts and leaves room for a window -> (n,), found once for the same `ids`."""
+    starts = np.append(0, 1 + np.flatnonzero(ids.numpy() == eos))
+    return starts[starts <= len(ids) - length]
+
+
+def draw(ids, n, length, seed, step, eos=None):
+    """n random windows of `ids` -> (n, length) int64, always the same for the same seed and step.
+
+    eos: the end-of-text token; every other window then begins where a document does.
+    """
+    rng = np.random.default_rng([seed, step])
+    starts = rng.integers(0, len(ids) - length + 1, n)
+    if eos is not None:
+        starts[::2] = rng.choice(document_starts(ids, length, eos), len(starts[::2]))
+    return torch.stack([ids[start:start + length] for start in starts]).long()
+
+
+def repeated(ids, count, seed, step):
+    """ids (n, T), the last `count` windows each a piece of text over and over, by (seed, step) alone.
+
+    What was read is to be found again, as retellings need, and nothing teaches that sooner.
+    """
+    rng = np.random.default_rng([seed + 4, step])
+    for row in ids[len(ids) - count:]:
+        period = int(rng.integers(16, len(row) // 2))
+        row.copy_(row[:period].repeat(len(row) // period + 1)[:len(row)])
+    return ids
+
+
+def trained_before(folder, model, tokenizer):
+    """Put the weights of an earlier `make.py target` into `model` -> its training.json."""
+    earlier, its = train.load_target(folder, "float32", model.device)
+    try:
+        if its.get_vocab() != tokenizer.get_vocab():
+            raise ValueError("its tokenizer is another")
+        model.load_state_dict(earlier.state_dict())
+        return json.loads((Path(folder) / "training.json").read_text())
+    except (ValueError, RuntimeError, OSError) as why:
+        reason = str(why).splitlines()[0][:100]
+        raise UserError(f"--init: {folder} cannot be gone on from ({reason}): give what `make.py target` "
+                        "saved, of the same --layers, --width, --vocab and text") from None
+
+
 def train_target(a):
     """`make.py target`: the tokenizer and the stand-in from scratch."""
     torch.manual_seed(a.seed)
     tokenizer = tokenizer_of(a)
-    tokens, held, a.data = train.read_data(a, tokenizer, a.vocab)     # a.data stands for the content now
+    parts, held = read_parts(a, tokenizer)
+    eos, change = tokenizer.eos_token_id, a.steps * a.first_share if a.first else 0
     model = llama(a.vocab, a.layers, a.width, a.length).to(a.device)
+    before = trained_before(a.init, model, tokenizer) if a.init else None
     forward = torch.compile(model, dynamic=False) if a.compile else model
-    print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {len(tokens) / 1e6:.1f}M tokens")
+    print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {len(parts[1]) / 1e6:.1f}M tokens"
+          + (f", and in the first {change:.0f} steps of {len(parts[0]) / 1e6:.1f}M" if a.first else ""))
 
     def next_tokens(ids):
         """ids (B, T + 1) -> logits (n, V), and the tokens (n,) that they should predict."""
@@ -215,20 +212,34 @@ def train_target(a):
         return logits.flatten(0, 1).float(), ids[:, 1:].flatten()
 
     def losses(step):
-        logits, after = next_tokens(train.draw(tokens, a.batch, a.length + 1, a.seed, step))
-        return {"target": F.cross_entropy(logits, after)}
+        tokens = parts[step >= change]
+        ids = draw(tokens, a.batch, a.length + 1, a.seed, step, eos)
+        if step < change:
+            ids = repeated(ids, round(a.repeat * a.batch), a.seed, step)
+        logits, after = next_tokens(ids)
+        a.spent["tokens"] += after.numel()
+        yield {"target": F.cross_entropy(logits, after)}
 
     def evaluate():
-        """On held-out text: "alpha", how often the first choice is the next token; the loss."""
-        right, loss = 0.0, 0.0
-        for i in range(4):
-            logits, after = next_tokens(train.draw(held, a.batch, a.length + 1, 10 ** 6, i))
-            right += (logits.argmax(-1) == after).float().mean().item() / 4
-            loss += F.cross_entropy(logits, after).item() / 4
-        return {"target": {"alpha": right, "held_out_loss": loss}}
+        """On held-out text: "alpha", how often the first choice is the next token; the loss; by source."""
+        found = {}
+        for source, tokens in held.items():
+            right, loss = 0.0, 0.0
+            batches = 2 if source else 4
+            for i in range(batches):
+                logits, after = next_tokens(draw(tokens, a.batch, a.length + 1, 10 ** 6, i, eos))
+                right += (logits.argmax(-1) == after).float().mean().item() / batches
+                loss += F.cross_entropy(logits, after).item() / batches
+            found |= {f"alpha{source}": right, f"held_out_loss{source}": loss}
+        # What follows in a text that comes twice: can it find again what it has read?
+        twice = draw(held[""], a.batch, a.length // 2, 10 ** 6, 0, eos).repeat(1, 2)
+        logits, after = next_tokens(twice)
+        again = (logits.argmax(-1) == after).float().unflatten(0, (a.batch, -1))[:, a.length // 2:]
+        return {"target": found | {"alpha_again": again.mean().item()}}
 
     metrics = train.fit({"target": model}, losses, evaluate, a)
-    about = train.how_made(a, metrics["target"], corpus_tokens=len(tokens), shares=SHARES, held_out=HELD_OUT)
+    corpus_tokens = [len(part) for part in parts]
+    about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
     save_lm(Path(a.out) / "target", model, tokenizer, about)
 
 
@@ -238,14 +249,18 @@ class SmallLM(torch.nn.Module):
 
     def __init__(self, lm):
         super().__init__()
-        self.lm, self.config = lm, SimpleNamespace()
+        self.lm, self.config = lm, SimpleNamespace(loss="kl")
+
+    def predict(self, batch):
+        """batch: ids (B, T) -> logits (B, T, V)"""
+        return self.lm(input_ids=batch["ids"], use_cache=False).logits
 
     def loss(self, batch):
-        """batch: ids (B, T), logits (B, T, V) of the target -> (D_KL(P_t || P), logits)"""
-        logits = self.lm(input_ids=batch["ids"], use_cache=False).logits
-        ours = logits.float().log_softmax(-1).flatten(0, 1)                     # (n, V)
-        theirs = batch["logits"].float().log_softmax(-1).flatten(0, 1)          # (n, V)
-        return F.kl_div(ours, theirs, reduction="batchmean", log_target=True), logits
+        """batch: train.frozen_forward's -> D_KL(P_t || P), the mean over the rows that count."""
+        def divergence(x, target_logits):
+            return edd.kl(target_logits.float().softmax(-1), self.lm.lm_head(x))
+        x = self.lm.model(input_ids=batch["ids"], use_cache=False).last_hidden_state      # (B, T, D)
+        return batch["sum"](divergence, batch["learn"], x, batch["logits"]) / batch["count"]
 
 
 def train_small(a):
@@ -273,17 +288,90 @@ def train_small(a):
 
 
 # ---------------------------------------------------------------- what the target writes itself
+def given_text(source, text):
+    """What stands before the answer in a document of the corpus, as in the default prompts."""
+    if source == "retell":
+        return text[:text.rindex("\n\n") + 2]
+    if source == "math":
+        return text[:text.index("\nAnswer:") + len("\nAnswer:")]
+    # Of a story its first sentence, or the first two
+    ends = sentence_ends(text)
+    return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]
+
+
+def given_parts(a, tokenizer):
+    """The ids that continuations begin with, of all documents that may be learned from.
+
+    Of the corpus' own documents they end where the answer begins; of others they are the first quarter of
+    --length tokens.  None is longer than three quarters of it.
+    """
+    found = []
+    for number, (_, row, document) in enumerate(train.documents(a.data), 1):
+        if row.get("held_out", number % train.HELD_OUT == 0):
+            continue
+        if row.get("source") in SOURCES:
+            ids = train.encode(given_text(row["source"], document), tokenizer)
+        else:
+            ids = train.encode(document, tokenizer)[:a.length // 4]
+        if 0 < len(ids) <= a.length * 3 // 4:
+            found.append(ids)
+    if not found:
+        raise UserError(f"--data has no document to begin with in {a.length * 3 // 4} tokens: more --length, "
+                        "or more text")
+    return found
+
+
+def side_by_side(a, target, eos):
+    """write(parts) -> the target's greedy continuations, all in one batch of transformers' generate()."""
+    def write(chosen):
+        # Padded on the left, so that all go on at the same place
+        longest = max(map(len, chosen))
+        prompts = torch.tensor([[eos] * (longest - len(ids)) + ids for ids in chosen])
+        there = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in chosen])
+        made = target.generate(prompts.to(a.device), attention_mask=there.to(a.device), do_sample=False,
+                               max_new_tokens=a.length - longest, eos_token_id=eos, pad_token_id=eos)
+        return made[:, longest:].tolist()
+    return write
+
+
+def with_drafter(a, target, tokenizer):
+    """As side_by_side, but one after the other, by speculative decoding with the drafter in --drafter."""
+    folder = Path(a.drafter)
+    try:
+        kind = json.loads((folder / "training.json").read_text())["kind"]
+        drafter, about = train.DRAFTERS[kind][0].load(folder, target, a.length)
+    except (OSError, ValueError, KeyError) as why:
+        raise UserError(f"--drafter {folder} cannot be used ({why}): name a folder that train.py "
+                        "saved") from None
+    if not train.same_target(about["target"], train.fingerprint(target, tokenizer)):
+        raise UserError(f"--drafter: the drafter in {folder} was made for another target")
+    decoding = verify.Target(target, a.length)
+    build, eos = cape.cape if decoding.verifies_trees else cape.chain, tokenizer.eos_token_id
+
+    def write(chosen):
+        new = a.length - max(map(len, chosen))
+        outs = [verify.generate(decoding, drafter, build, ids, new, eos_token_id=eos) for ids in chosen]
+        return [out.tokens for out in outs]
+    return write
+
+
 @torch.no_grad()
 def write_continuations(a):
     """`make.py continuations`: data for a second stage (EDD's appendix B, sequence-level distillation).
 
-    A quarter of each window of --length tokens is text, the rest the target's greedy continuation; one row
-    {"ids": [...]} a window.
+    One row {"ids": [...]} a document: its given part, and the target's greedy continuation of that, to the
+    end-of-text token or to --length tokens.
     """
     target, tokenizer = train.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
                                           trust=a.trust_remote_code)
-    tokens, _, _ = train.read_data(a, tokenizer, target.config.get_text_config().vocab_size)
-    out, eos, given = Path(a.out), tokenizer.eos_token_id, a.length // 4
+    parts = given_parts(a, tokenizer)
+    if a.drafter:
+        write = with_drafter(a, target, tokenizer)
+    else:
+        write = side_by_side(a, target, tokenizer.eos_token_id)
+    # One document after the other, in an order of their own
+    order = np.random.default_rng(a.seed + 2).permutation(len(parts))
+    out, eos = Path(a.out), tokenizer.eos_token_id
     out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     if a.resume and out.exists():
@@ -292,17 +380,17 @@ def write_continuations(a):
     with open(out, "w") as file, tqdm(total=a.steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
         file.writelines(row + "\n" for row in rows[:start * a.batch])
         for step in range(start, a.steps):
-            prompts = train.draw(tokens, a.batch, given, a.seed + 2, step).to(a.device)
-            made = target.generate(
-                prompts, attention_mask=torch.ones_like(prompts), do_sample=False,
-                max_new_tokens=a.length - given, eos_token_id=eos, pad_token_id=eos)
-            for ids in made.tolist():
+            chosen = [parts[order[i % len(parts)]] for i in range(step * a.batch, (step + 1) * a.batch)]
+            began = time.perf_counter()
+            made = write(chosen)
+            tokens = 0
+            for given, ids in zip(chosen, made):
                 # What follows the end of a text is padding.
-                end = ids.index(eos, given) if eos in ids[given:] else len(ids)
-                file.write(json.dumps({"ids": ids[:end]}) + "\n")
+                ids = ids[:ids.index(eos)] if eos in ids else ids
+                tokens += len(ids)
+                file.write(json.dumps({"ids": given + ids}) + "\n")
             file.flush()
-            rate = (bar.format_dict["rate"] or 0) * a.batch * (a.length - given)
-            bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
             bar.update()
     print(f"saved {out}")
 
@@ -410,24 +498,33 @@ def parser():
     def command(name, text):
         return commands.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
-    loop = "work steps batch length lr warmup optimizer dtype seed every device".split()
-    c = command("corpus", "the sources of this interpreter, and word problems, as JSON lines")
-    c.add_argument("--out", default=str(ROOT / "work" / "corpus"), help="folder")
-    c.add_argument("--math", help="GSM8K's train split (jsonl)")
+    loop = "work steps batch length lr warmup clip optimizer dtype seed every device".split()
+    c = command("corpus", "stories, retellings and word problems, as JSON lines")
+    c.add_argument("--stories", nargs="+", required=True, help="rows with a text, or TinyStories' own files")
+    c.add_argument("--sampled", nargs="+", default=[], help="weaker stories, for the first part")
+    c.add_argument("--math", nargs="+", default=[], help="GSM8K's train split (jsonl)")
+    c.add_argument("--out", default=str(ROOT / "work" / "corpus"),
+                   help="folder; the first part's is OUT-first")
 
     c = command("target", "the tokenizer and a small Llama, from scratch")
-    add_flags(c, *loop, "out", "layers", "width")
-    c.add_argument("--vocab", type=int, default=2048, help="tokens of the tokenizer")
+    add_flags(c, *loop, "out", "init", "layers", "width")
+    c.add_argument("--repeat", type=float, default=0.0,
+                   help="of the first part's windows, pieces over and over")
+    c.add_argument("--first", nargs="+", default=[], help="files or folders for the first part of the steps")
+    c.add_argument("--first-share", type=float, default=0.5, help="that part")
+    c.add_argument("--vocab", type=int, default=1024, help="tokens of the tokenizer")
     c.add_argument("--compile", action="store_true", help="torch.compile: faster steps after a slow start")
-    c.set_defaults(batch=12, lr=3e-3, optimizer="muon", steps=3300, layers=12, width=192)
+    c.set_defaults(batch=12, lr=3e-3, optimizer="muon", steps=3300, layers=24, width=128)
 
     c = command("small", "small language models, stages of a cascade")
     c.add_argument("what", nargs="*", default=list(SMALL), help="base, small or both")
-    add_flags(c, *loop, "out", "target", "target-dtype", "init")
-    c.set_defaults(batch=64, lr=5e-4, block=5, layers=None, width=None)
+    add_flags(c, *loop, "out", "target", "target-dtype", "init", "micro", "loss-on")
+    c.set_defaults(batch=64, lr=5e-4, block=5, layers=None, width=None, shard_target=False)
 
     c = command("continuations", "what a target writes itself, for a second stage of training")
     add_flags(c, "target", "target-dtype", "out", "work", "steps", "batch", "length", "seed", "device")
+    c.add_argument("--drafter", metavar="FOLDER",
+                   help="write by speculative decoding with this drafter of train.py's")
     c.set_defaults(out=str(ROOT / "work" / "continuations.jsonl"), steps=100, batch=64)
 
     c = command("bigram", "Max-Gram's bigram, and how often its matches are right")

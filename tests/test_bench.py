@@ -536,7 +536,7 @@ def made_up_turns(**more):
     def decode(drafter, build, ids, limit):
         assert drafter is None and build is bench.verify.no_draft and limit == min(9, 20 - len(ids))
         return SimpleNamespace(tokens=[len(ids)])
-    flags = SimpleNamespace(**{"system": None, "template": None, "max_new_tokens": 9, **more})
+    flags = SimpleNamespace(**{"system": None, "template": None, "ask": None, "max_new_tokens": 9, **more})
     return SimpleNamespace(a=flags, tokenizer=Words(), decode=decode, target=SimpleNamespace(room=lambda ids: 20 - len(ids)))
 
 
@@ -633,6 +633,7 @@ def test_public_prompt_files():
     (["--drafter", "cascade"], "names of models"), (["--tree", "cape(base)"], "cape takes gamma=5"),
     (["--drafter", "cascade(maxgram, base)"], "maxgram last"), (["--drafter", "cascade(base, base)"], "every stage once"),
     (["--drafter", "cascade(base, k=(1, 2))"], "take 1 number"), (["--drafter", "cascade(base, small, k=(5, 4, 1))"], "never falls"),
+    (["--drafter", "cascade(base, stop='never')"], "say 'own' or 'sum'"),
     (["--drafter", "cascade(base, lenience=0.9)"], "lenience is 0.9"), (["--drafter", "cascade(base, lenience='x')"], "lenience"),
     (["--drafter", "cascade(base, k='x')"], "cascade(base, k='x')"), (["--drafter", "cascade(base, costs=0.1)"], "cascade(base, costs=0.1)"),
     (["--drafter", "cascade(base, small, costs=(0.1,))"], "a cost for each model"), (["--tree", "cape", "cape"], "name each once"),
@@ -652,7 +653,7 @@ def check_mistake(argv, words, capsys):
 
 def test_prompt_mistakes(small, tmp_path, capsys):
     for text, words in (("", "holds no prompt"), ('{"prompt": ""}', "is empty"), ('{"prompt": "%s"}' % ("x y " * 200), "context holds 64"),
-                        ('{"sentence": 1}', "has no turns"), ('{"prompt": ', "cannot be read")):
+                        ('{"sentence": 1}', "row 1 of "), ('"a"\n{"x": 1}', "row 2 of "), ('{"prompt": ', "cannot be read")):
         (tmp_path / "p.jsonl").write_text(text)
         check_mistake(args(small, "--prompts", str(tmp_path / "p.jsonl")), words, capsys)
     (tmp_path / "p.jsonl").write_text('{"prompt": "%s"}' % ("x y " * 200))
@@ -666,6 +667,14 @@ def test_without_prompts_a_look_at_the_projects_own():
     groups = [group for group, _, _ in bench.Run(argv).prompts]
     assert groups == ["story", "retell", "math"] * (bench.LOOK // 3)
     assert len(bench.Run([*argv, "--limit", "36"]).prompts) == 36
+
+
+def test_a_form_of_ones_own_asks(small, tmp_path, capsys):
+    (tmp_path / "q.jsonl").write_text('{"question": "Why {x}", "category": "math"}\n{"question": "b"}\n')
+    run = bench.Run(args(small, "--prompts", str(tmp_path / "q.jsonl"), "--ask", "Q: {question}"))
+    assert [(group, run.tokenizer.decode(ids)) for group, ids, _ in run.prompts] == [("math", "Q: Why {x}"), ("q", "Q: b")]
+    for ask, words in (("{answer}", "KeyError"), ("{question", "ValueError"), ("{question[x]}", "does not fit")):
+        check_mistake(args(small, "--prompts", str(tmp_path / "q.jsonl"), "--ask", ask), words, capsys)
 
 
 def test_limits_are_the_context_s(small, tmp_path):

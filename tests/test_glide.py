@@ -84,7 +84,7 @@ def test_no_gradient_reaches_the_target(llama):
     llama.zero_grad()
     llama.requires_grad_(True)
     draft_model = random_glide(llama)
-    loss, _ = draft_model.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15))))
+    loss = draft_model.loss(frozen_forward(llama, torch.randint(VOCAB, (2, 15))))
     loss.backward()
     assert all(p.grad is None for p in llama.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
@@ -224,7 +224,7 @@ def test_the_loss_is_the_cross_entropy_of_the_next_token(llama):
     draft_model, ids = random_glide(llama), torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(8))
     with torch.no_grad():
         batch = frozen_forward(llama, ids)
-        loss, logits = draft_model.loss(batch)
+        loss, logits = draft_model.loss(batch), draft_model.predict(batch)
         assert torch.equal(logits, draft_model(ids, batch["kv"]))
         picked = [-logits[b, j].log_softmax(-1)[ids[b, j + 1]].item() for b in range(2) for j in range(12)]
     assert loss.item() == pytest.approx(sum(picked) / len(picked), abs=1e-5)

@@ -1,8 +1,8 @@
 """How the stand-in is made: what is held out stays out, each step does what it says, interrupted or not."""
 import json
-import re
 import signal
 from array import array
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,82 +15,18 @@ import glide
 import train
 import verify
 from checkpoints import make
+from test_corpus import corpus, dump, made_up  # noqa: F401
 from maxgram import build_bigram, measure_confidence, read_bigram
 
 
-def dump(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-# ---------------------------------------------------------------- corpus, tokenizer, target
-MADE_UP = {
-    "stdlib": {"json/decoder.py": "HELD", "jsonify.py": "OPEN", "test/test_ast.py": "SKIPPED"},
-    "torch": {"hub.py": "HELD", "hubert.py": "OPEN"},
-    "transformers": {
-        "models/whisper/modeling_whisper.py": "HELD", "models/bert/modeling_bert.py": "OPEN",
-        "models/moonshine/modeling.py": "# Copied from transformers.models.whisper.modeling SKIPPED"},
-}
-
-
-@pytest.fixture
-def made_up(monkeypatch, tmp_path):
-    """A made-up interpreter: held-out files (HELD), others (OPEN), ones that must not be read (SKIPPED)."""
-    for source, files in MADE_UP.items():
-        for name, word in files.items():
-            path = tmp_path / source / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("# licence\n" * 3 + "\nx = 1\n" + f"# {word} {source}\n" * 900)
-    monkeypatch.setattr(make, "source_roots", lambda: {source: tmp_path / source for source in MADE_UP})
-    rows = [{"question": f"q{i}", "answer": "2 + 2 = <<2+2=4>>4"} for i in range(600)]
-    return dump(tmp_path / "math.jsonl", rows)
-
-
-def test_held_out_text_is_never_trained_on(made_up):
-    """Held-out files and families, and files that copy from a held-out family, stay out."""
-    docs = list(make.corpus(make.HELD_OUT, made_up))
-    words = {(s, held, re.search("HELD|OPEN|SKIPPED", t).group()) for s, held, t in docs if s != "math"}
-    assert words == {(s, held, "HELD" if held else "OPEN") for s in MADE_UP for held in (True, False)}
-    math = [(held, t) for s, held, t in docs if s == "math"]
-    assert [held for held, _ in math] == [False] * 588 + [True] * 12
-    assert math[7][1] == "Question: q7\nAnswer: 2 + 2 = 4\n"
-    assert all(t.startswith("x = 1") for s, _, t in docs if s != "math"), "licences at the top are dropped"
-
-
-def test_the_corpus_on_disk(made_up, tmp_path):
-    """What train.py reads of it: held-out documents apart, others as often as their source's share asks."""
-    out = tmp_path / "corpus"
-    assert make.main(["corpus", "--out", str(out), "--math", str(made_up)]) == 0
-    assert {p.name for p in out.iterdir()} == {f"{source}.jsonl" for source in make.SHARES}
-    docs = list(make.corpus(make.HELD_OUT, made_up))
-    rows = [row for p in out.iterdir() for row in train.read_rows(p)]
-    found = [(row["source"], row["held_out"], row["text"]) for row in rows]
-    assert sorted(found) == sorted(docs)
-    assert all(row["times"] == 1 for row in rows if row["held_out"])
-    # Shares as asked, within the rounding of a whole number of times.
-    size = {s: sum(len(t) for source, held, t in docs if source == s and not held) for s in make.SHARES}
-    times = {row["source"]: row["times"] for row in rows if not row["held_out"]}
-    assert min(times.values()) == 1 and len(set(times.values())) > 1
-    asked = {s: make.SHARES[s] / size[s] for s in times}
-    assert all(abs(times[s] - asked[s] / min(asked.values())) <= 0.5 for s in times)
-
-    texts = [text for _, held, text in docs if not held]
-    tokenizer = make.train_tokenizer(texts, 300)
-    a = make.parser().parse_args(["target", "--data", str(out), "--length", "20"])
-    a.work = str(tmp_path / "work")
-    trained, held = (tokenizer.decode(ids) for ids in train.read_data(a, tokenizer, 300)[:2])
-    assert "HELD" not in trained and "OPEN" not in held and "SKIPPED" not in trained + held
-    for source in MADE_UP:
-        assert trained.count(f"# OPEN {source}\n") == 900 * times[source], source
-        assert held.count(f"# HELD {source}\n") == 900
-
-
+# ---------------------------------------------------------------- tokenizer, target
 def test_a_corpus_without_problems_and_mistakes(made_up, tmp_path, capsys):
-    assert make.main(["corpus", "--out", str(tmp_path / "c")]) == 0
-    assert not (tmp_path / "c" / "math.jsonl").exists()
+    assert make.main(["corpus", "--out", str(tmp_path / "c"), *made_up[:2]]) == 0
+    assert {p.stem for p in (tmp_path / "c").iterdir()} == {"stories", "retell"}
+    assert not (tmp_path / "c-first").exists()
     capsys.readouterr()
-    for argv, words in ((["corpus", "--math", "/no/such"], "--math: /no/such does not exist"),
-                        ([], "required: made"),
+    for argv, words in ((["corpus", *made_up[:2], "--math", "/no/such"], "--math: /no/such does not exist"),
+                        (["corpus"], "required: --stories"), ([], "required: made"),
                         (["corpse"], "invalid choice: 'corpse'"), (["target"], "required: --data"),
                         (["target", "--data", "/no/such"], "--data: /no/such does not exist"),
                         (["target", "--data", "x", "--steps", "0"], "--steps is 0"),
@@ -131,31 +67,42 @@ def test_the_tokenizer_of_a_corpus(tmp_path):
         make.tokenizer_of(a)
 
 
-def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatch):
-    """The whole road on a made-up interpreter: corpus, target (resumed bit for bit), a drafter, decoding."""
+def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatch, capsys):
+    """The whole road on made-up text: corpus, target (resumed bit for bit), a drafter, decoding."""
     data, out = str(tmp_path / "corpus"), tmp_path / "out"
-    assert make.main(["corpus", "--out", data, "--math", str(made_up)]) == 0
+    assert make.main(["corpus", "--out", data, *made_up]) == 0
     base = ["--data", data, "--work", str(tmp_path / "work"), "--device", "cpu", "--batch", "2",
             "--length", "200", "--every", "2", "--out", str(out)]
-    target = ["target", *base, "--vocab", "300", "--width", "32", "--layers", "2", "--steps", "5"]
+    target = ["target", *base, "--first", data + "-first", "--vocab", "300", "--width", "32", "--layers", "2", "--steps", "5"]
     assert make.main(target) == 0
     whole = (out / "target" / "model.safetensors").read_bytes()
-    draw, calls = train.draw, []
+    draw, calls = make.draw, []
 
-    def interrupting(ids, n, length, seed, step):
+    def interrupting(ids, n, length, seed, step, eos):
         if seed == 0 and step == 3 and not calls:
             calls.append(signal.raise_signal(signal.SIGINT))
-        return draw(ids, n, length, seed, step)
-    monkeypatch.setattr(train, "draw", interrupting)
+        return draw(ids, n, length, seed, step, eos)
+    monkeypatch.setattr(make, "draw", interrupting)
     assert make.main(target) == 2 and calls
-    monkeypatch.setattr(train, "draw", draw)
+    monkeypatch.setattr(make, "draw", draw)
     (out / "target" / "model.safetensors").unlink()
     assert make.main([*target, "--resume"]) == 0
     assert (out / "target" / "model.safetensors").read_bytes() == whole
     about = json.loads((out / "target" / "training.json").read_text())
     assert about["tokens_seen"] == 5 * 2 * 200
     assert about["command"] == " ".join(["python checkpoints/make.py", *target, "--resume"])
-    assert set(about["validation"]) == {"alpha", "held_out_loss"} and about["held_out"] == make.HELD_OUT
+    assert {"alpha", "held_out_loss", "held_out_loss_retell"} < set(about["validation"])
+    assert len(about["corpus_tokens"]) == 2
+
+    # A second run goes on where the first ended, and says so.
+    again = [*target, "--init", str(out / "target"), "--repeat", "0.5", "--lr", "1e-30"]
+    assert make.main([*again, "--out", str(tmp_path / "more")]) == 0
+    assert (tmp_path / "more" / "target" / "model.safetensors").read_bytes() == whole
+    assert json.loads((tmp_path / "more" / "target" / "training.json").read_text())["init"] == about
+    capsys.readouterr()
+    assert make.main([*again, "--layers", "3"]) == 2
+    err = capsys.readouterr().err.splitlines()[-1]
+    assert err.startswith("make.py: --init: ") and "of the same --layers" in err
 
     assert train.main(["glide", *base, "--target", str(out / "target"), "--width", "16", "--steps", "2"]) == 0
     model, tokenizer = train.load_target(out / "target", "float64", "cpu")
@@ -192,7 +139,7 @@ def test_continuations_are_the_targets_own(small, tmp_path):
     assert make.main(argv) == 0
     rows = [json.loads(line)["ids"] for line in written.read_text().splitlines()]
     model, tokenizer = train.load_target(small / "model", "float32", "cpu")
-    assert len(rows) == 12 and len({tuple(row[:6]) for row in rows}) > 6
+    assert len(rows) == 12 and len({tuple(row[:6]) for row in rows}) > 6, "of twelve documents"
     for ids in rows:
         assert 6 <= len(ids) <= 24 and ids[6:] == plain(model, ids[:6], 18)[:len(ids) - 6]
         assert tokenizer.decode(ids[:6]) in "def add(a, b):\n    return a + b\n\n" * 3, "the text begins them"
@@ -204,20 +151,69 @@ def test_continuations_are_the_targets_own(small, tmp_path):
     assert train.main(["glide", *flags, "--width", "16", "--steps", "1"]) == 0
 
 
+def test_continuations_through_a_drafter_are_the_same(small, tmp_path, capsys):
+    """A drafter that was trained for a moment changes nothing but the time; one of another target is refused."""
+    flags = base_flags(small, tmp_path, "--data", str(small / "text.jsonl"))
+    assert train.main(["glide", "edd", *flags, "--hidden", "2", "--width", "16", "--steps", "2", "--out", str(tmp_path)]) == 0
+    written = []
+    for more in ([], ["--drafter", str(tmp_path / "glide")], ["--drafter", str(tmp_path / "edd")]):
+        out = tmp_path / f"{len(written)}.jsonl"
+        assert make.main(["continuations", *flags, *more, "--steps", "2", "--out", str(out)]) == 0
+        written.append(out.read_text())
+    assert written[0] == written[1] == written[2] and written[0].count("\n") == 6
+    about = json.loads((tmp_path / "edd" / "training.json").read_text())
+    about["target"]["vocabulary"] = "another"
+    (tmp_path / "edd" / "training.json").write_text(json.dumps(about))
+    for folder, words in (("edd", "made for another target"), ("none", "cannot be used")):
+        assert make.main(["continuations", *flags, "--drafter", str(tmp_path / folder), "--out", str(tmp_path / "x")]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_a_continuation_ends_where_the_text_does(small, tmp_path, monkeypatch):
-    """What follows the end-of-text token is padding, and no data; an end in the given text is part of it."""
-    load = train.load_target
+    """What follows the end-of-text token is padding, and no data."""
+    load, given = train.load_target, []
 
     def loaded(*args, **more):
         model, tokenizer = load(*args, **more)
-        made = torch.tensor([[7, 7, 0, 7, 7, 7, 8, 9, 0, 0], [7] * 10])
-        model.generate = lambda prompts, **settings: made
+        made = torch.tensor([[8, 9, 0, 0], [7] * 4, [0, 8, 0, 0]])
+        model.generate = lambda prompts, **settings: given.append(prompts.tolist()) or torch.cat((prompts, made), 1)
         return model, tokenizer
     monkeypatch.setattr(train, "load_target", loaded)
     out = tmp_path / "out.jsonl"
     flags = base_flags(small, tmp_path, "--data", str(small / "text.jsonl"))
     assert make.main(["continuations", *flags, "--steps", "1", "--out", str(out)]) == 0
-    assert train.read_rows(out) == [{"ids": [7, 7, 0, 7, 7, 7, 8, 9]}, {"ids": [7] * 10}]
+    (first, second, third), = given
+    assert train.read_rows(out) == [{"ids": first + [8, 9]}, {"ids": second + [7] * 4}, {"ids": third}]
+
+
+def test_the_corpus_own_documents_are_continued_where_the_answer_begins(small, tmp_path):
+    rows = [{"source": "math", "text": "Question: a + b?\nAnswer: a + b\n#### b"}, {"source": "retell", "text": "a. b.\n\nAgain.\n\na. b."},
+            {"source": "stories", "text": "One day, a. Two. Three"}, {"source": "stories", "text": "One day, a. Two. Three."},
+            {"source": "math", "text": "Question: x\nAnswer: y", "held_out": True}, {"text": "def add(a, b):\n    return a + b"}]
+    path = dump(tmp_path / "rows.jsonl", [{"held_out": False, **row} for row in rows])
+    tokenizer = make.load_tokenizer(str(small / "model"))
+    parts = make.given_parts(SimpleNamespace(data=[path], length=48), tokenizer)
+    texts = [tokenizer.decode(ids) for ids in parts]
+    assert texts[:4] == ["Question: a + b?\nAnswer:", "a. b.\n\nAgain.\n\n", "One day, a.", "One day, a. Two."]
+    assert len(parts) == 5 and parts[4] == tokenizer(rows[-1]["text"])["input_ids"][:12]
+
+
+def test_prompts_of_several_lengths_are_continued_side_by_side(small, tmp_path):
+    """Each as if it were alone."""
+    rows = [{"source": "math", "text": f"Question: {'a ' * i}\nAnswer: b", "held_out": False} for i in range(6)]
+    out = tmp_path / "out.jsonl"
+    flags = base_flags(small, tmp_path, "--data", str(dump(tmp_path / "rows.jsonl", rows)))
+    flags[flags.index("--length") + 1] = "60"
+    flags[flags.index("--batch") + 1] = "6"
+    assert make.main(["continuations", *flags, "--steps", "1", "--out", str(out)]) == 0
+    model, tokenizer = train.load_target(small / "model", "float32", "cpu")
+    starts = [tokenizer(row["text"][:-2])["input_ids"] for row in rows]
+    longest, seen = max(map(len, starts)), set()
+    for row in train.read_rows(out):
+        start = next(ids for ids in starts if row["ids"][:len(ids)] == ids and len(row["ids"]) == len(ids) + 60 - longest)
+        seen.add(len(start))
+        assert row["ids"] == start + plain(model, start, 60 - longest)
+    assert len(seen) == 6
 
 
 def test_small_models_learn_from_the_target(small, tmp_path, monkeypatch, capsys):
@@ -245,10 +241,11 @@ def test_small_models_learn_from_the_target(small, tmp_path, monkeypatch, capsys
 def test_the_loss_of_a_small_model_is_kl_to_the_target(llama):
     model = make.SmallLM(tiny("llama", seed=5))
     ids = torch.randint(12, (2, 9))
-    loss, logits = model.loss(train.frozen_forward(llama, ids))
+    batch = train.frozen_forward(llama, ids)
+    loss, logits = model.loss(batch), model.predict(batch)
     with torch.no_grad():
         p, q = (torch.distributions.Categorical(logits=m(ids).logits) for m in (llama, model.lm))
-    assert loss.item() == pytest.approx(torch.distributions.kl_divergence(p, q).mean().item(), abs=1e-5)
+    assert loss.item() == pytest.approx(torch.distributions.kl_divergence(p, q)[:, :-1].mean().item(), abs=1e-5)
     assert torch.equal(logits, model.lm(ids).logits)
 
 
@@ -408,20 +405,20 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, tokenizer, monkeypatch, ca
 
 # ---------------------------------------------------------------- what the repository ships
 def test_the_default_prompts():
-    """Sixteen heads of modules and eight word problems; the stand-in has room for 128 more tokens."""
+    """Twelve openings of stories, retellings, word problems; the stand-in has room for 128 more tokens."""
     from transformers import AutoConfig, AutoTokenizer
     rows = train.read_rows(ROOT / "checkpoints" / "prompts.jsonl")
-    assert [row["group"] for row in rows] == ["code"] * 16 + ["math"] * 8
-    assert all(set(row) == {"group", "prompt"} for row in rows)
-    prompts = [row["prompt"] for row in rows]
-    assert len(set(prompts)) == 24
-    code, math = prompts[:16], prompts[16:]
-    assert all(350 <= len(text) <= 500 and text.startswith('"""') and "import" in text for text in code)
-    assert all(re.fullmatch(r"Question: .+\nAnswer:", text) for text in math)
-    assert math == [train.question_text(text[len("Question: "):-len("\nAnswer:")]) for text in math]
+    assert [row["group"] for row in rows] == ["story"] * 12 + ["retell"] * 12 + ["math"] * 12
+    texts = [train.question_text(row) for row in rows]
+    assert len(set(texts)) == 36 and all(text.isascii() for text in texts)
+    # A retelling's prompt has the corpus' form: the story, an empty line, the wish, an empty line.
+    wishes = [wish.split("{}")[0] for wish in (*corpus.AGAIN, *corpus.WISH_SHORTER)]
+    for text in texts[12:24]:
+        story, wish, nothing = text.split("\n\n")
+        assert nothing == "" and corpus.balanced(story) and any(wish.startswith(head) for head in wishes)
     tokenizer = AutoTokenizer.from_pretrained(train.STAND_IN)
     context = AutoConfig.from_pretrained(train.STAND_IN).max_position_embeddings
-    assert all(1 < len(tokenizer(text)["input_ids"]) <= context - 128 for text in prompts)
+    assert all(1 < len(tokenizer(text)["input_ids"]) <= context - 128 for text in texts)
 
 
 def test_make_runs_from_anywhere(tmp_path, monkeypatch, capsys):

@@ -50,17 +50,17 @@ def state_of(out, names=KINDS):
     return torch.load(out / "work" / f"{'-'.join(names)}.pt", weights_only=True)
 
 
-def interrupt(monkeypatch, at):
-    """Ctrl-C in the middle of the step in which windows are drawn for the `at`-th time."""
-    draw, calls = train.draw, []
+def interrupt(monkeypatch, at, how=lambda: signal.raise_signal(signal.SIGINT)):
+    """Ctrl-C in the middle of the `at`-th step of training, counted from 1."""
+    forward, calls = train.frozen_forward, []
 
-    def interrupting(*args):
-        calls.append(1)
-        if len(calls) == at:
-            signal.raise_signal(signal.SIGINT)
-        return draw(*args)
-    monkeypatch.setattr(train, "draw", interrupting)
-    return lambda: monkeypatch.setattr(train, "draw", draw)
+    def interrupting(*args, count=None, **more):
+        calls.extend([1] if count is not None else [])
+        if len(calls) == at and count is not None:
+            how()
+        return forward(*args, count=count, **more)
+    monkeypatch.setattr(train, "frozen_forward", interrupting)
+    return lambda: monkeypatch.setattr(train, "frozen_forward", forward)
 
 
 # ---------------------------------------------------------------- the loop
@@ -70,7 +70,7 @@ def test_resumed_is_bit_for_bit_uninterrupted(small, tmp_path, monkeypatch, caps
     handler, how = signal.getsignal(signal.SIGINT), ("--optimizer", optimizer, "--steps", "6")
     assert train.main(flags(small, whole, *how, names=names)) == 0
     capsys.readouterr()
-    undo = interrupt(monkeypatch, 7)               # draws: validation, steps 0, 1, 2, validation, steps 3, 4
+    undo = interrupt(monkeypatch, 5)
     assert train.main(flags(small, cut, *how, names=names)) == 2
     assert "stopped after 4 of 6 steps" in capsys.readouterr().err and not (cut / "glide").exists()
     assert signal.getsignal(signal.SIGINT) is handler and state_of(cut, names)["step"] == 4
@@ -87,24 +87,21 @@ def test_a_killed_run_goes_on_from_the_last_saved_step(small, tmp_path, monkeypa
     """No warning at all: as kill -9 would, in the middle of step 5.  The state of step 3 is whole."""
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert train.main(flags(small, whole, names=["glide"])) == 0
-    draw = train.draw
 
-    def killed(ids, n, length, seed, step):
-        if step == 5:
-            raise MemoryError
-        return draw(ids, n, length, seed, step)
-    monkeypatch.setattr(train, "draw", killed)
+    def killed():
+        raise MemoryError
+    undo = interrupt(monkeypatch, 6, killed)
     with pytest.raises(MemoryError):
         train.main(flags(small, cut, names=["glide"]))
     assert state_of(cut, ["glide"])["step"] == 3
-    monkeypatch.setattr(train, "draw", draw)
+    undo()
     assert train.main(flags(small, cut, "--resume", names=["glide"])) == 0
     assert saved(whole, ["glide"]) == saved(cut, ["glide"])
 
 
 def test_what_a_resumed_run_may_change(small, tmp_path, monkeypatch, capsys):
     names = ["glide", "edd"]
-    undo = interrupt(monkeypatch, 4)
+    undo = interrupt(monkeypatch, 3)
     assert train.main(flags(small, tmp_path, names=names)) == 2
     undo()
     for more, what in ((("--seed", "1"), "seed"), (("--batch", "3"), "batch"), (("--block", "4"), "block"),
@@ -127,7 +124,7 @@ def test_what_a_resumed_run_may_change(small, tmp_path, monkeypatch, capsys):
 
 def test_a_changed_learning_rate_is_the_one_that_counts(small, tmp_path, monkeypatch):
     """From the same state, another --lr gives other weights, and the same --lr the same."""
-    undo, found = interrupt(monkeypatch, 4), []
+    undo, found = interrupt(monkeypatch, 3), []
     assert train.main(flags(small, tmp_path / "cut", "--lr", "1e-3", names=["glide"])) == 2
     undo()
     for lr in ("1e-3", "1e-3", "5e-3"):
@@ -153,7 +150,7 @@ def test_the_advice_after_a_loss_that_is_not_finite_works(small, tmp_path, capsy
 def settings(folder, **more):
     """Flags as fit() reads them."""
     given = dict(work=str(folder), steps=6, batch=1, length=1, lr=0.1, warmup=0.025, optimizer="adamw",
-                 dtype="float32", device="cpu", every=1, resume=False)
+                 dtype="float32", device="cpu", every=1, resume=False, clip=1.0, micro=None, shard_target=False)
     return SimpleNamespace(**{**given, **more})
 
 
@@ -168,7 +165,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
             found = {name: m(torch.ones(1, 1)).square().sum() for name, m in models.items()}
             if step == 3:
                 found["b"] = bad(models["b"].weight).sum()
-            return found
+            yield found
         return losses
 
     def evaluate():
@@ -183,7 +180,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
     models = modules()
     with pytest.raises(train.UserError, match="step 0: loss of a is nan.* no --lr mends that"):
         first = {"a": models["a"].weight.sum() * math.nan, "b": models["b"].weight.sum()}
-        train.fit(models, lambda step: first, evaluate, settings(tmp_path))
+        train.fit(models, lambda step: [first], evaluate, settings(tmp_path))
 
 
 def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path):
@@ -191,7 +188,8 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     assert train.main(args) == 0
     about = json.loads((tmp_path / "glide" / "training.json").read_text())
     assert about["validation"]["held_out_loss"] < 2.0, "started near log(300) = 5.7"
-    assert about["tokens_seen"] == 60 * 2 * 24 and about["seed"] == 0
+    assert 0.95 * 60 * 2 * 24 < about["tokens_seen"] < 60 * 2 * 24, "a document's last window is shorter"
+    assert about["seed"] == 0
     assert about["command"] == " ".join(["python train.py", *args])
     assert about["kind"] == "glide" and about["init"] is None
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -226,7 +224,7 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     assert train.main([*names, *base, "--init", first, "--lr", "1e-30", "--steps", "1", "--out", second]) == 0
     assert saved(tmp_path / "first", names) == saved(tmp_path / "second", names)
     about = json.loads((tmp_path / "second" / "glide" / "training.json").read_text())
-    assert about["init"]["tokens_seen"] == 3 * 3 * 24 and about["tokens_seen"] == 3 * 24
+    assert about["init"]["tokens_seen"] > 2 * 3 * 24 >= 2 * about["tokens_seen"] > 3 * 24
     capsys.readouterr()
     assert train.main(["vanilla", *base, "--init", first, "--steps", "1"]) == 2
     assert "no drafter in" in capsys.readouterr().err
@@ -260,30 +258,35 @@ def test_greedy_temperature_is_found_again():
 
 def test_what_drafters_are_shown_and_how_they_are_measured(llama, tmp_path):
     """A drafter that is the target itself, one that is not; alpha counts rows beyond the first block."""
-    ids = torch.randint(12, (500,), generator=torch.Generator().manual_seed(0))
-    held = torch.zeros(100, dtype=torch.int32)
+    ids = torch.randint(1, 12, (600,), generator=torch.Generator().manual_seed(0)).int().numpy()
+    ids[500:] = 0
+    windows, held = (np.array([[i, 20] for i in range(*span, 20)]) for span in ((0, 500), (500, 600)))
     blocks = []
 
     class Itself(torch.nn.Module):
         def __init__(self, shift):
             super().__init__()
-            self.shift, self.config = shift, SimpleNamespace()
+            self.shift, self.config = shift, SimpleNamespace(loss="kl")
             self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
         def loss(self, batch):
+            self.predict(batch)
+            return self.scale * 1.0
+
+        def predict(self, batch):
             assert self.training == torch.is_grad_enabled() == (batch["block"] is None)
             assert self.training == bool(batch["ids"].any()), "held-out text is not trained on"
             blocks.append((batch["block"], batch["random"].integers(10 ** 9) if self.training else None))
             logits = batch["logits"].roll(self.shift, -1) * self.scale
             logits[:, :5] = 0                                       # the first block is not counted
-            return self.scale * 1.0, logits
+            return logits
     a = settings(tmp_path, batch=3, length=20, block=5, seed=0, steps=3, lr=1e-9, every=9)
-    found = train.train_together({"same": Itself(0), "other": Itself(1)}, llama, (ids, held), a)
+    found = train.train_together({"same": Itself(0), "other": Itself(1)}, llama, (ids, windows, held), a)
     assert found["same"]["alpha"] == 1 and found["other"]["alpha"] == 0
     assert found["same"]["temperature"] == pytest.approx(0.3) and found["other"]["temperature"] > 3.8
     # Fixed blocks in validation, drawn ones in training: by (seed, step), whoever asks.
     drawn = [np.random.default_rng([3, step]).integers(10 ** 9, size=2).tolist() for step in range(3)]
-    assert blocks == [(5, None)] * 2 + [(None, x) for both in drawn for x in both] + [(5, None)] * 2
+    assert blocks == [(5, None)] * 12 + [(None, x) for both in drawn for x in both] + [(5, None)] * 12
 
 
 def test_one_pass_over_the_data_is_the_default(small, tmp_path):
@@ -293,7 +296,7 @@ def test_one_pass_over_the_data_is_the_default(small, tmp_path):
     assert train.main(argv) == 0
     from transformers import AutoTokenizer
     ids, _, _ = read(tmp_path, AutoTokenizer.from_pretrained(small / "model"), small / "text" / "0.py")
-    assert state_of(tmp_path, ["vanilla"])["step"] == len(ids) // (2 * 24) > 1
+    assert state_of(tmp_path, ["vanilla"])["step"] == -(-len(ids) // 24) // 2 > 1
 
 
 def test_the_rate_of_each_step_is_the_schedules(tmp_path, monkeypatch):
@@ -304,7 +307,7 @@ def test_the_rate_of_each_step_is_the_schedules(tmp_path, monkeypatch):
 
     def losses(step):
         seen.append(model.weight.item())
-        return {"a": model(torch.ones(1, 1)).sum()}
+        yield {"a": model(torch.ones(1, 1)).sum()}
     train.fit({"a": model}, losses, lambda: {"a": {"alpha": 0.0}}, settings(tmp_path, lr=0.5))
     assert seen[0] == seen[1] == seen[2] and seen[3] == seen[4] == seen[5]
     assert abs(seen[2] - seen[3]) == pytest.approx(0.5, rel=0.02), "Adam's first step is the rate"
@@ -318,7 +321,7 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     start = {name: m.weight.detach().clone() for name, m in models.items()}
 
     def losses(step):
-        return {name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}
+        yield {name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}
     train.fit(models, losses, lambda: {name: {"alpha": 0.0} for name in models}, settings(tmp_path, lr=0.1))
     for name, m in models.items():
         w, mean, square = start[name], 0.0, 0.0
@@ -376,13 +379,23 @@ def test_muon_gets_the_hidden_matrices_alone(llama):
 
 def test_windows_depend_on_seed_and_step_alone():
     ids = torch.arange(1000, dtype=torch.int32)
-    first = train.draw(ids, 4, 10, 0, 3)
-    assert torch.equal(first, train.draw(ids, 4, 10, 0, 3))
+    first = make.draw(ids, 4, 10, 0, 3)
+    assert torch.equal(first, make.draw(ids, 4, 10, 0, 3))
     for seed, step in ((0, 4), (1, 3)):
-        assert not torch.equal(first, train.draw(ids, 4, 10, seed, step))
+        assert not torch.equal(first, make.draw(ids, 4, 10, seed, step))
     assert first.shape == (4, 10) and (first.diff(dim=1) == 1).all() and first.dtype == torch.int64
-    ends = train.draw(ids[:11], 200, 10, 0, 0)[:, 0]
+    ends = make.draw(ids[:11], 200, 10, 0, 0)[:, 0]
     assert set(ends.tolist()) == {0, 1}, "the last token is reached"
+
+
+def test_half_of_the_windows_begin_where_a_document_does():
+    """Places after an end-of-text token, and the very first; not those with too little text behind them."""
+    ids = torch.arange(1000, dtype=torch.int32)
+    ids[[99, 499, 995]] = 2000
+    starts = make.draw(ids, 400, 10, 0, 3, eos=2000)[:, 0]
+    assert set(starts[::2].tolist()) == {0, 100, 500}
+    assert torch.equal(starts[1::2], make.draw(ids, 400, 10, 0, 3)[1::2, 0]), "the others are anywhere"
+    assert torch.equal(starts, make.draw(ids, 400, 10, 0, 3, eos=2000)[:, 0])
 
 
 def test_learning_rate_schedule():
@@ -450,14 +463,36 @@ def test_documents_of_rows(row, found):
     assert train.document(row) == found
 
 
+MMLU = "Question: 2 + 2?\nA. 3\nB. 4\nC. 5\nD. 6\nAnswer:"
+
+
+@pytest.mark.parametrize("row, asks", [
+    ("as it is", "as it is"), ({"prompt": "def f("}, "def f("), ({"text": "once"}, "once"), ({"prompt": "", "text": "once"}, "once"),
+    ({"question": "How many?", "query": "SELECT", "db_id": "x"}, "Question: How many?\nAnswer:"),                            # Spider
+    ({"question": "2 + 2?", "choices": ["3", "4", "5", "6"], "answer": 1}, MMLU),
+    ({"input": "2 + 2?", "A": "3", "B": "4", "C": "5", "D": "6", "target": "B"}, MMLU),
+    ({"article": "long", "highlights": "short"}, "Summarize: long\nSummary:"),
+    ({"instruction": "Sum up", "input": "a text", "output": "short"}, "Sum up\na text\n"), ({"instruction": "Why?", "input": ""}, "Why?\n"),
+    ({"sentence": "a"}, None), ({"text": None}, None), ([1], None), (3, None),
+])
+def test_what_a_row_asks(row, asks):
+    assert train.question_text(row) == asks
+
+
+def test_conversations_in_glides_layout():
+    row = {"id": 1, "conversation": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    assert train.conversation(row) == row["conversation"]
+    assert train.conversation({"prompt": "a"}) is None
+
+
 def test_question_text_is_the_form_that_gsm8k_is_trained_on():
     row = {"question": "q", "answer": "a"}
-    assert train.document(row) == train.question_text("q") + " a\n"
+    assert train.document(row) == train.question_text(row) + " a\n"
 
 
 def read(tmp_path, tokenizer, *paths, length=3):
-    a = SimpleNamespace(data=[str(p) for p in paths], length=length, work=str(tmp_path / "work"))
-    return train.read_data(a, tokenizer, 300)
+    a = SimpleNamespace(length=length, work=str(tmp_path / "work"), vocab=300)
+    return make.read_flat(a, paths, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -498,12 +533,12 @@ def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, token
 
 def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
     """What was encoded is found again by content and tokenizer; a file that was rewritten is encoded anew."""
-    path, calls, encode_all = tmp_path / "a.txt", [], train.encode_all
+    path, calls, write_tokens = tmp_path / "a.txt", [], train.write_tokens
 
     def counting(*given):
         calls.append(given)
-        return encode_all(*given)
-    monkeypatch.setattr(train, "encode_all", counting)
+        return write_tokens(*given)
+    monkeypatch.setattr(train, "write_tokens", counting)
 
     def decoded(file, by=tokenizer):
         ids, _, key = read(tmp_path, by, file)
@@ -511,24 +546,23 @@ def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypa
     path.write_text("one two three four")
     first = decoded(path)
     assert first == decoded(path) and first[0] == "one two three four" and len(calls) == 1
-    path.write_text("five six seven eight")
+    path.write_text("five six seven ten")
     second = decoded(path)
-    assert second[0] == "five six seven eight" and second[1] != first[1] and len(calls) == 2
+    assert second[0] == "five six seven ten" and second[1] != first[1] and len(calls) == 2
     (tmp_path / "b.txt").write_text("one two three four")            # the same text under another name
     assert decoded(tmp_path / "b.txt") == first and len(calls) == 2
     other = make.train_tokenizer(["one two three " * 9], 270)
     assert decoded(path, other)[0] == second[0] and len(calls) == 3
     # A killed write leaves no half of a file behind that would be read.
     path.write_text("nine ten nine ten")
-    save = torch.save
 
-    def killed(tokens, part):
-        save(tokens, part)
+    def killed(*given):
+        counting(*given)
         raise KeyboardInterrupt
-    monkeypatch.setattr(torch, "save", killed)
+    monkeypatch.setattr(train, "write_tokens", killed)
     with pytest.raises(KeyboardInterrupt):
         decoded(path)
-    monkeypatch.setattr(torch, "save", save)
+    monkeypatch.setattr(train, "write_tokens", counting)
     assert decoded(path)[0] == "nine ten nine ten" and len(calls) == 5
 
 
@@ -597,9 +631,9 @@ def test_data_mistakes(small, tmp_path, capsys):
     (tmp_path / "odd.jsonl").write_text('{"text": "a"}\n{"sentence": "a"}\n')
     odd, layer = tmp_path / "odd.jsonl", [small / "text", "--length", "64", "--layer", "7"]
     for data, words in (([], "expected at least one argument"), (["/no/such"], "does not exist"),
-                        ([tmp_path / "bad.jsonl"], "cannot be read"),
+                        ([tmp_path / "bad.jsonl"], f"row 2 of {tmp_path / 'bad.jsonl'}"),
                         ([tmp_path / "short.txt"], "too few tokens"),
-                        ([odd], f"row 2 of {odd} has none of the fields"), (layer, "cannot be read")):
+                        ([odd], f"left out, 1 rows without text: row 2 of {odd}"), (layer, "cannot be read")):
         assert train.main([*base, "--data", *map(str, data)]) == 2
         assert words in capsys.readouterr().err
     assert train.main(["edd-h9", *base[1:], "--data", str(small / "text"), "--length", "64"]) == 2
