@@ -1,22 +1,11 @@
-"""Write docs/results.md and the bar chart docs/arms.svg from the measured JSON lines in docs/results/.
+"""Write docs/results.md, docs/claims.md and docs/arms.svg from the measured JSON lines in docs/results/.
 
     python figures/results.py            # write them, and the line numbers of the README's links to functions
     python figures/results.py --check    # write nothing; exit 1 where something differs
 
-docs/results/tables.json names the tables of the page, docs/results/FILE.jsonl holds the rows of one, as
-`bench.py --json` writes them; docs/results/earlier.md is what was measured before these files existed, and is
-included as it stands.
-
-    key of a table | meaning
-    section        | heading under which it stands, such as a paper's name
-    title, claim   | what it is, and which claim of which paper it shows, or does not
-    command        | the command that made it, without its --json
-    file           | its rows, in docs/results/; while it is missing, the page says "not measured yet"
-    machine        | a key of "machines"
-    measured       | date and commit
-    groups         | groups of prompts to show (default: all that the rows have)
-    columns        | names of COLUMNS, or "Heading=key:format" of a row (default: DEFAULT)
-    note           | a remark under it
+docs/results/tables.json names the tables of the page (its keys: tabular.py), docs/results/FILE.jsonl holds
+the rows of one, as `bench.py --json` writes them.  docs/results/earlier.md is what was measured before these
+files existed, and is included as it stands.  docs/results/claims.json: claims.py says what it holds.
 
 "chart" names the bars in their order, by file, drafter and tree, and the one group of prompts that they show.
 Page and chart are pure functions of these files: no clock, no machine, no order of a directory.
@@ -28,13 +17,16 @@ import re
 import sys
 from pathlib import Path
 
+import claims
 from pictures import DOCS, MARGIN, ROOT, WIDTH, label, legend, picture, rectangle, stroke
+from tabular import read_rows, table, unique
 
 HEAD = """# Results
 
 `python figures/results.py` writes this page, and the bar chart of the README, from the JSON lines in
-[`docs/results/`](results/); a test fails where it is not what they give. To measure a table again, run its
-command with `--json docs/results/FILE.jsonl` added, then the script.
+[`docs/results/`](results/); a test fails where it is not what they give. `python figures/paper.py list` names
+the tables, `python figures/paper.py NAME` measures one again, and with `--target T --checkpoint FOLDER` that
+of a target of your own. [claims.md](claims.md) says which of the papers' claims held.
 
 | column | meaning |
 |---|---|
@@ -49,168 +41,12 @@ command with `--json docs/results/FILE.jsonl` added, then the script.
 """
 
 
-# ---------------------------------------------------------------- columns: how a row shows one of its values
-def name_of(row):
-    """The arm's name, as bench.py prints it."""
-    if row.get("tree"):
-        return f"{row['drafter']} × {row['tree']}"
-    return row["drafter"]
-
-
-def show(value, form):
-    """A number in the given format; a dash where there is none."""
-    if value is None:
-        return "–"
-    return format(value, form)
-
-
-def speedup(row):
-    return f"{row['speedup']:.2f}× [{row['speedup_low']:.2f}–{row['speedup_high']:.2f}]"
-
-
-def share(row, what):
-    """A share of a round; arms without rounds of their own (plain decoding, transformers) have none."""
-    if row["tau"] is None:
-        return "–"
-    return f"{row[f'share_{what}']:.0%}"
-
-
-def milliseconds(row):
-    if row["tau"] is None:
-        return "–"
-    return f"{row['draft_ms'] + row['verify_ms'] + row['other_ms']:.1f}"
-
-
-def lossless(row):
-    return {True: "yes", False: "**NO**", None: "–"}[row["lossless"]]
-
-
-COLUMNS = {
-    "arm": ("arm", name_of),
-    "tok/s": ("tok/s", lambda row: f"{row['tokens_per_second']:.1f}"),
-    "speedup": ("speedup", speedup),
-    "vs generate()": ("vs generate()", lambda row: f"{row['speedup_vs_generate']:.2f}×"),
-    "tau": ("τ", lambda row: show(row["tau"], ".2f")),
-    "alpha": ("α", lambda row: show(row["alpha"], ".3f")),
-    "nodes": ("nodes", lambda row: show(row["nodes"], ".1f")),
-    "draft": ("draft", lambda row: share(row, "draft")),
-    "verify": ("verify", lambda row: share(row, "verify")),
-    "other": ("other", lambda row: share(row, "other")),
-    "ms/round": ("ms/round", milliseconds),
-    "lossless": ("lossless", lossless),
-    "tau/depth": ("τ/depth", lambda row: show(row["alpha_depth"], ".2f")),
-    "c": ("c", lambda row: show(row["c"], ".3f")),
-    "E(Spd.)": ("E(Spd.)", lambda row: show(row["expected_speedup"], ".2f")),
-    "overlap": ("Σ min(p_T, p_D)", lambda row: show(row["alpha_overlap"], ".3f")),
-    "optimality": ("tree optimality", lambda row: show(row["tree_optimality"], ".3f")),
-    "SWI": ("SWI, measured", lambda row: show(row.get("swi_measured"), ".2f")),
-    "SWI (MS)": ("SWI, by weights", lambda row: show(row.get("swi_ms"), ".2f")),
-    "runs": ("runs", lambda row: ", ".join(map(str, row["runs"] or ())) or "–"),
-}
-DEFAULT = ["arm", "tok/s", "speedup", "vs generate()", "tau", "alpha", "nodes", "draft", "verify", "other",
-           "ms/round", "lossless"]
-
-
-def column(text):
-    """A name of COLUMNS, or "Heading=key:format" -> (heading, function of a row)."""
-    if text in COLUMNS:
-        return COLUMNS[text]
-    heading, _, key = text.rpartition("=")
-    key, _, form = key.partition(":")
-    return heading or key, lambda row: show(row[key], form)
-
-
-# ---------------------------------------------------------------- one table
-def read_rows(path):
-    """JSON lines -> list of rows."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.strip()]
-
-
+# ---------------------------------------------------------------- the page
 def tables(folder):
     """What docs/results/tables.json says."""
     return json.loads((folder / "tables.json").read_text(encoding="utf-8"))
 
 
-def unique(values):
-    """The different values, in their order."""
-    return list(dict.fromkeys(values))
-
-
-def setting(rows):
-    """What the rows ran under: "target `x`, float32, cpu (4 threads), temperature 0, Python 3.11"."""
-    def listed(key):
-        return "/".join(f"{value:g}" if isinstance(value, float) else str(value)
-                        for value in unique(row[key] for row in rows))
-    if "dtype" not in rows[0]:                   # not a row of bench.py's table
-        return ""
-    where = listed("device")
-    if where == "cpu":
-        where += f" ({listed('threads')} threads)"
-    parts = [f"target `{listed('target')}`", listed("dtype"), where, f"temperature {listed('temperature')}"]
-    parts += [f"{package} {version}" for package, version in rows[0]["versions"].items()]
-    return ", ".join(parts)
-
-
-def grid(rows, columns):
-    """The rows as a Markdown table: words to the left, numbers to the right."""
-    chosen = [column(name) for name in columns]
-    align = ["---"] + ["---:"] * (len(chosen) - 1)
-    lines = [[heading for heading, _ in chosen], align]
-    lines += [[cell(row).replace("|", "\\|") for _, cell in chosen] for row in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def baseline(rows):
-    """The arm that the speedups are over: the one whose every speedup is 1."""
-    for row in rows:
-        if row.get("target_ms") and row["speedup_low"] == row["speedup"] == row["speedup_high"] == 1:
-            return row
-    return None
-
-
-def remarks(rows):
-    """The baseline of a table, and where an output left it."""
-    base = baseline(rows)
-    if base:
-        yield (f"Baseline: {name_of(base)}, {base['target_ms']:.2f} ms a token; "
-               f"distinct 4-grams of its output: {base['distinct_4grams'] or 0:.0%}.")
-    for row in rows:
-        away = row.get("first_divergence")
-        if away:
-            gap = ""
-            if away["logit_gap"] is not None:
-                gap = f": the target's logits of the two tokens differ by {away['logit_gap']:.2g} there"
-            where = f"token {away['token']} of prompt {away['prompt'] + 1}"
-            yield f"{name_of(row)} leaves plain decoding at {where}{gap}."
-
-
-def table(spec, machines, folder):
-    """One table of the page, with all that is needed to judge it and to make it again."""
-    parts = [f"### {spec['title']}"]
-    if spec.get("claim"):
-        parts.append(spec["claim"])
-    parts.append(f"```\n{spec['command']}\n```")
-    path = folder / spec["file"]
-    if not path.exists():
-        return parts + ["*Not measured yet.*"]
-
-    rows = read_rows(path)
-    where = [machines[spec["machine"]], spec.get("measured"), setting(rows)]
-    parts.append("; ".join(text for text in where if text) + ".")
-    groups = spec.get("groups") or unique(row.get("group") for row in rows)
-    for group in groups:
-        chosen = [row for row in rows if row.get("group") == group]
-        if group is not None and (len(groups) > 1 or group != "all"):
-            parts.append(f"**{group}**, {chosen[0]['prompts']} prompts")
-        parts.append(grid(chosen, spec.get("columns", DEFAULT)))
-        parts += remarks(chosen)
-    if spec.get("note"):
-        parts.append(spec["note"])
-    return parts
-
-
-# ---------------------------------------------------------------- the page
 def page(folder):
     """docs/results/ -> the text of docs/results.md."""
     spec = tables(folder)
@@ -307,6 +143,8 @@ def written(docs):
     """{path: text} of all that this script writes."""
     folder = docs / "results"
     found = {docs / "results.md": page(folder)}
+    if (folder / "claims.json").exists():
+        found[docs / "claims.md"] = claims.page(folder)
     chart = tables(folder).get("chart")
     if chart:
         found[docs / "arms.svg"] = bar_chart(chart, folder)
@@ -317,7 +155,7 @@ def written(docs):
 
 def main(argv=None):
     """Exit status: 0, or 1 where --check found a difference."""
-    parser = argparse.ArgumentParser(description="Write docs/results.md and docs/arms.svg.")
+    parser = argparse.ArgumentParser(description="Write docs/results.md, docs/claims.md and docs/arms.svg.")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of results.md, arms.svg and results/")
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 where something differs")
     arguments = parser.parse_args(argv)
