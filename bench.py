@@ -56,7 +56,7 @@ VICUNA = (
 TEMPLATES = {"vicuna": VICUNA}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct, "vct": pct.vct,
          "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "eagle2": pct.eagle2}
-LOOK = 12                                                    # prompts of the project's own: a minute or less
+LOOK = 9                                                     # prompts of the project's own: a minute or less
 SHARES = ("draft", "verify", "other")                       # where the time of a round goes
 FACTS = "c|expected_speedup|alpha_overlap|K|runs|swi_.*|first_divergence"            # printed under the table
 COLUMNS = {

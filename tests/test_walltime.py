@@ -265,7 +265,7 @@ def test_a_run_writes_lines_that_json_reads(tmp_path, capsys, monkeypatch):
     assert [(line["drafter"], line["tree"]) for line in decoded[:7]] == [
         ("plain", None), ("generate()", None), ("glide", "chain"), ("glide", "cape"), ("edd", "pct"), ("cascade", "chain"), ("maxgram", "chain")]
     assert all(line["lossless"] is True and line["tokens"] == 8 and line["tokens_per_second"] > 0 for line in decoded)
-    assert all(line["tau"] > 1.5 for line in decoded[2:6])   # grown drafters know the text
+    assert all(line["tau"] > 1.3 for line in decoded[2:6])   # grown drafters know the text
     for line in decoded[::7]:
         assert line["speedup_decoding"] == 1 and line["bandwidth_share"] == pytest.approx(line["limit_ms"] / line["ms_per_token"])
         assert line["limit_ms"] == pytest.approx(1e3 * line["bytes"] / line["copy_bytes_per_second"])
