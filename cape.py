@@ -15,15 +15,40 @@ offer the target more of the next best tokens; they are not continued, so they c
     X_i                     (gamma, K)    extras: the K_i best tokens other than x_{t+i}; K = max(sizes)
     beta                    int           nodes without the root, at most 32 (section 5.3): max_nodes
 
-A builder is a function of expand(tokens (m,), parents [m ints]) -> probabilities (m, V), which runs the
-drafter once over m new nodes (`parents` index nodes in the order given to expand; -1 is the cached prefix),
-and of the root (1,).  It returns a Tree: tokens (n,) with the root first, parents (n,) with parents[0] = -1
-and parents before children.  A row of zeros says that the drafter cannot go on; no child of probability zero
-is ever added.
+A builder is a function of expand and root (1,), a token id.  expand(tokens (m,), parents [m ints]) ->
+probabilities (m, V) runs the drafter once over m new nodes.  It counts the nodes that it has been given in
+this tree from 0; `parents` are their numbers, -1 for the root.  A row of zeros: the drafter cannot go on.
+The builder returns a Tree of tokens (n,) and parents (n,), here numbers of the tree's own nodes: the root is
+node 0 with parent -1, and parents come before children.  No node has probability zero.
+It reads the device once, beam search once a depth.  Where expand has a `room`, the tree is no deeper.
 
-Chain and CAPE read nothing back from the device, so their number of nodes cannot depend on what was drafted:
-they always return the most there can be, and a node that is not there is *absent*: its parent is -1 although
-it is not the root.  Nobody accepts or counts it.
+To use this file alone, with two causal LMs `target` and `drafter` and a list of token ids `text`:
+
+    def expand(tokens, parents):
+        for token, parent in zip(tokens.tolist(), parents):
+            paths.append(paths[parent] + [token] if parent >= 0 else text[:-1] + [token])
+        rows = [drafter(torch.tensor([path])).logits[0, -1] for path in paths[-len(parents):]]
+        return torch.stack(rows).softmax(-1)                  # (m, V): probabilities, never logits
+    while len(text) < 60:
+        paths = []
+        tree = cape.cape(expand, torch.tensor(text[-1:]))
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        # The text is a chain above the root.  A token sees what its parent sees, and itself.
+        t, n = len(text) - 1, len(tokens)
+        above = [*range(-1, t - 1), *(t + parent for parent in parents)]
+        sees, position = torch.eye(t + n).bool(), [0] * (t + n)
+        for i in range(1, t + n):
+            sees[i] |= sees[above[i]]
+            position[i] = position[above[i]] + 1
+        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=sees[None, None],
+                     position_ids=torch.tensor([position]))
+        choice = out.logits[0, t:].argmax(-1).tolist()        # the target's token after each node
+        # Accept: walk down from the root while the target's choice is a child.
+        child = {place: i for i, place in enumerate(zip(parents, tokens))}
+        node = 0
+        while node is not None:
+            text.append(choice[node])
+            node = child.get((node, choice[node]))
 
 Differences from the paper:
  1. pos(i) = i for i <= gamma and "x_{t+j}" for "token x_j" are unstated in the printed mask, and the root x_t
@@ -50,7 +75,6 @@ EDGES = (0.3, 0.6, 0.8)          # ... on bins closed on the right
 MAX_NODES = 32                   # "the maximum number of tokens for verification" (section 5.3)
 SIZE = 4                         # extras at each position of the fixed-size control (section 5.4)
 WIDTH = 4                        # beam size (section 5.3)
-ABSENT = -1                      # the parent of a node that is not there
 
 # ------------------------------------------------------------------ the standard proposal
 def best(row):
@@ -60,19 +84,23 @@ def best(row):
 def draw(row, generator=None):
     """A token drawn from each row (m, V) -> (m,), by an exponential race.
 
-    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  Unlike torch.multinomial, it takes a
-    row of zeros without a complaint, which would be a host read; what it says there has probability zero.
+    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  torch.multinomial would refuse a row
+    of zeros, and read the device to find one; here such a row gives a token of probability zero.
     """
     race = torch.empty_like(row).exponential_(generator=generator)
     return (row / race).argmax(-1)
 
+def within(expand, gamma):
+    """gamma, or expand.room where that is less: there the output ends."""
+    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
+    return min(gamma, getattr(expand, "room", gamma))
+
 def draft(expand, root, gamma, pick):
-    """Draft a chain, one token at a time, and read nothing back.
+    """Draft a chain, one token at a time, without a host read.
 
     pick(row (1, V)) -> token (1,).  Returns chosen (gamma,), the probability p (gamma,) of each, and the
     rows (gamma, V).  What follows a token of probability zero is meaningless.
     """
-    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
     rows, tokens = [], [root]
     for i in range(gamma):
         # x_{t+i+1} is picked from p_D(.|x_{<t+i+1}), the distribution after node i, whose parent is i - 1
@@ -84,39 +112,61 @@ def draft(expand, root, gamma, pick):
     p = rows.gather(1, chosen[:, None])                           # (gamma, 1)
     return chosen, p.flatten(), rows
 
-def chain_parents(p):
-    """Parents (1 + gamma,) of the root and a chain whose tokens have probabilities p (gamma,).
+def how_many(p, joint):
+    """The number of drafted tokens, and of extras, that are possible: two ints by one host read.
 
-    Each node hangs from the one before it; the first of probability zero is absent, and all that follow it.
+    p (gamma,) of the chain: it ends before the first token of probability zero.  joint (room,) of the extras,
+    highest first.
     """
-    parents = torch.arange(-1, len(p), device=p.device)
-    p = pad(p, (1, 0), value=1.0)                                 # the root is there
-    least = p.cummin(0).values                                    # of a node and all above it
-    return parents.masked_fill(least <= 0, ABSENT)
+    least = p.cummin(0).values                                    # of a token and all before it
+    drafted = (least > 0).sum()
+    extra = (joint > 0).sum()
+    p = p.float()                                                 # bfloat16 holds no integers above 256
+    numbers = torch.stack((drafted, extra, p.min(), p.max()))
+    drafted, extra, lowest, highest = numbers.tolist()            # the host read
+    assert lowest >= 0, f"expand gave {lowest}: it must give probabilities, not logits"
+    assert highest < 1.01, f"expand gave {highest}: it must give probabilities, not logits"
+    return int(drafted), int(extra)
+
+def no_draft(root):
+    """The tree of the root alone."""
+    return Tree(root, torch.full_like(root, -1))
+
+def chain_parents(n, device):
+    """Parents (1 + n,) of the root and a chain of n tokens: each node hangs from the one before it."""
+    return torch.arange(-1, n, device=device)
 
 def chain(expand, root, gamma=GAMMA):
-    """The standard proposal (section 4.2): gamma tokens, each the most probable continuation.
-
-    Returns a Tree of 1 + gamma nodes, absent ones last.
-    """
-    chosen, p, rows = draft(expand, root, gamma, best)
-    tokens = torch.cat((root, chosen))
-    return Tree(tokens, chain_parents(p))
+    """The standard proposal (section 4.2): gamma tokens, each the most probable continuation -> Tree."""
+    gamma = within(expand, gamma)
+    if gamma == 0:
+        return no_draft(root)
+    chosen, p, _ = draft(expand, root, gamma, best)
+    no_extras = p[:0]
+    n, _ = how_many(p, no_extras)
+    tokens = torch.cat((root, chosen[:n]))
+    parents = chain_parents(n, root.device)
+    return Tree(tokens, parents)
 
 def drawn(expand, root, gamma=GAMMA, generator=None):
     """A chain whose tokens are drawn from the drafter, for speculative sampling.
 
     generator: on the device of the rows; by default expand.generator, where the loop has set one.  It must
     not be the one that accepts: draws and acceptances that know of each other are biased.
-    Returns a Tree of 1 + gamma nodes with p_draft (gamma, V): row i is the distribution that node i + 1 was
-    drawn from.  Absent nodes come last, so the rows of all others stay aligned.
+    Returns a Tree with p_draft (n - 1, V): row i is the distribution that node i + 1 was drawn from.
     """
+    gamma = within(expand, gamma)
+    if gamma == 0:
+        return no_draft(root)
     if generator is None:
         generator = getattr(expand, "generator", None)
     pick = partial(draw, generator=generator)
     chosen, p, rows = draft(expand, root, gamma, pick)
-    tokens = torch.cat((root, chosen))
-    return Tree(tokens, chain_parents(p), rows)
+    no_extras = p[:0]
+    n, _ = how_many(p, no_extras)
+    tokens = torch.cat((root, chosen[:n]))
+    parents = chain_parents(n, root.device)
+    return Tree(tokens, parents, rows[:n])
 
 # ------------------------------------------------------------------ the expanded proposal
 @lru_cache(maxsize=64)
@@ -170,23 +220,26 @@ def cape(expand, root,
     """Section 4.2: the greedy chain, and beside each of its tokens the S(p_i) next best ones.
 
     sizes, edges: S(p) is sizes[b] in bin b = (edges[b - 1], edges[b]].  max_nodes: the root not counted.
-    Returns a Tree of 1 + gamma + min(gamma K, max_nodes - gamma) nodes: root, chain, extras; the chain is the
-    one that `chain` drafts.
+    Returns a Tree of root, chain, extras; the chain is the one that `chain` drafts.
     """
     assert len(sizes) == len(edges) + 1, f"{len(edges)} edges need {len(edges) + 1} sizes: {sizes}"
     assert list(edges) == sorted(edges), f"edges must ascend: {edges}"
     assert min(sizes) >= 0, f"a set cannot have fewer than no tokens: {sizes}"
     assert max_nodes >= gamma, f"max_nodes {max_nodes} cannot hold the chain of {gamma}"
+    gamma = within(expand, gamma)
+    if gamma == 0:
+        return no_draft(root)
     # the proposal x_{t+1} ... x_{t+gamma}
     chosen, p, rows = draft(expand, root, gamma, best)
     # its expansion sets X_1 ... X_gamma
     extras, p_extras = expansion_sets(rows, chosen, p, sizes, edges)
     room = min(extras.numel(), max_nodes - gamma)
     joint, index = cap(p, p_extras, room)                         # (room,)
+    n, m = how_many(p, joint)
+    index = index[:m]
 
     # linearised: the root, the chain, the extras
-    K = max(1, extras.shape[1])
-    tokens = torch.cat((root, chosen, extras.take(index)))
+    tokens = torch.cat((root, chosen[:n], extras.take(index)))
     # What x_{t+i} may see of the x_{t+j}:
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
@@ -194,8 +247,9 @@ def cape(expand, root,
     # In a tree a node sees itself and its ancestors.  So the parent of x_{t+i} is the chain's token at
     # position pos(i) - 1 (the root, node 0, where pos(i) = 1), and an extra is nobody's parent.
     # X_1 is row 0 of the extras: pos(i) - 1 is the number of the row.
-    parents = (index // K).masked_fill(joint <= 0, ABSENT)
-    parents = torch.cat((chain_parents(p), parents))
+    K = max(1, extras.shape[1])
+    parents = chain_parents(n, root.device)
+    parents = torch.cat((parents, index // K))
     return Tree(tokens, parents)
 
 # ------------------------------------------------------------------ what it is compared with
@@ -209,12 +263,11 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
 
     All of them are nodes.  Which of them a sequence continues is read back at each depth: one host read.
     """
-    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
     assert width >= 1, f"width is {width}: keep at least one sequence"
     tokens, parents = [root], [-1]
     frontier = [0]                                                # the nodes of the latest length
     score = torch.zeros(1, 1, device=root.device)                 # log p of the sequences that end there
-    for _ in range(gamma):
+    for _ in range(within(expand, gamma)):
         above = [parents[node] for node in frontier]
         rows = expand(tokens[-1], above)                          # (m, V)
         each = min(width, rows.shape[1])                          # no sequence can use more continuations
@@ -238,25 +291,6 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
     parents = torch.tensor(parents, device=root.device)
     return Tree(tokens, parents)
 
-# ------------------------------------------------------------------ what a builder can ask for at most
-# bounds(**settings) -> (nodes without the root, nodes of one expand), absent nodes counted: for static shapes
-def chain_bounds(gamma=GAMMA, **_):
-    return gamma, 1
-
-def cape_bounds(gamma=GAMMA, sizes=SIZES, max_nodes=MAX_NODES, **_):
-    return min(gamma + gamma * max(sizes), max_nodes), 1
-
-def fixed_bounds(gamma=GAMMA, size=SIZE, max_nodes=MAX_NODES, **_):
-    return cape_bounds(gamma, (size,), max_nodes)
-
-def beam_bounds(gamma=GAMMA, width=WIDTH, **_):
-    return gamma * width, width
-
-chain.bounds = drawn.bounds = chain_bounds
-cape.bounds = cape_bounds
-fixed.bounds = fixed_bounds
-beam.bounds = beam_bounds
-
 def main():
     """Figure 3: "Attention is all the", and one extra beside each of its tokens ("you" beside "the")."""
     drafter = {
@@ -278,14 +312,13 @@ def main():
     tree = cape(expand, root, gamma=4)
     tokens = [words[token] for token in tree.tokens]
     parents = tree.parents.tolist()
-    # every confidence is above 0.8, so each K_i is 1; there is room for 28 extras, so 24 are absent
-    assert len(tokens) == 1 + 4 + 28
+    # every confidence is above 0.8, so each K_i is 1
+    assert len(tokens) == 1 + 4 + 4
     assert tokens[1:5] == ["Attention", "is", "all", "the"]
     assert parents[:5] == [-1, 0, 1, 2, 3]
     X = {i: [] for i in range(4)}
     for token, parent in zip(tokens[5:], parents[5:]):
-        if parent != ABSENT:
-            X[parent].append(token)
+        X[parent].append(token)
     assert X == {0: ["All"], 1: ["that"], 2: ["that"], 3: ["you"]}
     for i in range(4):
         print(f"x_t+{i + 1}: {tokens[i + 1]:10s} X_{i + 1}:", *X[i])

@@ -8,30 +8,55 @@ free.  EDD is one layer of the target's own kind that reads H, unchanged, as a p
 of what it drafts.  Training imitates drafting with a mask of two blocks: a token sees those of its own block
 up to itself and the hidden states of the blocks before.  The loss is KL divergence to the target.
 
-    paper                  shape        name here
-    T = (t_1 ... t_n)      (B, T)       ids
-    H = (h_1 ... h_n)      (B, T, D)    hidden: hidden_states[-4], the fourth-to-last layer's (config.hidden)
-    L                      int          block: drawn from 5 ... 10 at each step of training (config.blocks)
-    mask of Figure 3(a)    (T, 2T)      dual_block_mask(T, L): hidden states first, tokens after them
-    P_t, P_d               (B, T, V)    softmax of batch["logits"], of logits
-    f (the baselines')     (B, T, D)    feature: the last layer's hidden states after the final norm
-
-The equations, in the paper's order, are where the code is:
-    Eq. 1  P(T) = prod_i P(t_i | t_<i)                     the target itself: verify.Target.forward
-    Eq. 2  P_d(T|H) = prod_i P_d(t_i | t_<i, H)            EDD.forward: T and H both go in (teacher forcing)
-    Eq. 3  ... = prod_i P_d(t_i | t_{jL:i}, h_{<jL})       dual_block_mask
-    Eq. 4  KL(P_t || P_d)                                  kl
+    paper                              shape       name here
+    T = (t_1 ... t_n)                  (B, T)      ids
+    H = (h_1 ... h_n)                  (B, T, D)   hidden: hidden_states[-4], the fourth-to-last layer's
+    L                                  int         block: drawn from 5 ... 10 at each step (config.blocks)
+    P_d(t_i | t_<i, H), Eq. 2          (B, T, V)   EDD.forward and its head: T and H go in (teacher forcing)
+    P_d(t_i | t_{jL:i}, h_<jL), Eq. 3  (T, 2T)     dual_block_mask, Figure 3(a): hidden states, then tokens
+    KL(P_t || P_d), Eq. 4              ()          kl
+    f (the baselines')                 (B, T, D)   feature: hidden_states[-1], which is normed
 
 Differences from the paper:
  1. Eq. 3 prints h up to j L, which would give t_{jL+1} away; its prose, the official code and this file use
     those strictly before the block: P(t_{i+1} | t_{jL ... i}, h_{<jL}), j = floor(i / L), all counted from 0.
- 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face (here no layer's are normed).
+ 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face, where the last one is normed.
  3. With one layer the soft prompt's keys and values depend on (h_i, i) alone: decoding computes each once.
  4. The VDM ("without encoding result") is a one-layer language model.  Its loss is not stated: both are here.
- 5. The layer attends to everything, also where the target's slides a window.  Scales and caps are as there.
+ 5. The layer attends to everything, also where the target's slides a window.
  6. A sum of losses is divided by the rows that are learned from, also where a baseline lacks a window's ends.
  7. EAGLE and MEDUSA-1 are the published architectures (checkpoints/convert.py takes their weights), but draft
     any tree.  EAGLE learns without noise.  MEDUSA's head k predicts t_{i+2+k} from f_i (t_{i+1} is the root).
+ 8. EAGLE's SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D); that of the cross
+    entropy does not.  The published balance, 0.1 CE at D = 4096, is 0.1 sqrt(4096 / D) CE at width D.
+
+Alone in a project: this file, a drafter from train.py, a Llama, Mistral or Qwen2 (others: runtime/parts.py).
+Greedy chains of five, without a cache for the target:
+
+    import torch, edd
+    from types import SimpleNamespace
+    from transformers import AutoModelForCausalLM
+    model = AutoModelForCausalLM.from_pretrained("my-target")
+    drafter, _ = edd.load("my-edd", model)
+    ids, seen, layer = torch.tensor([1, 5, 7]), 0, drafter.config.hidden
+    with torch.no_grad():
+        states = model(ids[None], output_hidden_states=True).hidden_states[layer][0]
+        while len(ids) < 30:
+            t = len(ids) - 1                                     # committed: all but the last token, the root
+            drafter.begin(SimpleNamespace(tokens=ids[seen:t], length=t, hidden={layer: states[seen:t]}))
+            chain, seen = ids[-1:], t
+            for i in range(5):
+                logits = drafter.expand(chain[-1:], [i - 1])     # node i hangs from node i - 1
+                chain = torch.cat((chain, logits.argmax(-1)))
+            out = model(torch.cat((ids[:-1], chain))[None], output_hidden_states=True)
+            states, choice = out.hidden_states[layer][0], out.logits[0, t:].argmax(-1)
+            accepted = (chain[1:] == choice[:-1]).long().cumprod(0).sum().item()
+            drafter.keep(list(range(min(accepted + 1, 5))))      # the nodes that stay, root first
+            ids = torch.cat((ids, choice[:accepted + 1]))
+
+view.tokens (k,), view.hidden[layer] (k, D): what was committed since the last begin(), prompt included;
+view.length: all of it.  A tree: expand(tokens (3,), [0, 0, 1]) gives logits (3, V) of two nodes below node 0
+and one below node 1, numbered as given to expand since begin(); confidence(...) their calibrated softmax.
 
     python edd.py           # the demo: training under the mask and decoding give the same logits
     python train.py edd vdm eagle medusa
@@ -40,7 +65,6 @@ import copy
 import json
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,13 +74,16 @@ from torch import nn
 
 HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
 BLOCKS = (5, 10)                 # appendix B: block lengths are drawn from this range, both ends included
-HEADS, DECAY = 5, 0.8            # MEDUSA: heads, and the weight 0.8^k of head k's loss
-W_CLS = 0.1                      # EAGLE: weight of the cross entropy beside SmoothL1
+HEADS = 5                        # MEDUSA's K
+DECAY = 0.8                      # MEDUSA: head k's loss has the weight 0.8^k
+W_CLS = 0.1                      # EAGLE: weight of the cross entropy beside SmoothL1 ...
+PUBLISHED = 4096                 # ... at this width
 # What a name means to train.py: Table 3's ablations of training, appendix A's VDM, Table 1's baselines.
 VARIANTS = {
     "edd": {}, "edd-ce": {"loss": "ce"}, "edd-fixed": {"blocks": (5, 5)},
     "vdm": {"encoding": False}, "vdm-ce": {"encoding": False, "loss": "ce"},
-    "eagle": {"kind": "eagle", "loss": "smooth l1 + ce"}, "medusa": {"kind": "medusa", "loss": "ce"},
+    "eagle": {"kind": "eagle", "hidden": -1, "loss": "smooth l1 + ce"},
+    "medusa": {"kind": "medusa", "hidden": -1, "loss": "ce"},
 }
 
 @dataclass
@@ -76,8 +103,6 @@ class Config:
     def for_target(cls, model, hidden=HIDDEN, **more):
         """hidden: as Python indexes Hugging Face's hidden_states (N_T + 1 entries, first the embeddings)."""
         c = model.config.get_text_config()
-        if more.get("kind", "edd") != "edd":
-            hidden = -1                                        # the baselines read the last layer
         index = hidden if hidden >= 0 else c.num_hidden_layers + 1 + hidden
         if not 1 <= index <= c.num_hidden_layers:
             raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: it has layers 1 "
@@ -86,448 +111,366 @@ class Config:
 
 def dual_block_mask(length, block):
     """Figure 3(a) -> (length, 2 * length) bool: what token i sees of hidden states (left) and tokens."""
-    place = torch.arange(length)
-    of = place // block                                        # (T,): j of each token
-    # h_{<jL}: hidden states of earlier blocks
-    hidden = of[:, None] > of[None, :]
-    # t_{jL ... i}: tokens of its own block, up to itself
-    same_block = of[:, None] == of[None, :]
-    not_later = place[:, None] >= place[None, :]
-    return torch.cat((hidden, same_block & not_later), 1)
+    of = torch.arange(length) // block                         # (T,): j of each token
+    hidden = of[:, None] > of[None, :]                         # h_{<jL}: hidden states of earlier blocks
+    tokens = of[:, None] == of[None, :]                        # t_{jL ... i}: its own block, up to itself
+    return torch.cat((hidden, tokens.tril()), 1)
 
 def kl(p_target, logits):
     """D_KL(P_t || P_d) (Eq. 4), summed over rows.  p_target (n, V) sums to 1, logits (n, V) -> ()."""
-    log_p_draft = logits.float().log_softmax(-1)                                       # (n, V)
-    # sum_x P_t(x) log(P_t(x) / P_d(x))
-    return F.kl_div(log_p_draft, p_target, reduction="sum")
+    log_p_draft = logits.float().log_softmax(-1)
+    return F.kl_div(log_p_draft, p_target, reduction="sum")    # sum_x P_t(x) log(P_t(x) / P_d(x))
 
-# ---------------------------------------------------------------- draft models: what training runs
-def factor(ours, targets, what):
-    """The number c of targets = c ours, up to rounding; ValueError where there is none."""
-    share = targets.cpu().double() / ours.cpu().double()       # (Apple's GPUs know no double)
-    c = share.nanmedian()
-    off = (share / c - 1).abs().nanmedian()        # in half precision a token may go to another expert
-    if not off < torch.finfo(ours.dtype).eps ** 0.5:
-        raise ValueError(f"its {what} are made otherwise")
-    return c.item()
-
-class Part:
-    """A part of the target, called with what may be of another type than `like`, or lie elsewhere."""
-    def __init__(self, module, like):
-        self.module, self.like = module, like
-
-    def __call__(self, x):
-        return self.module(x.to(self.like)).to(x.device)
-
-def own_copy(module):
-    """A copy without what accelerate hangs on a module to bring inputs, and weights that are not there."""
-    hook = getattr(module, "_hf_hook", None)
-    twin = copy.deepcopy(module, {id(hook): hook})
-    vars(twin).pop("forward", None)
-    return twin.to_empty(device="cpu") if any(p.is_meta for p in twin.parameters()) else twin
-
+# ---------------------------------------------------------------- the draft model: what training runs
 class DraftModel(nn.Module):
-    """What EDD and its baselines share: the target's parts, and one fresh layer of its class."""
+    """What EDD and its baselines share.  runtime/parts.py overrides methods for families unlike Llama."""
+
     def __init__(self, config, model):
         super().__init__()
         self.config = config
-        model.requires_grad_(False)                            # the target is frozen from here on
-        try:
-            self.study(model, model.get_decoder())
-        except (AttributeError, LookupError, TypeError, ValueError) as why:
-            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as Llama's; "
-                             f"{type(model).__name__} is built otherwise ({why})") from None
+        self.target = SimpleNamespace()                        # no module: its parts are not saved with ours
+        self.take(model, model.get_decoder())
 
-    @torch.no_grad()
-    def study(self, model, decoder):
-        """Take the target's parts; run it once for its scales, and to prove that it uses them as we do."""
-        self.rotary, self.rotary_kind = own_copy(decoder.rotary_emb), {}
-        if "layer_type" in signature(self.rotary.forward).parameters:
-            self.rotary_kind = {"layer_type": decoder.config.layer_types[-1]}
-        # hidden_states: what each layer and the norm read
-        states, hooks = [], []
-        for part in (*decoder.layers, decoder.norm):
-            hooks.append(part.register_forward_pre_hook(lambda part, args: states.append(args[0])))
-        # (Weights on "meta" are brought by accelerate, and so are the ids.)
-        ids = torch.arange(4, device="cpu" if model.device.type == "meta" else model.device)[None]
-        logits = model(ids, use_cache=False).logits
-        for hook in hooks:
-            hook.remove()
-        states = states[-len(hooks):]                          # (some norm the embeddings, too)
-        # Ours lies where the states lie that it reads, and is of their type: weights may be quantised.
-        self.like = states[self.config.hidden]
-        # In a namespace the target's parts are not saved with ours.
-        target = self.target = SimpleNamespace()
-        target.embed = Part(model.get_input_embeddings(), ids)
-        target.norm = Part(decoder.norm, states[-1])
-        target.head = Part(model.get_output_embeddings(), target.norm(states[-1]))
-        # x = scale embed(t)
-        self.embed_scale = factor(target.embed(ids), states[0], "embeddings")
-        # logits = cap tanh(scale head(norm(h)) / cap)
-        self.cap = getattr(decoder.config, "final_logit_softcapping", None)
-        if self.cap:
-            logits = self.cap * torch.atanh(logits / self.cap)
-        self.logit_scale = factor(target.head(target.head.like), logits, "logits")
-        # The last layer, run as ours will be
-        self.layer = decoder.layers[-1]
-        factor(self.causal(states[-2]), states[-1], "last layer")
-        del self.layer
-        self.rotary.to(self.like.device)
+    def take(self, model, decoder):
+        """The target's embedding and head, which get no gradient, whatever their flags say."""
+        target = self.target
+        target.embed = torch.no_grad()(model.get_input_embeddings().forward)
+        head = model.get_output_embeddings().weight.detach()
+        target.head = partial(F.linear, weight=head)
+        target.rotary = decoder.rotary_emb
+        target.like = decoder.norm.weight.detach()             # where ours lies, and of which type
 
-    def logits(self, head, feature):
-        """What `head` says of features (..., D), scaled and capped as the target's own are -> (..., V)."""
-        logits = head(feature * self.logit_scale)
-        if self.cap:
-            logits = self.cap * torch.tanh(logits / self.cap)
-        return logits
+    def own(self, module):
+        """A copy of a part of the target, which learns."""
+        return copy.deepcopy(module).requires_grad_(True)
 
-    def predict(self, batch):
-        """batch: train.frozen_forward's -> logits (B, T, V): row i for token i + 1."""
-        head, x = self.read(batch)
-        return self.logits(head, x)
-
-    def cross_entropy(self, head, x, meant):
-        """Summed over rows x (m, D); meant: ids (m,), or distributions (m, V)."""
-        return F.cross_entropy(self.logits(head, x).float(), meant, reduction="sum")
-
-    def own_head(self):
-        """A head that learns, and starts as the target's: what that says of unit vectors, less its bias."""
-        units = torch.eye(self.config.width + 1, self.config.width).to(self.like)      # (D + 1, D)
-        said = self.target.head(units).to(self.like)                                   # (D + 1, V)
-        head = nn.Linear(*said[1:].shape, device="meta")
-        head.weight = nn.Parameter((said[:-1] - said[-1]).T.contiguous())
-        has_bias = getattr(self.target.head.module, "bias", None) is not None
-        head.bias = nn.Parameter(said[-1]) if has_bias else None
-        return head
-
-    def add_layer(self, model):
-        """One fresh layer, of the class of the target's last, initialised as the target was."""
+    def fresh_layer(self, model):
+        """A layer of the class of the target's last, initialised as the target was."""
         decoder = model.get_decoder()
-        index = len(decoder.layers) - 1
-        layer = type(decoder.layers[index])(decoder.config, layer_idx=index)
-        self.layer = layer.apply(model._init_weights).to(self.like.device, self.like.dtype)
+        layer_class = type(decoder.layers[-1])
+        layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
+        layer.apply(model._init_weights)
+        return layer.to(self.target.like)
 
     def rows(self, x, position, mask, cache=None):
         """One pass through the layer.  x (B, m, D), position (1, m), mask (m, keys) or None -> (B, m, D)."""
-        turn = self.rotary(x, position, **self.rotary_kind)
+        turn = self.target.rotary(x, position)
         if mask is not None:
-            # Added to the scores, as every kind of attention takes it: 0 where a row may look, else -inf
-            mask = torch.where(mask, 0.0, float("-inf")).to(x.dtype)[None, None]
+            mask = torch.where(mask, 0.0, float("-inf"))       # added to the scores
+            mask = mask.to(x.dtype)[None, None]
         return self.layer(x, attention_mask=mask, position_ids=position, past_key_values=cache,
                           position_embeddings=turn)
 
     def causal(self, x):
         """All positions at once, each seeing those up to itself.  x (B, T, D) -> (B, T, D)."""
-        place = torch.arange(x.shape[1], device=x.device)
-        mask = place[:, None] >= place[None, :]
-        return self.rows(x, place[None], mask)
+        position = torch.arange(x.shape[1], device=x.device)
+        mask = position[:, None] >= position[None, :]
+        return self.rows(x, position[None], mask)
+
+def cross_entropy(head, x, meant):
+    """Summed over rows x (m, D); meant: ids (m,), or distributions (m, V)."""
+    return F.cross_entropy(head(x).float(), meant, reduction="sum")
 
 class EDD(DraftModel):
-    """EDD or VDM: the target's embedding and head, trained on, around one layer."""
+    """EDD or VDM: the target's embedding and head, trained on, around one fresh layer."""
+
     def __init__(self, config, model):
         super().__init__(config, model)
-        # Embedding (times its scale) and head start as the target's; the layer and its norm are fresh.
-        ids = torch.arange(config.vocab, device=self.like.device)
-        table = self.target.embed(ids) * self.embed_scale                              # (V, D)
-        self.embed = nn.Embedding.from_pretrained(table.to(self.like), freeze=False)
-        self.head = self.own_head()
-        self.add_layer(model)
-        self.norm = own_copy(self.target.norm.module).apply(model._init_weights)
-        self.norm.to(self.like.device, self.like.dtype)
-        self.requires_grad_(True)
+        self.embed = self.own(model.get_input_embeddings())
+        self.head = self.own(model.get_output_embeddings())
+        self.layer = self.fresh_layer(model)
+        self.norm = self.own(model.get_decoder().norm)
+        self.norm.apply(model._init_weights)
 
-    def encode(self, ids, hidden, block):
+    def forward(self, ids, hidden, block):
         """ids (B, T), hidden (B, T, D) of the target, block: L -> (B, T, D), which the head reads."""
-        T, device = ids.shape[1], ids.device
+        T = ids.shape[1]
         tokens = self.embed(ids)                                                       # (B, T, D)
         if not self.config.encoding:
             return self.norm(self.causal(tokens))
         # P_d(T | H), Eq. 2: both go in, hidden states first, each at its own position
         x = torch.cat((hidden.to(tokens.dtype), tokens), 1)                            # (B, 2T, D)
-        place = torch.arange(T, device=device)[None].repeat(1, 2)
+        position = torch.arange(T, device=ids.device)[None]
+        position = position.repeat(1, 2)                                               # (1, 2T)
         # Eq. 3: what a token sees.  Hidden states are keys only; that each sees itself makes no difference.
         mask = torch.eye(2 * T, dtype=torch.bool)
         mask[T:] = dual_block_mask(T, block)
-        x = self.rows(x, place, mask.to(device))                                       # (B, 2T, D)
+        x = self.rows(x, position, mask.to(ids.device))                                # (B, 2T, D)
         return self.norm(x[:, T:])
 
-    def forward(self, ids, hidden, block):
-        """As encode -> logits (B, T, V): row i for token i + 1."""
-        return self.logits(self.head, self.encode(ids, hidden, block))
-
-    def read(self, batch):
-        """-> head, (B, T, D) which it reads.  batch has block: L, or None: drawn by "random"."""
-        low, high = self.config.blocks
-        block = batch["block"] or int(batch["random"].integers(low, high + 1))
-        # The VDM reads no hidden states.
-        return self.head, self.encode(batch["ids"], batch["hidden"].get(self.config.hidden), block)
+    def divergence(self, x, target_logits):
+        """Eq. 4, summed over rows x (m, D)."""
+        p_target = target_logits.float().softmax(-1)                                   # (m, V)
+        return kl(p_target, self.head(x))
 
     def loss(self, batch):
-        """KL, or the cross entropy of the next token: the mean over the rows that learn (B, T) chooses."""
-        def divergence(x, target_logits):
-            return kl(target_logits.float().softmax(-1), self.logits(self.head, x))
-        loss, meant = divergence, batch["logits"]
+        """batch: ids; hidden {k: (B, T, D)}; the target's logits; block: L, or None: drawn by `random`;
+        learn (B, T): which rows count, `count` of them; sum(f, learn, *rows): f of these rows, as a sum.
+        """
+        low, high = self.config.blocks
+        block = batch["block"] or int(batch["random"].integers(low, high + 1))
+        hidden = batch["hidden"].get(self.config.hidden)                               # None for the VDM
+        x = self(batch["ids"], hidden, block)                                          # (B, T, D)
+        loss = self.divergence
+        meant = batch["logits"]
         if self.config.loss == "ce":
-            loss, meant = partial(self.cross_entropy, self.head), batch["ids"].roll(-1, 1)
-        return batch["sum"](loss, batch["learn"], self.read(batch)[1], meant) / batch["count"]
+            loss = partial(cross_entropy, self.head)
+            meant = batch["ids"].roll(-1, 1)
+        total = batch["sum"](loss, batch["learn"], x, meant)
+        return total / batch["count"]
 
+# ---------------------------------------------------------------- decoding
+class Rows:
+    """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
+
+    def __init__(self):
+        self.rows = 0
+        self.kept = {}                                         # 0: keys, 1: values, (1, H, rows, d) each
+
+    def reserve(self, rows):
+        if rows > self.rows:
+            more = max(1024, 2 * rows) - self.rows             # so that growing costs each row a constant
+            for i, kept in self.kept.items():
+                self.kept[i] = F.pad(kept, (0, 0, 0, more))
+            self.rows += more
+
+    def update(self, k, v, *args, **kwargs):
+        """Write rows (1, H, m, d) at self.slots (m,) -> the first self.read rows (views)."""
+        for i, new in enumerate((k, v)):
+            if i not in self.kept:
+                self.kept[i] = F.pad(new[:, :, :0], (0, 0, 0, self.rows))
+            self.kept[i].index_copy_(2, self.slots, new)
+        return [kept[:, :, :self.read] for kept in self.kept.values()]
+
+class Drafter:
+    """Decoding with an EDD or a VDM, step by step."""
+    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
+
+    def __init__(self, model):
+        self.model = model.eval()
+        self.config = model.config
+        self.device = model.target.like.device
+        self.needs = {}
+        if self.config.encoding:
+            self.needs["hidden"] = (self.config.hidden,)
+        self.cache = Rows()
+        self.reserve = self.cache.reserve
+        self.reset()
+
+    def reset(self):
+        """Forget the sequence."""
+        self.t = 0                       # committed tokens
+        self.pending = []                # their rows (k, D) of the layer's input, not in the cache yet
+
+    @torch.no_grad()
+    def begin(self, view):
+        """A round starts: the rows of the tokens committed since the last one will join its first step."""
+        self.t = view.length
+        self.pending.append(self.prompt(view))
+        self.lines = []                  # lines[i]: node i's ancestors, root first, and itself
+
+    def prompt(self, view):
+        """What the layer reads in the place of the committed tokens, (k, D)."""
+        if self.config.encoding:
+            hidden = view.hidden[self.config.hidden]
+            return hidden.to(self.model.embed.weight)
+        return self.model.embed(view.tokens.to(self.device))
+
+    @torch.no_grad()
+    def expand(self, tokens, parents):
+        """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
+        x = self.model.embed(tokens.to(self.device))                                   # (m, D)
+        rows = self.layer_rows(x, parents)
+        rows = self.model.norm(rows)                                                   # (m, D)
+        return self.model.head(rows)
+
+    def confidence(self, tokens, parents):
+        """As expand -> probabilities (m, V) that each token is the target's greedy choice, calibrated."""
+        logits = self.expand(tokens, parents).float()
+        return (logits / self.temperature).softmax(-1).nan_to_num(0.0)     # zeros for a row of -inf
+
+    def keep(self, path):
+        """Drafted rows are forgotten: what was accepted comes back as hidden states in the next view."""
+
+    def grow(self, parents):
+        """New nodes below these -> the line of each: its ancestors, root first, and itself."""
+        for parent in parents:
+            above = self.lines[parent] if parent >= 0 else []
+            self.lines.append(above + [len(self.lines)])
+        return self.lines[-len(parents):]
+
+    def layer_rows(self, x, parents):
+        """The layer's rows of m new nodes, x (m, D) -> (m, D).  Those of pending tokens come before them."""
+        lines = self.grow(parents)
+        x = torch.cat((*self.pending, x))                                              # (p + m, D)
+        self.pending = []
+        n = len(x)
+        nodes = len(self.lines)
+        p = n - len(lines)
+        keys = self.t + nodes
+        # In a chain a row's place in the cache is its position, and it sees all up to it.
+        slots = torch.arange(keys - n, keys, device=x.device)                          # (n,)
+        position = slots
+        mask = None                      # for a lone row, or one behind a whole prompt, which may be long
+        tree = len(lines) > 1 or len(lines[0]) < nodes
+        if tree or 1 < n < keys:
+            mask = torch.arange(keys, device=x.device) <= slots[:, None]               # (n, keys)
+        if tree:
+            # A node sees the prefix and its own line, which is as long as it is deep.
+            row = [i for i, line in enumerate(lines) for _ in line]
+            sees = torch.zeros(len(lines), nodes, dtype=torch.bool)
+            sees[row, sum(lines, [])] = True
+            sees = sees.to(x.device, non_blocking=True)
+            mask[p:, self.t:] = sees
+            of_nodes = self.t - 1 + sees.sum(1)
+            position = torch.cat((slots[:p], of_nodes))
+        self.reserve(keys)
+        rows = self.run(keys, x, position, slots, mask)[0]
+        return rows[p:]
+
+    def run(self, keys, x, position, slots, mask):
+        """The forward itself, x (n, D) -> [rows (n, D)].  They are written at slots (n,) of the cache, whose
+        first `keys` rows are seen as mask (n, keys) says; None: up to its own.
+        """
+        self.cache.slots = slots
+        self.cache.read = keys
+        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, n, D)
+        return [rows[0]]
+
+# ---------------------------------------------------------------- the baselines: EAGLE and MEDUSA-1
 class Eagle(DraftModel):
     """EAGLE: one layer predicts f_i from t_i and f_{i-1}, or, in drafting, its own prediction of that."""
+
     def __init__(self, config, model):
         super().__init__(config, model)
         width = config.width
-        self.fc = nn.Linear(2 * width, width, config.bias).to(self.like.device, self.like.dtype)
-        self.add_layer(model)
+        self.fc = nn.Linear(2 * width, width, config.bias).to(self.target.like)
+        self.layer = self.fresh_layer(model)
         self.layer.input_layernorm = nn.Identity()             # the first norm is left out
 
     def inputs(self, ids, before):
         """ids (..., m), before (..., m, D): the feature of the token before each -> (..., m, D)."""
-        tokens = self.target.embed(ids) * self.embed_scale
-        x = torch.cat((tokens, before), -1).to(self.fc.weight.dtype)                   # (..., m, 2 D)
-        return self.fc(x).to(x.dtype)              # the residual stream stays as precise as the weights
+        x = torch.cat((self.target.embed(ids), before), -1)                            # (..., m, 2 D)
+        x = x.to(self.fc.weight.dtype)
+        return self.fc(x).to(x.dtype)          # under autocast, too, as precise as the weights
 
     def forward(self, ids, feature):
         """ids (B, T), feature (B, T, D) of the target -> (B, T - 1, D): f_1 ... of t_1 ..., f_0 ..."""
         return self.causal(self.inputs(ids[:, 1:], feature[:, :-1]))
 
-    def read(self, batch):
-        """-> head, f^ (B, T, D): of the first token there is none, but zeros."""
-        feature = self.target.norm(batch["hidden"][self.config.hidden])
-        return self.target.head, F.pad(self(batch["ids"], feature), (0, 0, 1, 0))
-
     def loss(self, batch):
-        """As EDD's, but for the first row.  SmoothL1(f^_i, f_i) + w_cls CE(P_t, softmax(head(f^_i)))"""
-        def both(predicted_feature, hidden, target_logits):
-            feature = self.target.norm(hidden)
-            difference = F.smooth_l1_loss(predicted_feature.float(), feature.float(), reduction="none")
+        """As EDD's, but the first row has no prediction: SmoothL1(f^_i, f_i) + w_cls CE(P_t, P_d)."""
+        width = self.config.width
+        weight = W_CLS * (PUBLISHED / width) ** 0.5
+
+        def both(predicted, feature, target_logits):
             p_target = target_logits.float().softmax(-1)                               # (m, V)
-            classification = self.cross_entropy(self.target.head, predicted_feature, p_target)
-            return difference.mean(-1).sum() + W_CLS * classification
-        learn = F.pad(batch["learn"][:, 1:], (1, 0))           # (B, T): the first has no prediction
-        hidden = batch["hidden"][self.config.hidden]
-        return batch["sum"](both, learn, self.read(batch)[1], hidden, batch["logits"]) / batch["count"]
-
-class Medusa(DraftModel):
-    """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k, b_k = 0)."""
-    def __init__(self, config, model):
-        super().__init__(config, model)
-        head, w = self.own_head(), nn.Linear(config.width, config.width)
-        w.to(self.like.device, self.like.dtype)
-        for p in w.parameters():
-            nn.init.zeros_(p)
-        self.heads = nn.ModuleList(copy.deepcopy(head) for _ in range(config.heads))
-        self.w = nn.ModuleList(copy.deepcopy(w) for _ in range(config.heads))
-
-    def changed(self, hidden):
-        """hidden (..., D) of the last layer -> f + SiLU(W_k f + b_k) of each head, (..., D)."""
-        f = self.target.norm(hidden).to(self.w[0].weight.dtype)                        # (..., D)
-        return [f + F.silu(w(f)) for w in self.w]
-
-    def forward(self, hidden):
-        """hidden (..., D) of the last layer -> a list of K logits (..., V)."""
-        return [self.logits(head, x) for head, x in zip(self.heads, self.changed(hidden))]
-
-    def read(self, batch):
-        """Head 0, shifted so that row i predicts t_{i+1}, from f_{i-1}."""
-        return self.heads[0], self.changed(batch["hidden"][self.config.hidden])[0].roll(1, 1)
-
-    def loss(self, batch):
-        """As EDD's.  sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})"""
-        loss = 0
-        for k, x in enumerate(self.changed(batch["hidden"][self.config.hidden])):
-            # t_{i+2+k} counts for row i if it does for the row before its own
-            learn = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]                       # (B, T)
-            following = batch["ids"].roll(-2 - k, 1)
-            of_head = partial(self.cross_entropy, self.heads[k])
-            loss += DECAY ** k * batch["sum"](of_head, learn, x, following)
-        return loss / batch["count"]
-
-# ---------------------------------------------------------------- drafters: decoding with them
-class Rows:
-    """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
-    def __init__(self):
-        self.length, self.rows, self.kept = 0, 0, {}           # kept: 0: keys, 1: values
-        self.slots, self.read = None, None                     # of a padded forward, as verify.TreeCache's
-
-    def reserve(self, rows):
-        """Have room for so many rows -> how many there are.  What is there stays."""
-        if rows > self.rows:
-            more = max(1024, 2 * rows) - self.rows
-            self.kept = {i: F.pad(kept, (0, 0, 0, more)) for i, kept in self.kept.items()}
-            self.rows += more
-        return self.rows
-
-    def update(self, k, v, *args, **kwargs):
-        """Write rows (1, H, m, d) behind the first `length`, which the caller sets -> all rows (views)."""
-        end = self.read or self.length + k.shape[2]
-        self.reserve(end)
-        for i, new in enumerate((k, v)):
-            if i not in self.kept:
-                self.kept[i] = new.new_zeros(*new.shape[:2], self.rows, new.shape[3])
-            if self.read:
-                self.kept[i].index_copy_(2, self.slots, new)
-            else:
-                self.kept[i][:, :, self.length:end] = new
-        return [rows[:, :, :end] for rows in self.kept.values()]
-
-def direct(run, reserve, keys, numbers, *tensors):
-    """Run a forward: have room for so many keys, then run(keys, numbers, *tensors)."""
-    reserve(keys)
-    return run(keys, numbers, *tensors)
-
-class Drafter:
-    """Decoding with an EDD or a VDM, step by step.  Its contract is verify.py's."""
-    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
-    def __init__(self, model):
-        self.model, self.config, self.device = model.eval(), model.config, model.like.device
-        self.call = direct               # on CUDA verify.py puts its Static in this place
-        self.needs = {"hidden": (model.config.hidden,)} if model.config.encoding else {}
-        self.cache = Rows()
-        self.reset()
-
-    def reset(self):
-        """Forget the sequence."""
-        self.t, self.pending = 0, []     # pending: rows (k, D) of the layer's input, not in the cache yet
-
-    def begin(self, view):
-        """A round starts: the rows of the tokens committed since the last one will join its first step."""
-        self.t = view.length
-        self.pending.append(self.prompt(view))
-        self.lines = []                  # of each node of the round: the nodes from the root down to it
-
-    def prompt(self, view):
-        """What the layer reads in the place of the committed tokens, (k, D)."""
-        if self.config.encoding:
-            return view.hidden[self.config.hidden].to(self.model.embed.weight.dtype)
-        return self.model.embed(view.tokens)
-
-    def expand(self, tokens, parents):
-        """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
-        x = self.model.embed(tokens)                                                   # (m, D)
-        rows = self.model.norm(self.layer_rows(x, parents))                            # (m, D)
-        return self.model.logits(self.model.head, rows)
-
-    def keep(self, path):
-        """Drafted rows are forgotten: what was accepted comes back as hidden states in the next view."""
-
-    def layer_rows(self, x, parents):
-        """The layer's rows of m new nodes, x (m, D) -> (m, D).  Those of pending tokens come before them."""
-        before, m = len(self.lines), len(parents)
-        for parent in parents:
-            above = self.lines[parent] if parent >= 0 else []
-            self.lines.append(above + [len(self.lines)])
-        x = torch.cat((*self.pending, x))                                              # (p + m, D)
-        n, p, self.pending = len(x), len(x) - m, []
-        inputs, start = [x], self.t + before - p
-        if len(self.lines[-1]) < before + m:
-            # In a tree a node sees of the nodes its own line, which is as long as it is deep
-            sees = torch.zeros(n, before + m, dtype=torch.bool)
-            for i, line in enumerate(self.lines[before:]):
-                sees[p + i, line] = True
-            inputs.append(sees.to(x.device, non_blocking=True))
-        self.cache.length = start
-        call = self.call if self.cache.kept else direct        # the first of all says what rows look like
-        return call(self.run, self.cache.reserve, start + n, [self.t, start, p], *inputs)[0][p:]
-
-    def run(self, keys, numbers, x, sees=None):
-        """x (n, D): p pending rows, then nodes, in the cache from slot `start` on -> [rows (n, D)]
-
-        sees (n, nodes): of a tree.  numbers: t, start, p; ints, or tensors () where shapes are padded.
-        """
-        n, (t, start, p) = len(x), numbers
-        static = torch.is_tensor(t)
-        number = torch.arange(n, device=x.device)
-        key = torch.arange(keys, device=x.device)
-        slots = start + number
-        # In a chain a row's place in the cache is its position, and it sees all up to it
-        position, mask = slots, None     # a lone row sees all that is there, and a node behind a whole prompt
-        if static or sees is not None or n > p + 1 or 0 < start < keys - 1:
-            mask = key <= slots[:, None]                                               # (n, keys)
-        if sees is not None:
-            columns = t + torch.arange(sees.shape[1], device=x.device)
-            line = (key < t).repeat(n, 1).index_copy(1, columns, sees)
-            mask = torch.where((number >= p)[:, None], line, mask)
-            position = torch.where(number >= p, t + sees.sum(1) - 1, slots)
-        if static:
-            self.cache.slots, self.cache.read = slots, keys
-        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, n, D)
-        self.cache.read = None
-        return [rows[0]]
+            distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
+            return distance / width + weight * cross_entropy(self.target.head, predicted, p_target)
+        feature = batch["hidden"][self.config.hidden]                                  # (B, T, D)
+        predicted = F.pad(self(batch["ids"], feature), (0, 0, 1, 0))
+        learn = F.pad(batch["learn"][:, 1:], (1, 0))                                   # (B, T)
+        total = batch["sum"](both, learn, predicted, feature, batch["logits"])
+        return total / batch["count"]
 
 class EagleDrafter(Drafter):
     """Decoding with EAGLE: committed tokens' rows are made of true features, drafted ones' of predicted."""
     seen = 0                         # tokens whose features have been shown
+
     def prompt(self, view):
-        new = self.model.target.norm(view.hidden[self.config.hidden])                  # (k, D)
+        new = view.hidden[self.config.hidden].to(self.device)                          # (k, D)
         start = view.length - len(new)
         assert start in (0, self.seen), f"EAGLE remembers one feature, and cannot go on from token {start}"
         self.seen = view.length
         # Each token goes with the feature before it: the first of all has none, and so no row.
         self.t -= 1
-        tokens = view.tokens[1:]
+        tokens = view.tokens.to(self.device)
         if start:
-            tokens, new = view.tokens, torch.cat((self.features[:1], new))
+            new = torch.cat((self.features[:1], new))
+        else:
+            tokens = tokens[1:]
         self.features = new[-1:]               # (1 + nodes, D): of the last committed token, then each node's
         return self.model.inputs(tokens, new[:-1])
 
+    @torch.no_grad()
     def expand(self, tokens, parents):
         """A node needs its parent's prediction: one whose parent comes in this call takes another forward."""
-        logits, done = [], 0
-        while done < len(parents):
-            known, end = len(self.lines), done
-            while end < len(parents) and parents[end] < known:
-                end += 1
-            feature = self.features[[parent + 1 for parent in parents[done:end]]]
-            x = self.model.inputs(tokens[done:end], feature)                           # (nodes, D)
-            rows = self.layer_rows(x, parents[done:end])
-            self.features = torch.cat((self.features, rows))
-            logits.append(self.model.logits(self.model.target.head, rows))
-            done = end
-        return torch.cat(logits)
+        known = [parent < len(self.lines) for parent in parents]
+        if not all(known):
+            first = known.index(False)
+            before = self.expand(tokens[:first], parents[:first])
+            after = self.expand(tokens[first:], parents[first:])
+            return torch.cat((before, after))
+        feature = self.features[[parent + 1 for parent in parents]]
+        x = self.model.inputs(tokens.to(self.device), feature)                         # (m, D)
+        rows = self.layer_rows(x, parents)
+        self.features = torch.cat((self.features, rows))
+        return self.model.target.head(rows)
+
+class Medusa(DraftModel):
+    """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k, b_k = 0)."""
+
+    def __init__(self, config, model):
+        super().__init__(config, model)
+        width = config.width
+        self.heads, self.w = nn.ModuleList(), nn.ModuleList()
+        for _ in range(config.heads):
+            w = nn.Linear(width, width).to(self.target.like)
+            nn.init.zeros_(w.weight)
+            nn.init.zeros_(w.bias)
+            self.w.append(w)
+            self.heads.append(self.own(model.get_output_embeddings()))
+
+    def forward(self, f):
+        """f (..., D) -> f + SiLU(W_k f + b_k), which head k reads, of each k."""
+        f = f.to(self.w[0].weight)
+        return [f + F.silu(w(f)) for w in self.w]
+
+    def loss(self, batch):
+        """As EDD's: sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})."""
+        loss = 0
+        rows = self(batch["hidden"][self.config.hidden])
+        for k, (head, x) in enumerate(zip(self.heads, rows)):
+            # t_{i+2+k} counts for row i if it does for the row before its own
+            learn = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]                       # (B, T)
+            following = batch["ids"].roll(-2 - k, 1)
+            of_head = partial(cross_entropy, head)
+            loss += DECAY ** k * batch["sum"](of_head, learn, x, following)
+        return loss / batch["count"]
 
 class MedusaDrafter(Drafter):
     """Decoding with MEDUSA-1: all heads run once a round, on the last committed token's feature."""
+
+    @torch.no_grad()
     def begin(self, view):
+        self.lines = []
         last = view.hidden[self.config.hidden][-1]                                     # (D,)
-        rows = torch.stack(self.model(last))                                           # (K, V)
-        # Beyond the last head it cannot go on: a row of -inf.
-        self.table = F.pad(rows, (0, 0, 0, 1), value=float("-inf"))
-        self.depths = []
+        rows = [head(x) for head, x in zip(self.model.heads, self.model(last))]
+        rows.append(torch.full_like(rows[0], float("-inf")))           # beyond the last head: no way on
+        self.table = torch.stack(rows)                                                 # (K + 1, V)
 
     def expand(self, tokens, parents):
-        for parent in parents:
-            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
-        new = self.depths[-len(parents):]                      # head d: what comes after a node at depth d
-        rows = [min(depth, self.config.heads) for depth in new]
-        return self.table[rows]
+        # Head d says what comes after a node at depth d.
+        depths = [len(line) - 1 for line in self.grow(parents)]
+        return self.table[[min(depth, self.config.heads) for depth in depths]]
 
 # What a checkpoint's kind means: the draft model, and what decodes with it.
 KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medusa, MedusaDrafter)}
 
-def load(folder, model, length=None):
+def load(folder, model, length=None, kinds=KINDS):
     """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json)."""
     from safetensors.torch import load_file
-    folder, c = Path(folder), model.config.get_text_config()
-    for name in ("training.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or name "
-                             "its folder with --checkpoint")
-    try:
-        about = json.loads((folder / "training.json").read_text())
-        config = Config(**about["config"])
-        config.blocks = tuple(config.blocks)
-        draft_class, drafter_class = KINDS[config.kind]
-        was, now = (config.vocab, config.width), (c.vocab_size, c.hidden_size)
-        if was != now or config.hidden > c.num_hidden_layers:
-            raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and width "
-                             f"{was}, against {now}): train one for this target with train.py --target")
-        draft_model = draft_class(config, model)
-        draft_model.load_state_dict(load_file(folder / "model.safetensors"))
-    except Exception as why:
-        if type(why) is ValueError:                            # another target
-            raise
-        reason = f"{type(why).__name__}: {str(why).splitlines()[-1].strip()[:100]}"
-        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
+    about = json.loads(Path(folder, "training.json").read_text())
+    config = Config(**about["config"])
+    c = model.config.get_text_config()
+    was = config.vocab, config.width
+    now = c.vocab_size, c.hidden_size
+    if was != now or config.hidden > c.num_hidden_layers:
+        raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and width {was}, "
+                         f"against {now}): train one for this target with train.py --target")
+    draft_class, drafter_class = kinds[config.kind]
+    draft_model = draft_class(config, model)
+    draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
     drafter = drafter_class(draft_model)
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about
@@ -535,26 +478,23 @@ def load(folder, model, length=None):
 def main():
     """On fifteen tokens in blocks of five: training under the mask equals decoding."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
     config = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=6,
                          num_attention_heads=4)
-    target = LlamaForCausalLM(config).double().eval()
-    ids = torch.randint(20, (1, 15))
+    target = LlamaForCausalLM(config).double()
     model = EDD(Config.for_target(target), target)
-    drafter, worst = Drafter(model), 0
-    with torch.no_grad():
-        for p in model.parameters():
-            p.normal_(0, 0.3)
-        hidden = target(ids, output_hidden_states=True).hidden_states[-4]
-        trained = model(ids, hidden, 5)[0]                                             # (15, V)
-        for t in (5, 10):
-            new = slice(t - 5, t)
-            view = SimpleNamespace(tokens=ids[0, new], length=t, hidden={3: hidden[0, new]})
-            drafter.begin(view)
-            drafted = drafter.expand(ids[0, t:t + 5], [-1, 0, 1, 2, 3])
-            worst = max(worst, (drafted - trained[t:t + 5]).abs().max())
-    assert worst < 1e-6, f"decoding differs from training by {worst}"
-    print(f"training under the mask = decoding: largest difference {worst:.0e}")
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    ids = torch.arange(15)
+    states = target(ids[None], output_hidden_states=True).hidden_states
+    hidden = states[-4].detach()                               # (1, 15, D)
+    trained = model.head(model(ids[None], hidden, 5))[0].detach()                      # (15, V)
+    drafter = Drafter(model)
+    view = SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]})
+    drafter.begin(view)                                        # ten tokens are committed, five are drafted
+    drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])
+    error = (drafted - trained[10:]).abs().max()
+    assert error < 1e-6, error
+    print(f"training under the mask = decoding: largest difference {error:.0e}")
 
 if __name__ == "__main__":
     main()

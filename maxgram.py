@@ -12,7 +12,7 @@ few states, however long the context is.
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
     input_ids          (t + d,)   query: the committed generation, then the draft, then the proposal so far
-    matches            (T - 1,)   matches, in longest_match(): places where a match ends that a token follows
+    matches            (T - 1,)   matches, in longest_match(): True where one ends and a token follows
     n                  int        n: tokens proposed (10, the last column of Table 2's matrices)
     bigram             (V,)       bigram: list, the next token of each token, 0 where unknown
 
@@ -30,7 +30,7 @@ Differences from the paper:
  3. How a short chunk is filled, and whether matching is tried again after a token of the bigram, is not
     said.  Here each token depends on the tokens before it alone: n tokens are n proposals of one, each
     appended to the draft.
- 4. Only committed tokens are searched: what a draft repeats of itself is no evidence.
+ 4. Only committed tokens are searched, not the draft: it may be wrong.
  5. Source and generation have an automaton each, which is one text with a token between them that nothing
     equals.
  6. The confidence of a token is how often matches of its length were right on held-out text, for tree
@@ -38,7 +38,22 @@ Differences from the paper:
  7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus (checkpoints/make.py counts the
     stand-in's), and the flat JSON arrays that the authors published are read as well.
 
-In the decoding loop Max-Gram is the last stage of a cascade, or the only one:
+To use this file alone, with a causal LM `target` and a list of token ids `text`.  The last token, which the
+target has not read yet, is not committed: it goes in as the draft.
+
+    gram = maxgram.MaxGram()
+    gram.commit(text[:-1])
+    while len(text) < 60:
+        draft, _ = gram.propose(text[-1:], 10)
+        logits = target(torch.tensor([text + draft])).logits[0]      # (t + n, V)
+        choice = logits[len(text) - 1:].argmax(-1).tolist()          # n + 1: after the text, after each token
+        n = 0
+        while n < len(draft) and draft[n] == choice[n]:
+            n += 1
+        gram.commit(text[-1:] + draft[:n])
+        text += choice[:n + 1]
+
+In verify.generate Max-Gram is the last stage of a cascade, or the only one:
 
     cascade.Cascade([], gram=MaxGram(bigram), vocab=V)
     python maxgram.py         # the demo: the index on "abab"; one proposal; time against context

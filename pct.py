@@ -18,11 +18,42 @@ verifying either.
     maximum depth             int        depth (10)          appendix B
     leaf threshold            float      leaf (0.01)         appendix B
 
-A builder is a function of expand(tokens (m,), parents [m ints]) -> probabilities (m, V), which runs the
-drafter once over m new nodes (`parents` index nodes in the order given to expand; -1: the cached prefix), and
-of the root (1,).  It returns a Tree: tokens (n,) with the root first, parents (n,) with parents[0] = -1 and
-parents before children.  A row of zeros says that the drafter cannot go on; no child of probability zero is
-ever added.  Each depth costs one drafter forward over the whole frontier, and one host read.
+A builder is a function of expand and root (1,), a token id.  expand(tokens (m,), parents [m ints]) ->
+probabilities (m, V) runs the drafter once over m new nodes.  It counts the nodes that it has been given in
+this tree from 0; `parents` are their numbers, -1 for the root.  A row of zeros: the drafter cannot go on.
+The builder returns a Tree of tokens (n,) and parents (n,), here numbers of the tree's own nodes: the root is
+node 0 with parent -1, and parents come before children.  No node has probability zero.
+Each depth costs one drafter forward over the whole frontier, and one host read.  Where expand has a `room`,
+the tree is no deeper.
+
+To use this file alone, with two causal LMs `target` and `drafter` and a list of token ids `text`:
+
+    def expand(tokens, parents):
+        for token, parent in zip(tokens.tolist(), parents):
+            paths.append(paths[parent] + [token] if parent >= 0 else text[:-1] + [token])
+        rows = [drafter(torch.tensor([path])).logits[0, -1] for path in paths[-len(parents):]]
+        # (m, V).  At `temperature` the drafter's confidence should be how often its tokens are accepted.
+        return (torch.stack(rows) / temperature).softmax(-1)
+    while len(text) < 60:
+        paths = []
+        tree = pct.pct(expand, torch.tensor(text[-1:]), cost=0.05)
+        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+        # The text is a chain above the root.  A token sees what its parent sees, and itself.
+        t, n = len(text) - 1, len(tokens)
+        above = [*range(-1, t - 1), *(t + parent for parent in parents)]
+        sees, position = torch.eye(t + n).bool(), [0] * (t + n)
+        for i in range(1, t + n):
+            sees[i] |= sees[above[i]]
+            position[i] = position[above[i]] + 1
+        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=sees[None, None],
+                     position_ids=torch.tensor([position]))
+        choice = out.logits[0, t:].argmax(-1).tolist()        # the target's token after each node
+        # Accept: walk down from the root while the target's choice is a child.
+        child = {place: i for i, place in enumerate(zip(parents, tokens))}
+        node = 0
+        while node is not None:
+            text.append(choice[node])
+            node = child.get((node, choice[node]))
 
 Differences from the paper:
  1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a loss.)
@@ -36,12 +67,11 @@ Differences from the paper:
  7. The thresholds alone allow 1 / leaf nodes a layer; a cap, far above what trees have in practice, keeps
     the max_nodes most probable.  Of a layer, too, no more are expanded: what is below the others would not
     be among the most probable.
- 8. `pct_cost` is beyond the paper, which takes a verified node as free, and a token as worth s_t however
-    fast the round is.
+ 8. `pct_cost` is beyond the paper, which takes a verified node as free, charges a drafting step to each node
+    rather than to a depth, and takes a token as worth s_t however fast the round is.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf threshold 0.05)
 """
-import math
 from collections import namedtuple
 from statistics import median
 
@@ -55,23 +85,24 @@ LEAF = 0.01             # "removed leaf nodes whose overall acceptance confidenc
 COST = 0.05             # s_d / s_t, where it was not measured
 OWN = 0.3               # the threshold of "w/o expected time gain", which Table 3 does not state
 NODE_PRICE = 0.01       # one more verified node, in plain steps, where it was not measured
-MAX_NODES = 256         # the root not counted: declared, so that a cache can have room (difference 7)
+MAX_NODES = 256         # the root not counted (difference 7)
 
 # ------------------------------------------------------------------ the candidate tree while it grows
 class Candidates:
     """Lists with one entry a node: the root first, then layer by layer, parents before children.
 
-    token; parent: index in these lists; depth; c: the node's own confidence; p: its joint probability.
+    token; parent: index in these lists; c: the node's own confidence; p: its joint probability.
+    drafts: how many layers were drafted below the root, one drafter forward each.
     """
 
     def __init__(self, expand, root, width):
         self.expand, self.root, self.width = expand, root, width
         self.token = [None]                      # the root's stays on the device
         self.parent = [-1]
-        self.depth = [0]
         self.c = [1.0]
         self.p = [1.0]
         self.asked = {-1: -1}                    # node -> its number in the order given to expand
+        self.drafts = 0
 
     def grow(self, frontier):
         """Draft once, the `width` best children of each node of the frontier -> indices of the new layer."""
@@ -83,16 +114,17 @@ class Candidates:
             tokens = [self.token[node] for node in frontier]
             tokens = torch.tensor(tokens, device=self.root.device)
         rows = self.expand(tokens, parents)                      # (m, V)
+        self.drafts += 1
         c, x = read_top_k(rows, self.width)                      # m lists of k numbers each
 
         first = len(self.token)
         for node, c_below, x_below in zip(frontier, c, x):
+            check_probabilities(c_below)
             for c_j, x_j in zip(c_below, x_below):
                 if c_j == 0:
                     break                                        # nor is any of the rest possible
                 self.token.append(int(x_j))
                 self.parent.append(node)
-                self.depth.append(self.depth[node] + 1)
                 self.c.append(c_j)
                 # p_j = c_1 c_2 ... c_j
                 self.p.append(self.p[node] * c_j)
@@ -136,10 +168,17 @@ def read_top_k(rows, k):
     x = best.indices.to(dtype)
     return torch.stack((c, x)).tolist()
 
-def check(width, depth, most=1):
+def check_probabilities(c):
+    """Refuse logits and their like: c is a list, some of the best of one row."""
+    right = min(c) >= 0 and sum(c) < 1.05                        # a row in bfloat16 may sum to 1.02
+    assert right, f"expand gave {c}: it must give probabilities, not logits"
+
+def depth_within(expand, width, depth, most=1):
+    """Check a builder's settings -> depth, or expand.room where that is less: there the output ends."""
     assert width >= 1, f"width is {width}: a node needs at least one child"
     assert depth >= 1, f"depth is {depth}: draft at least once"
     assert most >= 1, f"the tree may have {most} nodes: allow at least one"
+    return min(depth, getattr(expand, "room", depth))
 
 # ------------------------------------------------------------------ section 3.2 and its ablations
 def pct(expand, root,
@@ -149,14 +188,14 @@ def pct(expand, root,
     cost: s_d / s_t.  leaf: nodes under this joint probability are removed; 0 is Table 3's "w/o remove leaf
     nodes".  Returns a Tree of at most 1 + max_nodes nodes.
     """
-    check(width, depth, max_nodes)
+    depth = depth_within(expand, width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     candidates = Candidates(expand, root, width)
     p = candidates.p
     frontier = [0]
     # "the construction process terminates if there are no expandable leaf nodes or the tree depth reaches
     # the maximum depth"
-    while frontier and candidates.depth[-1] < depth:
+    while frontier and candidates.drafts < depth:
         # "the draft model predicts the top-k child nodes based on the expandable nodes from the previous
         # layer to form the current layer"
         layer = candidates.grow(frontier)
@@ -176,12 +215,12 @@ def own_confidence(expand, root,
     A node is expanded where its own confidence c_j, not the product p_j, is at least `own`.  The rest is as
     in `pct`, the removal of leaves by their joint probability included.
     """
-    check(width, depth, max_nodes)
+    depth = depth_within(expand, width, depth, max_nodes)
     assert 0 <= own <= 1, f"own {own} is a confidence: between 0 and 1"
     candidates = Candidates(expand, root, width)
     c, p = candidates.c, candidates.p
     frontier = [0]
-    while frontier and candidates.depth[-1] < depth:
+    while frontier and candidates.drafts < depth:
         layer = candidates.grow(frontier)
         # c_j in the place of p_j
         frontier = [j for j in layer if c[j] >= own]
@@ -200,39 +239,52 @@ def pct_cost(expand, root,
         takes   T = 1 + D cost + |N| node_price
         gives   E = 1 + sum_{j in N} p_j      tokens: the target's own, and each node if it is accepted.
 
-    The aim is the highest rate E / T.  Say that tokens can be had at the rate r.  E / T is at least r just
-    where E - r T >= 0 (Dinkelbach), and that difference, unlike the fraction, is a sum to which each node and
-    each drafting step contributes by itself:
+    The aim is the highest rate E / T.  Let r be a rate already reached: 1 at first, plain decoding's.  E / T
+    is at least r just where E - r T >= 0 (Dinkelbach), and that difference, unlike the fraction, is a sum:
         E - r T = (1 - r) + sum_{j in N} (p_j - r node_price) - D r cost.
-    So a node is worth verifying while p_j >= r node_price; and a drafting step below a node, which takes
-    r cost and brings a token only if the node is accepted, is worth it while p_j >= r cost.  This is Eq. 5
-    where a token is worth s_t / r, what it costs in such a round, and not s_t, its cost without speculation.
+    Nodes.  A node is worth verifying where p_j >= r node_price, whatever is drafted.
+    Depths.  One depth more costs r cost once, however many nodes are expanded.  The p of j's children sum to
+    at most p_j, so those worth verifying add at most p_j - r node_price: all of p_j on one child.  Hence no
+    depth below the frontier F adds more than
+        sum_{j in F} max(0, p_j - r node_price),
+    and where that is less than r cost no deeper tree is faster.  But some of p_j goes to children that are
+    not worth verifying.  What is expected here is that the next depth keeps the share s that the last one
+    kept: sum of p over its nodes worth verifying, over the sum of p over their parents.  So
+        nodes with s p_j >= r node_price are expanded,
+        if the sum of s p_j - r node_price over them is at least r cost.
+    Eq. 5 charges the drafting step to each node instead, as if each were drafted from alone.
 
-    r is 1 at first: plain decoding.  After each depth, the nodes that are worth verifying at r give an E / T,
-    a rate that can be had: where it is higher it is the new r (one step of Dinkelbach's iteration).  At the
+    After each depth the nodes worth verifying at r give an E / T: if it is higher, it is the new r.  At the
     end the drafting is paid for, and what is verified is the n most probable nodes, for the best n.
     Returns a Tree of at most 1 + max_nodes nodes.
     """
-    check(width, depth, max_nodes)
+    depth = depth_within(expand, width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
     candidates = Candidates(expand, root, width)
     p = candidates.p
     frontier = [0]
     r = 1.0
-    while frontier and candidates.depth[-1] < depth:
+    while frontier and candidates.drafts < depth:
+        before = sum(p[j] for j in frontier)
         layer = candidates.grow(frontier)
         r = max(r, rate_at(r, candidates, cost, node_price))
-        # Eq. 5 at this rate: s_d - p_j s_t / r <= 0
-        frontier = [j for j in layer if p[j] >= r * cost]
+        # s: what share of p this depth kept
+        s = sum(p[j] for j in layer if p[j] >= r * node_price) / before
+        # Nodes: those whose children are expected to be worth their price
+        frontier = [j for j in layer if s * p[j] >= r * node_price]
         frontier = candidates.best(frontier, max_nodes)
+        # Depths: is what they are expected to add worth one drafter forward?
+        gain = sum(s * p[j] - r * node_price for j in frontier)
+        if gain < r * cost:
+            break
     kept = most_profitable(candidates, cost, node_price)
     kept = candidates.best(kept, max_nodes)
     return candidates.tree(kept)
 
 def rate_at(r, candidates, cost, node_price):
     """E / T, if drafting ended here and the nodes that are worth verifying at the rate r were verified."""
-    D = candidates.depth[-1]
+    D = candidates.drafts
     worth = [p for p in candidates.p[1:] if p >= r * node_price]
     E = 1 + sum(worth)
     T = 1 + D * cost + len(worth) * node_price
@@ -240,7 +292,7 @@ def rate_at(r, candidates, cost, node_price):
 
 def most_profitable(candidates, cost, node_price):
     """The nodes N of highest E / T when all drafting is done: the n most probable, for the best n."""
-    D = candidates.depth[-1]
+    D = candidates.drafts
     E = 1
     T = 1 + D * cost
     best, n = E / T, 0
@@ -278,10 +330,10 @@ def costs_of(turns):
 # ------------------------------------------------------------------ appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
     """The vanilla candidate tree: "fixed width and depth" (appendix A)."""
-    check(width, depth)
+    depth = depth_within(expand, width, depth)
     candidates = Candidates(expand, root, width)
     frontier = [0]
-    while frontier and candidates.depth[-1] < depth:
+    while frontier and candidates.drafts < depth:
         frontier = candidates.grow(frontier)
     return candidates.tree(candidates.nodes())
 
@@ -291,62 +343,15 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     "We set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10 nodes during
     the expansion phase."
     """
-    check(expanded, depth, total)
+    depth = depth_within(expand, expanded, depth, total)
     candidates = Candidates(expand, root, expanded)
     frontier = [0]
-    while frontier and candidates.depth[-1] < depth:
+    while frontier and candidates.drafts < depth:
         layer = candidates.grow(frontier)
         frontier = candidates.best(layer, expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
     kept = candidates.best(candidates.nodes(), total)
     return candidates.tree(kept)
-
-# ------------------------------------------------------------------ what a builder can ask for at most
-# bounds(**settings) -> (nodes without the root, nodes of one expand), for static shapes
-def at_most(p):
-    """How many alternatives can have a probability of p or more: they sum to one, but for rounding."""
-    if p == 0:
-        return math.inf
-    return int((1 + 1e-5) / p)
-
-def layers(width, depth, children=math.inf, expanded=math.inf, kept=math.inf):
-    """Bounds layer by layer, where at most so many children of a node are expanded, so many nodes of a layer
-    are expanded, and so many nodes of a layer are kept -> (nodes, nodes of one expand)."""
-    nodes, frontier, widest = 0, 1, 1
-    for _ in range(depth):
-        widest = max(widest, frontier)
-        layer = frontier * width
-        nodes += min(layer, kept)
-        frontier = min(layer, frontier * children, expanded)
-    return nodes, widest
-
-def pct_bounds(cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES, **_):
-    # the joint probabilities of a layer sum to at most one: no more than s_t / s_d of them reach s_d / s_t
-    expanded = min(at_most(cost), max_nodes)
-    nodes, widest = layers(width, depth, expanded=expanded, kept=at_most(leaf))
-    return min(nodes, max_nodes), widest
-
-def own_confidence_bounds(own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES, **_):
-    # the own confidences of one node's children sum to at most one, those of a layer do not
-    nodes, widest = layers(width, depth, at_most(own), max_nodes, at_most(leaf))
-    return min(nodes, max_nodes), widest
-
-def pct_cost_bounds(cost=COST, width=WIDTH, depth=DEPTH, max_nodes=MAX_NODES, **_):
-    # r is at least 1, so no more is expanded than by pct; no threshold removes leaves
-    return pct_bounds(cost, width, depth, leaf=0, max_nodes=max_nodes)
-
-def vct_bounds(width=3, depth=5, **_):
-    return layers(width, depth)
-
-def eagle2_bounds(total=50, depth=6, expanded=10, **_):
-    nodes, widest = layers(expanded, depth, expanded=expanded)
-    return min(nodes, total), widest
-
-pct.bounds = pct_bounds
-own_confidence.bounds = own_confidence_bounds
-pct_cost.bounds = pct_cost_bounds
-vct.bounds = vct_bounds
-eagle2.bounds = eagle2_bounds
 
 def main():
     """s_d / s_t = 0.1, leaves under 0.05 removed: unlikely nodes stay or go, the likely path grows on."""

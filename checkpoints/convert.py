@@ -28,8 +28,9 @@ from huggingface_hub import snapshot_download  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 import edd  # noqa: E402
-import glide  # noqa: E402
-import train  # noqa: E402
+from data import read  # noqa: E402
+from runtime import load  # noqa: E402
+from runtime.parts import Eagle, glide_config  # noqa: E402
 from verify import UserError  # noqa: E402
 
 PREFIXES = ("small_model.", "medusa_head.")
@@ -52,7 +53,7 @@ def folder_of(source):
     if folder.is_absolute() or len(folder.parts) != 2:
         raise UserError(f"{source} does not exist: give a folder, or OWNER/NAME of a drafter on the hub")
     # One question, as the library would ask again and again
-    only_local = train.on_hub(source, None, "the drafter")
+    only_local = load.on_hub(source, None, "the drafter")
     try:
         for kinds in (("*.json", "*.safetensors"), ("*.json", "*.bin", "*.pt")):
             folder = Path(snapshot_download(source, allow_patterns=kinds, local_files_only=only_local))
@@ -168,18 +169,18 @@ def from_eagle(weights, settings, target):
     config = edd.Config.for_target(target, bias=settings.get("bias", True), **edd.VARIANTS["eagle"])
     check_embedding(weights.pop("embed_tokens.weight", None), target)
     parts = {}
-    for name, weight in edd.Eagle(config, target).state_dict().items():
+    for name, weight in Eagle(config, target).state_dict().items():
         parts[name] = {re.sub(r"^layer\.", "layers.0.", name): weight.shape}
     check_keys(weights, parts, "EAGLE-1")
     check_settings(of_a_layer({"hidden_size": c.hidden_size} | settings), of_a_layer(c.to_dict()))
     return "eagle", config, joined(weights, parts)
 
-def glide_config(weights, settings, target):
+def sizes_of_glide(weights, settings, target):
     """The sizes of a GLIDE: the weights say what they can."""
     layers = {key.split(".")[2] for key in weights if key.startswith("model.layers.")}
     embed = weights.get("model.embed_tokens.weight", torch.empty(1, 64))
     gate = weights.get("model.layers.0.mlp.gate_proj.weight", torch.empty(1, 64))
-    config = glide.Config.for_target(target, embed.shape[1], len(layers), block=settings["block_size"])
+    config = glide_config(target, embed.shape[1], len(layers), block=settings["block_size"])
     config.vocab, config.feed_forward = len(embed), len(gate)
     config.heads, config.eps = settings["num_attention_heads"], settings["rms_norm_eps"]
     config.theta, scaling = rope_of(settings)
@@ -216,7 +217,7 @@ def glide_parts(config, key_rows):
 
 def from_glide(weights, settings, target):
     """GLIDE.  Where query heads share a key, its rows are repeated, which computes the same."""
-    config = glide_config(weights, settings, target)
+    config = sizes_of_glide(weights, settings, target)
     key_heads = settings.get("num_key_value_heads") or config.heads
     size = config.width // config.heads
     if size * config.heads != config.width or size % 2 or config.heads % key_heads:
@@ -259,11 +260,17 @@ def layout_of(weights, source):
 
 # ---------------------------------------------------------------- command line
 def run(argv):
-    p = train.Parser(description="Convert a published drafter.")
+    p = read.Parser(description="Convert a published drafter.")
     p.add_argument("source", help="folder or hub name of the drafter: EAGLE-1, GLIDE, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
-    train.add_flags(p, ("target", "target-dtype", "device"))
-    p.set_defaults(target_dtype="auto")
+    p.add_argument("--target", default=str(load.STAND_IN),
+                   help="folder or hub name of its target (default: the stand-in)")
+    p.add_argument("--target-dtype", choices=("float32", "bfloat16", "float16", "auto"), default="auto",
+                   help="how the target is loaded (default: as it is stored)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    p.add_argument("--device", default=device, help=f"cpu or cuda (default: {device})")
+    p.add_argument("--revision", help="of the target on the hub: a branch, a tag, a commit")
+    p.add_argument("--trust-remote-code", action="store_true", help="run the target's own code, too")
     a = p.parse_args(argv)
     out = Path(a.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -271,8 +278,8 @@ def run(argv):
     folder = folder_of(a.source)
     weights, settings = read_weights(folder), read_settings(folder)
     convert = layout_of(weights, a.source)
-    target, tokenizer = train.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
-                                          trust=a.trust_remote_code)
+    target, tokenizer = load.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
+                                         trust=a.trust_remote_code)
     try:
         kind, config, state = convert(weights, settings, target)
     except (ValueError, TypeError, ArithmeticError) as why:    # the latter two: a setting of a wrong kind
@@ -280,18 +287,21 @@ def run(argv):
     about = {"config": vars(config), "kind": kind, "source": a.source, "validation": {}}
     about["command"] = " ".join(["python checkpoints/convert.py", *argv])
     about["date"] = time.strftime("%Y-%m-%d")
-    about["target"] = train.fingerprint(target, tokenizer)
-    text = json.dumps(about, indent=1) + "\n"
-    # As train.save_drafter, but in the type that the weights have
-    train.write_atomically(out / "model.safetensors", lambda part: save_file(state, part, {"format": "pt"}))
-    train.write_atomically(out / "training.json", lambda part: part.write_text(text))
+    about["target"] = load.fingerprint(target, tokenizer)
+    save(out, state, about)
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
+
+def save(out, state, about):
+    """A checkpoint as train.py writes it, but in the type that the weights have."""
+    text = json.dumps(about, indent=1) + "\n"
+    read.write_atomically(out / "model.safetensors", lambda part: save_file(state, part, {"format": "pt"}))
+    read.write_atomically(out / "training.json", lambda part: part.write_text(text))
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""
     try:
         run(argv)
-    except (UserError, OSError) as why:
+    except (UserError, read.UserError, OSError) as why:
         print(f"convert.py: {why}", file=sys.stderr)
         return 2
     return 0

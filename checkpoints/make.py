@@ -1,14 +1,13 @@
-"""How the stand-in was made: corpus, tokenizer, the small Llama, small models, continuations, bigram.
+"""How the stand-in was made: corpus, tokenizer, the small Llama, continuations, bigram.
 
     python checkpoints/make.py corpus --stories stories.jsonl --sampled stories_sampled.jsonl \\
         --math gsm8k_train.jsonl                                       # work/corpus and work/corpus-first
     python checkpoints/make.py target --data work/corpus --first work/corpus-first --compile
-    python checkpoints/make.py small --data work/corpus                # base and small, stages of a cascade
     python checkpoints/make.py continuations --data work/corpus        # what a target writes itself
     python checkpoints/make.py bigram --corpus work/corpus --tokenizer checkpoints/target --out bigram.json
 
-Its drafters are train.py's, like any target's: `python train.py glide vanilla --data work/corpus`.  All
-settings are in docs/training.md.  `continuations` and `bigram` serve any target, any tokenizer, any text.
+Its drafters and small models are train.py's: `python train.py glide vanilla base small --data work/corpus`.
+All settings are in docs/training.md.  `continuations` and `bigram` serve any target, tokenizer and text.
 
 The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its own.  It
 is deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of Vicuna-7B.  It has
@@ -16,43 +15,38 @@ learned from children's stories (TinyStories), from retellings of them that a pr
 
 Differences from the papers:
  1. Stories, retellings and GSM8K's train split stand for SlimPajama and ShareGPT.
- 2. The second stage of training is on the target's own greedy continuations (EDD's appendix B, sequence-level
-    distillation), where the papers have ShareGPT, on whose kind of text targets and drafters were both tuned.
+ 2. The second stage of training is on the target's own greedy continuations, where the papers have ShareGPT,
+    on whose kind of text targets and drafters were both tuned.
  3. Matrices of the target learn by Muon, at the same learning rate scale as AdamW.
  4. Cascade's small models were trained on their own; these learn from the target (KL), on its drafters' text.
 """
 import argparse
-import copy
 import functools
 import hashlib
 import json
 import os
-import shutil
 import sys
 import time
 from array import array
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "checkpoints")]          # so that it runs from anywhere
+sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-import cape  # noqa: E402
-import edd  # noqa: E402
 import maxgram  # noqa: E402
 import train  # noqa: E402
-import verify  # noqa: E402
-from verify import UserError  # noqa: E402
+from data import prepare, read  # noqa: E402
+from data.corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
+from data.read import UserError  # noqa: E402
+from runtime import drafters, jobs, load, walk  # noqa: E402
 
-SMALL = {"base": (3, 192), "small": (1, 96)}       # stages of the stand-in's cascade: layers, width
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
     """Byte-level BPE over `texts`; digits one by one, so that arithmetic has a chance."""
@@ -73,7 +67,7 @@ def train_tokenizer(texts, vocab):
 def tokenizer_of(a):
     """The tokenizer of --data and --first: trained, or, where the same text was seen before, from --work."""
     texts, content = [], hashlib.sha256()
-    for _, row, text in train.documents([*a.data, *a.first]):
+    for _, row, text in read.documents([*a.data, *a.first]):
         if not isinstance(text, str):
             raise UserError("--data: a tokenizer is trained on text: leave out chats and token ids")
         if not row.get("held_out"):
@@ -87,64 +81,43 @@ def tokenizer_of(a):
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
-def llama(vocab, layers, width, context):
-    """A fresh Llama: heads of 32, a feed-forward of 8/3 the width in steps of 64, tied embeddings."""
-    heads = max(1, width // 32)
-    config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=width, intermediate_size=round(width * 8 / 3 / 64) * 64,
-        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-        max_position_embeddings=context, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=0, pad_token_id=None)
-    return transformers.LlamaForCausalLM(config)
+def flat(tokens, index):
+    """The documents of an index, one after the other -> (n,); copies of one stand apart."""
+    start, first, before = np.unique(index[:, 0], return_index=True, return_inverse=True)
+    copy = np.arange(len(index)) - first[before]           # of each row: the copies before it
+    rows = index[np.argsort(copy, kind="stable")]
+    parts = [tokens[:0]] + [tokens[start:start + size] for start, size, _ in rows]
+    ids = np.concatenate(parts)
+    return torch.from_numpy(np.where(ids < 0, ~ids, ids))
 
 
-def save_lm(folder, model, tokenizer, about):
-    """A language model as Hugging Face saves it, in bfloat16, with training.json, each file atomically."""
-    folder, part = Path(folder), Path(f"{folder}.part")
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in part.iterdir():
-        os.replace(file, folder / file.name)
-    shutil.rmtree(part)
-    print(f"saved {folder}")
-
-
-def flat(tokens, index, held):
-    """The documents that are held out, or the others, one after the other -> (n,); copies stand apart."""
-    chosen = index[index[:, 2] == held]
-    parts = [tokens[:0]]
-    for copies in range(chosen[:, 3].max(initial=0)):
-        parts += [tokens[start:start + size] for start, size, _, times in chosen if times > copies]
-    return torch.from_numpy(np.concatenate(parts))
-
-
-def read_flat(a, paths, tokenizer):
-    """-> ids (n,) to train on, ids held out, their key."""
-    one = argparse.Namespace(data=paths, work=a.work, loss_on="all")
-    tokens, index, key = train.read_data(one, tokenizer, a.vocab)
-    learned, held = (flat(tokens, index, held) for held in (False, True))
+def read_flat(a, paths, tokenizer, name):
+    """-> ids (n,) to train on; ids held out, {"": all, kind of text: its own}; the key of the content."""
+    folder = prepare.prepare(paths, tokenizer, Path(a.work) / name, vocab=a.vocab)
+    meta = prepare.meta_of(folder)
+    tokens, index = prepare.open_split(folder, "train")
+    held_tokens, held_index = prepare.open_split(folder, "val")
+    learned, held = flat(tokens, index), {"": flat(held_tokens, held_index)}
     if len(learned) <= a.length:                         # a window, and the token after it
         raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
-    if len(held) <= a.length:
+    for number, kind in enumerate(meta["kinds"]):
+        held[f"_{kind}"] = flat(held_tokens, held_index[held_index[:, 2] == number])
+    held = {kind: ids for kind, ids in held.items() if len(ids) > a.length}
+    if "" not in held:
         print("too little text is held out: validation is on what is trained on", file=sys.stderr)
-        held = learned
-    return learned, held, key
+        held = {"": learned}
+    return learned, held, meta["key"]
 
 
 def read_parts(a, tokenizer):
-    """-> the tokens of both parts [(n,), (m,)], and what is held out {"": all, source: its own}.
+    """-> the tokens of both parts [(n,), (m,)], and what is held out {"": all, kind of text: its own}.
 
     From here on a.data and a.first stand for the content, which a resumed run must share.
     """
-    files, held = list(train.files_of(a.data, "--data")), {}
-    for file in files if len(files) > 1 else []:
-        _, held[f"_{file.stem}"], _ = read_flat(a, [file], tokenizer)
-    tokens, held[""], a.data = read_flat(a, a.data, tokenizer)
+    tokens, held, a.data = read_flat(a, a.data, tokenizer, "data")
     first = tokens
     if a.first:
-        first, _, a.first = read_flat(a, a.first, tokenizer)
+        first, _, a.first = read_flat(a, a.first, tokenizer, "data-first")
     return (first, tokens), held
 
 
@@ -181,7 +154,7 @@ def repeated(ids, count, seed, step):
 
 def trained_before(folder, model, tokenizer):
     """Put the weights of an earlier `make.py target` into `model` -> its training.json."""
-    earlier, its = train.load_target(folder, "float32", model.device)
+    earlier, its = load.load_target(folder, "float32", model.device)
     try:
         if its.get_vocab() != tokenizer.get_vocab():
             raise ValueError("its tokenizer is another")
@@ -195,11 +168,12 @@ def trained_before(folder, model, tokenizer):
 
 def train_target(a):
     """`make.py target`: the tokenizer and the stand-in from scratch."""
+    state = jobs.State(a, ["target"])
     torch.manual_seed(a.seed)
     tokenizer = tokenizer_of(a)
     parts, held = read_parts(a, tokenizer)
     eos, change = tokenizer.eos_token_id, a.steps * a.first_share if a.first else 0
-    model = llama(a.vocab, a.layers, a.width, a.length).to(a.device)
+    model = drafters.llama(a.vocab, a.layers, a.width, a.length).to(a.device)
     before = trained_before(a.init, model, tokenizer) if a.init else None
     forward = torch.compile(model, dynamic=False) if a.compile else model
     print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {len(parts[1]) / 1e6:.1f}M tokens"
@@ -217,9 +191,10 @@ def train_target(a):
         if step < change:
             ids = repeated(ids, round(a.repeat * a.batch), a.seed, step)
         logits, after = next_tokens(ids)
-        a.spent["tokens"] += after.numel()
+        a.spent += after.numel()
         yield {"target": F.cross_entropy(logits, after)}
 
+    @torch.no_grad()
     def evaluate():
         """On held-out text: "alpha", how often the first choice is the next token; the loss; by source."""
         found = {}
@@ -237,54 +212,11 @@ def train_target(a):
         again = (logits.argmax(-1) == after).float().unflatten(0, (a.batch, -1))[:, a.length // 2:]
         return {"target": found | {"alpha_again": again.mean().item()}}
 
-    metrics = train.fit({"target": model}, losses, evaluate, a)
+    metrics = train.fit({"target": model}, losses, evaluate, a, state)
     corpus_tokens = [len(part) for part in parts]
     about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
-    save_lm(Path(a.out) / "target", model, tokenizer, about)
-
-
-# ---------------------------------------------------------------- small models, stages of a cascade
-class SmallLM(torch.nn.Module):
-    """A language model with the target's vocabulary, trained as drafters are: by KL to the target."""
-
-    def __init__(self, lm):
-        super().__init__()
-        self.lm, self.config = lm, SimpleNamespace(loss="kl")
-
-    def predict(self, batch):
-        """batch: ids (B, T) -> logits (B, T, V)"""
-        return self.lm(input_ids=batch["ids"], use_cache=False).logits
-
-    def loss(self, batch):
-        """batch: train.frozen_forward's -> D_KL(P_t || P), the mean over the rows that count."""
-        def divergence(x, target_logits):
-            return edd.kl(target_logits.float().softmax(-1), self.lm.lm_head(x))
-        x = self.lm.model(input_ids=batch["ids"], use_cache=False).last_hidden_state      # (B, T, D)
-        return batch["sum"](divergence, batch["learn"], x, batch["logits"]) / batch["count"]
-
-
-def train_small(a):
-    """`make.py small`: the named small models, from one forward of the frozen target a step."""
-    unknown = [name for name in a.what if name not in SMALL]
-    if unknown:
-        raise UserError(f"cannot make {' '.join(unknown)}: small models are {' '.join(SMALL)}")
-    target, tokenizer, data = train.prepare(a)
-    config, mine = target.config.get_text_config(), train.fingerprint(target, tokenizer)
-    models, before = {}, {}
-    for name in a.what:
-        layers, width = SMALL[name]
-        lm = llama(config.vocab_size, layers, width, config.max_position_embeddings)
-        if a.init:
-            folder = Path(a.init) / name
-            lm, _ = train.load_target(folder, "float32", a.device, role="the small model")
-            before[name] = train.read_rows(folder / "training.json")[0]
-            if not train.same_target(before[name]["target"], mine):
-                raise UserError(f"--init: the small model in {folder} was made for another target")
-        models[name] = SmallLM(lm.to(a.device))
-    metrics = train.train_together(models, target, data, a)
-    for name, model in models.items():
-        about = train.how_made(a, metrics[name], kind=name, target=mine, init=before.get(name))
-        save_lm(Path(a.out) / name, model.lm, tokenizer, about)
+    drafters.save_lm(Path(a.out) / "target", model, tokenizer, about)
+    print(f"saved {Path(a.out) / 'target'}")
 
 
 # ---------------------------------------------------------------- what the target writes itself
@@ -300,96 +232,65 @@ def given_text(source, text):
 
 
 def given_parts(a, tokenizer):
-    """The ids that continuations begin with, of all documents that may be learned from.
+    """What continuations begin with -> [(kind of text, ids)], of all documents that may be learned from.
 
-    Of the corpus' own documents they end where the answer begins; of others they are the first quarter of
-    --length tokens.  None is longer than three quarters of it.
+    Of the corpus' own documents that ends where the answer begins, of a chat where its first answer does, of
+    any other text in the middle.  None is longer than three quarters of --length.
     """
-    found = []
-    for number, (_, row, document) in enumerate(train.documents(a.data), 1):
-        if row.get("held_out", number % train.HELD_OUT == 0):
+    found, template = [], read.template_of(a.template, tokenizer)
+    for number, (place, row, document) in enumerate(read.documents(a.data), 1):
+        if row.get("held_out", number % prepare.HELD_OUT == 0):
             continue
+        kind = read.kind_of_text(row, place.split(" of ", 1)[-1])
         if row.get("source") in SOURCES:
-            ids = train.encode(given_text(row["source"], document), tokenizer)
+            ids = read.encode(given_text(row["source"], document), tokenizer)
         else:
-            ids = train.encode(document, tokenizer)[:a.length // 4]
+            tokens = next(iter(next(read.encode_all([document], tokenizer, template))), np.zeros(0, "i4"))
+            ids = np.where(tokens < 0, ~tokens, tokens)[:walk.prompt_size(tokens, a.length * 3 // 4)].tolist()
         if 0 < len(ids) <= a.length * 3 // 4:
-            found.append(ids)
+            found.append((kind, ids))
     if not found:
         raise UserError(f"--data has no document to begin with in {a.length * 3 // 4} tokens: more --length, "
                         "or more text")
     return found
 
 
-def side_by_side(a, target, eos):
-    """write(parts) -> the target's greedy continuations, all in one batch of transformers' generate()."""
-    def write(chosen):
-        # Padded on the left, so that all go on at the same place
-        longest = max(map(len, chosen))
-        prompts = torch.tensor([[eos] * (longest - len(ids)) + ids for ids in chosen])
-        there = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in chosen])
-        made = target.generate(prompts.to(a.device), attention_mask=there.to(a.device), do_sample=False,
-                               max_new_tokens=a.length - longest, eos_token_id=eos, pad_token_id=eos)
-        return made[:, longest:].tolist()
-    return write
+def batches_of(parts, batch, seed):
+    """Lists of some `batch` parts of like length, at random, always the same for the same seed."""
+    parts = sorted(parts, key=lambda part: len(part[1]))
+    batches = [parts[i:i + batch] for i in range(0, len(parts), batch)]
+    return [batches[i] for i in np.random.default_rng(seed + 2).permutation(len(batches))]
 
 
-def with_drafter(a, target, tokenizer):
-    """As side_by_side, but one after the other, by speculative decoding with the drafter in --drafter."""
-    folder = Path(a.drafter)
-    try:
-        kind = json.loads((folder / "training.json").read_text())["kind"]
-        drafter, about = train.DRAFTERS[kind][0].load(folder, target, a.length)
-    except (OSError, ValueError, KeyError) as why:
-        raise UserError(f"--drafter {folder} cannot be used ({why}): name a folder that train.py "
-                        "saved") from None
-    if not train.same_target(about["target"], train.fingerprint(target, tokenizer)):
-        raise UserError(f"--drafter: the drafter in {folder} was made for another target")
-    decoding = verify.Target(target, a.length)
-    build, eos = cape.cape if decoding.verifies_trees else cape.chain, tokenizer.eos_token_id
-
-    def write(chosen):
-        new = a.length - max(map(len, chosen))
-        outs = [verify.generate(decoding, drafter, build, ids, new, eos_token_id=eos) for ids in chosen]
-        return [out.tokens for out in outs]
-    return write
-
-
-@torch.no_grad()
 def write_continuations(a):
-    """`make.py continuations`: data for a second stage (EDD's appendix B, sequence-level distillation).
+    """`make.py continuations`: data for a second stage, {"ids": [...], "source": kind} a document.
 
-    One row {"ids": [...]} a document: its given part, and the target's greedy continuation of that, to the
-    end-of-text token or to --length tokens.
+    A document is its given part and the target's greedy continuation of that: to the end-of-text token,
+    where the target writes one, or to --length tokens.
     """
-    target, tokenizer = train.load_target(a.target, a.target_dtype, a.device, revision=a.revision,
-                                          trust=a.trust_remote_code)
-    parts = given_parts(a, tokenizer)
-    if a.drafter:
-        write = with_drafter(a, target, tokenizer)
-    else:
-        write = side_by_side(a, target, tokenizer.eos_token_id)
-    # One document after the other, in an order of their own
-    order = np.random.default_rng(a.seed + 2).permutation(len(parts))
-    out, eos = Path(a.out), tokenizer.eos_token_id
+    out, rows = Path(a.out), []
+    if out.exists() and not a.overwrite and not a.resume:
+        raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
+    target, tokenizer = load.load_target(a.target, "float32" if a.device == "cpu" else "auto", a.device,
+                                         revision=a.revision, trust=a.trust_remote_code)
+    batches = batches_of(given_parts(a, tokenizer), a.batch, a.seed)
     out.parent.mkdir(parents=True, exist_ok=True)
-    rows = []
     if a.resume and out.exists():
-        rows = out.read_text().splitlines()[:-1]               # the last line may be cut
-    start = len(rows) // a.batch
+        rows = out.read_text().splitlines()[:-1]           # the last line may be cut
+    start, kept = 0, 0
+    while start < a.steps and kept + len(batches[start % len(batches)]) <= len(rows):
+        kept += len(batches[start % len(batches)])
+        start += 1
     with open(out, "w") as file, tqdm(total=a.steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
-        file.writelines(row + "\n" for row in rows[:start * a.batch])
+        file.writelines(row + "\n" for row in rows[:kept])
         for step in range(start, a.steps):
-            chosen = [parts[order[i % len(parts)]] for i in range(step * a.batch, (step + 1) * a.batch)]
+            kinds, given = zip(*batches[step % len(batches)])
             began = time.perf_counter()
-            made = write(chosen)
-            tokens = 0
-            for given, ids in zip(chosen, made):
-                # What follows the end of a text is padding.
-                ids = ids[:ids.index(eos)] if eos in ids else ids
-                tokens += len(ids)
-                file.write(json.dumps({"ids": given + ids}) + "\n")
+            made = walk.continuations(target, given, [a.length] * len(given))
+            for kind, ids in zip(kinds, made):
+                file.write(json.dumps({"ids": ids, "source": kind}) + "\n")
             file.flush()
+            tokens = sum(map(len, made)) - sum(map(len, given))
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
             bar.update()
     print(f"saved {out}")
@@ -416,7 +317,7 @@ def bigram_documents(paths):
             for ids in read_ids(path):
                 yield ids, None
         else:
-            for _, row, found in train.documents([path], "--corpus"):
+            for _, row, found in read.documents([path], "--corpus"):
                 empty = not found.strip() if isinstance(found, str) else not found
                 if not empty:
                     yield found, row.get("held_out")
@@ -456,7 +357,7 @@ def write_bigram(a):
         """The documents that the bigram is counted on; the others go to `held`."""
         nonlocal tokens
         for number, (found, is_held) in enumerate(shown(bigram_documents(a.corpus), total), 1):
-            ids = train.encode(found, tokenizer, special_tokens=False)
+            ids = read.encode(found, tokenizer, special_tokens=False)
             tokens += len(ids)
             if is_held is None:
                 is_held = number % every == 0 and total > 1
@@ -474,31 +375,29 @@ def write_bigram(a):
     found = {
         "bigram": bigram,
         "confidence": confidence,
-        "fingerprint": train.vocabulary_fingerprint(tokenizer),
+        "fingerprint": load.vocabulary_fingerprint(tokenizer),
         "about": {"tokenizer": a.tokenizer, "corpus": a.corpus, "documents": total, "held_out": len(held),
                   "tokens": tokens, "date": time.strftime("%Y-%m-%d")},
     }
-    train.write_atomically(out, lambda part: part.write_text(json.dumps(found) + "\n"))
+    read.write_atomically(out, lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} documents, "
           f"{len(held)} of them held out; confidence by length of match: {measured}")
 
 
 # ---------------------------------------------------------------- command line
 def add_flags(p, *names):
-    """--data, --resume, and those of train.py's flags that are named."""
+    """--data, and those of train.py's flags that are named."""
     p.add_argument("--data", nargs="+", required=True, help="files or folders of text, chats or token ids")
-    p.add_argument("--resume", action="store_true", help="go on from what an interrupted run left")
     train.add_flags(p, names)
 
 
 def parser():
-    p = train.Parser(description="Make the stand-in; docs/training.md has its recipe.")
+    p = read.Parser(description="Make the stand-in; docs/training.md has its recipe.")
     commands = p.add_subparsers(dest="made", required=True)
 
     def command(name, text):
         return commands.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
-    loop = "work steps batch length lr warmup clip optimizer dtype seed every device".split()
     c = command("corpus", "stories, retellings and word problems, as JSON lines")
     c.add_argument("--stories", nargs="+", required=True, help="rows with a text, or TinyStories' own files")
     c.add_argument("--sampled", nargs="+", default=[], help="weaker stories, for the first part")
@@ -507,24 +406,20 @@ def parser():
                    help="folder; the first part's is OUT-first")
 
     c = command("target", "the tokenizer and a small Llama, from scratch")
-    add_flags(c, *loop, "out", "init", "layers", "width")
+    add_flags(c, *"work out init resume overwrite steps batch length lr optimizer dtype seed every device "
+              "layers width".split())
     c.add_argument("--repeat", type=float, default=0.0,
                    help="of the first part's windows, pieces over and over")
     c.add_argument("--first", nargs="+", default=[], help="files or folders for the first part of the steps")
     c.add_argument("--first-share", type=float, default=0.5, help="that part")
     c.add_argument("--vocab", type=int, default=1024, help="tokens of the tokenizer")
     c.add_argument("--compile", action="store_true", help="torch.compile: faster steps after a slow start")
-    c.set_defaults(batch=12, lr=3e-3, optimizer="muon", steps=3300, layers=24, width=128)
-
-    c = command("small", "small language models, stages of a cascade")
-    c.add_argument("what", nargs="*", default=list(SMALL), help="base, small or both")
-    add_flags(c, *loop, "out", "target", "target-dtype", "init", "micro", "loss-on")
-    c.set_defaults(batch=64, lr=5e-4, block=5, layers=None, width=None, shard_target=False)
+    c.set_defaults(batch=12, lr=3e-3, steps=3300, layers=24, width=128, out=str(ROOT / "work" / "stand-in"),
+                   work=str(ROOT / "work" / "making"))
 
     c = command("continuations", "what a target writes itself, for a second stage of training")
-    add_flags(c, "target", "target-dtype", "out", "work", "steps", "batch", "length", "seed", "device")
-    c.add_argument("--drafter", metavar="FOLDER",
-                   help="write by speculative decoding with this drafter of train.py's")
+    add_flags(c, *"target revision trust-remote-code template out resume overwrite steps batch length seed "
+              "device".split())
     c.set_defaults(out=str(ROOT / "work" / "continuations.jsonl"), steps=100, batch=64)
 
     c = command("bigram", "Max-Gram's bigram, and how often its matches are right")
@@ -535,8 +430,8 @@ def parser():
     return p
 
 
-MAKE = {"corpus": write_corpus, "target": train_target, "small": train_small,
-        "continuations": write_continuations, "bigram": write_bigram}
+MAKE = {"corpus": write_corpus, "target": train_target, "continuations": write_continuations,
+        "bigram": write_bigram}
 
 
 def run(argv):
@@ -549,17 +444,15 @@ def run(argv):
             raise UserError(f"--{name} is {value}: it must be above 0")
     if getattr(a, "device", "cpu").startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
-    MAKE[a.made](a)
+    try:
+        MAKE[a.made](a)
+    except maxgram.UserError as why:
+        raise UserError(str(why)) from None
 
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake or Ctrl-C."""
-    try:
-        run(argv)
-    except (UserError, maxgram.UserError, OSError) as why:
-        print(f"make.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return jobs.main(argv, run, "make.py")
 
 
 if __name__ == "__main__":

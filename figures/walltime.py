@@ -1,109 +1,237 @@
-"""Walltime on a GPU: the stand-in, and the stand-in grown to the shape of Llama-2-7B.
+"""Walltime at the shape of a large model, without its weights: the stand-in, grown; what a forward costs.
 
-    python figures/walltime.py                # some minutes on an H200; --help says how to measure less
+    python figures/walltime.py grow --shape 7b --dtype float16 --device cuda --out work/7b
+    python bench.py --target work/7b/target --checkpoint work/7b --dtype float16 --device cuda \\
+        --drafter glide edd maxgram "cascade(base, small, maxgram)" --tree chain cape pct
+    python figures/walltime.py costs --target work/7b/target --dtype float16 --device cuda --json costs.jsonl
 
-grow.py says how a model grows.
+Walltime depends on the target's real shape, acceptance on what it says: no drafter knows the text of random
+weights of that size.  A grown model has both, the large one's bytes and the stand-in's text.  From width d to
+D, heads of size e to E:
+ 1. The residual stream holds the small vector, a constant, and zeros.  RMSNorm divides by the root of a mean
+    over D instead of d: its weight is multiplied by sqrt(d / D).  The constant, sqrt(d eps), does what eps
+    did, which is zero now.  Layers do not see it; the head sees one over what the last norm divided by.
+ 2. Entry i of a head turns by base^(-2i/e) a position, together with i + e/2.  It goes to i E/e, which turns
+    as fast.  Scores are divided by sqrt(E), so queries are multiplied by sqrt(E/e).
+ 3. Further heads and units of the feed-forward write nothing, nor do further layers, which lie below the
+    others: drafters read the same rows of the cache, and the same hidden states.
+ 4. A further token's logit is the mean of the others, less a multiple of the constant: it is never chosen.
 
-"what" a line of the JSON measures: "verify", T_verify(n) over that of one node; "step", a drafter's over the
-same (c); "decode", as bench.py's lines, with ms a token and the speedup without the prefill, and of plain
-decoding the bytes that a token reads, and how long a copy takes for them.  Turns have prompts of their own,
-the default ones, repeated.  With graphs all are decoded once before; without, there are half as many turns.
+A line of `costs`: ms of a forward of n nodes, and over that of one node; the bytes that a forward of one node
+reads, and how many a second: beside the memory's bandwidth that says how honest plain decoding is.
 """
+import copy
+import re
+import shutil
 import sys
+from collections import namedtuple
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from grow import LLAMA_7B, cast, check, grow, grow_edd, grow_glide, scaled, shape_of  # noqa: E402
 
 import bench  # noqa: E402
-import cape  # noqa: E402
-import cascade  # noqa: E402
 import edd  # noqa: E402
 import glide  # noqa: E402
-import maxgram  # noqa: E402
-import pct  # noqa: E402
-import train  # noqa: E402
-import verify  # noqa: E402
+from data import read  # noqa: E402
+from runtime import clock, drafters, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
-NODES, REPEATS = (1, 2, 4, 8, 16, 32, 64), 5    # of a verification; calls that are timed together
-COPY = {"cuda": 2 ** 31, "cpu": 2 ** 25}        # bytes of the tensor that is copied
+Shape = namedtuple("Shape", "layers width head feed_forward vocab")     # head: the size of one
+LLAMA_7B = Shape(32, 4096, 128, 11008, 32000)
+STAGES = "base", "small"                        # of cascades: they keep their layers
+LOW = 3000.0                                    # the multiple of rule 4
+# Matrices whose rows count entries of heads; whose columns do; that stand side by side in one
+HEAD_ROWS = "q_proj", "k_proj", "v_proj", "qkv", "glimpse_q"
+HEAD_COLUMNS = "o_proj", "o", "glimpse_o"
+PARTS = {"qkv": 3, "up": 2}
+QUERIES = "q_proj", "glimpse_q", "qkv"          # of qkv the first part
+NODES = 1, 2, 4, 8, 16, 32, 64                  # of a forward
+TURNS = REPEATS = 5                             # calls that are timed together, so many times
 
-# ---------------------------------------------------------------- what is timed
-def load():
-    """The stand-in, its stages and drafters, in float32 on the CPU; the ids of the default prompts."""
-    folder = train.HERE / "checkpoints"
-    loaded = [train.load_target(str(folder / name), "float32", "cpu") for name in ("target", "base", "small")]
-    model, tokenizer = loaded[0]
-    rows = train.read_rows(folder / "prompts.jsonl")
-    return SimpleNamespace(
-        models=[found for found, _ in loaded],
-        bigram=maxgram.read_bigram(folder / "bigram.json", model.config.vocab_size),
-        prompts=[tokenizer(train.question_text(row))["input_ids"] for row in rows],
-        glide=glide.load(folder / "glide", model)[0],
-        edd=edd.load(folder / "edd", model)[0])
+# ---------------------------------------------------------------- growth
+def shape_of(model):
+    """The shape of a Llama."""
+    c = model.config
+    return Shape(c.num_hidden_layers, c.hidden_size, c.head_dim, c.intermediate_size, c.vocab_size)
 
-def named_shape(a, small, name):
-    """The shape that the flags name."""
-    own = shape_of(small.models[0])
-    wide = small.glide.model.config
-    shape = LLAMA_7B if name == "7b" else own
-    # Further tokens need room beside GLIDE's vector, which must have as many heads.
-    least = max(wide.width + own.head, wide.heads * shape.head)
-    if name == "small":
-        shape = scaled(own, own.layers + 1, least)._replace(vocab=own.vocab + own.vocab // 8)
-    found = scaled(shape, a.layers or shape.layers, a.width or shape.width)
-    if found.layers < own.layers or found.width < least and found[1:] != own[1:]:
-        raise UserError(f"shape {name}: take --layers {own.layers} or more, --width {least} or more")
-    return found
+def scaled(shape, layers, width):
+    """So many layers of such a width, rounded up to whole heads; the feed-forward grows along."""
+    width = -(-width // shape.head) * shape.head
+    feed_forward = shape.feed_forward * width // shape.width
+    return shape._replace(layers=layers, width=width, feed_forward=feed_forward)
 
-def grow_all(a, small, shape):
-    """Target, stages and drafters of the shape."""
-    context, models = max(a.context) + a.new_tokens, []
-    own = shape_of(small.models[0])
+def places(small, big, heads=None, parts=1):
+    """Where `small` entries lie among `big`, in each of so many parts; heads: None, or their sizes (e, E)."""
+    found = torch.arange(small // parts)
+    if heads:
+        e, E = heads
+        # Entry i of a head's first half goes to i E/e, that of its second half likewise.
+        head = found // e
+        half = found % e // (e // 2)
+        i = found % (e // 2)
+        found = head * E + half * (E // 2) + i * (E // e)
+    return torch.cat([found + part * (big // parts) for part in range(parts)])
+
+def fill_matrix(w, its, module, heads):
+    """Write the matrix `its` into the larger w."""
+    parts = PARTS.get(module, 1)
+    if module in QUERIES:
+        queries = its[:len(its) // parts]
+        queries *= (heads[1] / heads[0]) ** 0.5
+    rows = places(its.shape[0], w.shape[0], heads if module in HEAD_ROWS else None, parts)
+    columns = places(its.shape[1], w.shape[1], heads if module in HEAD_COLUMNS else None)
+    w.zero_()
+    w[rows[:, None], columns] = its
+
+def width_of(weights):
+    """How wide the residual stream is: as a norm's weights."""
+    return next(len(w) for w in weights.values() if w.ndim == 1)
+
+@torch.no_grad()
+def fill(big, small, heads, eps, further=0):
+    """Write the weights of `small` into `big`.  heads: sizes (e, E); further: layers below the others."""
+    weights, state = big.state_dict(), small.state_dict()
+    d, D = width_of(state), width_of(weights)
+
+    def below(found):
+        return f"layers.{int(found[1]) - further}"
+
+    for name, w in weights.items():
+        module = name.split(".")[-2]
+        source = re.sub(r"layers\.(\d+)", below, name)
+        if source not in state:
+            # A further layer writes nothing.
+            w *= module not in ("o_proj", "down_proj")
+            continue
+        its = state[source].to(w, copy=True)
+        if w.ndim == 1:
+            # A norm; only the last one lets the constant through.
+            w[:d] = its * (d / D) ** 0.5
+            w[d:] = (D * eps) ** -0.5 if module == "norm" else 0
+            continue
+        fill_matrix(w, its, module, heads)
+        if module.startswith("embed"):
+            w[:, d:d + 1] = (d * eps) ** 0.5
+        if module.endswith("head"):
+            w[len(its):, :d] = its.mean(0)
+            w[len(its):, d:d + 1] = -LOW
+
+def grow(small, shape, context=0, device="cpu"):
+    """A Llama of the shape with the function and dtype of `small`, and so long a context, or its own."""
+    c, heads = small.config, shape.width // shape.head
+    config = copy.deepcopy(c)
+    config.num_hidden_layers = shape.layers
+    config.hidden_size = shape.width
+    config.head_dim = shape.head
+    config.num_attention_heads = config.num_key_value_heads = heads
+    config.intermediate_size = shape.feed_forward
+    config.vocab_size = shape.vocab
+    config.tie_word_embeddings = False
+    config.rms_norm_eps = 0.0 if shape.width > c.hidden_size else c.rms_norm_eps
+    config.max_position_embeddings = max(context, c.max_position_embeddings)
+    with torch.device(device):
+        big = transformers.LlamaForCausalLM(config).to(small.dtype)
+    fill(big, small, (c.head_dim, shape.head), c.rms_norm_eps, shape.layers - c.num_hidden_layers)
+    big.generation_config = small.generation_config
+    return big.eval()
+
+def grow_glide(small, model, further):
+    """A GLIDE as wide as the grown target, or a vanilla drafter.  further: layers of the target."""
+    c, D = small.config, model.config.hidden_size
+    layer = c.layers_read[-1] + further if c.glimpse else None
+    width = max(c.width, D)
+    config = glide.Config.for_target(model, width, c.layers, c.glimpse, c.block, layer)
+    config.norm, config.loss = c.norm, c.loss
+    config.eps = 0.0 if config.width > c.width else c.eps
+    big = glide.Glide.beside(model, config, model.config.max_position_embeddings)
+    fill(big, small, (c.width // c.heads, width // config.heads), c.eps)
+    return big.eval()
+
+def grow_edd(small, model, further):
+    """An EDD of the grown target, or a VDM."""
+    c = small.config
+    config = copy.deepcopy(c)
+    config.vocab = model.config.vocab_size
+    config.width = model.config.hidden_size
+    config.hidden += further
+    big = edd.EDD(config, model)
+    heads = small.layer.self_attn.head_dim, model.config.head_dim
+    fill(big, small, heads, small.norm.variance_epsilon)
+    return big.eval()
+
+@torch.inference_mode()
+def logits_of(model, ids):
+    ids = torch.tensor([ids], device=model.device)
+    return model(ids).logits.cpu()
+
+def check(small, big, ids):
+    """Refuse a grown model, in float32, with other logits than the small one's, or a further token's text."""
+    said, found = logits_of(small, ids), logits_of(big, ids)
+    vocab = said.shape[-1]
+    error = (found[..., :vocab] - said).abs().max() / said.std()
+    if not error < 1e-3 or found.argmax(-1).max() >= vocab:
+        raise UserError("the grown model does not say what the stand-in says (logits are off by "
+                        f"{error.item():.0e} of their spread): switch TF32 off")
+
+# ---------------------------------------------------------------- a folder of grown models
+def shape_for(name, own):
+    """The target's shape: Llama-2-7B's, or the least that tries all of growth.  own: the stand-in's shape."""
+    if name == "7b":
+        return LLAMA_7B
+    # Further tokens need room beside the vector of GLIDE, which is twice as wide as the stand-in.
+    return scaled(own, own.layers + 1, 3 * own.width)._replace(vocab=own.vocab + 128)
+
+def grow_model(a, name, own, shape):
+    """Grow a shipped model into a.out -> (small, grown, tokenizer).  own: the stand-in's shape."""
+    small, tokenizer = load.load_target(str(load.CHECKPOINTS / name), "float32", "cpu")
+    if name in STAGES:
+        its = shape_of(small)
+        shape = scaled(shape, its.layers, shape.width * its.width // own.width)
+    big = grow(small, shape, a.context, a.device)
+    prompt = next(iter(read.read_rows(bench.PROMPTS)))
+    check(small, big, tokenizer(read.question_text(prompt))["input_ids"])
+    big.to(getattr(torch, a.dtype)).save_pretrained(a.out / name)
+    tokenizer.save_pretrained(a.out / name)
+    print(f"{a.out / name}: {shape}", flush=True)
+    return small, big, tokenizer
+
+def grow_all(a):
+    """The stand-in, its stages and drafters, grown into the folder a.out."""
+    model, _ = load.load_target(str(load.STAND_IN), "float32", "cpu")
+    own = shape_of(model)
+    shape = shape_for(a.shape, own)
+    a.out.mkdir(parents=True)
+    shutil.copy(load.CHECKPOINTS / "bigram.json", a.out)
     torch.manual_seed(0)
-    for model in small.models:
-        # A stage of a cascade keeps its layers, and is wider as the target is.
-        its = shape_of(model)
-        stage = scaled(shape, its.layers, shape.width * its.width // own.width)
-        big = grow(model, stage if models else shape, context, a.device)
-        check(model, big, small.prompts[0])
-        models.append(cast(big, getattr(torch, a.dtype)))
-    target, *stages = models
-    return SimpleNamespace(
-        model=target, stages=stages, edd=grow_edd(small.edd.model, target),
-        glide=grow_glide(small.glide.model, target, context + verify.MOST_NODES))
+    for name in STAGES:
+        grow_model(a, name, own, shape)
+    small, big, tokenizer = grow_model(a, "target", own, shape)
+    for kind, growing in ((glide, grow_glide), (edd, grow_edd)):
+        name = kind.__name__
+        drafter, about = kind.load(load.CHECKPOINTS / name, small)
+        about["target"] = load.fingerprint(big, tokenizer)
+        grown = growing(drafter.model, big, shape.layers - own.layers)
+        del about["config"]
+        (a.out / name).mkdir()
+        drafters.save(a.out / name, grown, tokenizer, about)
 
-def prompt_of(prompts, number, length):
-    """`length` ids that end with those of prompt `number`, behind the others in their order, repeated."""
-    ids = sum(prompts[number + 1:] + prompts[:number + 1], [])
-    return (ids * -(-length // len(ids)))[-length:]
-
-def medians(cuda, works, turns):
+# ---------------------------------------------------------------- what a forward costs
+def medians(cuda, works):
     """{name: function} -> {name: median seconds of a call}.  They take turns; the first one is unmeasured."""
     found = {name: [] for name in works}
-    for _ in range(turns + 1):
+    for _ in range(TURNS + 1):
         for name, work in works.items():
-            clock = bench.Record(cuda)
+            watch = clock.Clock(cuda)
             for _ in range(REPEATS):
                 work()
-            clock.mark("work")
-            clock.settle()
-            found[name].append(clock.total["work"] / REPEATS)
+            seconds = sum(seconds for _, seconds in watch.parts())
+            found[name].append(seconds / REPEATS)
     return {name: median(seconds[1:]) for name, seconds in found.items()}
-
-def bandwidth(device, turns):
-    """Bytes a second of a large copy: each is read, and written."""
-    x, y = torch.ones(2, COPY[device], dtype=torch.uint8, device=device)
-    seconds = medians(device == "cuda", {"copy": lambda: y.copy_(x)}, turns)["copy"]
-    return 2 * len(x) / seconds
 
 def step_bytes(model, rows):
     """Bytes that plain decoding reads for a token: weights (one embedding), `rows` keys and values."""
@@ -113,144 +241,70 @@ def step_bytes(model, rows):
     return (weights + cached) * table.element_size()
 
 @torch.inference_mode()
-def costs(target, drafters, ids, turns):
-    """-> seconds {name: of a drafter's step, n: of a forward of n nodes}"""
-    cuda, found = target.device.type == "cuda", {}
+def forwards(target, ids):
+    """{n: seconds of a forward of a chain of n nodes behind the prompt}"""
     token = torch.tensor(ids[-1:], device=target.device)
     parents = torch.arange(-1, NODES[-1], device=target.device)
-    for name, drafter in drafters.items():
-        verify.generate(target, drafter, cape.chain, ids, 8)            # sets both up
-        drafter.reset()
-        target.prefill(ids)
-        drafter.begin(target.view())
-        step = {name: lambda drafter=drafter: drafter.expand(token, [len(drafter.lines) - 1])}
-        found |= medians(cuda, step, turns)                             # each adds a node below the last
     target.watch({})
+    target.cache.reserve(len(ids) + NODES[-1])
     target.prefill(ids)
-    forwards = {n: partial(target.forward, token.repeat(n), parents[:n]) for n in NODES}
-    return found | medians(cuda, forwards, turns)
+    works = {}
+    for n in NODES:
+        works[n] = partial(target.forward, token.repeat(n), parents[:n])
+    return medians(target.device.type == "cuda", works)
 
-def arms_of(run, small, made, cost):
-    """Plain decoding, transformers' own, drafters with their trees.  cost: PCT's s_d / s_t."""
-    size = run.target.capacity, run.target.vocab
-    K = cascade.table2((8, 13, 1), 2, True)
-    run.drafters["cascade"] = cascade.Cascade(made.stages, K, 3.0, maxgram.MaxGram(*small.bigram), *size)
-    run.drafters["maxgram"] = cascade.Cascade([], None, 1.0, maxgram.MaxGram(*small.bigram), *size)
-    for stage in run.drafters["cascade"].stages:
-        if stage.padded:
-            stage.call.graphs = run.target.call.graphs
-    # Beyond these bounds pct.pct would refuse what was measured.
-    cost = cost if 0.005 <= cost <= 1 else pct.COST
-    builds = (
-        ("glide", "chain", cape.chain),
-        ("glide", "cape", cape.cape),
-        ("edd", "pct", partial(pct.pct, cost=cost)),
-        ("cascade", "chain", cascade.proposal),
-        ("maxgram", "chain", cascade.proposal))
-    arms = [bench.Arm("plain", partial(bench.Run.decode, run, None, verify.no_draft)),
-            bench.Arm("generate()", partial(bench.library, run))]
-    for name, tree, build in builds:
-        drafter = run.drafters[name]
-        drafter.costs = {}                                  # (row_of asks a cascade)
-        arms.append(bench.Arm(name, partial(bench.Run.decode, run, drafter, build), tree, build))
-    return arms
+def costs(a):
+    """-> a line for each context and number of nodes"""
+    setup = load.Setup(a.target, str(load.CHECKPOINTS), a.dtype, a.device, graphs=a.graphs)
+    text, lines = [], []
+    for row in read.read_rows(bench.PROMPTS):
+        text += setup.tokenizer(read.question_text(row))["input_ids"]
+    for context in a.contexts:
+        times = context // len(text) + 1
+        ids = (text * times)[:context]
+        seconds = forwards(setup.target, ids)
+        size = step_bytes(setup.model, context)
+        about = {key: getattr(a, key) for key in ("target", "dtype", "device", "graphs")}
+        about |= {"context": context, "bytes": size, "bytes_per_second": size / seconds[1]}
+        for n in NODES:
+            ms, ratio = 1e3 * seconds[n], seconds[n] / seconds[1]
+            lines.append({**about, "nodes": n, "ms": ms, "ratio": ratio})
+            print(f"context {context}, {n} nodes: {ms:.2f} ms, {ratio:.2f} of one node's", flush=True)
+        print(f"one node reads {size / seconds[1] / 1e9:.0f} GB a second", flush=True)
+    return lines
 
-def decoding_rows(run, arms, size, speed):
-    """-> a line for each arm.  size: bytes that plain decoding reads for a token; speed: of the copy."""
-    for arm in arms:
-        for out in arm.results.values():
-            # Seconds by the loop's own clock, events on CUDA; generate() has none.
-            out.seconds = sum(out.total[key] for key in ("prefill", *bench.SHARES)) or out.seconds
-            out.ms = 1e3 * (out.seconds - out.total["prefill"]) / (run.a.new_tokens - 1)
-    rows = []
-    for arm in arms:
-        row = bench.row_of(run, arm, *arms[:2], "all", range(len(run.prompts)))
-        ms = median(out.ms for out in arm.results.values())
-        rows.append(row | {"what": "decode", "ms_per_token": ms})
-    plain, limit = rows[0]["ms_per_token"], 1e3 * size / speed
-    for row in rows:
-        row["speedup_decoding"] = plain / row["ms_per_token"]
-    rows[0] |= {"bytes": size, "limit_ms": limit, "bandwidth_share": limit / plain}
-    return rows
-
-def cost_rows(seconds):
-    """-> a line for each number of nodes, and for each drafter.  seconds: what costs() found."""
-    rows = []
-    for key, s in seconds.items():
-        what = {"what": "verify", "nodes": key} if key in NODES else {"what": "step", "drafter": key}
-        rows.append(what | {"ms": 1e3 * s, "ratio": s / seconds[1]})
-    return rows
-
-def cell(a, small, made, context, graphs, speed):
-    """All lines of a context, with graphs or without.  speed: of the copy."""
-    target = verify.Target(made.model, context + a.new_tokens, graphs=graphs)
-    turns = a.turns if graphs or a.device == "cpu" else (a.turns + 1) // 2
-    numbers = [turn * len(small.prompts) // a.turns for turn in range(turns)]
-    run = SimpleNamespace(a=a, target=target, model=made.model, cuda=a.device == "cuda")
-    run.prompts = [("", prompt_of(small.prompts, number, context), a.new_tokens) for number in numbers]
-    run.drafters = {"glide": glide.Drafter(made.glide), "edd": edd.Drafter(made.edd)}
-    for name, drafter in run.drafters.items():
-        drafter.temperature = getattr(small, name).temperature
-    seconds = costs(target, run.drafters, run.prompts[0][1], turns)
-    arms = arms_of(run, small, made, seconds["edd"] / seconds[1])
-    for _ in range(1 + graphs):                             # the first time records
-        if bench.measure(run, arms) < turns:
-            raise KeyboardInterrupt
-    size = step_bytes(made.model, context + a.new_tokens / 2)
-    decoded, cost = decoding_rows(run, arms, size, speed), cost_rows(seconds)
-    plain = decoded[0]
-    print(f"\n{a.target} {a.dtype}, context {context}, graphs {graphs}: {plain['ms_per_token']:.2f} ms a "
-          f"token, {plain['bandwidth_share']:.0%} of the copy's speed")
-    print(bench.table(arms, decoded))
-    print("speedup without prefill:", *(f"{row['speedup_decoding']:.2f}x" for row in decoded))
-    named = [(row.get("nodes") or row["drafter"], row["ratio"]) for row in cost]
-    print("c; T_verify(n) / T_verify(1):", *(f"{name}: {x:.3f}" for name, x in named), flush=True)
-    target.watch({})                                        # takes its hooks off the model
-    about = {"context": context, "graphs": getattr(target.call, "graphs", False), "turns": turns}
-    return [row | about for row in decoded + cost]
-
-# ---------------------------------------------------------------- from arguments to lines
+# ---------------------------------------------------------------- the command line
 def parser():
-    p = train.Parser(description="Walltime on a GPU at the shape of a 7B model.  For less time: fewer "
-                     "--shape, --dtype, --context, --graphs on, --turns 1.  For less memory (7b is grown in "
-                     "float32, which takes 27 GB): fewer --layers, less --width.")
-    flag, types = p.add_argument, ["float16", "bfloat16", "float32"]
-    flag("--shape", dest="shapes", nargs="+", default=["standin", "7b"], choices=["standin", "small", "7b"])
-    flag("--layers", type=int, help="instead of the shape's")
-    flag("--width", type=int, help="instead of the shape's")
-    flag("--dtype", dest="dtypes", nargs="+", default=types[:2], choices=types)
-    flag("--context", nargs="+", type=int, default=[128, 1024, 4096], help="tokens of the prompts")
-    flag("--new-tokens", type=int, default=64)
-    flag("--graphs", nargs="+", default=["on", "off"], choices=["on", "off"], help="the CPU has none")
-    flag("--turns", type=int, default=5)
+    p = read.Parser(description="Grow the stand-in to a large shape (grow), or time forwards (costs).")
+    flag = p.add_argument
+    flag("work", choices=["grow", "costs"])
+    flag("--shape", choices=["7b", "small"], default="7b", help="grow: 7b takes 27 GB; small: to try it")
+    flag("--context", type=int, default=4096, help="grow: the context (default: 4096)")
+    flag("--out", type=Path, help="grow: the folder")
+    flag("--target", default=str(load.STAND_IN), help="costs: folder of a Llama (default: the stand-in)")
+    flag("--contexts", nargs="+", type=int, default=[128, 1024, 3072], help="costs: tokens of the prompts")
+    flag("--graphs", action="store_true", help="costs: CUDA graphs")
+    flag("--json", help="costs: write one line a forward to this file")
+    flag("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
     flag("--device", default="cuda", choices=["cuda", "cpu"])
-    flag("--json", default=str(train.HERE / "docs" / "results" / "walltime.jsonl"), help="a line a figure")
-    p.set_defaults(seed=0, temperature=0.0, top_k=None, top_p=1.0)
     return p
 
-def figure(argv):
+def work(argv):
     a = parser().parse_args(argv)
-    cuda = a.device == "cuda"
-    if cuda and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available here: use --device cpu with --shape small")
-    if min(a.turns, a.new_tokens - 1, *a.context) < 1:
-        raise UserError("--turns and --context must be at least 1, --new-tokens at least 2")
-    small, lines = load(), []
-    shapes = {name: named_shape(a, small, name) for name in a.shapes}
-    speed = bandwidth(a.device, a.turns)
-    about = {"device": torch.cuda.get_device_name() if cuda else "cpu", "copy_bytes_per_second": speed,
-             "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}
-    for a.target, a.dtype in product(a.shapes, a.dtypes):
-        made = grow_all(a, small, shapes[a.target])
-        about |= {"shape": a.target, **shapes[a.target]._asdict()}
-        about |= {"dtype": a.dtype, "new_tokens": a.new_tokens}
-        for context, graphs in product(a.context, a.graphs if cuda else ["off"]):
-            lines += [row | about for row in cell(a, small, made, context, graphs == "on", speed)]
-            bench.write_json(a.json, lines)                 # what is there so far
+    if a.device == "cuda" and not torch.cuda.is_available():
+        raise UserError("no CUDA device is available here: use --device cpu")
+    if a.work == "costs":
+        lines = costs(a)
+        if a.json:
+            bench.write_json(a.json, lines)
+        return 0
+    if a.out is None or a.out.exists():
+        raise UserError("--out: name a folder that is not there yet")
+    grow_all(a)
     return 0
 
 def main(argv=None):
-    return bench.main(argv, figure, "figures/walltime.py")
+    return bench.main(argv, work, "figures/walltime.py")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,7 @@
 """Tiny targets of the real classes, with random weights in float64, and plain decoding without anything of ours."""
+import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+
+LONG = int(os.environ.get("LONG") or 0)          # 1: everything; more: so many cases of test_random.py
 
 CONTEXT, VOCAB = 40, 12
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
@@ -22,6 +26,12 @@ CLASSES = {
 }
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("long") and not LONG:
+            item.add_marker(pytest.mark.skip(reason="LONG=1 runs it"))
+
+
 def tiny(name, seed=0, **more):
     """A random model of the class, with weights large enough that its distributions are far from uniform."""
     model_class, config_class, own = CLASSES[name]
@@ -31,6 +41,52 @@ def tiny(name, seed=0, **more):
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.25)
     return model
+
+
+# The same one for all tests that ask for it: nobody changes it.
+shared = lru_cache(maxsize=None)(tiny)
+
+
+def target_of(model, capacity=None):
+    """verify.Target, or what stands in its place where layers are of two kinds."""
+    import verify
+    from runtime import families
+    mixed = len(set(getattr(model.config, "layer_types", None) or "1")) > 1
+    return families.AnyTarget(model, capacity) if mixed else verify.Target(model, capacity)
+
+
+def weighty(make, seed):
+    """The draft model that make() gives, with weights large enough that every part matters."""
+    torch.manual_seed(seed)
+    draft_model = make()
+    for p in draft_model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return draft_model.eval()
+
+
+def random_glide(model, layers=1, glimpse=True, width=24, seed=1, length=64, **more):
+    """A random GLIDE, or vanilla, for a tiny target, float64."""
+    import glide
+    config = glide.Config.for_target(model, width, layers, glimpse, **more)
+    return weighty(lambda: glide.Glide(config, glide.target_angles(model, length)).double(), seed)
+
+
+def random_edd(model, seed=1, **more):
+    """A random EDD, or a baseline of edd.py, by its settings."""
+    import edd
+    config = edd.Config.for_target(model, **{"hidden": 2, **more})
+    return weighty(lambda: edd.KINDS[config.kind][0](config, model), seed)
+
+
+def random_drafter(model, name, **more):
+    """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of edd.VARIANTS."""
+    import edd
+    import glide
+    if name.startswith(("glide", "vanilla")):
+        return glide.Drafter(random_glide(model, 2 if name.endswith("2") else 1, name.startswith("glide"), **more))
+    draft_model = random_edd(model, **{**edd.VARIANTS[name], **more})
+    return edd.KINDS[draft_model.config.kind][1](draft_model)
 
 
 @torch.no_grad()
@@ -44,9 +100,10 @@ def plain(model, ids, new):
 
 @pytest.fixture(scope="session", params=list(CLASSES))
 def model(request):
-    return tiny(request.param)
+    """Each class, one after the other."""
+    return shared(request.param)
 
 
 @pytest.fixture(scope="session")
 def llama():
-    return tiny("llama")
+    return shared("llama")

@@ -1,63 +1,58 @@
 """Published drafters: what is converted says what its published forward, written out here from the published keys, says."""
 import json
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import SIZES, plain, tiny
+from conftest import SIZES, plain, tiny, weighty
 from safetensors.torch import load_file, save_file
+from test_glide import batch_of, save, view
+from test_glide import text as some_text
 from tokenizers import Tokenizer, models
 from torch import nn
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 import cape
 import edd
 import glide
 import pct
-import train
 import verify
 from checkpoints import convert
+from runtime import load, parts
+from runtime.families import any_target
 
 VOCAB, WIDTH = 40, 32
+LAST = SIZES["num_hidden_layers"]
+assert SIZES["hidden_size"] == WIDTH and LAST == 3 and SIZES["num_attention_heads"] == 4, "the layouts below are written for these"
 EXACT = dict(atol=1e-9, rtol=1e-9)
 NEAR = dict(atol=1e-5, rtol=1e-5)                               # where positions count: a model's rotary tables are float32
-BUILDS = {"chain": cape.chain, "cape": cape.cape, "pct": pct.pct, "eagle2": pct.eagle2, "beam": cape.beam, "fixed": cape.fixed}
 SMALL = dict(vocab_size=VOCAB, max_position_embeddings=64)
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-TARGETS = {
-    "llama": tiny("llama", **SMALL, **THETA), "qwen2": tiny("qwen2", **SMALL), "mistral": tiny("mistral", **SMALL),
-}
-
-
-def saved(folder, model):
-    """A model with a tokenizer of as many words as it has ids, as Hugging Face saves them."""
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(model.config.vocab_size)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
-    model.save_pretrained(folder)
-    return folder
-
+TARGETS = {"llama": tiny("llama", **SMALL, **THETA), "qwen2": tiny("qwen2", **SMALL), "mistral": tiny("mistral", **SMALL)}
+text = partial(some_text, vocab=VOCAB)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{name: folder of a target}."""
-    top = tmp_path_factory.mktemp("targets")
+    """{name: folder of a target, with a tokenizer of as many words as it has ids, as Hugging Face saves them}."""
+    top, words = tmp_path_factory.mktemp("targets"), Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     torch.manual_seed(5)
     for name, model in TARGETS.items():
         for p in model.parameters():
             if p.ndim == 1:
                 nn.init.uniform_(p, 0.5, 1.5)                    # norms, and biases, that matter
-    return {name: saved(top / name, model) for name, model in TARGETS.items()}
-
+        PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(top / name)
+        model.save_pretrained(top / name)
+    return {name: top / name for name in TARGETS}
 
 # ---------------------------------------------------------------- the published layouts, with random weights
 def drawn(shapes, seed=0):
     """{key: float32 tensor}: matrices about zero, what belongs to a norm about one."""
     torch.manual_seed(seed)
     return {key: 1 + 0.2 * torch.randn(shape) if "norm" in key else 0.2 * torch.randn(shape) for key, shape in shapes.items()}
-
 
 def eagle_files(name, bias=True):
     """-> weights, config.json of an EAGLE-1 for the target."""
@@ -78,7 +73,6 @@ def eagle_files(name, bias=True):
     config |= {"qkv_bias": True} if name == "qwen2" else {}
     return weights, config if bias else config | {"bias": False}                    # a missing one is true
 
-
 def glide_files(name="llama", layers=1, key_heads=4, width=24, vocab=VOCAB, prefix=""):
     """-> weights, config.json of a GLIDE for the target: four heads of 6, eight key heads of the target's at most."""
     size = width // 4
@@ -93,14 +87,12 @@ def glide_files(name="llama", layers=1, key_heads=4, width=24, vocab=VOCAB, pref
               "rms_norm_eps": 1e-3, "rope_theta": 700.0, "large_hidden_size": WIDTH, "large_num_attention_heads": 4, "vocab_size": vocab}
     return {prefix + key: weight for key, weight in drawn(shapes).items()}, config
 
-
 def medusa_files(name="llama", heads=3, prefix=""):
     """-> weights, config.json of a MEDUSA-1, which says two heads, as the published files do."""
     shapes = {}
     for h in range(heads):
         shapes |= {f"{h}.0.linear.weight": (WIDTH, WIDTH), f"{h}.0.linear.bias": (WIDTH,), f"{h}.1.weight": (VOCAB, WIDTH)}
     return {prefix + key: weight for key, weight in drawn(shapes).items()}, {"medusa_num_heads": 2, "medusa_num_layers": 1}
-
 
 def written(folder, weights, config, name="model.safetensors"):
     """A folder as the hub has it."""
@@ -112,21 +104,18 @@ def written(folder, weights, config, name="model.safetensors"):
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
-
 def converted(source, target, out):
     """The real command, then what bench.py loads -> (drafter, training.json, the target's model)."""
     assert convert.main([str(source), "--target", str(target), "--out", str(out), "--device", "cpu"]) == 0
-    model, tokenizer = train.load_target(str(target), "auto", "cpu")
+    model, tokenizer = load.load_target(str(target), "auto", "cpu")
     about = json.loads((out / "training.json").read_text())
-    assert train.same_target(about["target"], train.fingerprint(model, tokenizer))
-    drafter, _ = (glide if about["kind"] == "glide" else edd).load(out, model)
+    assert load.same_target(about["target"], load.fingerprint(model, tokenizer))
+    drafter, _ = parts.load(glide if about["kind"] == "glide" else edd, out, model)
     return drafter, about, model
-
 
 # ---------------------------------------------------------------- the published forwards, in plain torch
 def rms(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
 
 def turned(x, position, theta):
     """x (heads, T, d): entries i and i + d/2 are a complex number, turned by position theta^(-2i / d)."""
@@ -136,13 +125,11 @@ def turned(x, position, theta):
     z = z * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((z.real, z.imag), -1)
 
-
 def attend(q, k, v, seen):
     """q (h, T, d), k and v (H, t, d), seen (T, t): a row that sees nothing gets zero -> (T, h d)."""
     k, v = (rows.repeat_interleave(len(q) // len(rows), 0) for rows in (k, v))
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1).flatten(1)
-
 
 def self_attention(w, prefix, x, position, heads, key_heads, theta):
     """What a Llama's self-attention gives, before its output is added."""
@@ -154,11 +141,9 @@ def self_attention(w, prefix, x, position, heads, key_heads, theta):
     causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
     return attend(q, k, parts[2], causal) @ w[f"{prefix}.o_proj.weight"].T
 
-
 def feed_forward(w, prefix, x):
     gate, up, down = (w[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
 
 def published_eagle(w, config, tokens, features):
     """Features (T, D) that follow from tokens t_1 ... and from the features before them."""
@@ -167,7 +152,6 @@ def published_eagle(w, config, tokens, features):
     place = torch.arange(len(x), dtype=x.dtype)
     x = x + self_attention(w, "layers.0.self_attn", x, place, 4, config["num_key_value_heads"], config.get("rope_theta", 10000.0))
     return x + feed_forward(w, "layers.0.mlp", rms(x, w["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"]))
-
 
 def published_glide(w, config, ids, kv, limits):
     """Logits (T, V).  kv: the target's cache, all layers; limits: how many of its rows each position may see."""
@@ -183,35 +167,13 @@ def published_glide(w, config, ids, kv, limits):
         x = x + feed_forward(w, f"{p}.mlp", rms(x, w[f"{p}.post_attention_layernorm.weight"], eps))
     return rms(x, w["model.norm.weight"], config["rms_norm_eps"]) @ w["lm_head.weight"].T
 
-
-@torch.no_grad()
-def read_by(model, ids):
-    """The model's own forward -> [(K, V)] of its layers (H, t, d), the last layer's output (t, D), that normed."""
-    cache, last = DynamicCache(), []
-    hook = model.model.layers[-1].register_forward_hook(lambda module, args, out: last.append(out[0] if isinstance(out, tuple) else out))
-    normed = model.model(ids[None], past_key_values=cache).last_hidden_state[0]
-    hook.remove()
-    return [(layer.keys[0], layer.values[0]) for layer in cache.layers], last[0][0], normed
-
-
-def view(ids, kv, last, since, t):
-    kv = {m: (k[None, :, :t], v[None, :, :t]) for m, (k, v) in enumerate(kv)}
-    return SimpleNamespace(tokens=ids[since:t], length=t, kv=kv, hidden={3: last[since:t]})
-
-
 def lossless(model, drafter, prompt=(3, 1, 4, 1, 5, 9, 2)):
-    expected = plain(model, prompt, 16)
-    target = verify.Target(model)
-    for tree, build in BUILDS.items():
-        assert verify.generate(target, drafter, build, list(prompt), 16).tokens == expected, tree
-
-
-def text(length, seed=2):
-    return torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(seed))
-
+    expected, target = plain(model, prompt, 16), any_target(model)
+    for build in (cape.chain, cape.cape, pct.pct):
+        assert verify.generate(target, drafter, build, list(prompt), 16).tokens == expected, build
 
 # ---------------------------------------------------------------- equal to the published forwards
-@pytest.mark.parametrize("name, bias", [("llama", True), ("llama", False), ("qwen2", True), ("mistral", False)])
+@pytest.mark.parametrize("name, bias", [("llama", True), ("qwen2", True), ("mistral", False)])
 def test_eagle(folders, tmp_path, name, bias):
     weights, config = eagle_files(name, bias)
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
@@ -219,13 +181,14 @@ def test_eagle(folders, tmp_path, name, bias):
     w = {key: weight.double() for key, weight in weights.items()}
     w["embed_tokens.weight"] = model.get_input_embeddings().weight.detach()         # which the file has rounded
     ids, head = text(20), model.get_output_embeddings().weight
-    kv, last, f = read_by(model, ids)
+    batch = batch_of(model, ids[None], {LAST})
+    f = batch["hidden"][LAST][0]                                            # normed
     with torch.no_grad():
         trained = published_eagle(w, config, ids[1:], f[:-1])
         torch.testing.assert_close(drafter.model(ids[None], f[None])[0], trained, **NEAR)
         before = 0
         for t in (6, 7, 11):
-            drafter.begin(view(ids, kv, last, before, t))
+            drafter.begin(view(batch, before, t))
             fed = list(f[:t])
             for i in range(4):                                              # step by step, on its own predictions
                 row = drafter.expand(ids[t + i:t + i + 1], [i - 1])[0]
@@ -234,36 +197,41 @@ def test_eagle(folders, tmp_path, name, bias):
             before = t
     lossless(model, drafter)
 
-
 @pytest.mark.parametrize("name, layers, key_heads, vocab, prefix", [
-    ("llama", 1, 4, VOCAB, ""), ("llama", 2, 2, VOCAB, "small_model."), ("qwen2", 1, 1, VOCAB, ""), ("mistral", 2, 4, VOCAB, ""),
+    ("llama", 1, 4, VOCAB, ""), ("llama", 2, 2, VOCAB, "small_model."), ("mistral", 2, 4, VOCAB, ""),
     ("qwen2", 1, 2, VOCAB - 8, ""), ("llama", 1, 4, VOCAB + 8, ""),                 # padded otherwise than the target's
 ])
 def test_glide(folders, tmp_path, name, layers, key_heads, vocab, prefix):
     weights, config = glide_files(name, layers, key_heads, vocab=vocab, prefix=prefix)
-    drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
-    assert about["kind"] == "glide" and drafter.vocab == vocab and drafter.device == torch.device("cpu")
+    whole = {"small_cfg": config, "large_cfg": {"hidden_size": 7}} if prefix else config           # a joint file is read, too
+    drafter, about, model = converted(written(tmp_path / "in", weights, whole), folders[name], tmp_path / "out")
+    assert (about["config"]["theta"], about["config"]["eps"], about["config"]["glimpse_theta"]) == (700.0, 1e-3, 10000.0)
+    assert about["kind"] == "glide" and drafter.config.vocab == vocab and drafter.device == torch.device("cpu")
     assert about["config"]["layers_read"] == list(range(3 - layers, 3)), "the target's last layers"
     w = {key.removeprefix(prefix): weight.double() for key, weight in weights.items()}
     ids = text(20).clamp(max=vocab - 1)
-    kv, last, _ = read_by(model, ids)
+    batch = batch_of(model, ids[None])
+    kv = [(k[0], v[0]) for k, v in batch["kv"].values()]
     with torch.no_grad():
         trained = published_glide(w, config, ids, kv, [j // 5 * 5 for j in range(20)])
-        mine = {m: (k[None], v[None]) for m, (k, v) in enumerate(kv)}
-        torch.testing.assert_close(drafter.model(ids[None], mine)[0], trained, **NEAR)
+        torch.testing.assert_close(drafter.model(ids[None], batch["kv"])[0], trained, **NEAR)
         for t in (5, 12):
             drafter.reset()
-            drafter.begin(view(ids, kv, last, 0, t))
+            drafter.begin(view(batch, 0, t))
             limits = [j // 5 * 5 if j < t else t for j in range(20)]
             expected = published_glide(w, config, ids, kv, limits)
-            for i in range(4):
-                row = drafter.expand(ids[t + i:t + i + 1], [i - 1])[0]
-                torch.testing.assert_close(row, expected[t + i], **NEAR)
+            rows = torch.cat([drafter.expand(ids[t + i:t + i + 1], [i - 1]) for i in range(4)])
+            assert rows.shape[1] == VOCAB and rows.isfinite().sum() == 4 * min(vocab, VOCAB), "ids that one of both does not know"
+            torch.testing.assert_close(rows[:, :vocab], expected[t:t + 4, :VOCAB], **NEAR)
+        if vocab < VOCAB:                                                   # an id that it does not know is any other
+            batch["ids"] = ids[None].index_fill(1, torch.tensor([3]), VOCAB - 1)
+            drafter.reset()
+            drafter.begin(view(batch, 0, 12))
+            assert drafter.expand(torch.tensor([VOCAB - 1]), [-1]).isfinite().sum() == vocab
         # The glimpse matters, and so does by what its queries turn
         other = published_glide(w, config, ids, [(k.roll(1, -1), v) for k, v in kv], limits)
         assert (other - expected)[12:].abs().max() > 0.01
     lossless(model, drafter)
-
 
 @pytest.mark.parametrize("name, heads, prefix", [("llama", 3, ""), ("qwen2", 5, "medusa_head."), ("mistral", 11, "")])
 def test_medusa(folders, tmp_path, name, heads, prefix):
@@ -271,17 +239,17 @@ def test_medusa(folders, tmp_path, name, heads, prefix):
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
     assert about["kind"] == "medusa" and about["config"]["heads"] == heads
     w, ids = {key.removeprefix(prefix): weight.double() for key, weight in weights.items()}, text(9)
-    kv, last, f = read_by(model, ids)
+    batch = batch_of(model, ids[None], {LAST})
+    f, found = batch["hidden"][LAST][0], []
     with torch.no_grad():
-        found = drafter.model(last)
-        for h in range(heads):
-            x = f + F.silu(F.linear(f, w[f"{h}.0.linear.weight"], w[f"{h}.0.linear.bias"]))
-            torch.testing.assert_close(found[h], x @ w[f"{h}.1.weight"].T, **EXACT)
-        drafter.begin(view(ids, kv, last, 0, 9))
+        for h, (head, x) in enumerate(zip(drafter.model.heads, drafter.model(f))):
+            z = f + F.silu(F.linear(f, w[f"{h}.0.linear.weight"], w[f"{h}.0.linear.bias"]))
+            found.append(z @ w[f"{h}.1.weight"].T)
+            torch.testing.assert_close(head(x), found[h], **EXACT)
+        drafter.begin(view(batch, 0, 9))
         for h in range(3):
             torch.testing.assert_close(drafter.expand(ids[:1], [h - 1])[0], found[h][8], **EXACT)
     lossless(model, drafter)
-
 
 # ---------------------------------------------------------------- files
 @pytest.mark.parametrize("files", [eagle_files, glide_files, medusa_files])
@@ -306,37 +274,11 @@ def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
     assert made[0] == made[1] == made[2]
     assert {weight.dtype for weight in load_file(tmp_path / "safe" / "out" / "model.safetensors").values()} == {torch.float16}
 
-
-def test_a_joint_configuration_is_read(folders, tmp_path):
-    weights, config = glide_files(prefix="small_model.")
-    source = written(tmp_path / "in", weights, {"small_cfg": config, "large_cfg": {"hidden_size": 7}})
-    _, about, _ = converted(source, folders["llama"], tmp_path / "out")
-    assert (about["config"]["theta"], about["config"]["eps"], about["config"]["glimpse_theta"]) == (700.0, 1e-3, 10000.0)
-
-
-def test_rows_of_shared_keys_are_repeated(folders, tmp_path):
-    """Two key heads: the file where each stands twice converts to the same weights."""
-    weights, config = glide_files(key_heads=2)
-    whole = dict(weights)
-    for name in ("k", "v"):
-        key = f"model.layers.0.self_attn.{name}_proj.weight"
-        first, second = weights[key].chunk(2)
-        whole[key] = torch.cat((first, first, second, second))
-    converted(written(tmp_path / "a", weights, config), folders["llama"], tmp_path / "out")
-    converted(written(tmp_path / "b", whole, config | {"num_key_value_heads": 4}), folders["llama"], tmp_path / "out2")
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (tmp_path / "out2" / "model.safetensors").read_bytes()
-
-
 def test_checkpoints_older_than_these_settings_load():
-    model = TARGETS["llama"]
-    old = {"vocab": VOCAB, "width": 16, "feed_forward": 32, "layers": 1, "heads": 2, "block": 5, "glimpse": True,
-           "target_heads": 4, "target_head_size": 8, "layers_read": [2]}
-    config = glide.Config(**old)
-    assert (config.eps, config.theta, config.glimpse_theta) == (1e-6, 10000.0, 0)
-    tables = glide.target_angles(model, 20, (2,))
-    assert torch.equal(glide.Glide(config, tables).target_cos, tables[0]), "queries turn by the target's own table"
-    assert edd.Config(12, 32, 1, kind="eagle").bias
-
+    old = glide.Config(VOCAB, 16, 32, 1, 2, 5, True, 4, 8, layers_read=[2])
+    assert (old.eps, old.theta, old.glimpse_theta, old.norm, old.loss) == (1e-6, 10000.0, 0, False, "ce") and edd.Config(12, 32, 1, kind="eagle").bias
+    tables = glide.target_angles(TARGETS["llama"], 20)
+    assert torch.equal(glide.Glide(old, tables).target_table, torch.stack(tables)), "queries turn by the target's own table"
 
 # ---------------------------------------------------------------- what does not fit
 class Code:
@@ -345,14 +287,8 @@ class Code:
     def __reduce__(self):
         return (print, ("code ran",))
 
-
-def without(key):
-    return lambda w, c: (w.pop(key), None)
-
-
 def changed(key, weight):
     return lambda w, c: w.update({key: weight})
-
 
 def setting(**settings):
     return lambda w, c: c.update(settings)
@@ -361,12 +297,9 @@ def setting(**settings):
 FC = torch.zeros(WIDTH, WIDTH)
 WRONG = {
     "a key too many": (eagle_files, changed("layers.0.input_layernorm.weight", torch.ones(WIDTH)), "no key layers.0.input_layernorm.weight"),
-    "a second layer": (eagle_files, changed("layers.1.mlp.up_proj.weight", torch.ones(48, WIDTH)), "no key layers.1.mlp.up_proj.weight"),
-    "a missing key": (eagle_files, without("layers.0.mlp.up_proj.weight"), "key layers.0.mlp.up_proj.weight, which is missing"),
-    "no bias": (eagle_files, without("fc.bias"), "key fc.bias, which is missing"),
+    "a missing key": (eagle_files, lambda w, c: w.pop("layers.0.mlp.up_proj.weight"), "key layers.0.mlp.up_proj.weight, which is missing"),
     "a shape": (eagle_files, changed("fc.weight", FC), r"fc.weight has shape (32, 32), and for this target it must be (32, 64)"),
     "theta": (eagle_files, setting(rope_theta=10000.0), "rope_theta is 10000.0, and must be 500.0 here"),
-    "no theta": (eagle_files, lambda w, c: c.pop("rope_theta"), "rope_theta is 10000.0, and must be 500.0 here"),
     "epsilon": (eagle_files, setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001"),
     "activation": (eagle_files, setting(hidden_act="gelu"), "hidden_act is gelu"),
     "heads": (eagle_files, setting(num_attention_heads=8, num_key_value_heads=4), "num_attention_heads is 8"),
@@ -377,31 +310,25 @@ WRONG = {
     "one row": (eagle_files, lambda w, c: w["embed_tokens.weight"][7].mul_(1.1), "1 of 40 rows of embed_tokens.weight"),
     "another width": (eagle_files, changed("embed_tokens.weight", torch.ones(VOCAB, 8)), "not of width 32"),
     "integers": (eagle_files, changed("fc.weight", FC.char()), "is torch.int8: take floating weights"),
-    "a key of GLIDE": (glide_files, changed("model.layers.0.cross_attn.k_proj.weight", FC), "no key model.layers.0.cross_attn.k_proj.weight"),
     "a bias": (glide_files, setting(attention_bias=True), "attention_bias is True, and must be False"),
     "GELU": (glide_files, setting(hidden_act="gelu"), "hidden_act is gelu, and must be silu"),
     "a scaled GLIDE": (glide_files, setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is {'rope_type': 'dynamic'"),
     "a larger target": (glide_files, setting(large_hidden_size=64), "large_hidden_size is 64, and must be 32"),
     "the target's heads": (glide_files, setting(large_num_attention_heads=2), "large_num_attention_heads is 2, and must be 4"),
     "heads that do not part": (glide_files, setting(num_attention_heads=5), "5 heads and 4 of keys do not part a width of 24"),
-    "no GLIDE head": (glide_files, without("lm_head.weight"), "key lm_head.weight, which is missing"),
-    "no embedding": (glide_files, without("model.embed_tokens.weight"), "model.embed_tokens.weight"),
+    "no embedding": (glide_files, lambda w, c: w.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
     "a word for a number": (glide_files, setting(num_attention_heads="many"), "in: "),
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
-    "no layer": (medusa_files, without("1.1.weight"), "key 1.1.weight, which is missing"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
     "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
-    "a whole MEDUSA-2": (medusa_files, changed("model.norm.weight", torch.ones(WIDTH)), "no key model.norm.weight"),
     "nothing known": (lambda name: ({"x.weight": FC}, {}), lambda w, c: None, "in no known layout (it has a key x.weight)"),
 }
-
 
 def check_refused(capsys, out, words, *argv):
     assert convert.main([*map(str, argv), "--out", str(out), "--device", "cpu"]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.startswith("convert.py: ") and said.err.count("\n") == 1 and "code ran" not in said.out
     assert not out.exists(), "nothing is left behind"
-
 
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_named_in_one_sentence(folders, tmp_path, capsys, case):
@@ -410,43 +337,33 @@ def test_what_does_not_fit_is_named_in_one_sentence(folders, tmp_path, capsys, c
     spoil(weights, config)
     check_refused(capsys, tmp_path / "out", words, written(tmp_path / "in", weights, config), "--target", folders["llama"])
 
-
-def test_an_eagle_of_another_kind_of_layer(folders, tmp_path, capsys):
-    """Qwen2's layers have biases: an EAGLE without them was made for another kind."""
-    weights, config = eagle_files("qwen2")
-    for name in "qkv":
-        del weights[f"layers.0.self_attn.{name}_proj.bias"]
-    words = "self_attn.q_proj.bias, which is missing"
-    check_refused(capsys, tmp_path / "out", words, written(tmp_path / "in", weights, config), "--target", folders["qwen2"])
-
-
-def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
+def test_files_that_cannot_be_read(folders, tmp_path, capsys):
     source, target = tmp_path / "in", ("--target", folders["llama"])
     weights, config = medusa_files()
-    check_refused(capsys, tmp_path / "out", "does not exist: give a folder, or OWNER/NAME", source, *target)
+
+    def refused(words, *target):
+        check_refused(capsys, tmp_path / "out", words, source, *target)
+    refused("does not exist: give a folder, or OWNER/NAME", *target)
     source.mkdir()
-    check_refused(capsys, tmp_path / "out", "holds no *.safetensors, *.bin or *.pt", source, *target)
-    torch.save({"0.0.linear.weight": Code()}, source / "medusa_lm_head.pt")
-    check_refused(capsys, tmp_path / "out", "medusa_lm_head.pt cannot be read, or holds more than weights", source, *target)
-    torch.save(["a list"], source / "medusa_lm_head.pt")
-    check_refused(capsys, tmp_path / "out", "medusa_lm_head.pt cannot be read, or holds more than weights", source, *target)
-    torch.save({"epoch": 3}, source / "medusa_lm_head.pt")
-    check_refused(capsys, tmp_path / "out", "epoch in", source, *target)
+    refused("holds no *.safetensors, *.bin or *.pt", *target)
+    more = "cannot be read, or holds more than weights"
+    for held, words in (({"0.0.linear.weight": Code()}, more), (["a list"], more), ({"epoch": 3}, "epoch in")):
+        torch.save(held, source / "medusa_lm_head.pt")
+        refused(words, *target)
     (source / "model.safetensors").write_bytes(b"half a file")
-    check_refused(capsys, tmp_path / "out", "model.safetensors cannot be read", source, *target)
+    refused("model.safetensors cannot be read", *target)
     written(source, weights, config)
     written(source, {"2.1.weight": weights["2.1.weight"]}, config, "more.safetensors")
-    check_refused(capsys, tmp_path / "out", "2.1.weight is in", source, *target)
+    refused("2.1.weight is in", *target)
     (source / "more.safetensors").unlink()
     for broken in ("{", "[1, 2]", "3"):
         (source / "config.json").write_text(broken)
-        check_refused(capsys, tmp_path / "out", "config.json is no JSON object", source, *target)
+        refused("config.json is no JSON object", *target)
     (source / "config.json").unlink()
-    check_refused(capsys, tmp_path / "out", "/no/such does not exist", source, "--target", "/no/such")
+    refused("/no/such does not exist", "--target", "/no/such")
     assert convert.main([str(source), *map(str, target), "--out", str(source), "--device", "cpu"]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
     converted(source, folders["llama"], tmp_path / "out")                       # MEDUSA's config.json says nothing that is needed
-
 
 def test_what_the_hub_does_not_give_is_one_sentence(folders, tmp_path, capsys, monkeypatch):
     asked = []
@@ -456,10 +373,9 @@ def test_what_the_hub_does_not_give_is_one_sentence(folders, tmp_path, capsys, m
         raise OSError("no\nnetwork")
     monkeypatch.setattr(convert, "snapshot_download", fails)
     for only_local, words in ((True, "(it cannot be reached)"), (False, "(OSError)")):
-        monkeypatch.setattr(train, "on_hub", lambda *args: only_local)          # noqa: B023
+        monkeypatch.setattr(load, "on_hub", lambda *args: only_local)           # noqa: B023
         check_refused(capsys, tmp_path / "out", f"o/n cannot be had from the hub {words}", "o/n", "--target", folders["llama"])
         assert asked.pop()["local_files_only"] == only_local and not asked, "asked once"
-
 
 def test_from_the_hub_safetensors_come_first(folders, tmp_path, monkeypatch):
     """Pickled files are only asked for where there are no others."""
@@ -470,10 +386,9 @@ def test_from_the_hub_safetensors_come_first(folders, tmp_path, monkeypatch):
         return str(source if "*.pt" in allow_patterns else tmp_path / "nothing")
     (tmp_path / "nothing").mkdir()
     monkeypatch.setattr(convert, "snapshot_download", downloaded)
-    monkeypatch.setattr(train, "on_hub", lambda *args: False)
+    monkeypatch.setattr(load, "on_hub", lambda *args: False)
     _, about, _ = converted("o/n", folders["llama"], tmp_path / "out")
     assert about["source"] == "o/n" and asked == [("*.json", "*.safetensors"), ("*.json", "*.bin", "*.pt")]
-
 
 # ---------------------------------------------------------------- a quantised target
 class Int8(nn.Module):
@@ -491,7 +406,6 @@ class Int8(nn.Module):
         weight = (self.weight * self.scale).to(self.dtype)
         return weight[x] if self.table else F.linear(x, weight, self.bias)
 
-
 def quantised(dtype, of_scales):
     model = tiny("qwen2", **SMALL).to(dtype)
     for module in list(model.modules()):
@@ -502,51 +416,44 @@ def quantised(dtype, of_scales):
     assert model.dtype == of_scales, "what a weight would say of activations is wrong"
     return model
 
+def draft_model_of(name, model):
+    if name == "glide":
+        config = parts.glide_config(model, 16, norm=True)
+        return parts.Glide.beside(model, config, 100), glide.Drafter
+    config = edd.Config.for_target(model, **{"hidden": 2, **edd.VARIANTS[name]})
+    draft_class, drafter_class = parts.KINDS[config.kind]
+    return draft_class(config, model), drafter_class
 
 @pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa", "glide"])
 def test_a_quantised_target_trains_and_decodes(name):
     """Weights are int8: types come from hidden states, and what learns starts at what the target says."""
-    model = quantised(torch.float64, torch.float32)
-    a = SimpleNamespace(init=None, hidden=2, width=16, layers=1, block=5, layer=None, length=24)
-    module, _ = train.make_drafter(name, model, a)
-    module.double()
-    hidden = {module.config.hidden} if hasattr(module.config, "hidden") else ()
-    batch = train.frozen_forward(model, torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(1)), hidden)
-    batch |= {"block": None, "random": np.random.default_rng(0)}
+    model, ids = quantised(torch.float64, torch.float32), torch.arange(VOCAB)
+    module, drafter_class = draft_model_of(name, model)
+    assert {p.dtype for p in module.parameters()} == {torch.float64}
+    batch = batch_of(model, text(24).view(2, 12), {2, LAST}) | {"block": None, "random": np.random.default_rng(0)}
     if name == "medusa":
-        with torch.no_grad():
-            torch.testing.assert_close(module(batch["hidden"][3])[0], batch["logits"], **NEAR)
-    if name == "edd":
-        ids = torch.arange(VOCAB)
-        torch.testing.assert_close(module.embed(ids), model.get_input_embeddings()(ids), **NEAR)
+        torch.testing.assert_close(module.heads[0](module(batch["hidden"][LAST])[0]), batch["logits"], **NEAR)
+    if name in ("edd", "glide"):
+        whole = module if name == "edd" else parts.Glide.beside(model, parts.glide_config(model), 9)
+        assert name == "edd" or whole.start_from(model) and not module.start_from(model)
+        torch.testing.assert_close(whole.embed(ids), model.get_input_embeddings()(ids), **NEAR)
     before = [p.detach().clone() for p in module.parameters()]
     learner = torch.optim.AdamW(module.parameters(), lr=1e-2)
     loss = module.loss(batch)
     loss.backward()
     learner.step()
     assert loss.isfinite() and all(not torch.equal(p, q) for p, q in zip(module.parameters(), before))
-    for p in module.parameters():
-        if p.ndim == 2:
-            nn.init.normal_(p, std=0.3)
-    drafter = (glide.Drafter if name == "glide" else edd.KINDS[module.config.kind][1])(module)
-    lossless(model, drafter)
-
+    lossless(model, drafter_class(weighty(lambda: module, 0)))
 
 def test_a_drafter_is_loaded_in_the_type_of_what_it_reads(tmp_path):
     """Half precision states of int8 weights, whose scales are single; what learns in single precision reads them, too."""
     model = quantised(torch.bfloat16, torch.float32)
-    batch = train.frozen_forward(model, text(12)[None], {2, 3}) | {"block": 5}
+    batch = batch_of(model, text(12)[None], {2, LAST})
     for name in ("edd", "eagle", "medusa", "glide"):
-        a = SimpleNamespace(init=None, hidden=2, width=16, layers=1, block=5, layer=None, length=24)
-        module, _ = train.make_drafter(name, model, a)
-        assert {p.dtype for p in module.parameters()} == {torch.float32} and module.loss(batch).isfinite()
-        train.save_drafter(tmp_path / name, module, {"kind": name})
-        drafter, _ = (glide if name == "glide" else edd).load(tmp_path / name, model)
+        module = draft_model_of(name, model)[0].float()
+        assert module.loss(batch).isfinite()
+        save(tmp_path / name, module, kind=name)
+        drafter, _ = parts.load(glide if name == "glide" else edd, tmp_path / name, model)
         assert {p.dtype for p in drafter.model.parameters()} == {torch.bfloat16} and drafter.device == torch.device("cpu")
-        out = verify.generate(verify.Target(model), drafter, cape.cape, [3, 1, 4], 9)
+        out = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 9)
         assert len(out.tokens) == 9
-
-
-def test_sizes_of_the_tests_are_the_tiny_targets():
-    """The layouts above are written for them."""
-    assert SIZES["hidden_size"] == WIDTH and SIZES["num_hidden_layers"] == 3 and SIZES["num_attention_heads"] == 4

@@ -3,21 +3,17 @@ import json
 
 import pytest
 
-import train
 from checkpoints import make
-
-import corpus  # checkpoints/make.py has put its folder on the path
+from data import corpus, read
 
 
 def dump(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
-
 CHILD = ("Once upon a time, a boy named {} had a red ball. {} liked the ball. He took it to the park and "
          "threw it up.\nA girl named Anna saw it. Anna said, \"Give me the ball, please!\" {} said, \"Here it "
          "is, Anna.\"\nThey played all day. Then they went home. They were good friends, number {}.")
-
 
 @pytest.fixture
 def made_up(tmp_path):
@@ -30,14 +26,13 @@ def made_up(tmp_path):
         flags += [f"--{flag}", str(dump(tmp_path / f"{flag}.jsonl", rows))]
     return flags
 
-
 def test_the_corpus_on_disk(made_up, tmp_path):
     """Both parts; the last fiftieth is held out, retellings with their stories; shares as in the table."""
     out = tmp_path / "corpus"
     assert make.main(["corpus", "--out", str(out), *made_up]) == 0
     for folder, name in ((out, "stories"), (tmp_path / "corpus-first", "sampled")):
         assert {p.stem for p in folder.iterdir()} == {name, "retell", "math"}
-        stories, retell, math = (train.read_rows(folder / f"{x}.jsonl") for x in (name, "retell", "math"))
+        stories, retell, math = (read.read_rows(folder / f"{x}.jsonl") for x in (name, "retell", "math"))
         assert [row["held_out"] for row in math] == [False] * 294 + [True] * 6
         assert math[7]["text"] == "Question: q7\nAnswer: 2 + 2 = 4"
         held = {row["text"] for row in stories if row["held_out"]}
@@ -53,14 +48,12 @@ def test_the_corpus_on_disk(made_up, tmp_path):
     for path in out.iterdir():
         assert path.read_bytes() == (again / path.name).read_bytes(), "the same draws again"
 
-
 def test_stories_that_are_left_out():
     whole = CHILD.format("Tom", "Tom", "Tom", 1)
     odd = whole.replace('"', "\u201c").replace("'", "\u2019").replace("\n", " \n\n ")
     assert corpus.story_text(whole) == corpus.story_text(odd) == whole
     for text in (whole[:-1], whole[:150] + ".", whole * 8, whole.replace("ball", "b\u00e4ll")):
         assert corpus.story_text(text) is None
-
 
 class First:
     """Draws that are always the first."""
@@ -70,7 +63,6 @@ class First:
 
     def choice(self, found):
         return found[0]
-
 
 def test_exchanges():
     """Names with pronouns, articles, capitals, plurals; None where it is not sure who is meant."""
@@ -92,7 +84,6 @@ def test_exchanges():
     assert not corpus.is_thing("He likes to train.", "train") and not corpus.is_thing("a bird bath, bird song", "bird")
     assert [corpus.plural(w) for w in ("box", "puppy", "toy", "mouse", "bench")] == [
         "boxes", "puppies", "toys", "mice", "benches"]
-
 
 def test_who_said_what():
     text = ('Here are Mia and Tom. Mia said, "Hello, Tom." Tom smiled and said, "Hi!" His mom said, "Come."\n'

@@ -1,23 +1,23 @@
 """Drawn chains are exact, end to end: the tokens that generate() writes follow the target, whatever drafted them.
 
-verify.generate makes the drafting and the accepting stream from `seed`, as it does for bench.py, and the builders are
-bench.py's own.  Targets and drafters are tables over three tokens, so that thousands of seeds take seconds.  Each new
-token is compared with the target's exact distribution after the two tokens before it, by Pearson's chi-square.
+verify.Sampled makes the drafting and the accepting stream from one seed.  Targets and drafters are tables over three tokens,
+so that thousands of seeds take seconds.  Each new token is compared with the target's exact distribution after the two tokens
+before it, by Pearson's chi-square.
 
-False alarms: each p-value is compared with ALARM.  There are 3 for each of 5 cases, and one of the first token, which
-all share: a change of seeds makes correct code fail once in 60 000 times.  Power: the control shares one stream between
-drafting and accepting, which was a bug once, and must be noticed with a p-value below ALARM in every block of SEEDS
-seeds (LONG=1 goes through 40 blocks).
+False alarms: each p-value is compared with ALARM.  There are 3 for each of 5 cases, and one of the first token, which all
+share: a change of seeds makes correct code fail once in 60 000 times.  Power: the control shares one stream between drafting
+and accepting, which was a bug once, and must be noticed with a p-value below ALARM in every block of SEEDS seeds.
 
     LONG=1 python -m pytest tests/test_drawn.py -s      # 60 000 seeds a case, some minutes; -s shows the statistics
 """
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import bench
+import cape
 import cascade
 import verify
 from maxgram import MaxGram
@@ -27,34 +27,21 @@ SEEDS = 1500
 BLOCKS = 40 if os.environ.get("LONG") else 1
 VOCAB, PROMPT, NEW = 3, [0, 1, 2, 0, 2, 1, 0, 1], 4
 
-
 def table(seed, *shape):
     """Random logits (*shape, VOCAB)."""
     return torch.randn(*shape, VOCAB, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
-
 # The target's logits after the last two tokens, (V, V, V), flat enough that every cell of a statistic fills.
 EXACT = table(1, VOCAB, VOCAB) / 2
 
-
-class Target:
-    """What generate() asks of a target.  Its logits follow from the last two tokens: EXACT (V, V, V)."""
-    device, capacity, vocab = torch.device("cpu"), 100, VOCAB
+class Target(verify.Target):
+    """A verify.Target of no model: its logits follow from the last two tokens, EXACT (V, V, V)."""
+    device, capacity, vocab, needs = torch.device("cpu"), 100, VOCAB, {}
 
     def __init__(self):
         self.cache = SimpleNamespace(length=0, reserve=lambda rows: None)
 
-    def prompt_rows(self, ids):
-        return len(ids)
-
-    def room(self, ids):
-        return self.capacity
-
-    def watch(self, needs):
-        self.ids, self.cache.length, self.shown = [], 0, 0
-
     def prefill(self, ids, drafter=None):
-        self.depth = torch.zeros(1, dtype=torch.long)
         self.commit(None, ids)
         return EXACT[ids[-2], ids[-1]]
 
@@ -63,18 +50,16 @@ class Target:
         return verify.View(torch.tensor(new), self.shown, {}, {})
 
     def forward(self, tokens, parents):
-        self.depth = torch.arange(len(tokens))
         before = torch.cat((torch.tensor(self.ids[-1:]), tokens[:-1]))                 # of a chain
         return EXACT[before, tokens]
 
-    def commit(self, path, ids, tokens=None):
+    def commit(self, path, ids):
         self.ids = self.ids + ids
         self.cache.length = len(self.ids)
 
-
 class Drafter:
-    """A drafter as GLIDE is, that knows the last token alone: table (V, V)."""
-    needs = {}
+    """A drafter as GLIDE is, that knows the last token alone; or a stage of a cascade: table (V, V)."""
+    needs, capacity, vocab = {}, 100, VOCAB
 
     def __init__(self, table):
         self.table = table
@@ -91,50 +76,35 @@ class Drafter:
     def expand(self, tokens, parents):
         return self.table[tokens]
 
-
-class Stage:
-    """A small model of a cascade, in the place of a verify.Target: table (V, V)."""
-    capacity, config = 100, SimpleNamespace(vocab_size=VOCAB, is_encoder_decoder=False)
-
-    def __init__(self, table):
-        self.table = table
-
-    def reset(self):
-        pass
-
-    def sync(self, ids, rows):
+    def sync(self, ids, rows, same):
         return self.table[ids[-rows:]]
 
+def cascade_of(seeds, K, lenience=1.0, gram=None):
+    return cascade.Cascade([Drafter(table(seed, VOCAB)) for seed in seeds], K, lenience, gram, VOCAB)
 
-def cascade_of(stages, K, lenience=1.0, gram=None):
-    return cascade.Cascade([Stage(table(seed, VOCAB)) for seed in stages], K, lenience, gram, vocab=VOCAB)
-
-
-# What drafts, and the call that names its tree on bench.py's command line
+DRAWN, CHAIN = partial(cape.drawn, gamma=2), partial(cascade.proposal, drawn=True)
 CASES = {
-    "glide": (lambda: Drafter(table(2, VOCAB)), "drawn(gamma=2)"),
-    "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), "drawn"),
-    "lenient cascade": (lambda: cascade_of([2, 3], [[2, 1], [0, 2]], 2.0), "drawn"),
-    "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), "drawn"),
-    "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), "drawn"),
+    "glide": (lambda: Drafter(table(2, VOCAB)), DRAWN),
+    "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
+    "lenient cascade": (lambda: cascade_of([2, 3], [[2, 1], [0, 2]], 2.0), CHAIN),
+    "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), CHAIN),
+    "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), CHAIN),
 }
 
+class Rule(verify.Sampled):
+    """Softmax in the place of transformers' processors, which take a quarter of the time here."""
+    def warp(self, logits):
+        return logits.softmax(-1)
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Stages are tables; softmax stands for transformers' processors, which take a quarter of the time here."""
-    monkeypatch.setattr(cascade, "Target", lambda stage, capacity, vocab: stage)
-    monkeypatch.setattr(verify, "warper", lambda temperature, top_k, top_p: lambda logits: logits.softmax(-1))
+def forget_noise():
     yield
     verify.keyed_noise.cache_clear()
 
-
 def decoded(case, seeds):
     """Decode with each seed -> how often each text came out, (V, V, V, V): of the NEW = 4 tokens in their order."""
-    make, tree = CASES[case]
+    make, build = CASES[case]
     drafter, target = make(), Target()
-    call = bench.read_call(tree, bench.TREES, "tree")
-    build = bench.builder(SimpleNamespace(drafters={case: drafter}), case, call)
     counts, drafted = torch.zeros([VOCAB] * NEW, dtype=torch.float64), 0
 
     def drawn(expand, root):
@@ -142,15 +112,14 @@ def decoded(case, seeds):
         assert tree.p_draft is not None or len(tree.tokens) == 1, "a chain that is not drawn"
         return tree
     for seed in seeds:
-        out = verify.generate(target, drafter, drawn, PROMPT, NEW, temperature=1.0, seed=seed)
+        out = verify.generate(target, drafter, drawn, PROMPT, NEW, Rule(seed=seed))
         counts[tuple(out.tokens)] += 1
-        drafted += NEW - 1 - len(out.runs)
+        drafted += NEW - 1 - len(out.rounds)
     assert drafted > len(seeds) / 10, "drafts are accepted, or there is nothing to test"
     return counts
 
-
 def chi_squares(counts):
-    """Pearson's statistic of each token, given the two before it -> [(statistic, degrees of freedom, p-value)]."""
+    """Pearson's statistic of each token, given the two before it -> the p-values (-s shows all)."""
     exact, found = EXACT.softmax(-1), []
     a, b = PROMPT[-2:]
     # What came before: the prompt's last two, its last and the first new one, the first two new ones, the next two
@@ -163,33 +132,20 @@ def chi_squares(counts):
         freedom = seen.numel() // VOCAB * (VOCAB - 1)
         # the upper tail of the chi-square distribution
         p_value = torch.special.gammaincc(torch.tensor(freedom / 2, dtype=torch.float64), x / 2)
-        found.append((x.item(), freedom, p_value.item()))
+        print(f"chi-square {x:.1f} on {freedom} (p {p_value:.2g})", end=", ")
+        found.append(p_value.item())
+    print(f"{counts.sum():.0f} seeds")
     return found
-
-
-def show(what, counts, found):
-    statistics = ", ".join(f"{x:.1f} on {freedom} (p {p:.2g})" for x, freedom, p in found)
-    print(f"\n{what}, {counts.sum():.0f} seeds: chi-square {statistics}", end="")
-
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_output_follows_the_target(case):
-    counts = decoded(case, range(BLOCKS * SEEDS))
-    found = chi_squares(counts)
-    show(case, counts, found)
-    assert min(p for _, _, p in found) > ALARM, found
-
+    assert min(chi_squares(decoded(case, range(BLOCKS * SEEDS)))) > ALARM
 
 @pytest.mark.parametrize("case", ["glide", "cascade"])
 def test_one_stream_for_drafting_and_accepting_is_noticed(case, monkeypatch):
     """The negative control: the same statistics, where the draws of drafts decide their acceptance, too."""
     own = verify.stream
     monkeypatch.setattr(verify, "stream", lambda seed, purpose, device="cpu":
-                        own(seed, "accept" if purpose == "draft" else purpose, device))
-    total = 0
+                        own(seed, str(purpose).replace("draft", "accept"), device))
     for block in range(BLOCKS):
-        counts = decoded(case, range(block * SEEDS, (block + 1) * SEEDS))
-        found = chi_squares(counts)
-        total = total + counts
-        assert min(p for _, _, p in found) < ALARM, f"block {block}: {found}"
-    show(f"one stream, {case}", total, chi_squares(total))
+        assert min(chi_squares(decoded(case, range(block * SEEDS, (block + 1) * SEEDS)))) < ALARM, f"block {block}"

@@ -9,35 +9,25 @@ import cascade
 SIGMAS = 4
 TRIALS = 100_000
 
-
 def near(samples, expected):
     """The mean of the samples is the expected one, up to 4 sigma of its own noise."""
     return abs(samples.mean() - expected) <= SIGMAS * samples.std() / len(samples) ** 0.5 + 1e-9
 
-
-def far(samples, expected):
-    return abs(samples.mean() - expected) > 2 * SIGMAS * samples.std() / len(samples) ** 0.5
-
-
-def round_tokens(rng, alpha, k, trials=TRIALS):
-    """One round: k coins each, the heads before the first tail, and the reviewer's own token -> (trials,)"""
-    heads = rng.random((trials, k)) < alpha
+def round_tokens(rng, alpha, k):
+    """One round: k coins each, the heads before the first tail, and the reviewer's own token -> (TRIALS,)"""
+    heads = rng.random((TRIALS, k)) < alpha
     return np.cumprod(heads, axis=1).sum(1) + 1
 
-
 def reviewed(rng, alpha, lengths):
-    """A review of drafts of these lengths, coin by coin -> tokens (trials,), the reviewer's own included."""
+    """A review of drafts of these lengths, coin by coin -> tokens (TRIALS,), the reviewer's own included."""
     heads = np.cumprod(rng.random((len(lengths), lengths.max())) < alpha, axis=1)
     return (heads * (np.arange(lengths.max()) < lengths[:, None])).sum(1) + 1
-
 
 def probabilities(alpha, k):
     """Equation 3: {tokens: probability}."""
     return {i + 1: alpha ** i * (1 - alpha) for i in range(k)} | {k + 1: alpha ** k}
 
-
 # ---- Theorem 4.1, Corollary 4.2
-
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
 def test_phi_is_the_generating_function_of_equation_3(alpha, k):
@@ -45,22 +35,15 @@ def test_phi_is_the_generating_function_of_equation_3(alpha, k):
     assert cascade.phi(1.0, alpha, k) == pytest.approx(1)
     # 1.25 with alpha 0.8: alpha x = 1, where the closed form divides by 0
     for x in (-0.7, 0.0, 0.4, 1.0, 1.25):
-        assert cascade.phi(x, alpha, k) == pytest.approx(sum(q * x ** j for j, q in p.items()), abs=1e-12)
-        if abs(alpha * x - 1) > 1e-9:                           # the closed form as Theorem 4.1 prints it
-            closed = 1 + (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
-            assert cascade.phi(x, alpha, k) == pytest.approx(closed)
+        true = sum(q * x ** j for j, q in p.items())
+        assert cascade.phi(x, alpha, k) == pytest.approx(true, abs=1e-12)
+        if abs(alpha * x - 1) > 1e-9:                           # the closed form as Theorem 4.1 prints it, not equation 6
+            series = (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
+            assert 1 + series == pytest.approx(true) and (x == 1 or x + series != pytest.approx(true, abs=0.1))
     h = 1e-5
     slope = (cascade.phi(1 + h, alpha, k) - cascade.phi(1 - h, alpha, k)) / (2 * h)
     assert slope == pytest.approx(sum(j * q for j, q in p.items()), rel=1e-6)
     assert cascade.ewif_speculative(alpha, 0.0, k) == pytest.approx(slope, rel=1e-6)
-
-
-def test_equation_6_is_misprinted():
-    alpha, k, x = 0.6, 3, 0.5
-    true = sum(q * x ** j for j, q in probabilities(alpha, k).items())
-    series = (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
-    assert 1 + series == pytest.approx(true) and x + series != pytest.approx(true, abs=0.1)
-
 
 @pytest.mark.parametrize("alpha, c, k", [(0.65, 0.01, 9), (0.8, 0.1, 4), (0.2, 0.3, 1), (0.9, 0.05, 15)])
 def test_corollary_4_2_is_what_a_simulation_gives(alpha, c, k):
@@ -69,28 +52,28 @@ def test_corollary_4_2_is_what_a_simulation_gives(alpha, c, k):
     assert near(0.7 ** tokens, cascade.phi(0.7, alpha, k))       # a generating function: E x^tokens
     closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))
     assert cascade.ewif_speculative(alpha, c, k) == pytest.approx(closed)
-
+    # Theorem 4.5 with one drafter is the same
+    assert cascade.ewif_horizontal([alpha] * k, [c] * k) == pytest.approx(closed)
 
 def test_plain_decoding_has_factor_one():
     assert cascade.ewif_speculative(0.5, 0.1, 0) == cascade.ewif_horizontal([], []) == 1
     assert cascade.ewif_vertical(0.5, 0.5, 0.1, 0.1, 0, 3) == 1
-
+    assert cascade.swi(37, [37], [1]) == 1
 
 # ---- Theorem 4.3, Corollary 4.4
-
 #            alpha, alpha', c1, c2, n, k
 VERTICAL = [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.9, 0.4, 0.05, 0.0, 4, 1), (0.5, 0.95, 0.2, 0.02, 1, 8),
             (0.95, 0.7, 0.02, 0.001, 5, 5), (1.0, 0.6, 0.1, 0.01, 3, 2), (0.8, 1.0, 0.1, 0.01, 2, 4),
             (0.8, 0.0, 0.1, 0.01, 3, 4), (1.0, 1.0, 0.1, 0.01, 3, 4)]
 
-
 @pytest.mark.parametrize("alpha, inner, c1, c2, n, k", VERTICAL)
 def test_theorem_4_3_is_what_a_simulation_gives(alpha, inner, c1, c2, n, k):
     rng = np.random.default_rng(2)
-    drafted = sum(round_tokens(rng, inner, k) for _ in range(n))
-    tokens, seconds = reviewed(rng, alpha, drafted), 1 + n * (c1 + k * c2)
+    tokens, seconds = reviewed(rng, alpha, sum(round_tokens(rng, inner, k) for _ in range(n))), 1 + n * (c1 + k * c2)
     value = cascade.ewif_vertical(alpha, inner, c1, c2, n, k)
     assert near(tokens / seconds, value)
+    runs = [TRIALS, n * TRIALS, n * k * TRIALS]                  # and SWI of a long run is its EWIF
+    assert cascade.swi(tokens.sum(), runs, [1, c1, c2]) == pytest.approx(value, rel=0.02)
     # summed over the draft's length: the n-fold convolution of equation 3, and Leviathan et al.'s expectation
     lengths = np.array([1.0])
     for _ in range(n):
@@ -101,50 +84,42 @@ def test_theorem_4_3_is_what_a_simulation_gives(alpha, inner, c1, c2, n, k):
         printed = (1 - alpha * cascade.phi(alpha, inner, k) ** n) / ((1 - alpha) * (1 + n * c1 + n * k * c2))
         assert value == pytest.approx(printed)
 
-
-def cascade_of_models(rng, p_target, p_d1, p_d2, n, k, trials=TRIALS):
-    """Theorem 4.3's process, real speculative sampling from three fixed distributions -> tokens (trials,)"""
+def cascade_of_models(rng, p_target, p_d1, p_d2, n, k):
+    """Theorem 4.3's process, real speculative sampling from three fixed distributions -> tokens (TRIALS,)"""
     rest = np.maximum(p_d1 - p_d2, 0)                           # what M_d1 draws from after a rejection
-    alive, accepted = np.ones(trials, bool), np.zeros(trials)
+    alive, accepted = np.ones(TRIALS, bool), np.zeros(TRIALS)
     for _ in range(n):
-        going = np.ones(trials, bool)
+        going = np.ones(TRIALS, bool)
         for i in range(k + 1):
-            x = rng.choice(len(p_d2), trials, p=p_d2)
-            keep = rng.random(trials) < p_d1[x] / p_d2[x]
-            x = np.where(keep, x, rng.choice(len(rest), trials, p=rest / rest.sum()))
+            x = rng.choice(len(p_d2), TRIALS, p=p_d2)
+            keep = rng.random(TRIALS) < p_d1[x] / p_d2[x]
+            x = np.where(keep, x, rng.choice(len(rest), TRIALS, p=rest / rest.sum()))
             if i == k:                                          # all k accepted: M_d1's own token
-                x = rng.choice(len(p_d1), trials, p=p_d1)
-            accept = rng.random(trials) < p_target[x] / p_d1[x]
+                x = rng.choice(len(p_d1), TRIALS, p=p_d1)
+            accept = rng.random(TRIALS) < p_target[x] / p_d1[x]
             # where the inner round is over there is no token to review
             alive &= accept | ~going
             accepted += going & alive
             going &= keep
     return accepted + 1
 
-
-def overlap(p, q):
-    return np.minimum(p, q).sum()
-
-
-def test_theorem_4_3_holds_for_models_whose_reviews_are_independent():
+def test_theorem_4_3_holds_where_reviews_are_independent_and_how_it_is_mended():
+    def overlap(p, q):
+        return np.minimum(p, q).sum()
     u1, u2, v1, vt = np.array([[0.7, 0.3], [0.4, 0.6], [0.2, 0.8], [0.5, 0.5]])
     p_d2, p_d1, p_target = np.outer(u2, v1).ravel(), np.outer(u1, v1).ravel(), np.outer(u1, vt).ravel()
     tokens = cascade_of_models(np.random.default_rng(3), p_target, p_d1, p_d2, n=3, k=2)
-    value = cascade.ewif_vertical(overlap(p_target, p_d1), overlap(p_d1, p_d2), 0.0, 0.0, 3, 2)
-    assert near(tokens, value)
-
-
-@pytest.mark.parametrize("p_target", [[0.9, 0.1], [0.1, 0.9]])
-def test_theorem_4_3_where_the_reviews_depend_on_each_other_and_how_it_is_mended(p_target):
-    # M_t likes what M_d2 likes, or dislikes it
-    p_d1, p_d2, p_target = np.array([0.5, 0.5]), np.array([0.9, 0.1]), np.array(p_target)
-    alpha, inner = overlap(p_target, p_d1), overlap(p_d1, p_d2)
-    both = (np.minimum(p_d1, p_d2) * np.minimum(1, p_target / p_d1)).sum()
-    tokens = cascade_of_models(np.random.default_rng(4), p_target, p_d1, p_d2, n=2, k=4)
-    theorem = cascade.ewif_vertical(alpha, inner, 0.0, 0.0, 2, 4)
-    assert far(tokens, theorem) and (theorem < tokens.mean()) == (both > alpha * inner)
-    assert near(tokens, cascade.ewif_vertical(alpha, both / alpha, 0.0, 0.0, 2, 4))
-
+    assert near(tokens, cascade.ewif_vertical(overlap(p_target, p_d1), overlap(p_d1, p_d2), 0.0, 0.0, 3, 2))
+    # M_t likes what M_d2 likes, or dislikes it: the reviews depend on each other
+    for p_target in ([0.9, 0.1], [0.1, 0.9]):
+        p_d1, p_d2, p_target = np.array([0.5, 0.5]), np.array([0.9, 0.1]), np.array(p_target)
+        alpha, inner = overlap(p_target, p_d1), overlap(p_d1, p_d2)
+        both = (np.minimum(p_d1, p_d2) * np.minimum(1, p_target / p_d1)).sum()
+        tokens = cascade_of_models(np.random.default_rng(4), p_target, p_d1, p_d2, n=2, k=4)
+        theorem = cascade.ewif_vertical(alpha, inner, 0.0, 0.0, 2, 4)
+        far = abs(tokens.mean() - theorem) > 2 * SIGMAS * tokens.std() / TRIALS ** 0.5
+        assert far and (theorem < tokens.mean()) == (both > alpha * inner)
+        assert near(tokens, cascade.ewif_vertical(alpha, both / alpha, 0.0, 0.0, 2, 4))
 
 @pytest.mark.parametrize("inner", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("alpha", [0.05, 0.4, 0.8, 0.99])
@@ -160,43 +135,32 @@ def test_corollary_4_4(alpha, inner):
         assert cascade.ewif_vertical(alpha, inner, c1, 0.99 * limit, n, k) > alone
         assert cascade.ewif_vertical(alpha, inner, c1, 1.01 * limit, n, k) < alone
 
-
 def test_corollary_4_4_needs_its_conditions():
-    for alpha, inner, k in [(1.0, 0.5, 3), (0.6, 0.0, 3), (0.6, 0.5, 0)]:
+    for alpha, inner, k in [(1.0, 0.5, 3), (0.6, 0.0, 3), (0.6, 0.5, 0), (0.0, 0.5, 3)]:
         assert cascade.phi(alpha, inner, k) == pytest.approx(alpha)                      # not <
     alone = cascade.ewif_speculative(0.6, 0.1, 4)
     assert cascade.ewif_vertical(0.6, 0.0, 0.1, 0.0, 4, 3) == pytest.approx(alone)
     assert cascade.ewif_vertical(0.6, 0.5, 0.1, 0.0, 4, 0) == pytest.approx(alone)
-    assert cascade.phi(0.0, 0.5, 3) == pytest.approx(0)
     # phi(1) = 1, and yet longer drafts
     assert cascade.ewif_vertical(1.0, 0.5, 0.1, 0.0, 4, 3) > cascade.ewif_speculative(1.0, 0.1, 4)
 
-
 # ---- Theorem 4.5, Corollary 4.6, Table 1
-
 SMALL, BASE, XXL = 77, 248, 11300                               # million parameters
 TABLE_1 = [  # alpha of SMALL, of BASE (Leviathan et al.), tokens by BASE, then by SMALL, EWIF
     (0.65, 0.73, 0, 9, 2.65), (0.65, 0.73, 8, 0, 2.96), (0.65, 0.73, 5, 3, 3.03),
     (0.75, 0.80, 0, 12, 3.61), (0.75, 0.80, 11, 0, 3.75), (0.75, 0.80, 5, 8, 3.93)]
 
-
 def table_1(small, base, k_base, k_small):
     costs = [BASE / XXL] * k_base + [SMALL / XXL] * k_small
     return cascade.ewif_horizontal([base] * k_base + [small] * k_small, costs)
 
-
 @pytest.mark.parametrize("small, base, k_base, k_small, printed", TABLE_1)
 def test_table_1(small, base, k_base, k_small, printed):
-    value = table_1(small, base, k_base, k_small)
-    assert abs(value - printed) < 0.01
-    if not k_base or not k_small:
-        alpha, c, k = (base, BASE / XXL, k_base) if k_base else (small, SMALL / XXL, k_small)
-        assert value == pytest.approx(cascade.ewif_speculative(alpha, c, k))
+    assert abs(table_1(small, base, k_base, k_small) - printed) < 0.01
     every = product(range(20) if k_base else [0], range(20) if k_small else [0])
     best = max(every, key=lambda ks: table_1(small, base, *ks))
     # the third row's are not the best
     assert best == ((5, 5) if (k_base, k_small, small) == (5, 3, 0.65) else (k_base, k_small))
-
 
 @pytest.mark.parametrize("a1, c1, k1, a2, c2, k2", [
     (0.8, 0.1, 3, 0.5, 0.01, 4), (0.95, 0.2, 1, 0.9, 0.0, 10), (0.6, 0.05, 5, 0.7, 0.02, 2)])
@@ -207,13 +171,6 @@ def test_theorem_4_5_is_what_a_simulation_gives(a1, c1, k1, a2, c2, k2):
     accepted = first + np.where(first == k1, second, 0)
     value = cascade.ewif_horizontal([a1] * k1 + [a2] * k2, [c1] * k1 + [c2] * k2)
     assert near((accepted + 1) / (1 + k1 * c1 + k2 * c2), value)
-
-
-def test_horizontal_with_one_drafter_is_corollary_4_2():
-    for alpha, c, k in product((0.0, 0.3, 0.9, 1.0), (0.0, 0.1), (0, 1, 5)):
-        alone = cascade.ewif_speculative(alpha, c, k)
-        assert cascade.ewif_horizontal([alpha] * k, [c] * k) == pytest.approx(alone)
-
 
 @pytest.mark.parametrize("k", [1, 2, 6])
 def test_corollary_4_6_is_the_derivative(k):
@@ -226,41 +183,23 @@ def test_corollary_4_6_is_the_derivative(k):
         slope = (cascade.ewif_horizontal(up, costs) - cascade.ewif_horizontal(down, costs)) / (2 * h)
         assert cascade.d_ewif_horizontal(l, alphas, costs) == pytest.approx(slope, rel=1e-7)
     # the two cases that the corollary writes out
-    seconds = 1 + sum(costs)
-    first = sum(np.prod(alphas[1:i]) for i in range(1, k + 1)) / seconds
+    first = sum(np.prod(alphas[1:i]) for i in range(1, k + 1)) / (1 + sum(costs))
     assert cascade.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first)
-    assert cascade.d_ewif_horizontal(k, alphas, costs) == pytest.approx(np.prod(alphas[:-1]) / seconds)
+    assert cascade.d_ewif_horizontal(k, alphas, costs) == pytest.approx(np.prod(alphas[:-1]) / (1 + sum(costs)))
     alphas[0] = 0.0                                              # nothing is divided by alpha_l
     assert cascade.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first)
-
-
-def test_with_one_drafter_earlier_tokens_matter_more():
+    # With one drafter earlier tokens matter more.
     worth = [cascade.d_ewif_horizontal(l, [0.7] * 8, [0.1] * 8) for l in range(1, 9)]
     assert worth == sorted(worth, reverse=True) and worth[0] > worth[-1]
 
-
-# ---- SWI
-
 def test_swi_by_hand():
-    # 100 tokens by 20 runs of the target, 60 of a drafter at 1/10 and 200 of one at 1/100 of its cost
+    # 100 tokens by 20 runs of the target, 60 of a drafter at 1/10 and 200 of one at 1/100 of its cost, or at none
     assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
-    # a statistical drafter costs nothing
     assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0]) == pytest.approx(100 / 26)
-    assert cascade.swi(37, [37], [1]) == 1                                               # plain decoding
-
-
-def test_swi_of_a_long_simulated_run_is_its_ewif():
-    alpha, inner, c1, c2, n, k = VERTICAL[0]
-    rng = np.random.default_rng(6)
-    tokens = reviewed(rng, alpha, sum(round_tokens(rng, inner, k) for _ in range(n)))
-    value = cascade.swi(tokens.sum(), [TRIALS, n * TRIALS, n * k * TRIALS], [1, c1, c2])
-    assert value == pytest.approx(cascade.ewif_vertical(alpha, inner, c1, c2, n, k), rel=0.01)
-
 
 @pytest.mark.parametrize("call", [
     lambda: cascade.phi(0.5, 1.2, 3), lambda: cascade.ewif_speculative(0.5, 0.1, -1),
-    lambda: cascade.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1),
-    lambda: cascade.ewif_vertical(-0.1, 0.5, 0.1, 0.1, 1, 1),
+    lambda: cascade.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1), lambda: cascade.ewif_vertical(-0.1, 0.5, 0.1, 0.1, 1, 1),
     lambda: cascade.ewif_vertical(0.5, 0.5, 0.1, 0.1, 1, -1), lambda: cascade.ewif_horizontal([0.5], []),
     lambda: cascade.d_ewif_horizontal(0, [0.5], [0.1]), lambda: cascade.d_ewif_horizontal(2, [0.5], [0.1]),
     lambda: cascade.swi(10, [5, 5], [1]), lambda: cascade.swi(10, [5, 5], [0.1, 1])])

@@ -1,4 +1,4 @@
-"""The papers' tables by name: what tables.json says can be run, runs, and is shown beside the paper's values."""
+"""The papers' tables by name: what tables.json says can be run, runs, and is shown; verdicts are paired tests."""
 import json
 import re
 import shlex
@@ -9,127 +9,93 @@ import pytest
 from conftest import ROOT
 
 import bench
-import train
+from runtime import drafters, load
 
 sys.path.insert(0, str(ROOT / "figures"))
 
-import claims  # noqa: E402
+import compare  # noqa: E402
 import paper  # noqa: E402
-import results  # noqa: E402
-import tabular  # noqa: E402
+import probe  # noqa: E402
 
-SPECS = results.tables(paper.RESULTS)["tables"]
-CLAIMS = json.loads((paper.RESULTS / "claims.json").read_text(encoding="utf-8"))
+RESULTS = paper.DOCS / "results"
+SPECS = compare.read_specs(RESULTS, "tables.json")["tables"]
+CLAIMS = compare.read_specs(RESULTS, "claims.json")
 TINY = ["--limit", "1", "--max-new-tokens", "8", "--device", "cpu", "--threads", "1"]
 
 
 def arms_of(spec):
     """The names of all rows that a table's commands make."""
     names = {"plain", "plain, two queries", "generate()"}
-    cascades = {"cascade": bench.load_cascade}
-    for run in tabular.commands_of(spec):
+    for run in compare.commands_of(spec):
         script, arguments = paper.arguments_of(run["command"], [])
-        a = bench.parser().parse_args(arguments)
-        trees = [bench.read_call(text, bench.TREES, "tree").label for text in a.tree]
-        if script == "figures/ewif.py":
-            trees = ["chain"]
-            names |= {row["drafter"] for row in paper.ewif.table_1()}
+        a = bench.parser().parse_known_args(arguments)[0]
+        cascades = {"cascade": load.load_cascade, "maxgram": load.load_cascade}
         labels = [bench.read_call(text, cascades, "").label if "(" in text else text for text in a.drafter]
-        if script in ("figures/calibration.py", "figures/acceptance.py"):
+        trees = [bench.read_call(text, bench.TREES, "tree").label for text in a.tree]
+        if script == "figures/probe.py" and arguments[0] in ("calibration", "positions"):
             names |= set(labels)
             continue
-        if script == "figures/repeated.py":
-            arms = ["plain", *(f"{drafter} × {tree}" for drafter, tree in product(labels, trees))]
-            names |= {f"{arm}, {copies} copies" for arm in arms for copies in paper.repeated.COPIES}
-            continue
+        if script == "figures/probe.py" and arguments[0] == "ewif":
+            trees = ["chain"]
+            names |= {row["drafter"] for row in probe.table_1()}
         for drafter, tree in product(labels, trees):
-            names.add(tabular.name_of({"drafter": drafter, "tree": tree, "label": run.get("label")}))
+            name = compare.name_of({"drafter": drafter, "tree": tree})
+            if name in spec.get("arms", [name]):
+                names.add(compare.name_of({"drafter": drafter, "tree": tree, "label": run.get("label")}))
     return names
 
 
-# ---------------------------------------------------------------- what is committed
-def test_names_are_unique_and_say_what_they_are():
-    names = [spec["name"] for spec in SPECS]
-    assert len(set(names)) == len(names) and not {"all", "list"} & {*names}
-    assert all(re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main", name) for name in names)
-
-
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
-def test_a_table_can_be_run_as_far_as_its_words_say(spec):
-    known = {name for name, *_ in train.FLAGS} | {"data", "resume"}
-    for run in tabular.commands_of(spec):
-        script, arguments = paper.arguments_of(run["command"], [])
-        assert script in paper.SCRIPTS
-        a = bench.parser().parse_args(arguments)
-        for text in a.tree:
-            tree = bench.read_call(text, bench.TREES, "tree")
-            tree.function.bounds(**tree.settings)
-    for command in spec.get("needs", {}).values():
-        python, script, *words = shlex.split(command)
-        assert (python, script) == ("python", "train.py")
-        what = words[:next(i for i, word in enumerate(words) if word.startswith("--"))]
-        assert what and {*what} <= {*train.DRAFTERS}
-        assert {word[2:] for word in words if word.startswith("--")} <= known
-    for name in spec.get("columns", tabular.DEFAULT):
-        heading, cell = tabular.column(name)
-        assert heading and callable(cell)
-
-
-@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
-def test_the_paper_s_values_stand_beside_rows_that_the_commands_make(spec):
+def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
+    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration", spec["name"]) and spec["minutes"] > 0
     there = arms_of(spec)
-    headings = {tabular.column(name)[0] for name in spec.get("columns", tabular.DEFAULT)}
+    for run in compare.commands_of(spec):
+        script, arguments = paper.arguments_of(run["command"], [])
+        assert script == "bench.py" or script == "figures/probe.py" and arguments[0] in probe.MEASUREMENTS
+        a = bench.parser().parse_args(arguments[script != "bench.py":])
+        for text in a.tree:
+            bench.check_tree(bench.read_call(text, bench.TREES, "tree"), a)
+    labels = {run.get("label") for run in compare.commands_of(spec)}
+    for command, made in spec.get("needs", {}).items():
+        python, script, *words = shlex.split(command)
+        what = words[:next(i for i, word in enumerate(words) if word.startswith("--"))]
+        assert (python, script) == ("python", "train.py") and what and all(map(drafters.named, what))
+        assert all(name in labels or any(name in arm for arm in there) for name in made)
+    assert {*spec.get("arms", [])} <= there
+    headings = set(compare.headings_of(spec.get("columns", compare.DEFAULT)))
     for row in spec.get("paper", {"rows": []})["rows"]:
         assert row["arm"] is None or row["arm"] in there
         assert row.keys() - {"arm", "as"} <= headings and row["as"]
-    for comparison in spec.get("paired", []):
-        assert {comparison["arm"], comparison["against"]} <= there
-    assert {*spec.get("arms", [])} <= there
-    labels = {run.get("label") for run in tabular.commands_of(spec)}
-    assert all(name in labels or any(name in arm for arm in there) for name in spec.get("needs", {}))
-
-
-def test_tables_that_share_a_file_share_its_commands():
-    commands = {}
-    for spec in SPECS:
-        own = [run["command"] for run in tabular.commands_of(spec)]
-        assert commands.setdefault(spec["file"], own) == own
-
-
-def sides(claim):
-    """(file, arm) of all rows that a claim compares."""
-    for spec in claim.get("holds", []):
-        for given in (spec.get("more"), spec.get("than")):
-            if isinstance(given, list):
-                yield given[0], given[1]
-        if "paired" in spec:
-            file, *arms, _ = spec["paired"]
-            yield from ((file, arm) for arm in arms)
 
 
 def test_claims_compare_rows_that_a_table_makes():
-    there = {}
-    for spec in SPECS:
-        there.setdefault(spec["file"], set()).update(arms_of(spec))
+    there = {spec["file"]: arms_of(spec) for spec in SPECS}
     for claim in CLAIMS:
-        for file, arm in sides(claim):
-            assert arm in there[file], f"{claim['claim']}: {file} will have no row of {arm}"
         assert claim.get("holds") or claim.get("cannot"), claim["claim"]
+        for spec in claim.get("holds", []):
+            sides = spec["than"] if isinstance(spec.get("than"), list) else [spec.get("than")]
+            for side in [spec.get("more"), *sides]:
+                arm = side["arm"] if isinstance(side, dict) else side
+                assert not isinstance(arm, str) or arm in there[spec["in"]], f"{spec['in']} will have no row of {arm}"
+    assert 20 <= sum(claim.get("main", False) for claim in CLAIMS) <= 30
+    assert sorted(claim["finding"] for claim in CLAIMS if "finding" in claim) == list(range(1, 11))
 
 
-# ---------------------------------------------------------------- the command
-def test_list_names_every_table_and_what_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)                          # where no work/ is
-    assert paper.main(["list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [spec["name"] for spec in SPECS]
-    line = next(line for line in lines if line.startswith("glide-figure-9 "))
-    assert "not shipped: width 128, width 256, width 64" in line
+def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_reported():
+    for key in ("name", "file"):
+        assert len({spec[key] for spec in SPECS}) == len(SPECS)
+    files = {path.name for path in RESULTS.glob("*.jsonl")}
+    assert files <= {spec["file"] for spec in SPECS} and {*paper.measured(RESULTS)} == files
+    read = [list(bench.read.read_rows(path)) for path in (ROOT / "figures" / "tuning.jsonl", bench.PROMPTS)]
+    tuning, reported = ([row.get("prompt") or row["question"] for row in rows] for rows in read)
+    assert len(tuning) == 12 and not {*tuning} & {*reported}
 
 
 @pytest.mark.parametrize("argv, words", [
-    ([], "name tables"), (["glide-table-9"], "no table called 'glide-table-9': choose among main glide-table-1"),
+    ([], "required: names"), (["glide-table-9"], "no table called 'glide-table-9': choose among cascade-k papers main"),
     (["main", "--limt", "3"], "--limt"), (["main", "--json", "x"], "say --out FOLDER"),
+    (["main", "--out", str(RESULTS)], "docs/ is written by `paper.py write` alone"),
+    (["write", "--rows", "/no/such"], "holds no measured tables"),
 ])
 def test_mistakes_are_one_sentence(argv, words, capsys):
     assert paper.main(argv) == 2
@@ -137,140 +103,27 @@ def test_mistakes_are_one_sentence(argv, words, capsys):
     assert err.startswith("figures/paper.py: ") and err.count("\n") == 1 and words in err
 
 
-def test_names_come_first_then_flags():
-    assert paper.names_and_flags(["a", "b", "--limit", "4"]) == (["a", "b"], ["--limit", "4"])
-    assert paper.names_and_flags(["all"]) == (["all"], [])
-    first, second = SPECS[:2]
-    assert paper.chosen(SPECS, ["all"]) == SPECS
-    assert paper.chosen(SPECS, [second["name"], first["name"], second["name"]]) == [second, first]
-
-
 def test_flags_given_here_win():
     command = 'python bench.py --checkpoint work/a --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
     script, arguments = paper.arguments_of(command, ["--limit", "4"])
     a = bench.parser().parse_args(arguments)
-    assert script == "bench.py" and a.limit == 4
-    assert a.checkpoint == "work/a" and a.drafter == ["cascade(base, k=5)", "glide"]
-    _, arguments = paper.arguments_of(command, ["--checkpoint", "mine"])
-    assert bench.parser().parse_args(arguments).checkpoint == "mine/a"
-    _, arguments = paper.arguments_of("python bench.py --tree cape", ["--checkpoint", "mine"])
-    assert bench.parser().parse_args(arguments).checkpoint == "mine"
+    assert (script, a.limit, a.checkpoint, a.drafter) == ("bench.py", 4, "work/a", ["cascade(base, k=5)", "glide"])
+    for given, checkpoint in ((command, "mine/a"), ("python bench.py --tree cape", "mine")):
+        _, arguments = paper.arguments_of(given, ["--checkpoint", "mine"])
+        assert bench.parser().parse_args(arguments).checkpoint == checkpoint
 
 
 def test_what_is_not_there_is_left_out_with_one_sentence():
-    needs = {"bush": "python train.py bush", "tree": "python train.py bush"}
+    spec = {"needs": {"python train.py bush": ["bush", "tree"], "python train.py glide": ["layer 3"]}}
     words = ["--drafter", "glide", "bush", "tree", "maxgram", "cascade(base, maxgram)", "cascade(twig, k=2)"]
-    spec = {"needs": needs}
     arguments, sentences = paper.shipped(words, spec, None)
     assert bench.parser().parse_args(arguments).drafter == ["glide", "maxgram", "cascade(base, maxgram)"]
     assert len(sentences) == 2 and "does not hold bush tree: `python train.py bush`" in sentences[0]
     assert sentences[1].endswith("does not hold cascade(twig, k=2)")
-    assert paper.shipped(["--drafter", "bush"], spec, None)[0] is None
-    assert paper.shipped(words, {**spec, "arms": ["glide × chain"]}, None) == (arguments, [])
-    _, (sentence,) = paper.shipped(["--drafter", "bush"], {"needs": {"layer 3": "python train.py glide"}}, "layer 3")
-    assert "`python train.py glide` makes what is missing" in sentence
+    arguments, (sentence,) = paper.shipped(["--drafter", "bush"], spec, "layer 3")
+    assert arguments is None and "`python train.py glide` makes what is missing" in sentence
     arguments, (sentence,) = paper.shipped(["--prompts", "/no/such.jsonl"], {}, None)
     assert arguments is None and "/no/such.jsonl are not here" in sentence
-
-
-def test_a_preset_end_to_end(tmp_path, monkeypatch, capsys):
-    """GLIDE's Table 2: the drafter of the first stage is not shipped, the other one is measured."""
-    monkeypatch.chdir(tmp_path)
-    tmp_path = tmp_path / "out"
-    assert paper.main(["glide-table-2", *TINY, "--out", str(tmp_path)]) == 0
-    out, err = capsys.readouterr()
-    (file,) = tmp_path.iterdir()
-    rows = results.read_rows(file)
-    assert file.name == "glide-table-2.jsonl" and rows[0]["drafter"] == "plain" and rows[-1]["drafter"] == "glide"
-    assert rows[-1]["label"] == "both stages" and rows[-1]["prompts"] == 1 and "label" not in rows[0]
-    assert rows[-1]["tokens_trained"] > 0 and rows[-1]["loss"] == "ce" and 0 < rows[-1]["held_out_alpha"] < 1
-    assert err.count("glide-table-2: work/first does not hold glide: `python train.py glide ") == 1
-    assert "### Table 2: before and after the target's own text" in out
-    alpha = f"{rows[-1]['alpha']:.3f}"
-    assert f"| glide × chain, both stages | w Dist. | 0.650 | {alpha} |" in out
-    assert "| glide × chain, first stage | w/o Dist. | 0.648 | – |" in out
-    assert "- Not shipped: first stage: `python train.py glide" in out
-
-
-class Script:
-    """Stands for bench.py: notes its arguments, writes a row of each drafter, or ends as it is told."""
-
-    def __init__(self, statuses=()):
-        self.calls, self.statuses = [], list(statuses)
-
-    def main(self, argv):
-        self.calls.append(argv)
-        status = self.statuses.pop(0) if self.statuses else 0
-        a = bench.parser().parse_args(argv)
-        rows = [{"drafter": "plain", "tree": None}]
-        rows += [{"drafter": name, "tree": tree} for name in a.drafter for tree in a.tree]
-        if status == 0:
-            bench.write_json(a.json, rows)
-        return status
-
-
-def made_up(monkeypatch, tables, statuses=()):
-    script = Script(statuses)
-    monkeypatch.setattr(paper, "tables", lambda folder: {"tables": tables})
-    monkeypatch.setattr(paper, "SCRIPTS", {"bench.py": script})
-    return script
-
-
-def spec_of(name, file, *commands):
-    runs = [{"command": command, "label": label} for command, label in commands]
-    return {"name": name, "title": name, "file": file, "runs": runs, "columns": ["arm"]}
-
-
-CHAIN, CAPE = "python bench.py --drafter glide --tree chain", "python bench.py --drafter maxgram --tree cape"
-
-
-def test_runs_of_a_table_become_one_file_and_a_command_runs_once(tmp_path, monkeypatch, capsys):
-    tables = [spec_of("a", "a.jsonl", (CHAIN, None), (CAPE, "more")), spec_of("b", "b.jsonl", (CAPE, None))]
-    script = made_up(monkeypatch, tables)
-    assert paper.main(["all", "--limit", "3", "--out", str(tmp_path)]) == 0
-    assert len(script.calls) == 2 and all("--limit" in call for call in script.calls)
-    names = [tabular.name_of(row) for row in results.read_rows(tmp_path / "a.jsonl")]
-    assert names == ["plain", "glide × chain", "maxgram × cape, more"], "baselines of the first run alone"
-    names = [tabular.name_of(row) for row in results.read_rows(tmp_path / "b.jsonl")]
-    assert names == ["plain", "maxgram × cape"]
-    assert "### a" in capsys.readouterr().out
-
-
-def test_an_interruption_loses_only_the_table_under_way(tmp_path, monkeypatch, capsys):
-    tables = [spec_of("a", "a.jsonl", (CHAIN, None)), spec_of("b", "b.jsonl", (CAPE, None)),
-              spec_of("c", "c.jsonl", (CHAIN + " cape", None))]
-    script = made_up(monkeypatch, tables, [0, 130])
-    assert paper.main(["all", "--out", str(tmp_path)]) == 130
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"] and len(script.calls) == 2
-    assert "b is lost" in capsys.readouterr().err
-
-
-def test_a_command_that_refuses_does_not_stop_the_others(tmp_path, monkeypatch):
-    tables = [spec_of("a", "a.jsonl", (CHAIN, None), (CAPE, None)), spec_of("b", "b.jsonl", (CHAIN + " cape", None))]
-    made_up(monkeypatch, tables, [2, 0, 0])
-    assert paper.main(["all", "--out", str(tmp_path)]) == 2
-    assert [tabular.name_of(row) for row in results.read_rows(tmp_path / "a.jsonl")] == ["plain", "maxgram × cape"]
-    assert (tmp_path / "b.jsonl").exists()
-
-
-def test_committed_rows_say_when_and_how_they_were_measured(tmp_path, monkeypatch, capsys):
-    """Where rows go to docs/results/, all tables of the file get the date, and flags beyond the command's."""
-    tables = [{**spec_of("a", "a.jsonl", (CHAIN, None)), "measured": "then"}, spec_of("b", "a.jsonl", (CHAIN, None)),
-              {**spec_of("c", "c.jsonl", (CAPE, None)), "measured": "then"}]
-    (tmp_path / "tables.json").write_text(json.dumps({"machines": {"cpu": "ä"}, "tables": tables}), encoding="utf-8")
-    monkeypatch.setattr(paper, "RESULTS", tmp_path)
-    monkeypatch.setattr(paper, "SCRIPTS", {"bench.py": Script()})
-    monkeypatch.setattr(paper.time, "strftime", lambda form: "2030-01-02")
-    assert paper.main(["b", "--limit", "3", "--out", str(tmp_path)]) == 0
-    said = results.tables(tmp_path)
-    measured = [spec.get("measured") for spec in said["tables"]]
-    assert measured == ["2030-01-02, with --limit 3", "2030-01-02, with --limit 3", "then"]
-    assert said["machines"] == {"cpu": "ä"} and "now python figures/results.py" in capsys.readouterr().out
-
-
-def test_the_stamp_changes_nothing_else():
-    text = (paper.RESULTS / "tables.json").read_text(encoding="utf-8")
-    assert json.dumps(json.loads(text), indent=1, ensure_ascii=False) + "\n" == text
 
 
 def test_training_is_summed_over_its_stages(tmp_path):
@@ -285,13 +138,107 @@ def test_training_is_summed_over_its_stages(tmp_path):
     assert paper.trained({"drafter": "plain"}, str(tmp_path)) == {}
 
 
+@pytest.mark.long
+def test_a_table_end_to_end(tmp_path, monkeypatch, capsys):
+    """GLIDE's Table 2: the drafter of the first stage is not shipped, the other one is measured."""
+    monkeypatch.chdir(tmp_path)
+    assert paper.main(["glide-table-2", *TINY[:1], "2", *TINY[2:], "--out", "rows"]) == 0
+    out, err = capsys.readouterr()
+    rows = compare.read_rows(tmp_path / "rows" / "glide-table-2.jsonl")
+    last = next(row for row in rows if row["tree"])
+    assert rows[0]["drafter"] == "plain" and last["label"] == "both stages" and last["prompts"] == 2
+    assert last["tokens_trained"] > 0 and 0 < last["held_out_alpha"] < 1 and last["totals"] > 0
+    assert {"group", "speedup", "tau", "alpha", "c", "expected_speedup", "draft_ms"} <= last["by_prompt"].keys()
+    assert all(len(values) == 2 for values in last["by_prompt"].values())
+    assert err.count("glide-table-2: work/first does not hold glide: `python train.py glide ") == 1
+    assert f"| glide × chain, both stages | w Dist. | 0.650 | {last['alpha']:.3f} |" in out
+    assert "- Not shipped: first stage: `python train.py glide" in out
+
+
+CHAIN, CAPE = "python bench.py --drafter glide --tree chain", "python bench.py --drafter maxgram --tree cape"
+
+
+def made_up(tmp_path, monkeypatch, tables, ends=()):
+    """docs/ of its own with these tables; a command makes a row of each of its drafters, or ends as it is told."""
+    folder, calls, ends = tmp_path / "docs" / "results", [], list(ends)
+    folder.mkdir(parents=True)
+    specs = []
+    for name, *commands in tables:
+        runs = [{"command": command, "label": label} for command, label in commands]
+        specs.append({"name": name, "title": name, "section": "s", "minutes": 1, "file": f"{name}.jsonl", "runs": runs, "columns": ["arm"]})
+    (folder / "tables.json").write_text(json.dumps({"tables": specs}))
+    (folder / "claims.json").write_text("[]")
+    for name in ("results", "claims"):
+        (folder / f"{name}.head.md").write_text(f"# {name} @FINDINGS@ @COMMON@\n")
+
+    def rows_of_command(script, arguments, spec):
+        calls.append(arguments)
+        end = ends.pop(0) if ends else None
+        if end:
+            raise end
+        a = bench.parser().parse_args(arguments)
+        return [{"drafter": "plain", "tree": None}] + [{"drafter": name, "tree": tree} for name in a.drafter for tree in a.tree]
+    monkeypatch.setattr(paper, "rows_of_command", rows_of_command)
+    monkeypatch.setattr(paper, "DOCS", tmp_path / "docs")
+    return calls
+
+
+def names_in(path):
+    return [compare.name_of(row) for row in compare.read_rows(path)]
+
+
+def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    tables = [("a", (CHAIN, None), (CAPE, "more")), ("b", (CAPE, None)), ("c", (CHAIN + " cape", None), (CAPE, None))]
+    calls = made_up(tmp_path, monkeypatch, tables, [None, None, KeyboardInterrupt(), None, RuntimeError("it broke")])
+    before = sorted(tmp_path.rglob("*"))
+    argv, out = ["all", "--limit", "3", "--out", str(tmp_path / "rows")], tmp_path / "rows"
+    assert paper.main(argv) == 130 and "b is lost" in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl", "measured.json"] and len(calls) == 3
+    assert names_in(out / "a.jsonl") == ["plain", "glide × chain", "maxgram × cape, more"], "baselines of the first run alone"
+    # The same command goes on: a is not measured again, but with other flags it is.
+    assert paper.main(argv) == 2 and len(calls) == 6 and all(call[-2:] == ["--limit", "3"] for call in calls)
+    said = capsys.readouterr()
+    assert "a.jsonl is there; --again measures it again" in said.out and "c: RuntimeError: it broke" in said.err
+    assert names_in(out / "c.jsonl") == ["plain", "maxgram × cape"], "what fails does not stop the others"
+    assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 7
+    assert paper.main(["b", "--limit", "4", *argv[3:], "--again"]) == 0 and len(calls) == 8
+    said = paper.spec_of(out, "measured.json")
+    assert said["a.jsonl"]["flags"] == "--limit 3" and said["b.jsonl"]["flags"] == "--limit 4" and said["a.jsonl"]["machine"]
+    assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before, "docs/ is as it was"
+
+
+def test_write_takes_rows_in_and_check_writes_nothing(tmp_path, monkeypatch, capsys):
+    made_up(tmp_path, monkeypatch, [("a", (CHAIN, None))])
+    docs, rows = ["--docs", str(tmp_path / "docs")], str(tmp_path / "rows")
+    assert paper.main(["check", *docs]) == 1 and not (tmp_path / "docs" / "results.md").exists()
+    assert paper.main(["write", *docs]) == 0 == paper.main(["check", *docs])
+    assert "## Not measured here" in (tmp_path / "docs" / "results.md").read_text()
+    assert paper.main(["a", "--limit", "3", "--out", rows]) == 0 == paper.main(["check", *docs])
+    assert paper.main(["write", *docs, "--rows", rows]) == 0
+    page = (tmp_path / "docs" / "results.md").read_text()
+    assert "| glide × chain |" in page and "with --limit 3." in page and "## Not measured here" not in page
+
+
+def test_the_fastest_on_other_prompts_stands_for_its_list(tmp_path):
+    rows = [{"drafter": f"cascade(x, k={k})", "tree": "chain", "group": "all", "tokens_per_second": speed} for k, speed in ((1, 5), (2, 7), (3, 6))]
+    (tmp_path / "k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    best = {"@x": [row["drafter"] for row in rows], "@xy": ["other", "another"]}
+    tables = [{"command": 'python bench.py --drafter "@x" "@xy"', "arms": ["@x × chain"]}]
+    (tmp_path / "tables.json").write_text(json.dumps({"tuned by": "k.jsonl", "best": best, "tables": tables}))
+    (table,) = compare.read_specs(tmp_path, "tables.json")["tables"]
+    assert table == {"command": 'python bench.py --drafter "cascade(x, k=2)" "other"', "arms": ["cascade(x, k=2) × chain"]}
+    (tmp_path / "elsewhere").mkdir()
+    (table,) = compare.read_specs(tmp_path, "tables.json", tmp_path / "elsewhere")["tables"]
+    assert table["arms"] == ["cascade(x, k=1) × chain"], "without rows the first"
+
+
 # ---------------------------------------------------------------- Markdown beside the paper's values
 def test_the_paper_s_values_by_hand():
     rows = [{"drafter": "plain", "tree": None, "tau": None, "c": None},
             {"drafter": "glide", "tree": "chain", "tau": 2.5, "c": 0.1}]
     said = {"rows": [{"arm": "glide × chain", "as": "GLIDE", "τ": "3.0"}, {"arm": None, "as": "LLAMA", "τ": "~2"},
                      {"arm": "edd × chain", "as": "EDD"}]}
-    assert tabular.grid(rows, ["arm", "tau", "c"], said).splitlines() == [
+    assert compare.grid(rows, ["arm", "tau", "c"], said).splitlines() == [
         "| arm | in the paper | τ, paper | τ, here | c |",
         "| --- | --- | ---: | ---: | ---: |",
         "| plain | – | – | – | – |",
@@ -300,37 +247,15 @@ def test_the_paper_s_values_by_hand():
         "| edd × chain | EDD | – | – | – |"]
 
 
-def test_a_table_that_waits_says_what_the_paper_has_and_what_makes_it(tmp_path):
-    spec = {"title": "T", "file": "none.jsonl", "columns": ["arm", "tau"], "runs": [{"command": "one"}, {"command": "two"}],
-            "paper": {"where": "there", "rows": [{"arm": "a × b", "as": "A", "τ": "2"}]},
-            "needs": {"a": "python train.py a c", "c": "python train.py a c"}}
-    assert tabular.table(spec, {}, tmp_path) == [
-        "### T", "```\none\ntwo\n```", "In the paper: there.", "*Not measured yet.*",
-        "| arm | in the paper | τ, paper | τ, here |\n| --- | --- | ---: | ---: |\n| a × b | A | 2 | – |",
-        "- Not shipped: a, c: `python train.py a c`"]
-
-
-def test_a_table_shows_the_arms_and_groups_that_it_names(tmp_path):
-    rows = [{"drafter": name, "tree": "t", "group": group, "prompts": 2, "tau": tau}
-            for name, group, tau in (("a", "all", 1.0), ("b", "all", 2.0), ("a", "x", 3.0), ("b", "x", 4.0))]
-    (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    spec = {"title": "T", "file": "r.jsonl", "command": "c", "columns": ["arm", "group=group:", "tau"], "arms": ["b × t"]}
-    assert "\n\n".join(tabular.table({**spec, "groups": ["all"]}, {}, tmp_path)).endswith(
-        "| arm | group | τ |\n| --- | ---: | ---: |\n| b × t | all | 2.00 |")
-    together = tabular.table({**spec, "together": True}, {}, tmp_path)[-1]
-    assert together.splitlines()[2:] == ["| b × t | all | 2.00 |", "| b × t | x | 4.00 |"]
-
-
-def test_values_inside_lists_of_a_row():
-    row = {"positions": [{"drafted": 8, "accepted": 6}, {"drafted": 4, "accepted": 1}],
+def test_cells_of_lists_and_of_what_is_not_there():
+    row = {"drafter": "a", "positions": [{"drafted": 8, "accepted": 6}, {"drafted": 4, "accepted": 1}],
            "bins": [{"low": 0.30000000000000004, "acceptance": 0.25}, {"low": 0.9, "acceptance": None}],
-           "by_prompt": [{"nodes": n} for n in (1.0, 2.0, 4.0, 8.0, 16.0)]}
-    cells = [tabular.column(name)[1](row) for name in ("position 1", "position 2", "position 3", "bin 0.3", "bin 0.9")]
-    assert cells == ["0.75", "0.25", "–", "0.25", "–"]
-    assert tabular.nodes_by_prompt(row) == "4.0 [2.0–8.0]" and tabular.nodes_by_prompt({}) == "–"
+           "tau": None, "share_draft": 0.5, "lossless": False, "k1": 3}
+    columns = ["position 1", "position 2", "position 3", "bin 0.3", "bin 0.9", "draft", "lossless", "loss", "k=k1:d", "k=k2:d"]
+    assert compare.cells_of(row, columns) == ["0.75", "0.25", "–", "0.25", "–", "–", "**NO**", "–", "3", "–"]
+    assert compare.cells_of({**row, "tau": 1.0, "share_draft": 0.256}, ["draft", "tau"]) == ["26%", "1.00"]
 
 
-# ---------------------------------------------------------------- paired tests
 def exact(found):
     """p of the randomisation test by all 2^n ways of signs."""
     means = [abs(sum(sign * x for sign, x in zip(signs, found))) for signs in product((1, -1), repeat=len(found))]
@@ -339,161 +264,83 @@ def exact(found):
 
 @pytest.mark.parametrize("found", [[1.0] * 8, [0.5, -0.5], [0.3, 0.1, -0.05, 0.4, 0.2, -0.1, 0.02], [0.0, 0.0], [-1.0] * 6])
 def test_drawn_signs_give_the_exact_p(found):
-    assert tabular.sign_flips(found) == pytest.approx(exact(found), abs=0.015)
-    assert tabular.sign_flips(found) == tabular.sign_flips(found), "the page comes out the same each time"
+    assert compare.sign_flips(found) == pytest.approx(exact(found), abs=0.015)
+    assert compare.sign_flips(found) == compare.sign_flips(found), "the page comes out the same each time"
 
 
-def test_a_pair_of_arms_in_words():
-    figures = {"a": [1.0, 2.0, 3.0], "b": [0.5, 1.5, 3.5]}
-    rows = [{"drafter": name, "tree": "t", "by_prompt": [{"tau": x, "alpha": None} for x in taus]} for name, taus in figures.items()]
-    spec = {"arm": "a × t", "against": "b × t", "key": "tau"}
-    assert tabular.differences(rows, spec) == [0.5, 0.5, -0.5]
-    words = "a × t against b × t, prompt by prompt: τ +0.167, higher on 2 of 3, p = 1.0000 "
-    assert tabular.paired(rows, spec).startswith(words)
-    assert tabular.paired(rows, {**spec, "key": "alpha"}) is None
-    assert tabular.paired(rows, {**spec, "arm": "c × t"}) is None
-
-
-# ---------------------------------------------------------------- claims
 @pytest.fixture
 def folder(tmp_path):
-    """Two arms on eight prompts: a is ahead by 0.5 everywhere, and lossless; b is not."""
+    """Arms on ten prompts: a is ahead of b by 0.5 on each, and of c on six of them; only a is lossless."""
     rows = []
-    for name, tau, lossless in (("a", 2.5, True), ("b", 2.0, False)):
-        rows.append({"drafter": name, "tree": "t", "group": "all", "tau": tau, "nodes": 10, "lossless": lossless,
-                     "by_prompt": [{"tau": tau}] * 8})
-        rows.append({**rows[-1], "group": "x", "tau": 5 - tau})
+    taus = {"a": [2.5] * 10, "b": [2.0] * 10, "c": [2.4] * 6 + [2.6] * 4}
+    for name, values in taus.items():
+        row = {"drafter": name, "tree": "t", "tau": sum(values) / 10, "nodes": 10, "ece": 0.06, "lossless": name == "a"}
+        columns = {"group": ["x", "y"] * 5, "tau": values, "speedup": [None, *values[1:]]}
+        rows += [{**row, "group": "all", "speedup": 3.0, "by_prompt": columns}, {**row, "group": "x", "tau": 7.0}]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "tables.json").write_text(json.dumps({"tables": []}))
     return tmp_path
 
 
-A, B, NONE = ["r.jsonl", "a × t", "tau"], ["r.jsonl", "b × t", "tau"], ["r.jsonl", "c × t", "tau"]
+def tau(more, than, **extra):
+    return {"in": "r.jsonl", "key": "tau", "more": more, "than": than, **extra}
 
 
-@pytest.mark.parametrize("spec, true, words", [
-    ({"more": A, "than": B}, True, "τ: a × t 2.5 > b × t 2"),
-    ({"more": B, "than": A}, False, "τ: b × t 2 ≤ a × t 2.5"),
-    ({"more": A, "than": A}, False, "τ: a × t 2.5 ≤ a × t 2.5"),
-    ({"more": A, "than": B, "by": 0.5}, False, "τ: a × t 2.5 ≤ b × t 2 + 0.5"),
-    ({"more": A, "than": B, "times": 1.3}, False, "τ: a × t 2.5 ≤ 1.3 of b × t 2"),
-    ({"more": B, "than": A, "times": 0.7}, True, "τ: b × t 2 > 0.7 of a × t 2.5"),
-    ({"more": A, "than": 2.4}, True, "τ: a × t 2.5 > 2.4"),
-    ({"more": 2.4, "than": A}, False, "τ: 2.4 ≤ a × t 2.5"),
-    ({"more": A, "than": [*A, "x"]}, False, "τ: a × t 2.5 ≤ a × t (x) 2.5"),
-    ({"more": [*B, "x"], "than": A}, True, "τ: b × t (x) 3 > a × t 2.5"),
-    ({"more": A, "than": ["r.jsonl", "b × t", "nodes"]}, False, "a × t, τ, 2.5 ≤ b × t, nodes, 10"),
-    ({"more": A, "than": NONE}, None, ["c × t"]),
-    ({"more": ["none.jsonl", "a × t", "tau"], "than": A}, None, ["a × t"]),
-    ({"paired": ["r.jsonl", "a × t", "b × t", "tau"], "below": 0.05}, True, None),
-    ({"paired": ["r.jsonl", "a × t", "b × t", "tau"], "below": 0.001}, False, None),
-    ({"paired": ["r.jsonl", "b × t", "a × t", "tau"], "below": 0.05}, False, None),
-    ({"paired": ["r.jsonl", "a × t", "c × t", "tau"], "below": 0.05}, None, ["a × t", "c × t"]),
-    ({"every": ["r.jsonl", "none.jsonl"], "key": "lossless"}, False, "lossless in 2 of 4 rows"),
-    ({"every": ["none.jsonl"], "key": "lossless"}, None, ["none.jsonl"]),
+@pytest.mark.parametrize("spec, verdict, words", [
+    (tau("a × t", "b × t"), "more", "τ: a × t 2.5 against b × t 2 (+0.5 a prompt, above on 10 of 10, p = 0.0"),
+    (tau("b × t", "a × t"), "less", "τ: b × t 2 against a × t 2.5 (-0.5 a prompt, above on 0 of 10, p = 0.0"),
+    (tau("a × t", "c × t"), "level", "τ: a × t 2.5 against c × t 2.48 (+0.02 a prompt, above on 6 of 10, p = 0.7"),
+    (tau("a × t", "b × t", by=0.6), "less", "against b × t 2 + 0.6"), (tau("a × t", "b × t", by=0.5), "level", " + 0.5 "),
+    (tau("a × t", "b × t", times=1.3), "less", "against 1.3 of b × t 2"), (tau("b × t", "a × t", times=0.7), "more", "against 0.7 of"),
+    (tau("a × t", 2.4), "more", "τ: a × t 2.5 against 2.4 "), (tau(2.4, "a × t"), "less", "τ: 2.4 against a × t 2.5"),
+    (tau("a × t", {"arm": "b × t", "key": "speedup"}), "more", "against b × t, speedup, 3 (+0.5 a prompt, above on 9 of 9"),
+    (tau({"arm": "a × t", "group": "x"}, "b × t", test=False), "more", "τ: a × t (x) 7 against b × t 2 (not tested)"),
+    (tau(0.05, {"arm": "a × t", "key": "ece"}, test=False), "less", "0.05 against a × t, ECE, 0.06 (not tested)"),
+    (tau("a × t", {"arm": "b × t", "key": "nodes"}), None, "no figures of each prompt"),
+    (tau("a × t", "d × t"), None, "not measured: d × t"), ({**tau("a × t", "b × t"), "in": "none.jsonl"}, None, "not measured: a × t, b × t"),
+    ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 3 rows"),
+    ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl"),
 ])
-def test_comparisons_by_hand(folder, spec, true, words):
-    found = claims.judged(folder, spec)
-    assert found[0] is true
-    assert words is None or found[1] == words
+def test_comparisons_by_hand(folder, spec, verdict, words):
+    (found,) = compare.judged(folder, spec)
+    assert found.verdict == verdict and words in found.words + found.missing
 
 
-def test_verdicts_are_computed_and_counted(folder):
-    good, bad, open_ = {"more": A, "than": B}, {"more": B, "than": A}, {"more": NONE, "than": A}
+def test_claims_are_held_level_or_not(folder):
+    good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("d × t", "a × t")
     said = [
-        {"holds": [good]}, {"holds": [good, bad], "reason": "because"}, {"holds": [bad]}, {"holds": [good, open_]},
-        {"holds": [open_, bad]}, {"holds": [good], "cannot": "it needs a GPU"}, {"cannot": "why"},
+        ({"holds": [good], "main": True, "found": "A is first", "finding": 1}, "held", ""),
+        ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"), ({"holds": [good, bad], "reason": "because"}, "not held", "because"),
+        ({"holds": [level, bad]}, "not held", ""), ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: d × t"),
+        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"),
     ]
-    made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **each} for i, each in enumerate(said)]
+    made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **claim} for i, (claim, _, _) in enumerate(said)]
+    assert [paper.verdict(folder, claim)[::2] for claim in made] == [tuple(expected) for _, *expected in said]
     (folder / "claims.json").write_text(json.dumps(made))
-    verdicts = [claims.verdict(folder, claim) for claim in made]
-    assert [found for found, _, _ in verdicts] == [
-        claims.HELD, claims.FAILED, claims.FAILED, claims.OPEN, claims.FAILED, claims.OPEN, claims.OPEN]
-    assert [reason for _, _, reason in verdicts] == [
-        "", "because", "not found", "not measured yet: c × t", "not found", "it needs a GPU", "why"]
-    page = claims.page(folder)
-    assert "**Of 7 claims 1 held, 3 did not hold, 3 cannot be said here.**" in page
-    assert "| Table 1 | claim \\| 0 | held | τ: a × t 2.5 > b × t 2 | – |" in page
-    assert "| Table 1 | claim \\| 2 | **did not hold** | τ: b × t 2 ≤ a × t 2.5 | not found |" in page
-
-
-def test_results_py_writes_the_claims(folder):
-    docs = folder / "docs"
-    (docs / "results").mkdir(parents=True)
-    (docs / "results" / "tables.json").write_text(json.dumps({"machines": {}, "tables": []}))
-    (docs / "results" / "claims.json").write_text("[]")
-    assert results.main(["--docs", str(docs), "--check"]) == 1
-    assert results.main(["--docs", str(docs)]) == 0 and results.main(["--docs", str(docs), "--check"]) == 0
-    assert "**Of 0 claims" in (docs / "claims.md").read_text(encoding="utf-8")
-
-
-# ---------------------------------------------------------------- predicted walltime
-def cascade_row(stages, K, alpha=None, c=None):
-    return {"drafter": f"cascade({', '.join(stages)})", "stages": stages, "K": K, "alpha": alpha, "c": c}
-
-
-def test_table_1_of_cascade_is_computed():
-    printed = {row["as"] + row["arm"]: row["EWIF"] for spec in SPECS if spec["name"] == "cascade-table-1"
-               for row in spec["paper"]["rows"]}
-    rows = paper.ewif.table_1()
-    assert [row["ewif"] for row in rows] == pytest.approx([float(value) for value in printed.values()], abs=0.01)
+    (folder / "claims.head.md").write_text("# Claims\n")
+    page = paper.claims_page(folder)
+    assert "**Of the 1 that matter most: 1 held, 0 level, 0 not held.**" in page
+    parts = ["claim \\| 0", "<details><summary>4 more: 0 held, 1 level, 3 not held", "| Table 1 | claim \\| 2 | **not held** | ",
+             "## What cannot", "it needs a GPU", "## What waits"]
+    assert [page.index(part) for part in parts] == sorted(page.index(part) for part in parts)
+    assert paper.findings(folder).splitlines()[2].startswith("| A is first | held | τ: a × t 2.5 against b × t 2 ")
 
 
 def test_a_prediction_by_hand():
-    """alpha 1/2 and 1/4, c 0.2 and 0.1, two tokens of base and one of small: 1 + 1/2 + 1/4 + 1/16 over 1.5."""
-    rows = [cascade_row(["base"], [[2]], 0.5, 0.2), cascade_row(["small"], [[3]], 0.25, 0.1),
-            cascade_row(["base", "small"], [[2, 1], [0, 0]]), cascade_row(["base", "small"], [[2, 1], [0, 1]]),
-            cascade_row(["base", "maxgram"], [[1, 10], [0, 10]])]
-    found = paper.ewif.predicted(rows)
+    """Cascade's Table 1; and alpha 1/2, 1/4, c 0.2, 0.1, two tokens of base, one of small: 1 + 1/2 + 1/4 + 1/16 over 1.5."""
+    (spec,) = (spec for spec in SPECS if spec["name"] == "cascade-table-1")
+    printed = [float(row["EWIF"]) for row in spec["paper"]["rows"]]
+    rows = probe.table_1()
+    assert [row["ewif"] for row in rows] == pytest.approx(printed, abs=0.01)
+    assert [row["drafter"] for row in rows] == [row["arm"] for row in spec["paper"]["rows"]]
+
+    def row(stages, K, alpha=None, c=None):
+        return {"drafter": f"cascade({', '.join(stages)})", "stages": stages, "K": K, "alpha": alpha, "c": c}
+    rows = [row(["base"], [[2]], 0.5, 0.2), row(["small"], [[3]], 0.25, 0.1), row(["base", "small"], [[2, 1], [0, 0]]),
+            row(["base", "small"], [[2, 1], [0, 1]]), row(["base", "maxgram"], [[1, 10], [0, 10]]), row(["maxgram"], [[10]])]
+    found = probe.predicted(rows)
     assert [row["ewif"] for row in found[:3]] == pytest.approx([1.75 / 1.4, 1.328125 / 1.3, 1.8125 / 1.5])
-    assert [row["ewif"] for row in found[3:]] == [None, None], "a model that reviews, and Max-Gram"
+    assert [row["ewif"] for row in found[3:]] == [None] * 3, "a model that reviews, and Max-Gram"
     assert (found[2]["k1"], found[2]["k2"], found[0]["k2"]) == (2, 1, None)
     with pytest.raises(bench.UserError, match="needs its models alone beside it"):
-        paper.ewif.predicted(rows[1:3])
-
-
-def test_the_prediction_wants_cascades(capsys):
-    assert paper.ewif.main(["--drafter", "glide", *TINY]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/ewif.py: glide is no cascade") and err.count("\n") == 1
-
-
-# ---------------------------------------------------------------- one prompt repeated
-def test_copies_of_a_prompt_give_its_tokens(capsys):
-    """Three copies: the target and the drafter's self-attention have a batch of three, and all comes out as of one."""
-    run = bench.Run(["--drafter", "glide", "--tree", "cape", *TINY])
-    _, ids, limit = run.prompts[0]
-    drafter = run.drafters["glide"]
-    alone = run.decode(drafter, bench.cape.cape, ids, limit)
-    seen = {"head": set(), "qkv": set()}
-    modules = {"head": run.model.lm_head, "qkv": drafter.model.layers[0].qkv}
-    hooks = [module.register_forward_hook(lambda module, inputs, out, name=name: seen[name].add(out.shape[0]))
-             for name, module in modules.items()]
-    with paper.repeated.repeated(run, 3):
-        together = run.decode(run.drafters["glide"], bench.cape.cape, ids, limit)
-        assert {keys.shape[0] for keys in run.target.cache.keys.values()} == {3}
-    for hook in hooks:
-        hook.remove()
-    assert seen == {"head": {3}, "qkv": {1, 3}}, "what is encoded, not drafted, is read once for all"
-    assert (together.tokens, together.runs) == (alone.tokens, alone.runs)
-    again = run.decode(run.drafters["glide"], bench.cape.cape, ids, limit)
-    assert run.drafters["glide"] is drafter and again.tokens == alone.tokens
-    assert {keys.shape[0] for keys in run.target.cache.keys.values()} == {1}
-
-
-def test_rows_of_copies(tmp_path, capsys):
-    path = tmp_path / "r.jsonl"
-    argv = ["--copies", "1", "2", "--drafter", "glide", "--tree", "chain", *TINY, "--json", str(path)]
-    assert paper.repeated.main(argv) == 0
-    rows = results.read_rows(path)
-    names = [tabular.name_of(row) for row in rows if row["drafter"] in ("plain", "glide")]
-    assert names == ["plain, 1 copies", "glide × chain, 1 copies", "plain, 2 copies", "glide × chain, 2 copies"]
-    assert all(row["lossless"] for row in rows) and {row["tokens"] for row in rows} == {8}
-    assert "  2 copies  glide x chain" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["--copies", "0"], "--copies is 0"), (["--drafter", "edd"], "--drafter edd: glide and vanilla are repeated")])
-def test_mistakes_about_copies_are_one_sentence(argv, words, capsys):
-    assert paper.repeated.main([*argv, *TINY]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/repeated.py: ") and err.count("\n") == 1 and words in err
+        probe.predicted(rows[1:3])

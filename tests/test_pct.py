@@ -5,38 +5,32 @@ import random
 
 import pytest
 import torch
-from test_cape import path_expand, random_table, row_after, table_expand
-from torch.overrides import TorchFunctionMode
+from test_cape import Traffic, path_expand, random_table, row_after, run_the_docstrings_lines, sequences, table_expand
 
 import pct
 
 BUILDERS = (pct.pct, pct.own_confidence, pct.pct_cost, pct.vct, pct.eagle2)
 
-
 def paths(tree):
-    """The set of token paths of a tree, checked to be listed parents first without repetition."""
-    found = [()]
-    assert tree.parents[0] == -1 and tree.tokens.dtype == tree.parents.dtype == torch.long
-    for i in range(1, len(tree.tokens)):
-        parent = tree.parents[i].item()
-        assert 0 <= parent < i
-        found.append(found[parent] + (tree.tokens[i].item(),))
-    assert len(set(found)) == len(found)
-    return set(found[1:])
+    """The token paths of a tree, the root left out."""
+    return {path[1:] for path in sequences(tree)[1:]}
 
-
-def brute(table, here, path, joint, expands, width, depth):
-    """All nodes {path: joint} under one node, by recursion: children in order of probability, then of token."""
-    found = {}
+def brute(row_of, path, joint, expands, width, depth):
+    """All nodes {path: joint} under one, the root's token first, by recursion: children in order of probability, then of token."""
+    found, row = {}, row_of(path)
     if depth == 0 or not expands(path, joint):
         return found
-    for x in sorted(range(len(table)), key=lambda x: (-table[here][x], x))[:width]:
-        if table[here][x] > 0:
-            p = joint * table[here][x]
-            found[path + (x,)] = p
-            found.update(brute(table, x, path + (x,), p, expands, width, depth - 1))
+    for x in sorted(range(len(row)), key=lambda x: (-row[x], x))[:width]:
+        if row[x] > 0:
+            found[path + (x,)] = joint * row[x]
+            found.update(brute(row_of, path + (x,), joint * row[x], expands, width, depth - 1))
     return found
 
+def all_nodes(table, start, expands, width, depth):
+    """The same of a drafter that knows the last token alone, the root's token left out."""
+    rows = table.tolist()
+    nodes = brute(lambda path: rows[path[-1]], (start,), 1.0, expands, width, depth)
+    return {path[1:]: p for path, p in nodes.items()}
 
 def without_leaves(nodes, leaf):
     """Remove leaves under the threshold, again and again."""
@@ -47,7 +41,6 @@ def without_leaves(nodes, leaf):
             return nodes
         for n in bare:
             del nodes[n]
-
 
 def test_the_constants_are_the_papers():
     """Appendix B: "the expansion width of each node in the PCT was set to 5, and the maximum depth was set to 10 ... and
@@ -63,7 +56,6 @@ def test_the_constants_are_the_papers():
     assert defaults(pct.pct_cost) == {"cost": 0.05, "node_price": 0.01, "width": 5, "depth": 10, "max_nodes": 256}
     assert defaults(pct.vct) == {"width": 3, "depth": 5}
     assert defaults(pct.eagle2) == {"total": 50, "depth": 6, "expanded": 10}
-
 
 def test_the_defaults_do_what_they_say():
     """Width 5, depth 10, leaves under 0.01, expanded from 0.05 on: each just inside and just outside."""
@@ -86,7 +78,6 @@ def test_the_defaults_do_what_they_say():
     table[1, 1] = table[2, 1] = 0.29
     assert paths(pct.own_confidence(table_expand(table), root)) == {(1,), (2,), (1, 1)}, "expanded from 0.3 on"
 
-
 # ---------------------------------------------------------------- section 3.2
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_pct_equals_the_recursive_program(zeros):
@@ -97,58 +88,28 @@ def test_pct_equals_the_recursive_program(zeros):
         width, depth = rng.choice([1, 2, 5, 33]), rng.choice([1, 3, 10])
         expand = table_expand(table)
         tree = pct.pct(expand, torch.tensor([seed % 8]), cost, width, depth, leaf, max_nodes=10**6)
-        nodes = brute(table.tolist(), seed % 8, (), 1.0, lambda path, joint, cost=cost: not path or joint >= cost, width, depth)
+        nodes = all_nodes(table, seed % 8, lambda path, joint, cost=cost: joint >= cost, width, depth)
         expanded = [n for n in nodes if nodes[n] >= cost and len(n) < depth]
         assert expand.calls == 1 + max(map(len, expanded), default=0), "one forward a depth, none beyond the last"
-        nodes = without_leaves(nodes, leaf)
-        assert paths(tree) == set(nodes)
-        most, widest = pct.pct.bounds(cost=cost, width=width, depth=depth, leaf=leaf, max_nodes=10**6)
-        assert len(nodes) <= most and expand.widest <= widest
-
+        assert paths(tree) == set(without_leaves(nodes, leaf))
 
 def test_parents_are_told_to_the_drafter():
     """With a drafter that looks at the whole path: the same tree as by recursion along the paths."""
-    def below(path, joint, expands, width, depth):
-        found, row = {}, row_after(path).tolist()
-        if depth == 0 or not expands(path, joint):
-            return found
-        for x in sorted(range(7), key=lambda x: -row[x])[:width]:
-            found[path + (x,)] = joint * row[x]
-            found.update(below(path + (x,), joint * row[x], expands, width, depth - 1))
-        return found
     for seed in range(7):
         root = torch.tensor([seed])
-        nodes = below((seed,), 1.0, lambda path, joint: len(path) == 1 or joint >= 0.06, 4, 6)
+        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda path, joint: joint >= 0.06, 4, 6)
         assert max(map(len, nodes)) > 3
         assert paths(pct.pct(path_expand(), root, cost=0.06, width=4, depth=6, leaf=0)) == {n[1:] for n in nodes}
-        nodes = below((seed,), 1.0, lambda *_: True, 2, 3)
+        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda *_: True, 2, 3)
         assert paths(pct.vct(path_expand(), root, 2, 3)) == {n[1:] for n in nodes}
-
-
-def test_a_drafting_step_pays_by_eq_5():
-    """A node is expanded just where the expected loss of a drafting step, s_d - p_j s_t, is not positive."""
-    s_d, s_t = 1.0, 8.0
-    for p, pays in [(0.124, False), (0.125, True), (0.126, True)]:
-        table = torch.tensor([[0, p, 0], [0, 0, 1.0], [0, 0, 0]], dtype=torch.float64)
-        expand = table_expand(table)
-        tree = pct.pct(expand, torch.tensor([0]), cost=s_d / s_t)
-        assert (s_d - p * s_t <= 0) == pays == ((1, 2) in paths(tree)) and (1,) in paths(tree)
-
 
 def test_own_confidence_instead_of_the_expected_time_gain():
     for seed in range(200):
         table, leaf = random_table(seed, vocab=8), [0.0, 0.01, 0.1][seed % 3]
         expand = table_expand(table)
         tree = pct.own_confidence(expand, torch.tensor([0]), own=0.3, depth=4, leaf=leaf)
-        plain = table.tolist()
-
-        def expands(path, joint):
-            return not path or plain[([0] + list(path))[-2]][path[-1]] >= 0.3       # noqa: B023
-        nodes = brute(plain, 0, (), 1.0, expands, 5, 4)
+        nodes = all_nodes(table, 0, lambda path, joint, table=table: len(path) < 2 or table[path[-2], path[-1]] >= 0.3, 5, 4)
         assert paths(tree) == set(without_leaves(nodes, leaf))
-        most, widest = pct.own_confidence.bounds(own=0.3, depth=4, leaf=leaf)
-        assert len(tree.tokens) - 1 <= most and expand.widest <= widest
-
 
 def test_ties_are_settled_without_breaking_the_tree():
     """Equal probabilities everywhere, and certain chains (child as probable as its parent)."""
@@ -160,21 +121,14 @@ def test_ties_are_settled_without_breaking_the_tree():
         tree = build(table_expand(sure), torch.tensor([0]))
         assert tree.parents.tolist() == list(range(-1, len(tree.tokens) - 1)) and len(tree.tokens) > 4
 
-
-def test_the_best_path_at_the_maximum_depth_stays():
-    sure = torch.eye(6, dtype=torch.float64).roll(1, 1) * 0.9
-    assert len(pct.pct(table_expand(sure), torch.tensor([0]), cost=0.05, depth=10).tokens) == 11
-
-
 def test_the_cap_keeps_the_most_probable():
     """And the frontier is no wider than the cap, without which a cost of zero would draft the whole tree."""
     for seed in range(50):
         table, cap = random_table(seed, vocab=8), 1 + seed % 12
         expand = table_expand(table)
         tree = pct.pct(expand, torch.tensor([0]), cost=[0.0, 0.05][seed % 2], depth=4, leaf=0.0, max_nodes=cap)
-        nodes = brute(table.tolist(), 0, (), 1.0, lambda path, joint: not path or joint >= [0.0, 0.05][seed % 2], 5, 4)   # noqa: B023
+        nodes = all_nodes(table, 0, lambda path, joint, seed=seed: joint >= [0.0, 0.05][seed % 2], 5, 4)
         assert paths(tree) == set(sorted(nodes, key=lambda n: -nodes[n])[:cap]) and expand.widest <= cap
-
 
 def test_what_cannot_be_drafted_is_not_there():
     table = torch.zeros(5, 5)
@@ -185,6 +139,15 @@ def test_what_cannot_be_drafted_is_not_there():
         tree = build(expand, torch.tensor([4]))
         assert tree.tokens.tolist() == [4] and tree.parents.tolist() == [-1] and expand.calls == 1
 
+@pytest.mark.parametrize("build", BUILDERS)
+def test_no_tree_is_deeper_than_there_is_room(build):
+    """And nobody is asked what follows there."""
+    sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
+    for room in range(12):
+        expand = table_expand(sure)
+        expand.room = room
+        deepest = inspect.signature(build).parameters["depth"].default
+        assert len(build(expand, torch.tensor([0])).tokens) == 1 + min(room, deepest) == 1 + expand.calls
 
 @pytest.mark.parametrize("build, wrong, says", [
     (pct.pct, dict(width=0), "width"), (pct.pct, dict(depth=0), "depth"), (pct.pct, dict(cost=1.5), "s_d / s_t"),
@@ -195,26 +158,12 @@ def test_settings_that_mean_nothing_are_refused(build, wrong, says):
     with pytest.raises(AssertionError, match=says):
         build(table_expand(random_table(0)), torch.tensor([0]), **wrong)
 
-
 # ---------------------------------------------------------------- appendix A
 def test_vct_has_363_nodes():
     expand = table_expand(random_table(0, vocab=9))
     tree = pct.vct(expand, torch.tensor([0]))
     assert len(tree.tokens) - 1 == 363 and expand.calls == 5 and expand.widest == 81
-    assert pct.vct.bounds() == (363, 81)
-    assert paths(tree) == set(brute(random_table(0, vocab=9).tolist(), 0, (), 1.0, lambda *_: True, 3, 5))
-
-
-def test_eagle2_is_the_best_connected_subtree():
-    """Where nothing is cut on the way, the best `total` nodes by rank are the best connected subtree of that size."""
-    for seed in range(60):
-        table = random_table(seed, vocab=3)
-        tree = pct.eagle2(table_expand(table), torch.tensor([0]), total=3, depth=2, expanded=3)
-        nodes = brute(table.tolist(), 0, (), 1.0, lambda *_: True, 3, 2)
-        best = max(sum(nodes[n] for n in some) for some in itertools.combinations(nodes, 3)
-                    if all(n[:-1] == () or n[:-1] in some for n in some))
-        assert abs(sum(nodes[n] for n in paths(tree)) - best) < 1e-12
-
+    assert paths(tree) == set(all_nodes(random_table(0, vocab=9), 0, lambda *_: True, 3, 5))
 
 def test_eagle2_expands_the_ten_best_of_each_layer():
     for seed in range(20):
@@ -234,83 +183,79 @@ def test_eagle2_expands_the_ten_best_of_each_layer():
         assert paths(tree) == set(sorted(nodes, key=lambda n: -nodes[n])[:50])
         assert expand.widest <= 10 and expand.calls == 6
 
-
-# ---------------------------------------------------------------- beyond the paper: what a node costs
+# ---------------------------------------------------------------- beyond the paper: what nodes and depths cost
 def layered(table, start, width, depth, cost, price):
-    """All nodes {path: joint}, layer by layer: a node is expanded if drafting below it costs less than a token does so far."""
-    found, frontier, rate = {}, {(): 1.0}, 1.0
-    for _level in range(1, depth + 1):
+    """The rule of the docstring on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of layers."""
+    found, frontier, expanded, rate = {}, {(): 1.0}, set(), 1.0
+    for drafts in range(1, depth + 1):
         layer = {}
         for path, joint in frontier.items():
             row = table[path[-1] if path else start]
             for x in sorted(range(len(table)), key=lambda x: (-row[x], x))[:width]:
                 if row[x] > 0:
                     layer[path + (x,)] = joint * row[x]
+        expanded |= set(frontier)
         found.update(layer)
         paid = [p for p in found.values() if p >= price * rate]
-        if found:
-            deepest = max(map(len, found))
-            rate = max(rate, (1 + sum(paid)) / (1 + cost * deepest + price * len(paid)))
-        frontier = {path: p for path, p in layer.items() if p >= cost * rate}
-        if not frontier:
+        rate = max(rate, (1 + sum(paid)) / (1 + cost * drafts + price * len(paid)))
+        share = sum(p for p in layer.values() if p >= price * rate) / sum(frontier.values())
+        frontier = {path: p for path, p in layer.items() if share * p >= price * rate}
+        if not frontier or sum(share * p - price * rate for p in frontier.values()) < cost * rate:
             break
+    return found, expanded, drafts
+
+def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
+    """Of small trees: against all connected subtrees of what was drafted none gives more expected tokens for its time."""
+    for seed in range(260):
+        small = seed < 60
+        table, price = random_table(seed, vocab=3 if small else 8), [0.0, 0.03, 0.2, 1.0][seed % 4] if small else [0.005, 0.02, 0.05][seed % 3]
+        width, depth, cost = (3, 2, [0.05, 0.2][seed % 2]) if small else (4, 6, [0.05, 0.1, 0.2, 0.4][seed % 4])
+        given = []
+
+        def expand(tokens, parents, given=given, table=table):
+            given += [(given[p] if p >= 0 else ()) + (x,) for x, p in zip(tokens.tolist(), parents)]
+            expand.calls += 1                                                                          # noqa: B023
+            return table[tokens]
+        expand.calls = 0
+        tree = pct.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=price, width=width, depth=depth)
+        nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price)
+        assert {path[1:] for path in given} == expanded and expand.calls == drafts
+        kept = paths(tree)
+
+        def rate(some):
+            return (1 + sum(nodes[n] for n in some)) / (1 + cost * drafts + price * len(some))            # noqa: B023
+        some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(len(nodes) + 1))) if small else []
+        assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
+        assert all(rate(kept - {n}) <= rate(kept) + 1e-12 for n in kept), "none of them is too many"
+
+def subtrees(table, here, joint, width, depth):
+    """All connected subtrees below a node of probability `joint` -> [(sum of p, number of nodes, depth)], the empty one first."""
+    found = [(0.0, 0, 0)]
+    for x in sorted(range(len(table)), key=lambda x: -table[here][x])[:width] if depth else []:
+        p = joint * table[here][x]
+        with_x = [(p + s, 1 + n, 1 + d) for s, n, d in subtrees(table, x, p, width, depth - 1)]
+        found += [(s + t, n + m, max(d, e)) for s, n, d in found for t, m, e in with_x]
     return found
 
-
-def test_pct_cost_keeps_the_most_profitable_subtree():
-    """Against all connected subtrees of what was drafted: none gives more expected tokens for its time."""
-    deep = 0
-    for seed in range(60):
-        table, cost, price = random_table(seed, vocab=3), [0.05, 0.2][seed % 2], [0.0, 0.03, 0.2, 1.0][seed % 4]
-        expand = table_expand(table)
-        tree = pct.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=price, width=3, depth=2)
-        nodes = layered(table.tolist(), 0, 3, 2, cost, price)
-        deep += expand.calls > 1
-        assert expand.calls == max(map(len, nodes), default=1)
-        time = 1 + cost * max(map(len, nodes))
-
-        def worth(some):
-            return (1 + sum(nodes[n] for n in some)) / (time + price * len(some))            # noqa: B023
-        best = max(worth(some) for k in range(len(nodes) + 1) for some in itertools.combinations(nodes, k)
-                   if all(n[:-1] == () or n[:-1] in some for n in some))
-        assert abs(worth(paths(tree)) - best) < 1e-12
-    assert deep > 20
-
-
-def test_a_token_is_worth_less_in_a_fast_round():
-    """With a price, fewer nodes are expanded than by Eq. 5, and those are the ones that p >= rate s_d / s_t allows."""
-    fewer = 0
-    for seed in range(200):
-        table = random_table(seed, vocab=8)
-        priced, free = table_expand(table), table_expand(table)
-        tree = pct.pct_cost(priced, torch.tensor([0]), cost=0.1, node_price=0.02)
-        pct.pct(free, torch.tensor([0]), cost=0.1)
-        nodes = layered(table.tolist(), 0, 5, 10, 0.1, 0.02)
-        assert priced.calls == max(map(len, nodes)) <= free.calls
-        most, widest = pct.pct_cost.bounds(cost=0.1, node_price=0.02)
-        assert len(tree.tokens) - 1 <= most and priced.widest <= widest
-        fewer += priced.calls < free.calls
-    assert fewer > 50
-
-
-def test_the_rate_is_what_the_docstring_derives():
-    """E / T of the nodes worth verifying; E - r T as the sum that it is split into; no other choice has a higher E - r T."""
+@pytest.mark.parametrize("cost, price", [(0.065, 0.012), (0.1, 0.02), (0.2, 0.05), (0.3, 0.01)])
+def test_pct_cost_is_near_the_best_tree_of_any_depth(cost, price):
+    """Of all subtrees of all depths, by a hindsight that reads the whole table: below 1 % of the rate is lost.  (Where each node
+    paid for a drafting step it was 1 to 8 %.)  And no depth that is worth drafting is below the bound in the docstring."""
+    kept = []
     for seed in range(40):
-        table, cost, price, r = random_table(seed, vocab=3), 0.1, [0.02, 0.3][seed % 2], [1.0, 1.7][seed % 2]
-        candidates = pct.Candidates(table_expand(table), torch.tensor([0]), 2)
-        candidates.grow(candidates.grow([0]))
-        p, D = candidates.p[1:], 2
-        assert len(p) == 2 + 4
-
-        def loss(N):
-            E, T = 1 + sum(N), 1 + D * cost + len(N) * price       # noqa: B023
-            assert abs((E - r * T) - ((1 - r) + sum(p_j - r * price for p_j in N) - D * r * cost)) < 1e-12       # noqa: B023
-            return E - r * T                                         # noqa: B023
-        worth = [p_j for p_j in p if p_j >= r * price]
-        best = max(loss(N) for k in range(len(p) + 1) for N in itertools.combinations(p, k))
-        assert abs(loss(worth) - best) < 1e-12
-        assert pct.rate_at(r, candidates, cost, price) == (1 + sum(worth)) / (1 + D * cost + len(worth) * price)
-
+        table = random_table(seed, vocab=3)
+        every, rates = subtrees(table.tolist(), 0, 1.0, 2, 3), {}
+        for drafts in (1, 2, 3):
+            rates[drafts] = max((1 + s) / (1 + drafts * cost + n * price) for s, n, d in every if d <= drafts)
+        expand, nodes = table_expand(table), all_nodes(table, 0, lambda *_: True, 2, 3)
+        tree = paths(pct.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=price, width=2, depth=3))
+        time = 1 + expand.calls * cost + len(tree) * price
+        kept.append((1 + sum(nodes[path] for path in tree)) / time / max(rates.values()))
+        for drafts in (1, 2):
+            r = max(1.0, rates[drafts])
+            bound = sum(max(0.0, p - r * price) for path, p in nodes.items() if len(path) == drafts)
+            assert bound >= r * cost or max(rates.values()) <= r + 1e-12
+    assert max(kept) <= 1 + 1e-12 and sum(kept) / len(kept) > 0.99
 
 def turn(slow=1.0, **changed):
     """Totals of a turn: a plain step takes 0.1 s, a draft 0.02 s; 25 nodes more take 0.05 s, a tenth of a step for five."""
@@ -318,7 +263,6 @@ def turn(slow=1.0, **changed):
     chain = dict(verify=6.0, rounds=50, nodes=250, draft_forwards=250, draft=5.0 * slow)
     wide = dict(verify=6.8 * slow, rounds=40, nodes=1200, draft_forwards=200, draft=9.0)
     return plain, chain | changed, wide
-
 
 def test_measured_costs_by_hand():
     """s_d / s_t = 0.02 / 0.1; a node's price = (0.17 - 0.12) / (30 - 5) / 0.1, both in plain steps."""
@@ -328,83 +272,14 @@ def test_measured_costs_by_hand():
     assert pct.costs_of([turn(verify=9.0)]) == pytest.approx((0.2, 0.0)), "a wide tree that is faster costs nothing"
     assert pct.costs_of([turn(nodes=0)]) == pct.costs_of([]) == (0.0, 0.0)
 
-
-# ---------------------------------------------------------------- bounds, reads and copies
-def settings_of(build, rng):
-    found = dict(depth=rng.choice([1, 2, 4]))
-    if build is pct.eagle2:
-        return found | dict(total=rng.choice([1, 5, 50]), expanded=rng.choice([1, 3, 12]))
-    found |= dict(width=rng.choice([1, 2, 5, 33]))
-    if build is pct.vct:
-        return found | dict(width=rng.choice([1, 2, 4]))
-    found |= dict(max_nodes=rng.choice([1, 10, 256, 10**6]))
-    if build is not pct.pct_cost:
-        found |= dict(leaf=rng.choice([0, 0.01, 0.2, 0.5, 1]))
-    if build is pct.own_confidence:
-        return found | dict(own=rng.choice([0, 0.1, 0.25, 0.5, 1]))
-    found |= dict(cost=rng.choice([0, 0.003, 0.05, 0.25, 0.5, 1]))
-    return found | (dict(node_price=rng.choice([0, 0.01, 0.3])) if build is pct.pct_cost else {})
-
-
-@pytest.mark.parametrize("build", BUILDERS)
-def test_bounds_hold(build):
-    """Whatever the drafter says and whatever is set: wider than the vocabulary too; float32, where sums are not quite one."""
-    rng, met = random.Random(1), set()
-    for seed in range(250):
-        vocab = rng.choice([2, 4, 5, 20])
-        uniform = torch.full((vocab, vocab), 1 / vocab)
-        table = rng.choice([uniform, torch.eye(vocab).roll(1, 1), random_table(seed, vocab=vocab).float()])
-        given = settings_of(build, rng)
-        if vocab ** given["depth"] > 700 and min(given.get("width", 9), given.get("expanded", 9)) > 4:
-            given["depth"] = 2                                 # not the bound, but this test would be slow
-        expand = table_expand(table)
-        tree = build(expand, torch.tensor([0]), **given)
-        nodes, widest = build.bounds(**given)
-        assert isinstance(nodes, int) and isinstance(widest, int)
-        assert len(tree.tokens) - 1 <= nodes and expand.widest <= widest, (given, vocab)
-        met |= {"nodes"} if len(tree.tokens) - 1 == nodes > 5 else set()
-        met |= {"widest"} if expand.widest == widest > 3 else set()
-    assert met == {"nodes", "widest"}, "and they are met"
-
-
-def test_a_bound_is_not_one_less_for_rounding():
-    """float32's third is a little more than one: three tokens reach a threshold of which 2.9999999 make one."""
-    third = torch.tensor(1 / 3).item()
-    assert int(1 / third) == 2
-    expand, given = table_expand(torch.full((3, 3), 1 / 3)), dict(cost=third, width=3, depth=2)
-    pct.pct(expand, torch.tensor([0]), **given)
-    assert expand.widest == 3 == pct.pct.bounds(**given)[1]
-
-
-def test_bounds_of_the_defaults():
-    """A layer has at most 1 / 0.05 nodes to expand and 100 to keep: 5 + 25 + 8 * 100 nodes, of which the cap leaves 256."""
-    assert pct.pct.bounds() == pct.pct_cost.bounds() == (256, 20)
-    assert pct.pct.bounds(max_nodes=10**6) == (5 + 25 + 8 * 100, 20)
-    assert pct.pct.bounds(depth=1) == (5, 1)
-    assert pct.pct_cost.bounds(width=33, depth=2, max_nodes=10**6) == (33 + 20 * 33, 20)
-    assert pct.own_confidence.bounds() == (256, 256)
-    assert pct.own_confidence.bounds(depth=3) == (5 + 15 + 45, 9)
-    assert pct.eagle2.bounds() == (50, 10)
-
-
+# ---------------------------------------------------------------- reads and copies, large ids, the file alone
 @pytest.mark.parametrize("build", BUILDERS)
 def test_one_read_and_one_copy_a_depth_and_one_copy_for_the_tree(build):
-    counts = dict.fromkeys(("tolist", "tensor"), 0)
-
-    class Counted(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            name = getattr(func, "__name__", "")
-            assert name not in ("item", "nonzero", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "as_tensor"), name
-            if name in counts:
-                counts[name] += 1
-            return func(*args, **(kwargs or {}))
-    table = random_table(8).float()                            # sure of itself: deep trees
-    expand, root = table_expand(table), torch.tensor([0])
-    with Counted():
-        tree = build(expand, root)
-    assert counts == {"tolist": expand.calls, "tensor": expand.calls}, "the root's token is on the device: one copy fewer"
-    assert expand.calls > 1 and tree.tokens.device == tree.parents.device == root.device
-
+    expand, root = table_expand(random_table(8).float()), torch.tensor([0])        # sure of itself: deep trees
+    with Traffic() as traffic:
+        build(expand, root)
+    assert traffic.reads == ["tolist"] * expand.calls and expand.calls > 1
+    assert traffic.copies == ["tensor"] * expand.calls, "the root's token is on the device: one copy fewer"
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_token_ids_survive_the_read(dtype):
@@ -413,3 +288,14 @@ def test_large_token_ids_survive_the_read(dtype):
     row[0, 262143], row[0, 131071], row[0, 50257] = 0.5, 0.25, 0.125
     tree = pct.pct(lambda tokens, parents: row.expand(len(parents), -1), torch.tensor([0]), depth=1)
     assert tree.tokens.tolist() == [0, 262143, 131071, 50257]
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_logits_are_refused(build):
+    logits = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
+    for given in (logits, logits.log_softmax(-1), logits / 0 * 0):
+        with pytest.raises(AssertionError, match="probabilities, not logits"):
+            build(table_expand(given), torch.tensor([0]))
+    build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))
+
+def test_a_stranger_uses_it_alone(tmp_path):
+    run_the_docstrings_lines(tmp_path, pct, ["pct.py"])

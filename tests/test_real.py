@@ -1,32 +1,45 @@
-"""What real models bring along: padded vocabularies, stop strings, streams, several devices, quantised weights, the hub."""
-import json
+"""What real models bring along: stop strings, streams, padded vocabularies, several devices, quantised weights, the hub."""
 import random
-import shutil
 import socket
 from functools import partial
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, plain, tiny
+from conftest import plain, tiny
 from test_bench import TEXT, args, check_mistake, rows_of, save, small, tokenizer_of  # noqa: F401 (small: a fixture)
-from test_edd import random_edd
-from test_glide import random_drafter
 
 import bench
 import cape
 import cascade
 import edd
+import glide
 import maxgram
 import pct
-import train
 import verify
+from runtime import load, parts
+from runtime.families import any_target
 
 PROMPT = [3, 1, 4, 1, 5]
-BUILDS = {"chain": cape.chain, "cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5),
-          "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
+BUILDS = {"chain": cape.chain, "cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5)}
+
+
+def drafters_of(model):
+    """Random drafters for a model, of the classes that bench.py loads."""
+    torch.manual_seed(1)
+    for glimpse in (True, False):
+        config = parts.glide_config(model, width=24, glimpse=glimpse)
+        yield glide.Drafter(parts.Glide.beside(model, config, 64))
+    config = edd.Config.for_target(model, 2)
+    draft_class, drafter_class = parts.KINDS[config.kind]
+    yield drafter_class(draft_class(config, model).to(model.device, model.dtype))
+
+
+def stage_of(model, vocab):
+    return any_target(model, vocab=vocab)
 
 
 def oracle_of(target, prompt, text, most=5):
@@ -57,129 +70,62 @@ def test_stop_strings_and_several_ends_are_transformers_own(writer):
     """Drawn cases: strings and ids out of the plain output, so that most end it, within a run of accepted tokens."""
     model, tokenizer = writer
     target, draw, ended = verify.Target(model), random.Random(0), 0
-    for case in range(40):
+    for case in range(16):
         prompt = [draw.randrange(300) for _ in range(draw.randint(1, 8))]
-        text = plain(model, prompt, 30)
+        given, text = torch.tensor([prompt]), plain(model, prompt, 20)
         words = tokenizer.decode(text)
         starts = [draw.randrange(len(words)) for _ in range(draw.randint(0, 2))]
         strings = [words[i:i + draw.randint(1, 6)] for i in starts] + ["never there"]
         ends = draw.sample(text, draw.randint(0, 2)) + [0]
-        eos = draw.choice([ends, torch.tensor(ends), ends[0], None])
-        wanted = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), max_new_tokens=30, do_sample=False,
-                                stop_strings=strings, tokenizer=tokenizer, eos_token_id=eos, pad_token_id=0)[0, len(prompt):].tolist()
+        eos = draw.choice([ends, torch.tensor(ends), ends[0]])
+        wanted = model.generate(given, attention_mask=torch.ones_like(given), max_new_tokens=20, do_sample=False, stop_strings=strings,
+                                tokenizer=tokenizer, eos_token_id=eos, pad_token_id=0)[0, len(prompt):].tolist()
         streamer = Text(tokenizer, skip_prompt=True)
-        out = verify.generate(target, None, oracle_of(target, prompt, text, draw.randint(0, 6)), prompt, 30, eos_token_id=eos,
-                              stop_strings=strings, tokenizer=tokenizer, streamer=streamer)
+        stop = [transformers.EosTokenCriteria(eos), transformers.StopStringCriteria(tokenizer, strings)]
+        build = oracle_of(target, prompt, text, draw.randint(0, 6))
+        out = verify.generate(target, None, build, given, 20, stopping_criteria=stop, streamer=streamer)
         assert out.tokens == wanted, (case, strings, eos)
-        assert streamer.text == tokenizer.decode(out.tokens)
-        assert sum(out.runs) == len(out.tokens) - 1
-        ended += len(wanted) < 30
-    assert 20 < ended < 40, "some end early, some do not"
-
-
-def test_any_streamer_gets_the_prompt_and_every_token(writer):
-    model, tokenizer = writer
-    target, prompt = verify.Target(model), [5, 6, 7]
-    text = plain(model, prompt, 30)
-
-    class Kept(transformers.generation.streamers.BaseStreamer):
-        def __init__(self):
-            self.put_in, self.ended = [], 0
-
-        def put(self, value):
-            self.put_in.append(value)
-
-        def end(self):
-            self.ended += 1
-    kept = Kept()
-    out = verify.generate(target, None, oracle_of(target, prompt, text, 4), prompt, 30, streamer=kept)
-    assert kept.put_in[0].tolist() == [prompt] and torch.cat(kept.put_in[1:]).tolist() == out.tokens == text and kept.ended == 1
-    assert len(kept.put_in) == 2 + len(out.runs), "each accepted run at once"
-    stream = transformers.TextIteratorStreamer(tokenizer, skip_prompt=True)
-    verify.generate(target, None, oracle_of(target, prompt, text, 4), prompt, 30, streamer=stream)
-    assert "".join(stream) == tokenizer.decode(text)
+        assert streamer.text == tokenizer.decode(out.tokens) and sum(out.runs) == len(out.tokens) - 1
+        ended += len(wanted) < 20
+    assert 8 < ended < 16, "some end early, some do not"
 
 
 def test_time_that_is_over_ends_the_output_at_a_token(writer, monkeypatch):
-    model, _ = writer
-    target, clock = verify.Target(model), [0.0]
-    text = plain(model, PROMPT, 30)
-    build = oracle_of(target, PROMPT, text, 4)
-    monkeypatch.setattr(verify.stopping_criteria.time, "time", lambda: clock[0])
-    assert verify.generate(target, None, build, PROMPT, 30, max_time=100).tokens == text
+    """And any streamer gets the prompt, then each round's tokens at once."""
+    target, now, put = verify.Target(writer[0]), [0.0], []
+    text = plain(writer[0], PROMPT, 30)
+    monkeypatch.setattr(transformers.generation.stopping_criteria.time, "time", lambda: now[0])
+    streamer = SimpleNamespace(put=lambda value: put.append(value.tolist()), end=lambda: put.append("end"))
 
     def slow(expand, root):
-        clock[0] += 60
-        return build(expand, root)
-    assert verify.generate(target, None, slow, PROMPT, 30, max_time=100).tokens == text[:1 + 5 + 1], "in the second round"
-
-
-def test_arguments_are_transformers_own(writer):
-    """What a tokenizer returns goes in as it is; what cannot be done is said."""
-    model, tokenizer = writer
-    target = verify.Target(model)
-    given = tokenizer("def add(", return_tensors="pt")
-    wanted = plain(model, given["input_ids"][0].tolist(), 9)
-    generate = partial(verify.generate, target, None, verify.no_draft)
-    assert generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"], max_new_tokens=9).tokens == wanted
-    assert generate(**given, max_new_tokens=9, temperature=0.7, do_sample=False).tokens == wanted
-    for more, words in (({"attention_mask": torch.tensor([[0, 1]])}, "attention_mask hides tokens"),
-                        ({"do_sample": True}, "do_sample=True with temperature 0"), ({"stop_strings": "a"}, "need the tokenizer")):
-        with pytest.raises(verify.UserError, match=words):
-            generate(**{"input_ids": [1, 2], "max_new_tokens": 9, **more})
-    with pytest.raises(verify.UserError, match="give one sequence"):
-        generate(input_ids=torch.ones(2, 3, dtype=torch.long))
+        now[0] += 60
+        return oracle_of(target, PROMPT, text, 4)(expand, root)
+    for most, wanted in ((1000, text), (100, text[:1 + 5 + 1])):                             # in the second round
+        now[0] = 0.0
+        out = verify.generate(target, None, slow, PROMPT, 30, stopping_criteria=[transformers.MaxTimeCriteria(most)], streamer=streamer)
+        assert out.tokens == wanted and put[0] == [PROMPT] and put[-1] == "end"
+        assert sum(put[1:-1], []) == wanted and [len(value) for value in put[2:-1]] == out.runs
+        put.clear()
 
 
 # ---------------------------------------------------------------- padded vocabularies
-def padded(vocab, seed, layers=2):
-    return tiny("llama", seed=seed, vocab_size=vocab, num_hidden_layers=layers)
-
-
-@pytest.mark.parametrize("vocabs", [(16, 9), (9, 16), (9,), (16,)])
-@pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.parametrize("vocabs, gram", [((16, 9), True), ((9, 16), False)])
 def test_stages_of_padded_vocabularies(llama, vocabs, gram):
     """A target of 12 ids beside stages of fewer and of more: lossless, and nothing that only one side knows."""
     text, seen = plain(llama, PROMPT, 30), []
     assert max(text) >= 9, "the target says what a stage does not know"
-    models = [padded(vocab, seed, 3 - seed) for seed, vocab in enumerate(vocabs)]
-    more = maxgram.MaxGram() if gram else None
+    stages = [stage_of(tiny("llama", seed=seed, vocab_size=vocab, num_hidden_layers=2), 12) for seed, vocab in enumerate(vocabs)]
     for lenience in (1.0, 3.0):
-        drafter = cascade.Cascade(models, None, lenience, more, vocab=12)
+        drafter = cascade.Cascade(stages, None, lenience, maxgram.MaxGram() if gram else None, vocab=12)
         for build in (cascade.proposal, cape.cape, BUILDS["pct"]):
-            def watched(expand, root):
+            def watched(expand, root, build=build):
                 tree = build(expand, root)
-                seen.extend(tree.tokens[1:][tree.parents[1:] >= 0].tolist())
+                seen.extend(tree.tokens[1:].tolist())
                 return tree
             assert verify.generate(verify.Target(llama), drafter, watched, PROMPT, 30).tokens == text
-        drawn = verify.generate(verify.Target(llama), drafter, partial(cascade.proposal, drawn=True), PROMPT, 30, temperature=0.8)
+        drawn = verify.generate(verify.Target(llama), drafter, partial(cascade.proposal, drawn=True), PROMPT, 30, verify.Sampled(0.8))
         assert all(0 <= token < 12 for token in drawn.tokens)
-    if not gram:
-        assert max(seen) < min(12, max(vocabs))
-
-
-def test_a_padded_drafter_proposes_what_both_know(llama):
-    """GLIDE with fewer or more rows than the target; its own part of the vocabulary is all that it is shown and asked for."""
-    text = plain(llama, PROMPT, 30)
-    for vocab in (9, 16):
-        drafter = random_drafter(llama)
-        model = drafter.model
-        model.config.vocab = vocab
-        model.embed = torch.nn.Embedding(vocab, model.config.width).double()
-        model.head = torch.nn.Linear(model.config.width, vocab, bias=False).double()
-        drafter = type(drafter)(model)
-        seen = []
-        for name, build in BUILDS.items():
-            def watched(expand, root):
-                def asked(tokens, parents):
-                    rows = expand(tokens, parents)
-                    assert rows.shape[1] == 12 and rows[:, vocab:].sum() == 0
-                    return rows
-                tree = build(asked, root)
-                seen.extend(tree.tokens[1:][tree.parents[1:] >= 0].tolist())
-                return tree
-            assert verify.generate(verify.Target(llama), drafter, watched, PROMPT, 30).tokens == text, name
-        assert max(seen) < min(12, vocab)
+    assert max(seen) < 12
 
 
 def test_a_padded_pair_end_to_end(small, tmp_path, capsys):  # noqa: F811
@@ -203,10 +149,9 @@ class Int8Linear(torch.nn.Module):
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.weight = torch.nn.Parameter((linear.weight.detach() / scale).round().to(torch.int8), requires_grad=False)
         self.register_buffer("scale", scale)
-        self.bias = linear.bias
 
     def forward(self, x):
-        return F.linear(x, (self.weight * self.scale).to(x.dtype), self.bias)
+        return F.linear(x, (self.weight * self.scale).to(x.dtype))
 
 
 def quantised(model):
@@ -217,64 +162,47 @@ def quantised(model):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
-def test_a_quantised_target_is_plain_decodings(name):
-    model = quantised(tiny(name))
-    assert not any(p.is_floating_point() for p in model.model.layers[0].mlp.parameters())
+def test_a_quantised_target_is_plain_decodings():
+    """And a drafter of the model before it was quantised is its drafter."""
+    tokenizer, (before, other) = tokenizer_of(TEXT, 300), [load.fingerprint(tiny("llama", seed=seed)) for seed in (0, 1)]
+    model = quantised(tiny("llama"))
+    after = load.fingerprint(model, tokenizer)
+    assert after["probe"].keys() < before["probe"].keys() and load.same_target(before, after) and load.same_target(after, before)
+    assert not load.same_target(other, after)
     text = plain(model, PROMPT, 30)
-    drafters = [random_drafter(model), random_drafter(model, glimpse=False), cascade.Cascade([quantised(tiny(name, seed=1))], vocab=12)]
-    for drafter in drafters:
+    for drafter in (*drafters_of(model), cascade.Cascade([stage_of(quantised(tiny("llama", seed=1)), 12)], vocab=12)):
         for tree, build in BUILDS.items():
-            assert verify.generate(verify.Target(model), drafter, build, PROMPT, 30).tokens == text, tree
-
-
-def test_a_drafter_of_the_model_before_it_was_quantised_is_its_drafter():
-    model, tokenizer = tiny("llama"), tokenizer_of(TEXT, 300)
-    before = train.fingerprint(model, tokenizer)
-    after = train.fingerprint(quantised(model), tokenizer)
-    assert after["probe"].keys() < before["probe"].keys() and train.same_target(before, after) and train.same_target(after, before)
-    assert not train.same_target(before, train.fingerprint(quantised(tiny("llama", seed=1)), tokenizer))
+            assert verify.generate(any_target(model), drafter, build, PROMPT, 30).tokens == text, tree
 
 
 # ---------------------------------------------------------------- several devices
-@pytest.fixture(scope="module")
-def spread(tmp_path_factory):
+def test_a_target_on_disk_decodes_as_one_in_memory(tmp_path):
     """A target whose layers lie in memory and on the disk, as device_map spreads what does not fit."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: models cannot be spread over devices")
-    folder = tmp_path_factory.mktemp("spread")
     model = tiny("llama", vocab_size=300, max_position_embeddings=64).float()
-    save(folder / "model", model, tokenizer_of(TEXT, 300))
-    parts = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
-             "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    found = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", device_map=parts, offload_folder=folder / "off", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "cpu",
+              "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "off",
+                                                              dtype=torch.float32).eval()
     assert found.model.layers[1].mlp.up_proj.weight.is_meta and not found.model.layers[0].mlp.up_proj.weight.is_meta
-    return model, found.eval()
-
-
-def test_a_target_on_disk_decodes_as_one_in_memory(spread):
-    model, found = spread
-    text = plain(model, PROMPT, 25)
-    target = verify.Target(found)
-    drafters = [None, random_drafter(model), edd.Drafter(random_edd(model)), cascade.Cascade([padded(300, 1).float()], vocab=300)]
-    for drafter in drafters:
-        for name, build in BUILDS.items() if drafter else {"plain": verify.no_draft}.items():
+    text, target = plain(model, PROMPT, 25), any_target(found)
+    assert verify.generate(target, None, verify.no_draft, PROMPT, 25).tokens == text
+    for drafter in drafters_of(model):
+        for name, build in BUILDS.items():
             assert verify.generate(target, drafter, build, PROMPT, 25).tokens == text, name
-    assert train.same_target(train.fingerprint(model), train.fingerprint(found))
+    assert load.same_target(load.fingerprint(model), load.fingerprint(found))
 
 
 def test_spread_end_to_end(small, tmp_path):  # noqa: F811
     pytest.importorskip("accelerate", reason="accelerate is not installed: models cannot be spread over devices")
-    argv = args(small, "--tree", "cape", "--drafter", "glide", "edd", "--json", str(tmp_path / "r.jsonl"))
-    argv[argv.index("--device") + 1] = "auto"
-    assert bench.main(argv) == 0
+    assert bench.main(args(small, "--device", "auto", "--tree", "cape", "--drafter", "glide", "edd", "--json", str(tmp_path / "r.jsonl"))) == 0
     assert all(row["lossless"] for row in rows_of(tmp_path / "r.jsonl") if row["tree"])
 
 
 def test_without_accelerate_one_is_told_so(small, monkeypatch, capsys):  # noqa: F811
     monkeypatch.setattr(transformers.utils, "is_accelerate_available", lambda: False)
-    argv = args(small)
-    argv[argv.index("--device") + 1] = "auto"
-    check_mistake(argv, "--device auto needs accelerate", capsys)
+    check_mistake(args(small, "--device", "auto"), "--device auto needs accelerate", capsys)
 
 
 # ---------------------------------------------------------------- the hub
@@ -285,67 +213,50 @@ def refusal(kind):
     return error
 
 
-@pytest.mark.parametrize("error, words", [
-    (huggingface_hub.errors.RepositoryNotFoundError, "the hub has no some/model"),
-    (huggingface_hub.errors.RevisionNotFoundError, "the hub has no some/model at revision v9"),
-    (ConnectionError, "the hub cannot be reached, and it was not loaded before")])
-def test_the_hub_is_asked_once(small, monkeypatch, capsys, error, words):  # noqa: F811
-    asked = []
+def test_the_hub_is_asked_once_and_why_a_model_cannot_be_loaded_is_said(small, monkeypatch, capsys):  # noqa: F811
+    """A gated model says so; without a network what is missing is, and not what is wrong with a model that is here."""
+    argv = args(small, "--revision", "v9", "--target", "some/model")
+    answer, loading, asked = [None], [OSError("no such file")], []
 
     def model_info(name, revision, timeout):
         asked.append((name, revision))
-        raise refusal(error)
+        if answer[0]:
+            raise answer[0]
+
+    def from_pretrained(*_, **__):
+        raise loading[0]
 
     def nobody(*_, **__):
         raise AssertionError("the network was asked again")
     monkeypatch.setattr(huggingface_hub, "model_info", model_info)
-    monkeypatch.setattr(socket, "getaddrinfo", nobody)
-    argv = args(small, "--revision", "v9")
-    argv[1] = "some/model"
-    check_mistake(argv, words, capsys)
-    assert asked == [("some/model", "v9")]
-
-
-def loading(monkeypatch, error, cause=None):
-    """The hub answers, or does not; then transformers says `error`."""
-    def refuse(*_, **__):
-        raise error from cause
-    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-
-
-@pytest.mark.parametrize("reached", [True, False])
-def test_why_a_model_of_the_hub_cannot_be_loaded(small, monkeypatch, capsys, reached):  # noqa: F811
-    """A gated one says so; without a network what is missing is, and not what is wrong with a model that is here."""
-    def model_info(*_, **__):
-        if not reached:
-            raise ConnectionError("no network")
-    monkeypatch.setattr(huggingface_hub, "model_info", model_info)
-    argv = args(small)
-    argv[1] = "some/model"
-    loading(monkeypatch, OSError("a gated repo.\nmore"), refusal(huggingface_hub.errors.GatedRepoError))
-    check_mistake(argv, "(it is gated): accept its terms on huggingface.co/some/model, and `hf auth login`", capsys)
-    loading(monkeypatch, ValueError("it needs remote code"))
-    check_mistake(argv, "cannot be loaded (ValueError: it needs remote code)", capsys)
-    loading(monkeypatch, OSError("no such file"))
-    check_mistake(argv, "(OSError: no such file)" if reached else "it was not loaded before", capsys)
-
-
-def test_a_drafter_of_before_weights_had_names_is_refused(small, tmp_path, capsys):  # noqa: F811
-    shutil.copytree(small / "drafters" / "glide", tmp_path / "glide")
-    about = json.loads((tmp_path / "glide" / "training.json").read_text())
-    about["target"]["probe"] = list(about["target"]["probe"].values())
-    (tmp_path / "glide" / "training.json").write_text(json.dumps(about))
-    argv = args(small)
-    argv[argv.index("--checkpoint") + 1] = str(tmp_path)
-    check_mistake(argv, "was made for another target: train one for this", capsys)
+    with monkeypatch.context() as alone:
+        alone.setattr(socket, "getaddrinfo", nobody)
+        for answer[0], words in ((refusal(huggingface_hub.errors.RepositoryNotFoundError), "the hub has no some/model"),
+                                 (refusal(huggingface_hub.errors.RevisionNotFoundError), "the hub has no some/model at revision v9"),
+                                 (ConnectionError("no network"), "the hub cannot be reached, and it was not loaded before")):
+            check_mistake(argv, words, capsys)
+    assert asked == 3 * [("some/model", "v9")]
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", from_pretrained)
+    gated = OSError("a gated repo.\nmore")
+    gated.__cause__ = refusal(huggingface_hub.errors.GatedRepoError)
+    for loading[0], answer[0], words in (
+            (gated, None, "(it is gated): accept its terms on huggingface.co/some/model, and `hf auth login`"),
+            (ValueError("it needs remote code"), None, "cannot be loaded (ValueError: it needs remote code)"),
+            (OSError("no such file"), None, "(OSError: no such file)"), (OSError("no such file"), ConnectionError(), "it was not loaded before")):
+        check_mistake(argv, words, capsys)
 
 
 def test_how_a_model_is_loaded_reaches_transformers(small, monkeypatch):  # noqa: F811
-    given = []
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **how: given.append(how) or load(*_, **how))
-    run = bench.Run(args(small, "--dtype", "auto", "--revision", "v9", "--trust-remote-code"))
-    assert given[0]["revision"] == "v9" and given[0]["trust_remote_code"] is True and run.model.dtype == torch.float32
-    given.clear()
-    run = bench.Run(args(small))
-    assert given[0]["trust_remote_code"] is False and given[0]["revision"] is None
+    """Also to a class without PyTorch's attention, which is asked for its eager one."""
+    given, loaded = [], transformers.AutoModelForCausalLM.from_pretrained
+
+    def from_pretrained(*name, **how):
+        given.append(how)
+        if how["attn_implementation"] == "sdpa":
+            raise ValueError("it does not support an attention implementation through torch.nn.functional.scaled_dot_product_attention yet")
+        return loaded(*name, **how)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    for more, revision, trust in ((["--revision", "v9", "--trust-remote-code"], "v9", True), ([], None, False)):
+        run = bench.Run(args(small, "--drafter", "maxgram", "--dtype", "auto", *more))
+        assert [how["attn_implementation"] for how in given[-2:]] == ["sdpa", "eager"] and run.model.config._attn_implementation == "eager"
+        assert given[-1]["revision"] == revision and given[-1]["trust_remote_code"] is trust and run.model.dtype == torch.float32

@@ -1,33 +1,24 @@
 """Lossless for every drafter x tree; the tree's logits, the cache, the sampling rules against independent oracles."""
 import math
 from functools import partial
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from conftest import CONTEXT, VOCAB, plain, tiny
-from test_edd import random_edd
-from test_glide import random_drafter
+from conftest import CLASSES, CONTEXT, LONG, VOCAB, plain, random_drafter, shared, target_of, tiny
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
 
 import cape
-import edd
 import pct
 import verify
 
-class Seen(verify.Output):
-    """An Output that remembers what it was told: (new, path, parents) of each round."""
-
-    def __init__(self):
-        super().__init__()
-        self.told = []
-
-    def round(self, new, path, parents, p_target=None, p_draft=None):
-        super().round(new, path, parents, p_target, p_draft)
-        self.told.append((new, path, parents))
-
-
 BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
           "pct": partial(pct.pct, cost=0.05, depth=5), "vct": partial(pct.vct, width=2, depth=5), "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
+PROMPT = [3, 1, 4]
+TOLERANCE = dict(atol=2e-5, rtol=1e-4)                         # norms and rotary tables of a float64 model are float32
 
 
 class HandMade:
@@ -57,46 +48,57 @@ class HandMade:
             right = torch.rand(1, generator=torch.Generator().manual_seed(at)).item() < self.rate
             row[truth if right else (truth + 1) % VOCAB] += 0.9
             if not right:
-                row[truth] = 0                       # never right: not even among the extras
+                row[truth] = 0                                 # never right: not even among the extras
         return (rows / rows.sum(1, keepdim=True)).log()
 
 
-def drafters(model, text):
-    yield "glide", random_drafter(model, 1)
-    yield "glide, two layers", random_drafter(model, 2)
-    yield "vanilla", random_drafter(model, 1, glimpse=False)
-    yield "edd", edd.Drafter(random_edd(model))
-    yield "vdm", edd.Drafter(random_edd(model, encoding=False))
-    yield "eagle", edd.EagleDrafter(random_edd(model, **edd.VARIANTS["eagle"]))
-    yield "medusa", edd.MedusaDrafter(random_edd(model, **edd.VARIANTS["medusa"]))
-    for name, rate in (("always right", 1.0), ("never right", 0.0), ("half right", 0.5)):
-        yield name, HandMade(text, rate)
+DRAFTERS = ("glide", "glide 2", "vanilla", "edd", "vdm", "eagle", "medusa")
+RATES = {"always right": 1.0, "never right": 0.0, "half right": 0.5}
+PAIRS = list(product((*DRAFTERS, *RATES), BUILDS))
+LENGTHS = [1, 11, CONTEXT - 3, CONTEXT]
 
 
-@pytest.mark.parametrize("length", [1, 11, CONTEXT - 3, CONTEXT])
-def test_greedy_output_is_plain_decoding(model, length):
+def oracle(target, text, depth=5):
+    """A builder that asks nobody: what is true, also beyond the limit."""
+    def build(expand, root):
+        at = target.cache.length
+        tokens = torch.cat((root, torch.tensor(text[at + 1:at + 1 + depth], dtype=torch.long)))
+        return verify.Tree(tokens, torch.arange(len(tokens)) - 1)
+    return build
+
+
+def generate(model, drafter, build, prompt=PROMPT, new=12, rule=None, **how):
+    return verify.generate(target_of(model), drafter, build, prompt, new, rule, **how)
+
+
+@pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
+def test_greedy_output_is_plain_decoding(number, name, length):
+    """Every drafter x tree: with LONG=1 at each class and length, else at some of them."""
+    model, new = shared(name), min(14, CONTEXT - length + 1)
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    new = min(14, CONTEXT - length + 1)
-    expected = plain(model, prompt, new)
-    target = verify.Target(model)
-    for build in (verify.no_draft, verify.no_draft_padded):
-        out = verify.generate(target, None, build, prompt, 14)
-        assert out.tokens == expected and len(out.runs) == new - 1, "the baseline: one token a forward, padded or not"
-    for name, drafter in drafters(model, prompt + expected):
-        for tree, build in BUILDS.items():
-            out = verify.generate(target, drafter, build, prompt, 14, out=Seen())
-            assert out.tokens == expected, f"{name} x {tree}"
-            assert sum(out.runs) == new - 1 and [len(told[0]) for told in out.told] == out.runs
-            if name == "always right":
-                assert len(out.runs) == math.ceil((new - 1) / 6)
-            if name == "never right":
-                assert len(out.runs) == new - 1 and all(path == [0] for _, path, _ in out.told)
+    expected, target = plain(model, prompt, new), target_of(model)
+    out = verify.generate(target, None, verify.no_draft, prompt, 14)
+    assert out.tokens == expected and out.runs == [1] * (new - 1), "the baseline: one token a forward"
+    for drafter, tree in PAIRS if LONG else PAIRS[number % 11::11]:
+        made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
+        out = verify.generate(target, made, BUILDS[tree], prompt, 14)
+        assert out.tokens == expected, f"{drafter} x {tree}"
+        assert sum(out.runs) == new - 1 and out.tau == (new - 1) / max(1, len(out.runs))
+        for step in out.rounds:
+            assert [step.tokens[node] for node in step.path[1:]][:len(step.new) - 1] == step.new[:-1]
+            assert [step.parents[node] for node in step.path] == [-1, *step.path[:-1]]
+        if drafter == "always right":
+            assert len(out.runs) == math.ceil((new - 1) / 6)
+        if drafter == "never right":
+            assert len(out.runs) == new - 1 and all(step.path == [0] for step in out.rounds)
     assert target.ids == (prompt + expected)[:len(target.ids)], "the cache holds the output and nothing else"
 
 
+# ---------------------------------------------------------------- trees, the cache
 def random_tree(n, seed):
+    """Of an odd seed a deep one: deeper than the windows are long."""
     g = torch.Generator().manual_seed(seed)
-    parents = [-1] + [int(torch.randint(i, (1,), generator=g)) for i in range(1, n)]
+    parents = [-1] + [int(torch.randint(max(0, i - 2) if seed % 2 else 0, i, (1,), generator=g)) for i in range(1, n)]
     return torch.randint(VOCAB, (n,), generator=g), parents
 
 
@@ -108,160 +110,256 @@ def path_to(node, parents):
 
 
 def test_ancestor_mask_against_walking_up():
-    for seed in range(30):
-        _, parents = random_tree(1 + seed, seed)
+    for n in range(1, 31):
+        _, parents = random_tree(n, n)
         mask = verify.ancestor_mask(torch.tensor(parents))
-        for i in range(len(parents)):
+        for i in range(n):
             assert mask[i].nonzero().flatten().tolist() == sorted(path_to(i, parents))
 
 
-def test_tree_logits_and_commit_equal_each_path_alone(model):
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
+@torch.inference_mode()
+def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     """Every node of a random tree sees its own path and nothing else; a committed path leaves the cache of a fresh prefill."""
+    (tokens, parents), target, fresh = random_tree(18, seed), target_of(model), target_of(model)
     prompt = torch.randint(VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
-    for seed in range(6):
-        tokens, parents = random_tree(14, seed)
-        target = verify.Target(model)
-        target.watch({"hidden": [1, 2]})
-        with torch.inference_mode():
-            target.sync(prompt)
-            logits = target.forward(tokens, torch.tensor(parents))
-            for node in range(14):
-                path = path_to(node, parents)
-                alone = model(torch.tensor([prompt + tokens[path].tolist()]), use_cache=False).logits[0, -1]
-                torch.testing.assert_close(logits[node], alone, atol=2e-5, rtol=1e-4)
-            path = max((path_to(i, parents) for i in range(14)), key=len)
-            text = prompt + tokens[path].tolist()
-            target.commit(path, tokens[path].tolist())
-            fresh = verify.Target(model)
-            fresh.sync(text)
-            n = len(text)
-            assert target.ids == text and target.cache.length == n
-            assert len(target.cache.keys) == len(target.cache.values) == 3
-            for kept, whole in ((target.cache.keys, fresh.cache.keys), (target.cache.values, fresh.cache.values)):
-                for layer, rows in kept.items():
-                    torch.testing.assert_close(rows[:, :, :n], whole[layer][:, :, :n], atol=2e-5, rtol=1e-4)
-            # hidden states: rows of what was committed, as the library numbers them
-            states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
-            view = target.view()
-            assert view.tokens.tolist() == text and view.length == n
-            for k in (1, 2):
-                torch.testing.assert_close(view.hidden[k], states[k][0], atol=2e-5, rtol=1e-4)
-            more, upper = random_tree(5, seed + 100)
-            torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), atol=2e-5, rtol=1e-4)
+    target.watch({"hidden": [0, 1, 3]})
+    target.prefill(prompt)
+    logits = target.forward(tokens, torch.tensor(parents))
+    paths = [path_to(node, parents) for node in range(18)]
+    for row, path in zip(logits, paths):
+        alone = model(torch.tensor([prompt + tokens[path].tolist()]), use_cache=False).logits[0, -1]
+        torch.testing.assert_close(row, alone, **TOLERANCE)
+    path = max(paths, key=len)
+    text = prompt + tokens[path].tolist()
+    target.commit(path, tokens[path].tolist())
+    fresh.sync(text)
+    n = len(text)
+    assert target.ids == text and target.cache.length == n and len(target.cache.kv) == 3
+    for layer, held in target.cache.kv.items():
+        for rows, whole in zip(held, fresh.cache.kv[layer]):
+            torch.testing.assert_close(rows[:, :, :n], whole[:, :, :n], **TOLERANCE)
+    # hidden states: rows of what was committed, as the library numbers them (the last layer's normed)
+    states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
+    view = target.view()
+    assert view.tokens.tolist() == text and view.length == n and set(view.hidden) == {0, 1, 3}
+    for k, rows in view.hidden.items():
+        torch.testing.assert_close(rows, states[k][0], **TOLERANCE)
+    more, upper = random_tree(5, seed + 100)
+    torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), **TOLERANCE)
 
 
+@torch.inference_mode()
 def test_sync_keeps_the_common_prefix(model):
-    target, shown = verify.Target(model), []
-    with torch.inference_mode():
-        for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
-                    [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):              # the last is longer than what the cache had room for
-            logits = target.sync(ids)
-            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -1], atol=2e-5, rtol=1e-4)
-            assert target.ids == ids and target.cache.length == len(ids)
-            view = target.view()                                # what a drafter is shown adds up, rolled back or not
+    """Also of texts longer than a slice, and where the caller knows how much is cached (`same`, a lower bound)."""
+    target, before, shown = target_of(model), [], []
+    for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
+                [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):
+        common = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
+        for rows, same in ((1, 0), (1, common), (min(4, len(ids)), max(0, common - 2))):
+            target.slice_size, forwarded, n = 7, [], len(ids)
+            target.model.get_input_embeddings().register_forward_hook(lambda module, args, out, seen=forwarded: seen.append(args[0].numel()))
+            logits = target.sync(ids, rows, same)
+            target.model.get_input_embeddings()._forward_hooks.clear()
+            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -rows:], **TOLERANCE)
+            assert logits.shape == (rows, VOCAB) and target.ids == ids and target.cache.length == n
+            assert sum(forwarded) == n - min(common, n - rows) and max(forwarded) < 7 + 1 + rows
+            view, common = target.view(), n
             shown = shown[:view.length - len(view.tokens)] + view.tokens.tolist()
-            assert shown == ids and view.length == len(ids)
+            assert shown == ids and view.length == n, "what a drafter is shown adds up, rolled back or not"
+        before = list(ids)
 
 
-def test_hidden_states_cost_nothing_unasked(llama):
+@torch.inference_mode()
+def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
+    asked, own = [], type(llama).forward
+    monkeypatch.setattr(type(llama), "forward", lambda self, *a, **k: asked.append(k.get("output_hidden_states")) or own(self, *a, **k))
     target = verify.Target(llama)
-    target.watch({"hidden": [2]})
-    assert sum(len(m._forward_hooks) for m in llama.modules()) == 1
-    verify.generate(target, random_drafter(llama), cape.cape, [1, 2, 3], 5)
-    assert sum(len(m._forward_hooks) for m in llama.modules()) == 0
+    verify.generate(target, random_drafter(llama, "edd"), cape.cape, PROMPT, 4)
+    assert asked and all(asked)
+    asked.clear()
+    verify.generate(target, random_drafter(llama, "glide"), cape.cape, PROMPT, 4)
+    assert asked and not any(asked)
 
 
+def test_layers_of_two_kinds_are_refused_by_name():
+    with pytest.raises(verify.UserError, match="full_attention, sliding_attention.*any_target") as caught:
+        verify.Target(shared("qwen2-mixed"))
+    assert "\n" not in str(caught.value)
+
+
+# ---------------------------------------------------------------- the loop: ends, trees, what a builder and a drafter see
 def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
-    prompt = [3, 1, 4]
-    expected = plain(llama, prompt, 24)
-    drafter = HandMade(prompt + expected, 1.0)
-    target = verify.Target(llama)
+    expected, target = plain(llama, PROMPT, 24), verify.Target(llama)
+    drafter = HandMade(PROMPT + expected, 1.0)
     for eos in set(expected):
         end = expected.index(eos) + 1
-        for build in (cape.chain, cape.cape, cape.beam):
-            assert verify.generate(target, drafter, build, prompt, 24, eos_token_id=eos).tokens == expected[:end]
+        for build in (cape.chain, cape.beam, oracle(target, PROMPT + expected)):
+            out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria([eos, VOCAB - 1 - eos])])
+            cut = min(end, next((i + 1 for i, token in enumerate(expected) if token == VOCAB - 1 - eos), 99))
+            assert out.tokens == expected[:cut] and sum(out.runs) == cut - 1
     for limit in range(1, 16):
-        out = verify.generate(target, drafter, cape.chain, prompt, limit, out=Seen())
-        assert out.tokens == expected[:limit]
-        # No node is verified that the limit forbids: a tree is never deeper than what may still follow its root.
-        at = 1
-        for new, _, parents in out.told:
-            assert len(parents) - 1 <= max(0, limit - at - 1)
-            at += len(new)
+        for build in (cape.chain, oracle(target, PROMPT + expected)):
+            out = verify.generate(target, drafter, build, PROMPT, limit)
+            assert out.tokens == expected[:limit] and sum(out.runs) == limit - 1
+            # No builder that asks drafts more than the limit allows: no tree is deeper than what may still follow its root.
+            at = 1
+            for step in out.rounds:
+                assert len(step.parents) - 1 <= max(0, limit - at - 1) or build is not cape.chain
+                at += len(step.new)
 
 
-def test_a_builder_that_asks_nobody_is_cut_at_the_limit(llama):
-    """The demo's oracle: what is true goes on beyond the limit, and the output does not."""
-    prompt = [3, 1, 4]
-    expected = plain(llama, prompt, 24)
-    target = verify.Target(llama)
-
-    def oracle(expand, root):
-        at = target.cache.length - len(prompt) + 1
-        return verify.Tree(torch.cat((root, torch.tensor(expected[at:at + 5]))), torch.arange(-1, 5))
-    for limit in range(1, 14):
-        out = verify.generate(target, None, oracle, prompt, limit)
-        assert out.tokens == expected[:limit] and sum(out.runs) == limit - 1
+def letters():
+    """A tokenizer of twelve letters."""
+    bare = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijkl")}, unk_token="a"))
+    bare.pre_tokenizer, bare.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=bare)
 
 
-def test_what_a_builder_sees_at_the_limit_and_in_sampling(llama):
-    """Rows of nodes as deep as there is room are zeros, also beside shallower ones; sampled rows are the warped ones."""
+def test_transformers_own_criteria_end_the_text_at_the_token_where_they_hold(llama):
+    expected, tokenizer = plain(llama, PROMPT, 24), letters()
+    text = "".join("abcdefghijkl"[token] for token in expected)
+    drafter = HandMade(PROMPT + expected, 1.0)
+    for string in (text[4:6], text[9:12], next(pair for pair in ("ab", "la", "kk") if pair not in text)):
+        criteria = [StopStringCriteria(tokenizer, [string]), MaxTimeCriteria(60)]
+        end = text.find(string) + len(string) if string in text else 24
+        assert generate(llama, drafter, cape.cape, new=24, stopping_criteria=criteria).tokens == expected[:end], string
+    assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[MaxLengthCriteria(len(PROMPT) + 8)]).tokens == expected[:8]
+    assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[MaxTimeCriteria(-1)]).tokens == expected[:1]
+
+
+def test_a_streamer_is_shown_the_prompt_and_each_rounds_tokens(llama):
+    expected, put = plain(llama, PROMPT, 16), []
+    streamer = SimpleNamespace(put=lambda ids: put.append(ids.tolist()), end=lambda: put.append("end"))
+    out = generate(llama, HandMade(PROMPT + expected, 0.6), cape.cape, torch.tensor([PROMPT]), 16, streamer=streamer)
+    assert put == [[PROMPT], expected[:1], *(step.new for step in out.rounds), "end"]
+    assert sum(put[1:-1], []) == out.tokens == expected
+
+
+@pytest.mark.parametrize("tokens, parents", [([3, 4], [-1, 2, 0]), ([3, 4], [-1, 1, 0]), ([3], [0, 0]), ([3], [-1, 5]), ([3], [-1])])
+@pytest.mark.parametrize("rule", [None, verify.Sampled()])
+def test_a_tree_that_breaks_the_contract_is_refused(llama, tokens, parents, rule):
+    """A child before its parent, no root, a parent that is no node, lengths that differ."""
+    with pytest.raises(AssertionError, match="tree"):
+        generate(llama, None, lambda expand, root: verify.Tree(torch.cat((root, torch.tensor(tokens))), torch.tensor(parents)), rule=rule)
+    with pytest.raises(AssertionError, match="tree"):
+        generate(llama, None, lambda expand, root: verify.Tree((root + 1) % VOCAB, torch.tensor([-1])), rule=rule)
+
+
+def test_duplicates_and_the_two_orders_of_nodes(llama):
+    """Duplicates: the first counts.  What is kept of the drafter's nodes is told in its own order, not the tree's."""
+    assert verify.accept([7, 3, 3, 5], [-1, 0, 0, 1], [3, 5, 9, 4]) == ([0, 1, 3], [3, 5, 4])
+    expected, kept = plain(llama, PROMPT, 24), []
+    a, b = expected[1:3]
+    wrong = torch.tensor([(a + 1) % VOCAB])
+
+    def build(expand, root):
+        rows = expand(root, [-1])
+        assert rows.shape == (1, VOCAB)
+        expand(torch.cat((wrong, torch.tensor([a]))), [0, 0])
+        return verify.Tree(torch.cat((root, torch.tensor([a, b]), wrong)), torch.tensor([-1, 0, 1, 0]))
+    drafter = HandMade(PROMPT + expected, 1.0)
+    drafter.keep = kept.append
+    out = generate(llama, drafter, build, new=4)
+    assert out.tokens == expected[:4] and out.rounds[0].path == [0, 1, 2] and kept == [[0, 2]]
+    kept.clear()
+    generate(llama, drafter, cape.chain, new=19)
+    assert kept == [[0, 1, 2, 3, 4]] * 3, "five nodes were asked for their children, root first"
+
+
+def test_what_a_builder_sees(llama):
+    """The root, how deep a tree may be, the draws, the rule, the drafter; rows that are calibrated, or warped."""
     seen = []
 
     def build(expand, root):
-        tokens = torch.cat((root, torch.tensor([1, 2, 3])))
-        seen.append((expand.room, expand(tokens, [-1, 0, 1, 0])))
+        assert expand.root == root.item() and expand.drafter is drafter
+        seen.append((expand.room, expand(root, [-1])[0]))
         return verify.Tree(root, torch.tensor([-1]))
-    target, drafter = verify.Target(llama), random_drafter(llama)
-    verify.generate(target, drafter, build, [1, 2], 5)
-    for room, rows in seen:
-        assert rows.sum(1).round(decimals=5).tolist() == [float(depth < room) for depth in (0, 1, 2, 1)]
+    drafter = HandMade([0] * 40, 1.0)
+    drafter.temperature = 0.5
+    generate(llama, drafter, build, [1, 2], 5)
     assert [room for room, _ in seen] == [3, 2, 1, 0]
+    drafter.begin(verify.View(None, 2, {}, {}))
+    p = drafter.expand(torch.tensor([0]), [-1])[0].exp().float()
+    torch.testing.assert_close(seen[0][1], p ** 2 / (p ** 2).sum())
     del seen[:]
-    verify.generate(target, drafter, build, [1, 2], 4, temperature=0.7, top_k=3)
-    assert (seen[0][1][0] > 0).sum() == 3
+    generate(llama, drafter, build, [1, 2], 3, verify.Sampled())
+    torch.testing.assert_close(seen[0][1], p)                  # sampling is left alone
+    drafter = random_drafter(llama, "glide")
+    generate(llama, drafter, build, [1, 2], 3, verify.Sampled(0.7, top_k=3))
+    assert (seen[-1][1] > 0).sum() == 3
 
 
+@pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, top_k=5)])
+def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
+    """A dead cell becomes token 0 elsewhere and is accepted (Medusa): here plain decoding must come out."""
+    class Dead(HandMade):
+        def expand(self, tokens, parents):
+            return super().expand(tokens, parents) - float("inf")
+    expected = generate(llama, None, verify.no_draft, [0, 0, 0], rule=rule).tokens
+    for build in BUILDS.values():
+        out = generate(llama, Dead([], 0.0), build, [0, 0, 0], rule=rule)
+        assert out.tokens == expected and all(step.parents == [-1] for step in out.rounds)
+
+
+@pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, seed=3)])
+def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
+    """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
+    config = GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(config).double().eval()
+    for prompt in ([1, 2, 3], [1] * 13, [1] * 15, [1] * 16):
+        expected = generate(model, None, verify.no_draft, prompt, 20, rule).tokens
+        assert len(expected) == 17 - len(prompt) and (rule or expected == plain(model, prompt, len(expected)))
+        for target in (verify.Target(model), verify.Target(model, capacity=100)):
+            build = oracle(target, prompt + expected + [1] * 9)
+            drafter = HandMade(prompt + expected, 1.0)
+
+            def one_row(expand, root, build=build):
+                expand(root, [-1])
+                return build(expand, root)
+            assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
+            assert verify.generate(target, drafter, one_row, prompt, 20, rule).tokens == expected
+
+
+def test_mistakes_are_named_in_one_sentence(llama):
+    for prompt, new, words in (([], 4, "0 tokens"), ([1] * (CONTEXT + 1), 4, f"{CONTEXT + 1} tokens.* context of {CONTEXT}"), ([1], 0, "at least one"),
+                               (torch.ones(2, 3, dtype=torch.long), 4, "one sequence"), (torch.ones(1, 2, 3, dtype=torch.long), 4, "one sequence")):
+        with pytest.raises(verify.UserError, match=words) as caught:
+            generate(llama, None, verify.no_draft, prompt, new)
+        assert "\n" not in str(caught.value)
+    assert generate(llama, random_drafter(llama, "glide"), cape.drawn).tokens == plain(llama, PROMPT, 12), "no mistake: a draft like any other"
+    for wrong in (dict(temperature=0), dict(temperature=-1), dict(top_k=-1), dict(top_p=7)):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            verify.Sampled(**wrong)
+
+
+# ---------------------------------------------------------------- sampling
 def test_the_warper_is_temperature_then_top_k_then_top_p():
     """Written out: logits / T, the k largest, then the fewest that hold the share top_p, normalised at each step."""
-    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
     for temperature, k, share in ((0.6, None, None), (1.0, 4, None), (0.5, None, 0.7), (1.7, 5, 0.8), (0.3, 2, 0.95)):
-        for row, warped in zip(logits, verify.warper(temperature, k, share)(logits)):
-            p = dict(enumerate((row / temperature).softmax(-1).tolist()))
+        for row, warped in zip(logits, verify.Sampled(temperature, k, share).warp(logits)):
+            p = dict(enumerate((row.double() / temperature).softmax(-1).tolist()))
             best = sorted(p, key=p.get, reverse=True)[:k]
             total = sum(p[token] for token in best)
             if share:
                 held = [sum(p[token] for token in best[:n]) / total for n in range(len(best))]
                 best = [token for token, before in zip(best, held) if before < share]
                 total = sum(p[token] for token in best)
-            expected = torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)], dtype=torch.float64)
-            torch.testing.assert_close(warped, expected)
+            torch.testing.assert_close(warped, torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)]))
 
 
-def test_a_zero_row_is_never_followed(llama):
-    """A padded or dead cell becomes token 0 elsewhere and is accepted (Medusa): here plain decoding must come out."""
-    class Dead(HandMade):
-        def expand(self, tokens, parents):
-            return super().expand(tokens, parents) - float("inf")
-    expected = plain(llama, [0, 0, 0], 12)
-    for build in BUILDS.values():
-        out = verify.generate(verify.Target(llama), Dead([], 0.0), build, [0, 0, 0], 12, out=Seen())
-        assert out.tokens == expected and all(parents == [-1] for _, _, parents in out.told)
-
-
-# ---------------------------------------------------------------- sampling
-@pytest.mark.parametrize("how", [{"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 4},
-                                 {"temperature": 0.5, "top_p": 0.8}, {"temperature": 1.3, "top_k": 6, "top_p": 0.9}])
+@pytest.mark.parametrize("how", [{"temperature": 1.0, "top_k": 4}, {"temperature": 1.3, "top_k": 6, "top_p": 0.9}] + [
+    pytest.param(how, marks=pytest.mark.long) for how in ({"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.8})])
 def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how):
-    target = verify.Target(model)
-    drafter = random_drafter(model)
-    differ = set()
-    for seed in range(3):
-        expected = verify.generate(target, None, verify.no_draft, [1, 2, 3], 10, seed=seed, **how).tokens
+    drafter, differ = random_drafter(model, "glide"), set()
+    for seed in range(3 if LONG else 2):
+        rule = verify.Sampled(seed=seed, **how)
+        expected = generate(model, None, verify.no_draft, rule=rule).tokens
         differ.add(tuple(expected))
         for tree in ("chain", "cape", "pct"):                  # test_random.py draws all others
-            out = verify.generate(target, drafter, BUILDS[tree], [1, 2, 3], 10, seed=seed, **how)
-            assert out.tokens == expected, tree
+            assert generate(model, drafter, BUILDS[tree], rule=rule).tokens == expected, tree
     assert len(differ) > 1, "the seed matters"
 
 
@@ -280,53 +378,40 @@ def test_sampled_text_follows_the_target():
 
     (Plain sampling, which trees equal token for token; what follows from drawn chains is in test_drawn.py.)
     """
-    model = tiny("llama", vocab_size=5, num_hidden_layers=1)
-    prompt, n, warp = [1, 2], 1500, verify.warper(0.8, top_k=4)
-    exact = {}
+    model, prompt, n, exact = tiny("llama", vocab_size=5, num_hidden_layers=1), [1, 2], 1500 if LONG else 300, {}
+    warp, root = verify.Sampled(0.8, top_k=4).warp, verify.Tree(torch.tensor([0]), torch.tensor([-1]))
+    logits = torch.tensor([[0.3, 1.5, -1.0, 0.0, 2.0]])
+    counts = torch.zeros(5)
+    for seed in range(3000):
+        counts[verify.Sampled(0.8, top_k=4, seed=seed).choose(root, logits, 7)] += 1
+    assert chi_square_p(counts, warp(logits)[0] * 3000) > 1e-6, "one draw"
     with torch.no_grad():
-        for a in range(5):
-            for b in range(5):
-                rows = warp(model(torch.tensor([prompt + [a, b]]), use_cache=False).logits[0, 1:])
-                for c in range(5):
-                    exact[a, b, c] = (rows[0, a] * rows[1, b] * rows[2, c]).item()
+        for a, b in product(range(5), range(5)):
+            rows = warp(model(torch.tensor([prompt + [a, b]]), use_cache=False).logits[0, 1:])
+            for c in range(5):
+                exact[a, b, c] = (rows[0, a] * rows[1, b] * rows[2, c]).item()
     assert abs(sum(exact.values()) - 1) < 1e-6
     target, counts = verify.Target(model), dict.fromkeys(exact, 0)
     for seed in range(n):
-        out = verify.generate(target, None, verify.no_draft, prompt, 3, temperature=0.8, top_k=4, seed=seed)
-        counts[tuple(out.tokens)] += 1
+        counts[tuple(verify.generate(target, None, verify.no_draft, prompt, 3, verify.Sampled(0.8, top_k=4, seed=seed)).tokens)] += 1
     p = chi_square_p(torch.tensor([float(v) for v in counts.values()]), torch.tensor(list(exact.values())) * n)
     assert p > 1e-6, p
 
 
-def test_twins_and_absent_nodes():
-    """Of twins the first counts; a node with parent -1 is not there, wherever it lies in the tree."""
-    assert verify.accept([7, 3, 3, 5], [-1, 0, 0, 1], [3, 5, 9, 4]) == ([0, 1, 3], [3, 5, 4])
-    tree = verify.without_absent(verify.Tree(torch.tensor([7, 1, 2, 3]), torch.tensor([-1, -1, 0, 2])))
-    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([7, 2, 3], [-1, 0, 1])
-    sure = torch.eye(4)[[1, 1, 1]]                              # target and drafter are certain of token 1
-    tree = verify.Tree(torch.tensor([0, 1, 1]), torch.tensor([-1, 0, -1]), sure[:2])
-    assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0))[:2] == ([0, 1], [1, 1])
-
-
-def test_a_drafter_keeps_all_that_was_accepted(llama):
-    kept = []
-    drafter = HandMade([3, 1, 4] + plain(llama, [3, 1, 4], 24), 1.0)
-    drafter.keep = kept.append
-    verify.generate(verify.Target(llama), drafter, cape.chain, [3, 1, 4], 19)
-    assert kept == [[0, 1, 2, 3, 4]] * 3, "five nodes were asked for their children, root first"
+def tables(*shape, seed):
+    """Random distributions, far from uniform."""
+    p = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
+    return p / p.sum(-1, keepdim=True)
 
 
 def test_drawn_chain_acceptance_follows_the_target():
-    """accept_drawn on fixed random tables, 8000 times: first token, and the token after an accepted one.  Odds as above."""
-    g = torch.Generator().manual_seed(7)
-    p_target = torch.rand(3, 6, generator=g, dtype=torch.float64) ** 3
-    p_draft = torch.rand(2, 6, generator=g, dtype=torch.float64) ** 3
-    p_target, p_draft = p_target / p_target.sum(1, keepdim=True), p_draft / p_draft.sum(1, keepdim=True)
-    n, first, accepted = 8000, torch.zeros(6), 0
+    """accept_drawn on fixed random tables: the first token, and how often it is the drafted one.  Odds as above."""
+    g, p_target, p_draft = torch.Generator().manual_seed(7), tables(3, 6, seed=7), tables(2, 6, seed=8)
+    n, first, accepted = 8000 if LONG else 2000, torch.zeros(6), 0
     for _ in range(n):
         drawn = torch.multinomial(p_draft, 1, generator=g)[:, 0]
         tree = verify.Tree(torch.cat((torch.tensor([0]), drawn)), torch.arange(-1, 2), p_draft)
-        path, new, *_ = verify.accept_drawn(tree, p_target, g)
+        path, new = verify.accept(tree.tokens.tolist(), tree.parents.tolist(), verify.accept_drawn(tree, p_target, g).tolist())
         assert new[:-1] == drawn[:len(path) - 1].tolist() and path == list(range(len(new)))
         first[new[0]] += 1
         accepted += len(path) > 1
@@ -336,195 +421,39 @@ def test_drawn_chain_acceptance_follows_the_target():
 
 
 def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch):
-    """min(1, p_target / p_draft) by draws on either side of it; what is drawn after a rejection by its weights, no statistics."""
-    p_target, p_draft = torch.rand(2, 40, 6, generator=torch.Generator().manual_seed(8), dtype=torch.float64) ** 3
-    p_target, p_draft = p_target / p_target.sum(1, keepdim=True), p_draft / p_draft.sum(1, keepdim=True)
-    after, weights, sides = torch.full((1, 6), 1 / 6, dtype=torch.float64), [], 0
-
-    def multinomial(row, count, generator):
-        weights.append(row)
-        return torch.tensor([0])
-    monkeypatch.setattr(torch, "multinomial", multinomial)
-    for p, q in zip(p_target, p_draft):
-        for x in range(6):
-            tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
-            ratio = (p[x] / q[x]).item()
-            for u in (ratio - 1e-9, ratio + 1e-9, 1 - 1e-9):
-                if not 0 <= u < 1:
-                    continue
-                monkeypatch.setattr(torch, "rand", lambda shape, u=u, **_: torch.full(shape, u, dtype=torch.float64))
-                path, _, *_ = verify.accept_drawn(tree, torch.cat((p[None], after)), None)
-                assert path == ([0, 1] if u < ratio else [0]), (u, ratio)
-                expected = after[0] if u < ratio else (p - q).clamp(min=0)
-                torch.testing.assert_close(weights[-1] / weights[-1].sum(), expected / expected.sum())
-                sides += 1
-    assert sides > 300
+    """min(1, p_target / p_draft) by targets on either side of a known draw; what is drawn after a rejection by its weights, no statistics."""
+    after, weights = torch.full((6,), 1 / 6, dtype=torch.float64), []
+    for seed, q in enumerate(tables(100, 6, seed=9)):
+        u, x, other = torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item(), seed % 6, (seed + 1) % 6
+        monkeypatch.setattr(torch, "multinomial", lambda rows, n, generator, other=other: weights.append(rows) or torch.full((len(rows), 1), other))
+        tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
+        for ratio in (u - 1e-9, u + 1e-9, 1.0):
+            p = tables(6, seed=1000 + seed)
+            p[x] = 0
+            p *= (1 - ratio * q[x]) / p.sum()
+            p[x] = ratio * q[x]                                # min(1, p / q) is the ratio
+            choice = verify.accept_drawn(tree, torch.stack((p, after)), torch.Generator().manual_seed(seed)).tolist()
+            assert choice == [x if u < ratio else other, other], (u, ratio)
+            torch.testing.assert_close(weights[-1][0] / weights[-1][0].sum(), (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())
+            torch.testing.assert_close(weights[-1][1] / weights[-1][1].sum(), after)
+    monkeypatch.undo()
+    sure = torch.eye(4)[[1, 1, 1]]                             # target and drafter are certain of token 1: nothing is left after a rejection
+    tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), sure[:2])
+    assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]
 
 
-# ---------------------------------------------------------------- targets that prove themselves
-def sized(name, **more):
-    """A tiny model of a class of transformers', by the sizes that its configuration knows, in float64."""
-    config = getattr(transformers, name).config_class
-    sizes = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
-                 max_position_embeddings=CONTEXT, bos_token_id=None, eos_token_id=None, pad_token_id=None)
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(config(**{**sizes, **more})).double().eval()
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.25)
-    return model
-
-
-CHAINS_ONLY = {
-    "BartForCausalLM": dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48),        # positions by the cache
-    "BloomForCausalLM": dict(n_layer=2, n_head=4),                                                               # ALiBi
-    "MptForCausalLM": dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT),
-    "GPTNeoForCausalLM": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=9),   # a window of its own
-}
-
-
-@pytest.mark.parametrize("name", CHAINS_ONLY)
-def test_a_target_that_honours_no_tree_takes_chains(name):
-    model = sized(name, **CHAINS_ONLY[name])
-    target, prompt = verify.Target(model), [1, 2, 3, 4, 5, 6, 7]
-    expected = plain(model, prompt, 20)
-    assert not target.verifies_trees
-    for rate in (0.0, 0.5, 1.0):
-        drafter = HandMade(prompt + expected, rate)
-        assert verify.generate(target, drafter, cape.chain, prompt, 20).tokens == expected
-    with pytest.raises(verify.UserError, match=f"{name} verifies chains only.*--tree chain"):
-        verify.generate(target, drafter, cape.cape, prompt, 20)
-
-
-@pytest.mark.parametrize("name, more", [("BertLMHeadModel", {}), ("RobertaForCausalLM", {}), ("ElectraForCausalLM", {"embedding_size": 32}),
-                                        ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": CONTEXT})])
-def test_a_target_that_decodes_otherwise_with_a_cache_is_refused(name, more):
-    """Encoders with a language model's head see what comes later; a recurrent state is no key and no value."""
-    with pytest.raises(verify.UserError, match=f"{name} does not decode with a KV cache") as caught:
-        verify.Target(sized(name, **more))
-    assert "\n" not in str(caught.value)
-
-
-def test_an_encoder_that_was_made_a_decoder_is_served():
-    assert verify.Target(sized("BertLMHeadModel", is_decoder=True)).verifies_trees
-
-
-@pytest.mark.parametrize("name, more, places", [
-    ("RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 1}, CONTEXT - 2),          # RoBERTa numbers from the padding token's id + 1
-    ("MptForCausalLM", {**CHAINS_ONLY["MptForCausalLM"], "max_seq_len": 33, "max_position_embeddings": None}, 33), ("LlamaForCausalLM", {}, CONTEXT)])
-def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
-    model = sized(name, **more)
-    target, prompt = verify.Target(model), [5] * (places - 3)
-    assert target.context == places
-    out = verify.generate(target, None, verify.no_draft, prompt, 20)
-    assert out.tokens == plain(model, prompt, 4), "the last token need not be read"
-    with pytest.raises(verify.UserError, match=f"context holds {places}"):
-        verify.generate(target, None, verify.no_draft, [5] * (places + 1), 1)
-
-
-def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
-    model = tiny("qwen2-mixed", sliding_window=30)
-    before = {name: value for name, value in vars(model.config).items()}
-    assert verify.Target(model).verifies_trees and vars(model.config) == before and verify.Target(model).windows["sliding_attention"] == 30
-    right = verify.tree_mask
-    monkeypatch.setattr(verify, "tree_mask", lambda seen, cached, window=None, dtype=None: right(seen, cached, None, dtype))
-    model = tiny("qwen2-mixed", sliding_window=30)
-    # A mask without windows: only chains by the model's own mask are right.
-    assert not verify.Target(model).verifies_trees
-    assert vars(model.config) == before
-
-
-def test_a_target_is_proven_once(llama):
-    verify.Target(llama)
-    calls = []
-    hook = llama.register_forward_hook(lambda *_: calls.append(1))
-    verify.Target(llama, capacity=7)
-    hook.remove()
-    assert not calls
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_half_precision_is_no_reason_to_refuse(name, dtype):
-    assert verify.Target(tiny(name).to(dtype)).verifies_trees
-    wrong = sized("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"]).to(dtype)
-    assert not verify.Target(wrong).verifies_trees
-
-
-@pytest.fixture(scope="module")
-def phi3():
-    """Phi-3's longrope: beyond 16 positions all of a text is turned by another table."""
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0],
-            "original_max_position_embeddings": 16}
-    return sized("Phi3ForCausalLM", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=16, max_position_embeddings=64)
-
-
-def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
-    """A text that begins below the turning point ends there; one that begins beyond it is read at once, in slices it would differ."""
-    target = verify.Target(phi3)
-    assert target.turn == 16
-    for length in (5, 15, 16):
-        prompt = (list(range(1, 6)) * 4)[:length]
-        expected = plain(phi3, prompt, 17 - length)
-        out = verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 30)
-        assert out.tokens == expected, "as many as the first table holds"
-    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    monkeypatch.setattr(verify, "SLICE", 8)
-    expected = plain(phi3, prompt, 20)
-    assert verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 20).tokens == expected
-    target.turn = None
-    with torch.inference_mode():
-        exact = phi3(torch.tensor([prompt]), use_cache=False).logits[0, -1]
-        target.prefill(prompt[:8])
-        assert (target.sync(prompt) - exact).abs().max() > 1e-3, "slices would have mixed two tables"
-
-
-# ---------------------------------------------------------------- mistakes
-def test_mistakes_are_named(llama):
-    target = verify.Target(llama)
-    for prompt, words in (([], "the prompt is empty"), ([1] * (CONTEXT + 1), f"has {CONTEXT + 1} tokens")):
-        with pytest.raises(verify.UserError, match=words):
-            verify.generate(target, None, verify.no_draft, prompt, 4)
-    with pytest.raises(verify.UserError, match="at least 1"):
-        verify.generate(target, None, verify.no_draft, [1], 0)
-    with pytest.raises(verify.UserError, match="temperature above 0"):
-        verify.generate(target, random_drafter(llama), cape.drawn, [1], 4)
-    for batch in (torch.ones(2, 3, dtype=torch.long), torch.ones(1, 2, 3, dtype=torch.long)):
-        with pytest.raises(verify.UserError, match="one sequence"):
-            verify.generate(target, None, verify.no_draft, batch, 4)
-
-
-def test_builders_see_calibrated_confidence_in_greedy_decoding_alone(llama):
-    """At the drafter's temperature: p^(1/T), normalised; rows of zeros stay; sampling is left alone."""
-    seen = []
+def test_drafting_and_accepting_do_not_share_a_random_stream(llama, monkeypatch):
+    """What draws a draft must not decide its acceptance, whatever the seed and the position; each round has streams of its own."""
+    purposes = [f"{what} {position}" for what in ("draft", "accept") for position in range(20)] + list(range(20))
+    seeds = {verify.stream(seed, purpose).initial_seed() for seed in range(50) for purpose in purposes}
+    assert len(seeds) == 50 * len(purposes)
+    drawn, accepted, own = [], [], verify.accept_drawn
 
     def build(expand, root):
-        seen.append(expand(root, [-1]))
-        return verify.Tree(root, torch.tensor([-1]))
-    drafter = HandMade([0] * 40, 1.0)
-    drafter.temperature = 0.5
-    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3)
-    drafter.begin(verify.View(None, 2, {}, {}))
-    p = drafter.expand(torch.tensor([0]), [-1]).exp().float()
-    torch.testing.assert_close(seen[0], p ** 2 / (p ** 2).sum())
-    assert not seen[-1].any(), "at the length limit there is still no child"
-    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3, temperature=1.0)
-    torch.testing.assert_close(seen[2], p)
-    drafter.expand, drafter.keep = lambda tokens, parents: torch.full((1, VOCAB), float("-inf")), lambda path: None
-    verify.generate(verify.Target(llama), drafter, build, [1, 2], 3)
-    assert not seen[-2].any()
-
-
-def test_drafting_and_accepting_do_not_share_a_random_stream(llama):
-    """What draws a draft must not decide its acceptance, whatever the seed; nor does another seed of the other purpose."""
-    seeds = {(purpose, seed): verify.stream(seed, purpose).initial_seed() for seed in range(2000) for purpose in ("draft", "accept", 7)}
-    assert len(set(seeds.values())) == len(seeds)
-    drew = []
-
-    def build(expand, root):
-        drew.append((expand.generator.initial_seed(), expand.generator is build.before))
-        build.before = expand.generator
+        drawn.append(expand.generator.initial_seed())
         return cape.drawn(expand, root)
-    build.before = None
-    verify.generate(verify.Target(llama), random_drafter(llama), build, [1, 2], 12, temperature=1.0, seed=5)
-    assert {seed for seed, _ in drew} == {seeds["draft", 5]} and all(same for _, same in drew[1:]), "one stream goes on through the rounds"
+    monkeypatch.setattr(verify, "accept_drawn", lambda tree, p, generator: accepted.append(generator.initial_seed()) or own(tree, p, generator))
+    outputs = [generate(llama, random_drafter(llama, "glide"), build, rule=verify.Sampled(seed=seed)).tokens for seed in (5, 5, 6)]
+    rounds = len(accepted)
+    assert len(drawn) >= rounds > 6 and outputs[0] == outputs[1] != outputs[2]
+    assert not set(drawn) & set(accepted) and rounds > len(set(accepted)) > rounds / 2, "the second run has the first one's streams"

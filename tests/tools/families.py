@@ -2,10 +2,10 @@
 
 make(name) builds one, row(name) decodes with it: plainly, in chains, in trees, with GLIDE and with EDD (and EAGLE and
 MEDUSA, which must say the same), each against the model's own uncached forward.  A cell is "yes" (token for token),
-"refused: why", "WRONG: ..." or "traceback: ...".
+"refused: why", "WRONG: ..." or "traceback: ..."; the column `by` names the smallest class that serves what is served.
 
-    python tests/families.py            # all of them; writes docs/families.md
-    python tests/families.py Gemma      # those with this in their name; prints their rows
+    python tests/tools/families.py            # all of them; writes docs/families.md
+    python tests/tools/families.py Gemma      # those with this in their name; prints their rows
 """
 import dataclasses
 import inspect
@@ -17,6 +17,9 @@ from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from conftest import ROOT, plain
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
@@ -26,6 +29,8 @@ import edd
 import glide
 import pct
 import verify
+from runtime import parts
+from runtime.families import AnyTarget
 
 # What a number in a default configuration becomes, by its field's name, in nested configurations too.
 SIZES = {}
@@ -119,32 +124,20 @@ VARIANTS = {
     "StableLmForCausalLM (parallel)": dict(use_parallel_residual=True, qk_layernorm=True),
     "XLMWithLMHeadModel (causal)": dict(causal=True),
 }
-# One of each kind of architecture: what the suite runs by default.
-DEFAULT = {
-    "dense": "LlamaForCausalLM Qwen3ForCausalLM",
-    "windows": "MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM",
-    "norms behind": "Olmo2ForCausalLM Glm4ForCausalLM",
-    "a norm without weight": "OlmoForCausalLM NanoChatForCausalLM",
-    "biases, LayerNorm": "Starcoder2ForCausalLM StableLmForCausalLM",
-    "part of a head turned": "GlmForCausalLM GPTNeoXForCausalLM GPTJForCausalLM",
-    "parallel blocks": "CohereForCausalLM FalconForCausalLM",
-    "scaled logits": "GraniteForCausalLM",
-    "soft-capped": "Gemma2ForCausalLM",
-    "some layers do not turn": "SmolLM3ForCausalLM BeamForCausalLM",
-    "experts": "MixtralForCausalLM GptOssForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM",
-    "latent attention": "DeepseekV3ForCausalLM LongcatFlashForCausalLM",
-    "other attention": "DiffLlamaForCausalLM",
-    "other residuals, other feed-forwards": "Gemma3nForCausalLM BitNetForCausalLM ApertusForCausalLM",
-    "sizes by layer": "Gemma4ForCausalLM MiMoV2FlashForCausalLM",
-    "learned positions": "GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel GPTNeoForCausalLM",
-    "ALiBi": "BloomForCausalLM MptForCausalLM",
-    "inside other models": "MllamaForCausalLM GotOcr2ForConditionalGeneration WhisperForCausalLM MoshiForCausalLM",
-    "decoders of encoder-decoders": "BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM",
-    "encoders": "BertLMHeadModel RobertaForCausalLM XLMWithLMHeadModel",
-    "recurrent": "MambaForCausalLM RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM Lfm2ForCausalLM",
-    "no cache, or another": "OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead XLNetLMHeadModel",
-    "indexed": "DeepseekV32ForCausalLM",
-}
+# One of each kind of architecture.
+DEFAULT = """
+LlamaForCausalLM Qwen3ForCausalLM MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM Olmo2ForCausalLM
+Glm4ForCausalLM OlmoForCausalLM NanoChatForCausalLM Starcoder2ForCausalLM StableLmForCausalLM GlmForCausalLM
+GPTNeoXForCausalLM GPTJForCausalLM CohereForCausalLM FalconForCausalLM GraniteForCausalLM Gemma2ForCausalLM
+SmolLM3ForCausalLM BeamForCausalLM MixtralForCausalLM GptOssForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
+DeepseekV3ForCausalLM LongcatFlashForCausalLM DiffLlamaForCausalLM Gemma3nForCausalLM BitNetForCausalLM
+ApertusForCausalLM Gemma4ForCausalLM MiMoV2FlashForCausalLM GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel
+GPTNeoForCausalLM BloomForCausalLM MptForCausalLM MllamaForCausalLM GotOcr2ForConditionalGeneration
+WhisperForCausalLM MoshiForCausalLM BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM BertLMHeadModel
+RobertaForCausalLM XLMWithLMHeadModel MambaForCausalLM RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM
+Lfm2ForCausalLM OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead XLNetLMHeadModel
+DeepseekV32ForCausalLM
+""".split()
 # What transformers registers beside decoder-only language models.
 OTHERS = {
     "Gemma3nForConditionalGeneration": "its vision needs the package timm",
@@ -170,8 +163,7 @@ def names(some=None):
 
 def default():
     """Families of DEFAULT, with all variants."""
-    wanted = {name for several in DEFAULT.values() for name in several.split()}
-    return names(wanted | {name.partition(" ")[0] for name in VARIANTS})
+    return names({*DEFAULT, *(name.partition(" ")[0] for name in VARIANTS)})
 
 
 def is_encoder(name):
@@ -285,22 +277,23 @@ def weighty(draft_model, model):
     return draft_model.to(model.dtype).eval()
 
 
-def glide_drafter(model):
-    config = glide.Config.for_target(model, width=24)
-    return glide.Drafter(weighty(glide.Glide(config, glide.target_angles(model, CONTEXT)), model))
+def glide_drafter(model, text):
+    config = parts.glide_config(model, width=24)
+    angles = parts.target_angles(model, CONTEXT, config.layers_read)
+    return glide.Drafter(weighty(parts.Glide(config, angles), model))
 
 
-def edd_drafter(model, variant="edd"):
+def edd_drafter(model, text, variant="edd"):
     config = edd.Config.for_target(model, **{"hidden": -2, **edd.VARIANTS[variant]})
-    draft_model, drafter = edd.KINDS[config.kind]
+    draft_model, drafter = parts.KINDS[config.kind]
     return drafter(weighty(draft_model(config, model), model))
-
-
-PCT = partial(pct.pct, cost=0.05)
 
 
 def half_right(model, text):
     return HalfRight(text)
+
+
+PCT = partial(pct.pct, cost=0.05)
 
 
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
@@ -308,11 +301,10 @@ CELLS = {
     "plain": [(lambda model, text: None, verify.no_draft)],
     "chain": [(half_right, cape.chain)],
     "tree": [(half_right, cape.cape), (half_right, PCT)],
-    "GLIDE": [(lambda model, text: glide_drafter(model), None)],
-    "EDD": [(lambda model, text: edd_drafter(model), None)],
+    "GLIDE": [(glide_drafter, None)],
+    "EDD": [(edd_drafter, None)],
 }
-BASELINES = [(lambda model, text: edd_drafter(model, "eagle"), None),
-             (lambda model, text: edd_drafter(model, "medusa"), None)]
+BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "medusa")]
 
 
 def cell(model, target, prompt, expected, decodings):
@@ -321,7 +313,7 @@ def cell(model, target, prompt, expected, decodings):
         drafter = drafter(model, prompt + expected)
         found = verify.generate(target, drafter, build, prompt, NEW).tokens
         # Where a rotary table changes with the length, the output ends before that.
-        meant = expected[:verify.limit_of(target, torch.tensor(prompt), NEW)]
+        meant = expected[:target.room(prompt)]
         assert len(meant) > NEW // 2
         if found != meant:
             same = next((i for i, pair in enumerate(zip(found, meant)) if pair[0] != pair[1]), len(found))
@@ -354,7 +346,7 @@ def outcome(work):
     except Exception as why:
         frame, says = traceback.extract_tb(why.__traceback__)[-1], str(why).strip()
         file = Path(frame.filename)
-        if isinstance(why, ValueError) and file.parent == ROOT and "\n" not in says:
+        if isinstance(why, ValueError) and file.parent in (ROOT, ROOT / "runtime") and "\n" not in says:
             return f"refused: {says}"
         last = (says.splitlines() or [""])[-1][:200]
         return f"traceback: {type(why).__name__}: {last} ({file.name}:{frame.lineno})"
@@ -374,14 +366,21 @@ def row(name, baselines=()):
         if says != "yes":
             return {"model": says}
         model, (prompt, expected) = made["model"], made["text"]
-        says = outcome(lambda: made.update(target=verify.Target(model)))
+
+        def cells_of(target_class, wanted):
+            target = target_class(model)
+            target.slice_size = PROMPT // 2
+            cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in wanted}
+            if cells["tree"] == "yes":
+                cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
+            return cells
+        says = outcome(lambda: made.update(cells=cells_of(AnyTarget, columns)))
         if says != "yes":
-            return dict.fromkeys(columns, says)
-        target = made["target"]
-        cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in columns}
-        if cells["tree"] == "yes":
-            cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
-        return cells
+            return {"by": "–", **dict.fromkeys(columns, says)}
+        # What needs nothing of AnyTarget's
+        says = outcome(lambda: made.update(alone=cells_of(verify.Target, ("plain", "chain", "tree"))))
+        alone = says == "yes" and set(made["alone"].values()) == {"yes"}
+        return {"by": "Target" if alone else "AnyTarget", **made["cells"]}
 
 
 # ---------------------------------------------------------------- the table
@@ -390,7 +389,7 @@ REASONS = [
     (r"\d+%", "n %"),
     (r"layers of kind [\w, ]+, which", "layers of another kind (`{kinds}`), which"),
     (r"\(\w+(Error|Exception): .*?\): take a dec", "(its forward fails): take a dec"),
-    (r" \('\w+' object has no attribute '\w+'\)", ""),
+    (r" \('\w+' object has no attribute '\w+'\)| \(list index out of range\)", ""),
 ]
 
 
@@ -409,14 +408,14 @@ def table(rows):
     """{name: row} -> docs/families.md."""
     notes, kinds, lines, counts = {}, set(), [], []
     for name, cells in rows.items():
-        line = [name]
+        line = [name, cells.get("by", "–")]
         for column in CELLS:
             says = cells.get(column, cells.get("model"))
             if says.startswith("refused"):
                 number = notes.setdefault(footnote(says, name, kinds), len(notes) + 1)
                 says = f"no [{number}]"
             # Where the target itself is refused, once
-            line.append("–" if column != "plain" and line[1] == says != "yes" else says)
+            line.append("–" if column != "plain" and line[2] == says != "yes" else says)
         lines.append("| " + " | ".join(line) + " |")
     for column in CELLS:
         served = sum(cells.get(column) == "yes" for cells in rows.values())
@@ -424,18 +423,24 @@ def table(rows):
     reasons = [f"{number}. {note.replace('{kinds}', '`, `'.join(sorted(kinds)))}" for note, number in notes.items()]
     others = [f"- {name}: {why}" for name, why in OTHERS.items()]
     release = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
+    alone = sum(cells.get("by") == "Target" for cells in rows.values())
     return f"""# Families
 
 Each causal class that transformers registers, as a tiny random model with random drafters: `yes` means that greedy
 output equals the model's own uncached forward token for token, and that a tree's logits do. GLIDE and EDD (with EAGLE
 and MEDUSA) draft CAPE trees, or chains where the class takes no trees. What is not served is refused in one sentence.
 
-Made by `python tests/families.py` with {release}.
+`by` names the class that a target needs: `Target` of [verify.py](../verify.py) alone, in chains and trees, or
+`AnyTarget` of [runtime/families.py](../runtime/families.py), which serves all of them and is what `bench.py` and
+`train.py` use; GLIDE and EDD are those of [runtime/parts.py](../runtime/parts.py) here.
 
-**{len(rows)} families** (a class, or a class with settings in brackets). Served: {", ".join(counts)}.
+Made by `python tests/tools/families.py` with {release}.
 
-| class | {" | ".join(CELLS)} |
-|---|{"---|" * len(CELLS)}
+**{len(rows)} families** (a class, or a class with settings in brackets). Served:
+{", ".join(counts)}; by `Target` alone {alone}.
+
+| class | by | {" | ".join(CELLS)} |
+|---|---|{"---|" * len(CELLS)}
 """ + "\n".join(lines) + "\n\nRefused because\n\n" + "\n".join(reasons) + "\n\nLeft out\n\n" + "\n".join(others) + "\n"
 
 

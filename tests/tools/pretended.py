@@ -1,6 +1,6 @@
 """Decoding on a pretended CUDA device: what would mix devices there fails, what would wait there is counted.
 
-    python tests/pretended.py            # JSON lines: tokens, rounds, reads and copies a round of some decodings
+    python tests/tools/pretended.py            # JSON lines: tokens, rounds, reads and copies a round of some decodings
 
 The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations run on what they hold;
 one that gets tensors of both kinds raises, as does one that makes float64 (Apple's GPUs have none).  What the host reads
@@ -9,12 +9,14 @@ and graphs are not pretended.  Needs g++ where torch is a CPU build, for a devic
 where it cannot be built.  test_device.py runs this in a process of its own, as it replaces parts of torch.
 """
 import collections
+import contextlib
 import ctypes
 import json
 import subprocess
 import sys
 import tempfile
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,12 +25,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 DEVICE = torch.device("cuda", 0)
 READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10 { namespace impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) } }
 """
+NEW = 14                                           # tokens that are made
 counts = collections.Counter()                     # {("read" or "copy", line): how often}
 
 
@@ -172,10 +175,15 @@ def move(x, rest, kwargs):
     return value
 
 
+to = torch.nn.Module.to
+
+
 def move_module(module, device="cuda", dtype=None):
     """Module.to: parameters and buffers, tied ones once."""
+    if isinstance(device, torch.Tensor):
+        device, dtype = device.device, device.dtype
     if torch.device(device).type != "cuda":
-        return module
+        return to(module, device, dtype)
     moved = {}
     for part in module.modules():
         for name, x in [*part._parameters.items(), *part._buffers.items()]:
@@ -192,22 +200,22 @@ def move_module(module, device="cuda", dtype=None):
 def pretend():
     register_guard()
     torch.nn.Module.to = move_module
-    torch.inference_mode = torch.no_grad                      # wrapped tensors know no inference mode
+    # Wrapped tensors know no inference mode.
+    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()
     plain = torch.Generator
     torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": plain("cpu")})
 
 
 # ---------------------------------------------------------------- some decodings
 def decodings():
-    """Yield (name, builder, drafter, temperature): a drafter for a model on the CPU and for one on the device."""
-    from functools import partial
-
+    """-> [(name, builder, what makes the drafter of a model on the CPU or on the device, rule, static shapes)]"""
     import cape
     import cascade
     import edd
     import glide
     import maxgram
     import pct
+    import verify
 
     def glides(model, glimpse=True):
         torch.manual_seed(1)
@@ -221,15 +229,24 @@ def decodings():
 
     def grams(model):
         return cascade.Cascade([], [[5]], gram=maxgram.MaxGram(), vocab=12)
-    yield "glide x chain", cape.chain, glides, 0
-    yield "glide x cape", cape.cape, glides, 0
-    yield "vanilla x cape", cape.cape, partial(glides, glimpse=False), 0
-    yield "glide x cape, sampled", cape.cape, glides, 0.8
-    yield "glide x drawn", cape.drawn, glides, 0.8
-    yield "edd x pct", partial(pct.pct, cost=0.1, depth=5), edds, 0
-    yield "edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, 0
-    yield "maxgram", cascade.proposal, grams, 0
-    yield "maxgram, drawn", partial(cascade.proposal, drawn=True), grams, 0.8
+    greedy, sampled, pct_tree = verify.Greedy(), verify.Sampled(0.8), partial(pct.pct, cost=0.1, depth=5)
+    return [("glide x chain", cape.chain, glides, greedy, False),
+            ("glide x cape", cape.cape, glides, greedy, False),
+            ("vanilla x cape", cape.cape, partial(glides, glimpse=False), greedy, False),
+            ("glide x cape, sampled", cape.cape, glides, sampled, False),
+            ("glide x drawn", cape.drawn, glides, sampled, False),
+            ("edd x pct", pct_tree, edds, greedy, False),
+            ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy, False),
+            ("maxgram", cascade.proposal, grams, greedy, False),
+            ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled, False),
+            ("edd x pct, static", pct_tree, edds, greedy, True)]
+
+
+def after_prefill(prefill, *given):
+    """Only from here on is counted."""
+    logits = prefill(*given)
+    counts.clear()
+    return logits
 
 
 def main():
@@ -238,22 +255,24 @@ def main():
     from conftest import tiny
 
     import verify
-    here = tiny("llama").float()
+    from runtime import graphs
+    here, prompt = tiny("llama").float(), [3, 1, 4, 1, 5]
     expected = {}
-    for name, build, make, temperature in decodings():
-        expected[name] = verify.generate(verify.Target(here), make(here), build, [3, 1, 4, 1, 5], 24, temperature).tokens
+    for name, build, make, rule, _ in decodings():
+        expected[name] = verify.generate(verify.Target(here), make(here), build, prompt, NEW, rule).tokens
     there = tiny("llama").float()
     with Functions(), Operations():
         there.to("cuda")
-        target = verify.Target(there, graphs=False)
-        assert target.padded and target.device.type == "cuda"
-        for name, build, make, temperature in decodings():
-            out = verify.Output()
-            out.tell = lambda new, drafted, out=out: counts.clear() if not out.runs else None
-            verify.generate(target, make(there), build, [3, 1, 4, 1, 5], 24, temperature, out=out)
+        for name, build, make, rule, static in decodings():
+            target, drafter = verify.Target(there), make(there)
+            assert target.device.type == "cuda"
+            if static:
+                target, drafter = [graphs.static(x, record=False) for x in (target, drafter)]
+            target.prefill = partial(after_prefill, target.prefill)
+            out = verify.generate(target, drafter, build, prompt, NEW, rule)
             found = {what: sum(n for (kind, _), n in counts.items() if kind == what) for what in ("read", "copy")}
             lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
-            print(json.dumps({"name": name, "tokens": out.tokens, "expected": expected[name], "rounds": len(out.runs), **found,
+            print(json.dumps({"name": name, "tokens": out.tokens, "expected": expected[name], "rounds": len(out.rounds), **found,
                               "lines": lines}), flush=True)
 
 

@@ -1,0 +1,273 @@
+"""Files of text, chats or token ids -> tokens that training maps into memory, as nanoGPT's prepare.py.
+
+    T=lmsys/vicuna-7b-v1.5
+    python data/prepare.py sharegpt.json --tokenizer $T --template vicuna --out data/sharegpt
+    python train.py glide --target $T --data data/sharegpt
+
+    train.bin, val.bin    int32: the tokens of all documents, one after the other; ~id is read, not learned
+    train.npy, val.npy    int64 (documents, 3): start, length, kind of text
+    meta.json             the vocabulary, the chat template, names of the kinds, counts
+
+train.py prepares files by itself; prepared ahead, they are read by several runs, and on several machines.
+Every fiftieth document is held out (val), unless its row says "held_out"; "times": 3 counts a row three
+times.  A fast tokenizer encodes many documents at once, on all cores.
+"""
+import hashlib
+import json
+import os
+import shutil
+import sys
+from array import array
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))          # so that it runs from anywhere
+
+from data import read  # noqa: E402
+from data.read import UserError  # noqa: E402
+
+SPLITS = ("train", "val")
+HELD_OUT = 50                                     # every fiftieth document
+AT_ONCE = 2 ** 18                                 # characters that are encoded at once
+KINDS = 16                                        # kinds of text that are told apart; more are "other"
+
+
+# ---------------------------------------------------------------- documents -> tokens
+class Split:
+    """The documents of one split, as they are written."""
+
+    def __init__(self, file):
+        self.file, self.index, self.tokens = file, array("q"), 0
+
+    def add(self, ids, kind, times):
+        self.file.write(ids.astype("i4").tobytes())
+        self.index.extend((self.tokens, len(ids), kind) * times)
+        self.tokens += len(ids)
+
+
+def in_batches(entries):
+    """Yield lists of entries (place, row, document), each of some AT_ONCE characters."""
+    some, size = [], 0
+    for entry in entries:
+        some.append(entry)
+        found = entry[-1]
+        size += len(found) if isinstance(found, str) else sum(len(str(part)) for part in found)
+        if size > AT_ONCE:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def write_splits(files, paths, tokenizer, template, vocab):
+    """Encode all documents into the open `files` {split: file} -> the splits, and what meta.json says."""
+    bad, silent, kinds, eos = [], [], [], tokenizer.eos_token_id
+    splits = {name: Split(file) for name, file in files.items()}
+    number, entries = 0, read.documents(paths, bad=bad)
+    for some in in_batches(tqdm(entries, unit=" documents", desc="prepare", leave=False, disable=None)):
+        encoded = read.encode_all([found for _, _, found in some], tokenizer, template)
+        for (place, row, found), parts in zip(some, encoded):
+            number += 1
+            if not parts:
+                bad.append(place)
+                continue
+            kind = kind_number(kinds, read.kind_of_text(row, place.split(" of ", 1)[-1]))
+            held = row.get("held_out", number % HELD_OUT == 0)
+            for ids in parts:
+                if not (ids >= 0).any():
+                    silent.append(place)
+                    continue
+                check_ids(ids, place, vocab)
+                if isinstance(found, str) and eos is not None:
+                    ids = np.append(ids, eos)            # a chat ends as its template says, ids as they do
+                splits["val" if held else "train"].add(ids, kind, 1 if held else row.get("times", 1))
+    for what, places in (("rows without text", bad), ("chats without an answer to learn from", silent)):
+        if places:
+            named = ", ".join(places[:9])
+            print(f"left out, {len(places)} {what}: {named}", file=sys.stderr)
+    return splits, {"kinds": kinds, "left_out": len(bad), "without_answer": len(silent)}
+
+
+def kind_number(kinds, kind):
+    """The number of a kind of text in the list `kinds`, which grows."""
+    if kind not in kinds and len(kinds) >= KINDS - 1:
+        kind = "other"
+    if kind not in kinds:
+        kinds.append(kind)
+    return kinds.index(kind)
+
+
+def check_ids(ids, place, vocab):
+    """Refuse ids that the target's embedding does not have."""
+    seen = np.where(ids < 0, ~ids, ids)
+    if vocab and seen.max() >= vocab:
+        raise UserError(f"--data: {place} holds token id {seen.max()}, the target has {vocab} tokens: give "
+                        "text, or ids of its own tokenizer")
+
+
+def fingerprint(tokenizer):
+    """16 hex digits of a hash of all tokens and their ids."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+
+def key_of(paths, tokenizer, template):
+    """A hash of the files' content, the tokenizer and the template."""
+    content = hashlib.sha256(f"{fingerprint(tokenizer)} {template}".encode())
+    for path in read.files_of(paths, "--data"):
+        content.update(f"{path.name} ".encode())
+        if not path.exists():                            # a data set of the hub
+            content.update(f"{path} ".encode())
+            continue
+        with open(path, "rb") as file:
+            while block := file.read(read.PIECE):
+                content.update(block)
+    return content.hexdigest()[:16]
+
+
+def prepare(paths, tokenizer, folder, template=None, vocab=None):
+    """Encode files and folders into `folder`, if they are not there already -> folder.
+
+    template: read.template_of's; vocab: ids that the target has.
+    """
+    folder = Path(folder)
+    template = template or read.template_of(None, tokenizer)
+    key = key_of(paths, tokenizer, template)
+    if is_prepared([folder]) and meta_of(folder)["key"] == key:
+        return folder
+    if folder.exists() and not is_prepared([folder]) and any(folder.iterdir()):
+        raise UserError(f"{folder} holds something else than prepared data: give another --out")
+    # Made beside it, and moved there when all is done: a killed preparation leaves nothing half.
+    part = Path(f"{folder}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    with open(part / "train.bin", "wb") as train, open(part / "val.bin", "wb") as val:
+        files = {"train": train, "val": val}
+        splits, meta = write_splits(files, paths, tokenizer, template, vocab)
+    for name, split in splits.items():
+        rows = np.array(split.index, "i8").reshape(-1, 3)
+        np.save(part / f"{name}.npy", rows)
+        meta[name] = {"tokens": split.tokens, "documents": len(rows)}
+    if not meta["train"]["tokens"] + meta["val"]["tokens"]:
+        raise UserError("--data has no text: give files or folders that do")
+    meta |= {"key": key, "vocabulary": fingerprint(tokenizer), "template": template}
+    (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(part, folder)
+    return folder
+
+
+# ---------------------------------------------------------------- what training reads back
+def meta_of(folder):
+    """meta.json of a prepared folder."""
+    try:
+        return json.loads((Path(folder) / "meta.json").read_text())
+    except (OSError, ValueError) as why:
+        raise UserError(f"{folder} is not prepared ({type(why).__name__}): python data/prepare.py") from None
+
+
+def is_prepared(paths):
+    """Whether --data names one folder that prepare made."""
+    return len(paths) == 1 and (Path(paths[0]) / "meta.json").is_file()
+
+
+def open_split(folder, split):
+    """-> tokens (n,) int32, mapped into memory; index (documents, 3): start, length, kind."""
+    path = Path(folder) / f"{split}.bin"
+    tokens = np.memmap(path, "i4", "r") if path.stat().st_size else np.zeros(0, "i4")
+    return tokens, np.load(path.with_suffix(".npy"))
+
+
+def windows_of(index, length):
+    """Documents in pieces of `length` tokens or less -> start, size, kind: (windows, 3)."""
+    start, size, kind = index.T
+    pieces = -(-size // length)                          # of each document
+    before = np.cumsum(pieces) - pieces
+    piece = np.arange(pieces.sum()) - np.repeat(before, pieces)          # 0, 1, ... within a document
+    start = np.repeat(start, pieces) + piece * length
+    size = np.minimum(np.repeat(size, pieces) - piece * length, length)
+    windows = np.stack((start, size, np.repeat(kind, pieces)), 1)
+    return windows[size > 1]                             # one token alone predicts nothing
+
+
+def order(windows, batch, seed, epoch):
+    """All windows (n, 3) once, at random by (seed, epoch) alone -> (steps, batch, 3)."""
+    steps = max(1, len(windows) // batch)
+    shuffled = np.random.default_rng([seed, epoch]).permutation(len(windows))
+    return windows[np.resize(shuffled, steps * batch)].reshape(steps, batch, 3)
+
+
+def parts_of(windows, room, processes=1):
+    """The windows of a step (n, 3) in parts of like length -> [(m, 3)], of some `room` tokens each.
+
+    A step has windows of all lengths and kinds; only within it do those of like length share a forward, so
+    that little is padding.  Each part has as many windows for each process (window i is of i % processes).
+    """
+    windows = windows[np.argsort(-windows[:, 1], kind="stable")]         # the longest first
+    parts, start = [], 0
+    while start < len(windows):
+        rows = max(1, room // windows[start, 1]) * processes
+        parts.append(windows[start:start + rows])
+        start += rows
+    return parts
+
+
+def gather(tokens, windows):
+    """-> ids (B, T) of windows (B, 3), padded on the right; learn (B, T): row i predicts a learned i + 1."""
+    found = torch.full((len(windows), windows[:, 1].max()), ~0)
+    for row, (start, size, _) in zip(found, windows):
+        row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
+    learn = F.pad(found[:, 1:] >= 0, (0, 1))
+    return torch.where(found < 0, ~found, found), learn
+
+
+def stratified(rows, count, seed=0):
+    """`count` of rows (n, 3) at random, evenly over the kinds in their last column, by the seed alone."""
+    rng = np.random.default_rng(seed)
+    shuffled = rows[rng.permutation(len(rows))]
+    # The first of each kind, the second of each kind ...
+    place = np.zeros(len(shuffled), int)
+    for kind in np.unique(shuffled[:, 2]):
+        mine = shuffled[:, 2] == kind
+        place[mine] = np.arange(mine.sum())
+    return shuffled[np.argsort(place, kind="stable")][:count]
+
+
+# ---------------------------------------------------------------- command line
+def run(argv):
+    p = read.Parser(description="Encode files for train.py.")
+    p.add_argument("files", nargs="+", help="files or folders; .parquet and hub names with HF datasets")
+    p.add_argument("--tokenizer", required=True, help="folder or hub name: the target's")
+    p.add_argument("--template", help="format of chats: plain, vicuna, or a Jinja file (default: its own)")
+    p.add_argument("--out", required=True, help="folder to write")
+    a = p.parse_args(argv)
+    import transformers
+    transformers.logging.set_verbosity_error()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(a.tokenizer)
+    except Exception as why:
+        reason = (str(why).splitlines() or [""])[0][:150]
+        raise UserError(f"--tokenizer: {a.tokenizer} cannot be loaded ({reason})") from None
+    folder = prepare(a.files, tokenizer, a.out, read.template_of(a.template, tokenizer))
+    meta = meta_of(folder)
+    counts = ", ".join(f"{name} {meta[name]['documents']} documents, {meta[name]['tokens']} tokens"
+                       for name in SPLITS)
+    print(f"{folder}: {counts}; kinds {' '.join(meta['kinds'])}")
+
+
+def main(argv=None):
+    """Exit status: 0; 2 after one sentence about a mistake."""
+    try:
+        run(argv)
+    except (UserError, OSError) as why:
+        print(f"prepare.py: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

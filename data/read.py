@@ -1,0 +1,398 @@
+"""What people bring, read: rows of files -> documents to learn from, prompts to ask, chats in one format.
+
+    path     stream_rows(path)                   the rows of a file, one by one
+    row      document(row)                       text, chat messages or token ids: what is learned from
+             question_text(row), conversation(row)      what it asks
+    prompts  prompt_rows(paths, limit)           -> [(group, row, name)], evenly over the groups
+             prompts_of(row, ...)                -> the token ids of each prompt of a row
+    chats    template_of(name, tokenizer)        -> the format: one for training and for asking
+             chat_ids(messages, ...)             -> token ids
+
+Three tables say which rows are known: CHATS and FIELDS (documents), ASKS (questions).
+"""
+import argparse
+import contextlib
+import gzip
+import importlib
+import json
+import os
+import re
+from collections import Counter
+from pathlib import Path
+
+import jinja2
+import numpy as np
+
+PIECE = 2 ** 16                                   # characters of a long text that are read at once
+CHATS = ("conversations", "conversation", "messages")         # ShareGPT; GLIDE's layout; the hub's
+# Fields that make a document, behind the string that joins them.
+FIELDS = (
+    ("", "text"),
+    ("", "prompt", "canonical_solution", "completion"),       # HumanEval
+    ("\n", "instruction", "input", "output"),                 # Alpaca, Finance-Alpaca
+    ("\n", "article", "highlights"),                          # CNN/DM
+    ("", "whole_func_string"),                                # CodeSearchNet
+)
+# What a row asks, by the fields that it has.
+CHOICES = "Question: {question}\nA. {choices[0]}\nB. {choices[1]}\nC. {choices[2]}\nD. {choices[3]}\nAnswer:"
+ASKS = (
+    ("prompt", "{prompt}"),
+    ("text", "{text}"),
+    ("question choices", CHOICES),                            # MMLU, in both spellings
+    ("input A B C D", "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\nAnswer:"),
+    ("question", "Question: {question}\nAnswer:"),            # GSM8K, Spider
+    ("article", "Summarize: {article}\nSummary:"),            # CNN/DM
+    ("instruction input", "{instruction}\n{input}\n"),
+    ("instruction", "{instruction}\n"),
+)
+# Chat formats by name, in Jinja.  plain: where a tokenizer has none of its own.
+PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
+         "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+# FastChat's vicuna_v1.1, which Vicuna's tokenizer does not know.
+VICUNA = (
+    "{% set said = messages %}"
+    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. The assistant "
+    "gives helpful, detailed, and polite answers to the user's questions.\" %}"
+    "{% if said and said[0].role == 'system' %}"
+    "{% set system = said[0].content %}{% set said = said[1:] %}{% endif %}"
+    "{{ bos_token }}{{ system }} "
+    "{% for turn in said %}"
+    "{% if turn.role == 'user' %}USER: {{ turn.content }} "
+    "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+TEMPLATES = {"plain": PLAIN, "vicuna": VICUNA}
+
+
+# ---------------------------------------------------------------- what every program needs
+class UserError(ValueError):
+    """A mistake of the user's, in one sentence."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse whose mistakes are one sentence, as all mistakes are here."""
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+
+def write_atomically(path, write):
+    """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file."""
+    path = Path(path)
+    part = path.with_name(path.name + ".part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(part)
+        os.replace(part, path)
+    except Exception as why:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        if isinstance(why, UserError):
+            raise
+        raise UserError(f"{path} cannot be written ({why}): what was there is still there") from None
+
+
+# ---------------------------------------------------------------- files -> rows
+def opened(path):
+    """A file as text, .gz and .zst unpacked.  Only \\n ends a line: JSON strings may hold U+2028."""
+    how = {"encoding": "utf-8", "newline": "\n"}
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", **how)
+    if path.suffix != ".zst":
+        return open(path, **how)
+    for reader in ("zstandard", "compression.zstd"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(reader).open(path, "rt", **how)
+    raise UserError(f"{path} cannot be read: pip install zstandard")
+
+
+def parse(line):
+    """JSON -> what it says, or None."""
+    with contextlib.suppress(json.JSONDecodeError):
+        return json.loads(line)
+
+
+def hub_rows(path):
+    """Rows of a parquet file, or of a data set of the hub, OWNER/NAME or OWNER/NAME:CONFIGURATION."""
+    try:
+        import datasets
+    except ImportError:
+        what = "is parquet" if path.suffix == ".parquet" else "is no file here, maybe a data set of the hub"
+        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or text") from None
+    if path.suffix == ".parquet":
+        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    name, _, configuration = str(path).partition(":")
+    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+
+
+def stream_rows(path):
+    """Yield the rows of a file: JSON's, with None for a bad line; any other file's text in pieces."""
+    path = Path(path)
+    try:
+        if path.suffix == ".parquet" or not path.exists():
+            yield from hub_rows(path)
+            return
+        with opened(path) as file:
+            if ".json" not in path.name:
+                while text := file.read(PIECE) + file.readline():
+                    if text.strip():
+                        yield text
+                return
+            lines = file
+            if ".jsonl" not in path.name:
+                # One list or row; or, whatever the name says, a row a line
+                text = file.read()
+                lines = text.split("\n") if parse(text) is None else [text]
+            for line in filter(str.strip, lines):
+                row = parse(line)
+                yield from row if isinstance(row, list) else [row]
+    except Exception as why:
+        if isinstance(why, UserError):
+            raise
+        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it, or "
+                        "name another file") from None
+
+
+def read_rows(path):
+    """All rows of a file, as a list: none may be bad."""
+    rows = list(stream_rows(path))
+    if None in rows:
+        raise UserError(f"{path} cannot be read as text or JSON lines (row {1 + rows.index(None)}): mend it, "
+                        "or name another file")
+    return rows
+
+
+def files_of(paths, flag):
+    """All files of files and folders, in order, without hidden ones; names of hub data sets as they are."""
+    for path in map(Path, paths):
+        if path.is_dir():
+            yield from filter(Path.is_file, sorted(path.rglob("[!.]*")))
+        elif path.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
+            yield path
+        else:
+            raise UserError(f"{flag}: {path} does not exist")
+
+
+# ---------------------------------------------------------------- rows -> documents and questions
+def question_text(row, form=None):
+    """What a row of a data set asks -> text; None where no field is known.  form: in place of ASKS."""
+    if not isinstance(row, dict):
+        return row if isinstance(row, str) else None
+    for names, known in ASKS:
+        if form is None and all(row.get(name) for name in names.split()):
+            form = known
+    return form and form.format_map(row)
+
+
+def conversation(row):
+    """A row of ShareGPT, "messages" or MT-Bench -> chat messages [{"role", "content"}]; any other: None."""
+    messages = []
+    try:
+        if "turns" in row:                               # MT-Bench: what the user says, turn by turn
+            return [{"role": "user", "content": turn} for turn in row["turns"]]
+        for turn in next(row[name] for name in CHATS if name in row):
+            role = turn.get("from", turn.get("role"))
+            content = turn.get("value", turn.get("content"))
+            if content:
+                role = {"human": "user", "gpt": "assistant"}.get(role, role)
+                messages.append({"role": role, "content": content})
+    except (AttributeError, TypeError, StopIteration):   # it has another shape
+        return None
+    return messages
+
+
+def document(row):
+    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known."""
+    messages = conversation(row)
+    if messages is not None or not isinstance(row, dict):
+        return messages
+    if isinstance(row.get("ids"), list):
+        return row["ids"]
+    if "question" in row:
+        return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
+    for between, *names in FIELDS:
+        if names[0] in row:
+            return between.join(row[name] for name in names if isinstance(row.get(name), str))
+
+
+def documents(paths, flag="--data", bad=None):
+    """Yield (place, row, document) of all rows of files and folders.
+
+    bad: a list that takes the places of rows that hold no document; without it they are mistakes.
+    """
+    known = ", ".join(names[1] for names in FIELDS)
+    for file in files_of(paths, flag):
+        number = 0
+        try:
+            for number, row in enumerate(stream_rows(file), 1):
+                row = {"text": row} if isinstance(row, str) else row
+                place, found = f"row {number} of {file}", document(row)
+                if found is not None:
+                    yield place, row, found
+                    continue
+                if bad is None:
+                    raise UserError(f"{flag}: {place} has none of the fields conversations, messages, turns, "
+                                    f"ids, question, {known}, or cannot be read as text or JSON lines")
+                bad.append(place)
+        except UserError:
+            # A file that was named must be good; one of a folder may be something else.
+            if bad is None or str(file) in map(str, paths):
+                raise
+            bad.append(f"{file} from row {number + 1} on")
+
+
+def kind_of_text(row, path):
+    """The kind of text that a row says it is, or its file's name."""
+    about = row if isinstance(row, dict) else {}
+    kind = about.get("group") or about.get("category") or about.get("source")
+    return str(kind or Path(path).name.split(".")[0])
+
+
+# ---------------------------------------------------------------- chats -> token ids
+def template_of(name, tokenizer):
+    """The chat format that --template says: a name of TEMPLATES, a Jinja file; None: the tokenizer's own."""
+    own = tokenizer.chat_template
+    if isinstance(own, dict):                            # several: of chats, of chats with tools
+        own = own.get("default")
+    if name is None:
+        return own or PLAIN
+    if name not in TEMPLATES and not Path(name).is_file():
+        raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a Jinja template")
+    return TEMPLATES.get(name) or Path(name).read_text()
+
+
+def chat_text(messages, tokenizer, template, ask=False):
+    """Chat messages as the template writes them.  ask: up to where the next answer begins."""
+    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
+                                         add_generation_prompt=ask)
+
+
+def chat_ids(messages, tokenizer, template=None, ask=True):
+    """Chat messages -> token ids.  template: template_of's; ask: the assistant shall speak next."""
+    template = template or template_of(None, tokenizer)
+    try:
+        text = chat_text(messages, tokenizer, template, ask)
+    except jinja2.TemplateError as why:
+        raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or give "
+                        "another --template") from None
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def is_chat(found):
+    return isinstance(found, list) and bool(found) and isinstance(found[0], dict)
+
+
+def encode(found, tokenizer, template=None, special_tokens=True):
+    """A document (text, chat messages or token ids) -> list of token ids."""
+    if is_chat(found):
+        return chat_ids(found, tokenizer, template, ask=False)
+    if not isinstance(found, str):
+        return found
+    return tokenizer(found, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+
+
+def chat_parts(chat, tokenizer, template):
+    """What is learned from a chat -> [(text, [(before, after)])]: texts up to each answer, and with it.
+
+    Some templates write a turn otherwise once another follows (without its reasoning, say).  Then each
+    answer is learned from a text of its own, which ends with it, as it is in decoding.
+    """
+    try:
+        whole, answers = chat_text(chat, tokenizer, template), []
+        for i, turn in enumerate(chat):
+            if turn["role"] == "assistant":
+                before = chat_text(chat[:i], tokenizer, template, ask=True) if i else ""
+                answers.append((before, chat_text(chat[:i + 1], tokenizer, template)))
+    except (jinja2.TemplateError, TypeError):            # for example, roles that do not alternate
+        return []
+    if all(whole.startswith(after) for _, after in answers):
+        return [(whole, answers)]
+    return [(after, [(before, after)]) for before, after in answers]
+
+
+def same(a, b):
+    """How many ids of two lists are equal, from the first on."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
+    return int(differ[0]) if len(differ) else n
+
+
+def encode_all(found, tokenizer, template):
+    """Documents -> for each a list of id arrays, mostly one; [] for what the template refuses, or is empty.
+
+    In chats what the assistant does not say comes as its complement ~id: it is read, but not learned from.
+    All texts go to the tokenizer at once, since it has threads.
+    """
+    parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
+    plain = [text for text in found if isinstance(text, str)]
+    written = [text for some in parts for whole, answers in some for text in (whole, *sum(answers, ()))]
+    rows = []
+    for texts, special in ((plain, True), (written, False)):
+        ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
+        rows.append(iter(ids))
+    for one, some in zip(found, parts):
+        if isinstance(one, str):
+            ids = np.array(next(rows[0]), "i4")
+            yield [ids] if one.strip() and len(ids) else []
+        elif is_chat(one):
+            yield [only_answers(rows[1], answers) for _, answers in some]
+        else:
+            yield [np.array(one, "i4")] if one else []
+
+
+def only_answers(rows, answers):
+    """Take a chat's ids, then those around each answer, from `rows` -> ids, ~id where nothing is learned."""
+    ids = np.array(next(rows), "i4")
+    learn = np.zeros(len(ids), bool)
+    for _ in answers:
+        before, after = next(rows), next(rows)
+        learn[same(ids, before):same(ids, after)] = True
+    return np.where(learn, ids, ~ids)
+
+
+# ---------------------------------------------------------------- rows -> prompts
+def prompt_rows(paths, limit=None):
+    """Rows of files of prompts -> [(group, row, name)], the first of each group, the second of each ...
+
+    So a limit keeps as many rows of each kind.
+    """
+    count, rows = Counter(), []
+    for path in map(Path, paths):
+        for number, row in enumerate(read_rows(path), 1):
+            group = kind_of_text(row, path)
+            count[group] += 1
+            rows.append((count[group], group, row, f"row {number} of {path}"))
+    rows.sort(key=lambda row: row[0])
+    return [row[1:] for row in rows[:limit]]
+
+
+def prompts_of(row, name, tokenizer, template=None, ask=None, system=None, answer=None):
+    """Yield the token ids of each prompt of a row: of a conversation every question, behind all before it.
+
+    name: of the row, for mistakes; ask: form of a question, in place of ASKS; system: message of chats.
+    answer(ids) -> text: says what stands where the file has no answer to a question (MT-Bench).
+    """
+    known = " ".join(["turns", *CHATS, *(names.split()[-1] for names, _ in ASKS)])
+    nothing = UserError(f"{name} is empty, or has none of the fields {known}: write --ask")
+    chat = conversation(row)
+    if not chat:
+        try:
+            text = question_text(row, ask)
+        except (LookupError, ValueError, TypeError, AttributeError) as why:
+            raise UserError(f"--ask {ask!r} does not fit a row ({type(why).__name__}: {why}): write fields "
+                            "that all rows have, as {question}") from None
+        if not text:
+            raise nothing
+        yield encode(text, tokenizer)
+        return
+    said = [{"role": "system", "content": system}] if system and chat[0]["role"] != "system" else []
+    ids = None
+    for message in chat:
+        if message["role"] == "user" and said and said[-1]["role"] == "user":
+            said.append({"role": "assistant", "content": answer(ids)})           # nobody has answered yet
+        said.append(message)
+        if message["role"] == "user":
+            ids = chat_ids(said, tokenizer, template)
+            yield ids
+    if ids is None:                                      # nobody asks anything
+        raise nothing

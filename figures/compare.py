@@ -1,0 +1,366 @@
+"""Measured rows as Markdown: a table with the paper's values beside ours, paired tests, verdicts on claims.
+
+A table is an entry of docs/results/tables.json, its rows are the lines of docs/results/FILE.jsonl, a claim is
+an entry of docs/results/claims.json, made of comparisons: docs/results/README.md explains their keys.
+
+The verdict is a paired test over prompts: MORE or LESS where p < 0.05, else LEVEL.
+"""
+import functools
+import json
+import re
+import statistics
+from collections import namedtuple
+
+import numpy as np
+
+MORE, LESS, LEVEL = "more", "less", "level"
+SIGNIFICANT = 0.05
+DRAWS = 10_000                             # of signs; the smallest p there can be is 1 / (1 + DRAWS)
+WORDS = {                                  # keys of rows, in words
+    "tokens_per_second": "tok/s", "tau": "τ", "alpha": "α", "alpha_overlap": "Σ min(p_T, p_D)",
+    "alpha_depth": "τ/depth", "expected_speedup": "E(Spd.)", "swi_ms": "SWI by weights",
+    "swi_measured": "SWI measured", "ewif": "EWIF", "ece": "ECE", "draft_ms": "ms of drafting a round",
+    "share_draft": "drafting's share of a round",
+}
+
+# ---------------------------------------------------------------- rows
+def read_rows(path):
+    """JSON lines -> rows; "totals": tokens a second over the baseline's."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines if line.strip()]
+    for row in rows:
+        base = baseline([other for other in rows if other.get("group") == row.get("group")])
+        if base and "tokens_per_second" in row:
+            row["totals"] = row["tokens_per_second"] / base["tokens_per_second"]
+    return rows
+
+def baseline(rows):
+    """The arm that the speedups are over: the one whose every speedup is 1."""
+    for row in rows:
+        if row.get("target_ms") and row["speedup_low"] == row["speedup"] == row["speedup_high"] == 1:
+            return row
+    return None
+
+def name_of(row):
+    """The arm's name, and the label of its run, where one table has several."""
+    name = row["drafter"]
+    if row.get("tree"):
+        name += f" × {row['tree']}"
+    if row.get("label"):
+        name += f", {row['label']}"
+    return name
+
+def value_of(row, key):
+    """A row's value by its key, by "position 5" of its chains, or by "bin 0.9" of its confidences."""
+    what, _, number = key.partition(" ")
+    if what == "position":
+        # The share accepted of the chains that have a token there, counted from 1
+        found = row["positions"][int(number) - 1:int(number)]
+        return found[0]["accepted"] / found[0]["drafted"] if found else None
+    if what == "bin":
+        found = [each for each in row["bins"] if abs(each["low"] - float(number)) < 1e-9]
+        return found[0]["acceptance"] if found else None
+    return row.get(key)
+
+def unique(values):
+    """The different values, in their order."""
+    return list(dict.fromkeys(values))
+
+# ---------------------------------------------------------------- columns: how a row shows one of its values
+COLUMNS = {                                # {name: (heading, format of a row)}
+    "arm": ("arm", "{name}"),
+    "tok/s": ("tok/s", "{tokens_per_second:.1f}"),
+    "speedup": ("speedup", "{speedup:.2f}× [{speedup_low:.2f}–{speedup_high:.2f}]"),
+    "totals": ("of totals", "{totals:.2f}×"),
+    "vs generate()": ("vs generate()", "{speedup_vs_generate:.2f}×"),
+    "tau": ("τ", "{tau:.2f}"),
+    "alpha": ("α", "{alpha:.3f}"),
+    "nodes": ("nodes", "{nodes:.1f}"),
+    "draft": ("draft", "{share_draft:.0%}"),
+    "verify": ("verify", "{share_verify:.0%}"),
+    "other": ("other", "{share_other:.0%}"),
+    "draft ms": ("draft, ms a round", "{draft_ms:.2f}"),
+    "ms/round": ("ms/round", "{round_ms:.1f}"),
+    "lossless": ("lossless", "{lossless}"),
+    "tau/depth": ("τ/depth", "{alpha_depth:.2f}"),
+    "c": ("c", "{c:.3f}"),
+    "E(Spd.)": ("E(Spd.)", "{expected_speedup:.2f}"),
+    "overlap": ("Σ min(p_T, p_D)", "{alpha_overlap:.3f}"),
+    "optimality": ("tree optimality", "{tree_optimality:.3f}"),
+    "SWI": ("SWI, measured", "{swi_measured:.2f}"),
+    "SWI (MS)": ("SWI, by weights", "{swi_ms:.2f}"),
+    "trained": ("tokens trained on", "{tokens_trained:,d}"),
+    "loss": ("loss", "{loss}"),
+    "held-out alpha": ("α, held-out text", "{held_out_alpha:.3f}"),
+}
+DEFAULT = ["arm", "tok/s", "speedup", "totals", "vs generate()", "tau", "alpha", "nodes", "draft", "verify",
+           "other", "ms/round", "lossless"]
+KINDS = ["speedup=speedup:.2f", "tau"]
+OF_ROUNDS = ("share_draft", "share_verify", "share_other", "draft_ms", "round_ms")
+
+def cells_of(row, columns):
+    """The row's cells; a dash where it has no such value."""
+    shown = {**row, "name": name_of(row)}
+    if row.get("tau") is None:             # plain decoding and transformers: no rounds to speak of
+        shown |= dict.fromkeys(OF_ROUNDS)
+    shown["lossless"] = {True: "yes", False: "**NO**"}.get(row.get("lossless"))
+    cells = []
+    for name in columns:
+        what, _, number = name.partition(" ")
+        if what in ("position", "bin") and number:
+            shown[what] = value_of(row, name)
+        try:
+            cell = heading_and_form(name)[1].format(**shown)
+        except (KeyError, TypeError):      # nothing there; None has no format
+            cell = "–"
+        cells.append("–" if cell == "None" else cell)
+    return cells
+
+def heading_and_form(name):
+    """A name of COLUMNS, "position 5", "bin 0.9" or "Heading=key:format" -> (heading, format)."""
+    if name in COLUMNS:
+        return COLUMNS[name]
+    what = name.partition(" ")[0]
+    if what in ("position", "bin"):
+        return name, f"{{{what}:.2f}}"
+    heading, _, form = name.rpartition("=")
+    return heading or form.partition(":")[0], f"{{{form}}}"
+
+def headings_of(columns):
+    return [heading_and_form(name)[0] for name in columns]
+
+# ---------------------------------------------------------------- the paper's values beside ours
+def beside(rows, columns, paper):
+    """A grid of strings, the headings first: our rows, and each paper's value left of our own.
+
+    Rows of the paper that have no counterpart among ours come last, with dashes for our values.
+    """
+    headings = headings_of(columns)
+    both = [heading for heading in headings[1:] if any(heading in row for row in paper["rows"])]
+
+    def line(cells, said):
+        found = [cells[0], said.get("as", "–")]
+        for heading, cell in zip(headings[1:], cells[1:]):
+            if heading in both:
+                found.append(said.get(heading, "–"))
+            found.append(cell)
+        return found
+
+    top = [headings[0], "in the paper"]
+    for heading in headings[1:]:
+        top += [f"{heading}, paper", f"{heading}, here"] if heading in both else [heading]
+    lines, printed = [top], {row["arm"]: row for row in paper["rows"]}
+    for row in rows:
+        lines.append(line(cells_of(row, columns), printed.get(name_of(row), {})))
+    ours = [name_of(row) for row in rows]
+    for said in paper["rows"]:
+        if said["arm"] not in ours:
+            lines.append(line([said["arm"] or "–"] + ["–"] * len(headings[1:]), said))
+    return lines
+
+def markdown(lines, words):
+    """A grid of strings, the headings first -> Markdown; the first `words` columns are set to the left."""
+    align = ["---"] * words + ["---:"] * (len(lines[0]) - words)
+    found = []
+    for line in [lines[0], align, *lines[1:]]:
+        cells = [cell.replace("|", "\\|") for cell in line]
+        found.append(f"| {' | '.join(cells)} |")
+    return "\n".join(found)
+
+def grid(rows, columns, paper=None):
+    """Rows as a Markdown table, beside the paper's values where there are any."""
+    if paper:
+        return markdown(beside(rows, columns, paper), 2)
+    lines = [cells_of(row, columns) for row in rows]
+    return markdown([headings_of(columns), *lines], 1)
+
+def by_kind(rows, columns):
+    """A folded table, a row for each drafted arm, a column for each kind of text; [] where there is one."""
+    kinds = unique(row["group"] for row in rows if row.get("group") not in (None, "all"))
+    if not kinds or not columns:
+        return []
+    cells = {(name_of(row), row["group"]): ", ".join(cells_of(row, columns)) for row in rows}
+    lines = [["arm", *kinds]]
+    for name in unique(name_of(row) for row in rows if row.get("tree")):
+        lines.append([name, *(cells[name, kind] for kind in kinds)])
+    what = ", ".join(headings_of(columns))
+    return [f"<details><summary>By kind of text: {what}</summary>", markdown(lines, 1), "</details>"]
+
+# ---------------------------------------------------------------- tables.json, claims.json
+def read_specs(folder, name, tuned=None):
+    """docs/results/NAME, tables.json or claims.json, with drafters in the place of @names.
+
+    "best" of tables.json says {"@name": [drafters]}: the fastest of them in the rows of "tuned by", which are
+    measured on other prompts, is taken, or else the first.  tuned: the folder of these rows, or the same.
+    """
+    said = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
+    path = (tuned or folder) / said.get("tuned by", "")
+    rows = read_rows(path) if path.is_file() else []
+    speeds = {row["drafter"]: row["tokens_per_second"] for row in rows if row.get("group") in (None, "all")}
+    text = (folder / name).read_text(encoding="utf-8")
+    for at, drafters in said.get("best", {}).items():
+        best = max(drafters, key=lambda drafter: speeds.get(drafter, 0))
+        text = re.sub(at + r"\b", best, text)
+    return json.loads(text)
+
+# ---------------------------------------------------------------- one table
+def remarks(rows):
+    """The baseline among the rows, and where the output of one left it."""
+    base = baseline(rows)
+    if base:
+        yield (f"Baseline: {name_of(base)}, {base['target_ms']:.2f} ms a token; "
+               f"distinct 4-grams of its output: {base['distinct_4grams'] or 0:.0%}.")
+    for row in rows:
+        away = row.get("first_divergence")
+        if away:
+            gap = "" if away["logit_gap"] is None else f", where the logits differ by {away['logit_gap']:.2g}"
+            where = f"token {away['token']} of prompt {away['prompt'] + 1}"
+            yield f"{name_of(row)} leaves plain decoding at {where}{gap}."
+
+def commands_of(spec):
+    """The runs of a table: [{"command", "label" or none}]."""
+    return spec.get("runs") or [{"command": spec["command"]}]
+
+def not_shipped(spec, rows):
+    """A line for each command that makes what a table lacks: drafters, or labelled runs, without a row."""
+    there = {row["drafter"] for row in rows} | {row.get("label") for row in rows}
+    lines = []
+    for command, names in spec.get("needs", {}).items():
+        lacking = [name for name in names if name not in there]
+        if lacking:
+            lines.append(f"- Not shipped: {', '.join(lacking)}: `{command}`")
+    return lines
+
+def setting(rows):
+    """What the rows ran under, in parts, each said once where the page says it for all tables."""
+    first = next((row for row in rows if "dtype" in row), None)
+    if not first:
+        return []
+    where = first["device"]
+    if where == "cpu":
+        where += f" ({first['threads']} threads)"
+    parts = [f"target `{first['target']}`", first["dtype"], where, f"temperature {first['temperature']:g}"]
+    return parts + [f"{package} {version}" for package, version in first["versions"].items()]
+
+def table(spec, rows, measured, common=()):
+    """One table of the page, with all that is needed to judge it and to make it again -> paragraphs.
+
+    measured: parts of a sentence about when and where; common: those that the page says for all tables.
+    """
+    commands = "\n".join(run["command"] for run in commands_of(spec))
+    said = [spec.get("claim", "")]
+    if spec.get("paper"):
+        said.append(f"In the paper: {spec['paper']['where']}.")
+    parts = [f"### {spec['title']}", " ".join(text for text in said if text), f"```\n{commands}\n```"]
+    shown = [row for row in rows if row.get("group") in (None, "all")]
+    count = [f"{shown[0]['prompts']} prompts"] if shown and "prompts" in shown[0] else []
+    where = count + [part for part in [*measured, *setting(shown)] if part not in common]
+    parts.append(", ".join(where) + "." if where else "")
+    parts.append(grid(shown, spec.get("columns", DEFAULT), spec.get("paper")))
+    parts.append("  \n".join([*remarks(shown), *filter(None, [spec.get("note")])]))
+    parts += by_kind(rows, spec.get("kinds", KINDS))
+    parts.append("\n".join(not_shipped(spec, rows)))
+    return [part for part in parts if part]
+
+# ---------------------------------------------------------------- paired tests
+@functools.cache
+def signs(n):
+    """DRAWS rows of n signs, the same each time."""
+    # RandomState's numbers are the same in all releases of numpy.
+    return 2.0 * np.random.RandomState(0).randint(0, 2, (DRAWS, n)) - 1.0              # (DRAWS, n)
+
+def sign_flips(differences):
+    """How often would chance give a mean at least as far from zero?  A paired randomisation test, two-sided.
+
+    Were there no difference between two arms, each prompt's could as well have the other sign: so signs are
+    drawn, and their means counted that are as far from zero as the one found.  With eight differences of 1
+    two of the 256 ways are, all plus and all minus: p = 0.008.
+    """
+    found = abs(sum(differences))
+    drawn = np.abs(signs(len(differences)) @ np.array(differences, dtype=float))       # (DRAWS,)
+    # The signs that were found are one of the ways.
+    return (1 + int((drawn >= found - 1e-9).sum())) / (1 + DRAWS)
+
+# ---------------------------------------------------------------- one comparison
+# name: in words; value: of all prompts together, None where not measured; values: of each prompt
+Side = namedtuple("Side", "name value values")
+# verdict: MORE, LESS, LEVEL, or None where something is missing; words: the figures; missing: what, or ""
+Found = namedtuple("Found", "verdict words missing")
+
+def rows_in(folder, file, group="all"):
+    """{name: row} of a file's rows about all prompts, or about one kind; {} where the file is missing."""
+    path = folder / file
+    rows = read_rows(path) if path.exists() else []
+    return {name_of(row): row for row in rows if row.get("group") in (None, group)}
+
+def side_of(folder, spec, given):
+    """One side of a comparison -> Side; a number's has neither name nor values."""
+    if isinstance(given, (int, float)):
+        return Side("", given, None)
+    given = given if isinstance(given, dict) else {"arm": given}
+    arm, key, group = given["arm"], given.get("key", spec["key"]), given.get("group", "all")
+    name = arm
+    if group != "all":
+        name += f" ({group})"
+    if key != spec["key"]:
+        name += f", {WORDS.get(key, key)},"
+    row = rows_in(folder, spec["in"], group).get(arm)
+    if row is None:
+        return Side(name, None, None)
+    return Side(name, value_of(row, key), (row.get("by_prompt") or {}).get(key))
+
+def differences(spec, ours, others):
+    """more - times * than - by, one a prompt; [] where there are no values of each prompt."""
+    # A number has its value on each prompt of the other side.
+    n = len(ours.values or others.values or [])
+    mine, its = [side.values if side.name else [side.value] * n for side in (ours, others)]
+    found = []
+    for x, y in zip(mine or [], its or []):
+        if x is not None and y is not None:
+            found.append(x - spec.get("times", 1) * y - spec.get("by", 0))
+    return found
+
+def in_words(spec, ours, others):
+    """"τ: edd × pct 3.62 against 0.97 of edd × eagle2 4.05"."""
+    key = spec.get("key")
+    label = f"{WORDS.get(key, key)}: " if key else ""
+    factor = f"{spec['times']:g} of " if "times" in spec else ""
+    margin = f" + {spec['by']:g}" if "by" in spec else ""
+    mine, its = [f"{side.name} {side.value:.3g}".strip() for side in (ours, others)]
+    return f"{label}{mine} against {factor}{its}{margin}"
+
+def compare(folder, spec, other):
+    """`more` against `other`, one of `than` -> Found."""
+    ours, others = side_of(folder, spec, spec["more"]), side_of(folder, spec, other)
+    missing = [side.name for side in (ours, others) if side.value is None]
+    if missing:
+        return Found(None, "", "not measured: " + ", ".join(missing))
+    words = in_words(spec, ours, others)
+    if not spec.get("test", True):
+        verdict = MORE if ours.value > spec.get("times", 1) * others.value + spec.get("by", 0) else LESS
+        return Found(verdict, words + " (not tested)", "")
+    found = differences(spec, ours, others)
+    if not found:
+        return Found(None, words, "no figures of each prompt")
+    mean, p = statistics.fmean(found), sign_flips(found)
+    higher = sum(difference > 0 for difference in found)
+    words += f" ({mean:+.3g} a prompt, above on {higher} of {len(found)}, p = {p:.2g})"
+    if p >= SIGNIFICANT:
+        return Found(LEVEL, words, "")
+    return Found(MORE if mean > 0 else LESS, words, "")
+
+def every(folder, spec):
+    """{"in": [files], "every": key} -> Found: LESS where a drafted row says false."""
+    rows = [row for file in spec["in"] for row in rows_in(folder, file).values() if row.get("tree")]
+    values = [row[spec["every"]] for row in rows if row.get(spec["every"]) is not None]
+    if not values:
+        return Found(None, "", "not measured: " + ", ".join(spec["in"]))
+    verdict = MORE if all(values) else LESS
+    return Found(verdict, f"{spec['every']} in {sum(values)} of {len(values)} rows", "")
+
+def judged(folder, spec):
+    """A comparison -> [Found], one for each arm of `than`."""
+    if "every" in spec:
+        return [every(folder, spec)]
+    others = spec["than"] if isinstance(spec["than"], list) else [spec["than"]]
+    return [compare(folder, spec, other) for other in others]

@@ -1,0 +1,305 @@
+r"""What drafters know of themselves, how good trees are, and what theory predicts: four small measurements.
+
+    python figures/probe.py calibration --drafter edd glide --json rows.jsonl
+    python figures/probe.py positions --drafter glide "cascade(base, k=30)" "cascade(small, k=30)"
+    python figures/probe.py optimality --drafter glide edd --tree chain cape "beam(width=8)" pct eagle2
+    python figures/probe.py ewif \
+        --drafter "cascade(base, k=5)" "cascade(small, k=5)" "cascade(base, small, k=(3, 5, 0))"
+
+calibration  Is a drafter's confidence the probability that its token is accepted?  EDD and PCT (ACL 2025),
+             section 3.2, Figure 3(b); GLIDE with a CAPE (arXiv 2402.02082), section 4.2, Figure 1(b).  Chains
+             of ten; tokens after a chain's first rejection are left out: they depend on it.
+positions    How likely is the i-th token of a chain of thirty to be accepted?  Cascade Speculative Drafting
+             (arXiv 2312.11462), section 3.2, Figures 2, 3.  A cascade and Max-Gram write their own chains.
+optimality   The joint probabilities of a tree's nodes, over those of the best as many among all that the
+             drafter was asked about: each child, in the whole vocabulary, of each expanded node.
+ewif         Does Theorem 4.5 of Cascade say how much faster decoding will be?  Its Table 1, then the arms
+             named beside their SWI, which counts the models' runs alone, and their speedup.
+
+    paper                         name here
+    c_i                           confidence: the drafter's largest probability, that of the token it drafts
+    ECE                           sum over bins of (count / all) |acceptance - confidence|  (Guo et al. 2017)
+    P(accepted), token index      accepted / drafted at a position, from 1: accepted with all before it
+    p_j = c_1 c_2 ... c_j         joint, along the path to node j (EDD, section 3.2)
+    alpha_i, c_i                  measured in speculative decoding with that model alone
+
+Other flags are bench.py's; --tree is for optimality alone.
+"""
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import compare  # noqa: E402
+import torch  # noqa: E402
+from rounds import listening  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+import bench  # noqa: E402
+import cape  # noqa: E402
+import cascade  # noqa: E402
+from verify import UserError  # noqa: E402
+
+CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bins of confidence
+LONG_CHAIN = 30                            # positions
+SHOWN = "position 1", "position 2", "position 3", "position 5", "position 10", "position 20"
+PROMPTS, TOKENS = 4, 48                    # optimality
+BY_PROMPT = ("speedup", "tau", "alpha", "alpha_overlap", "alpha_depth", "nodes", "c", "expected_speedup",
+             "draft_ms", "share_draft", "swi_ms", "swi_measured")
+
+def about(run, label):
+    """What every row of these measurements says of its run."""
+    a = run.a
+    return {"target": a.target, "drafter": label, "temperature": a.temperature, "seed": a.seed}
+
+def each_prompt(run, work):
+    """-> [work(ids, limit)] of each prompt"""
+    bar = tqdm(run.prompts, unit="prompt", leave=False, disable=None)
+    return [work(ids, limit) for _, ids, limit in bar]
+
+def measured(run, arms):
+    """What bench.py measures -> its rows; those of all prompts with {key: a value for each prompt}."""
+    finished = bench.measure(run, arms)
+    if finished < len(run.prompts):
+        raise KeyboardInterrupt
+    rows = bench.report(run, arms, finished)
+    for row in rows:
+        row.pop("by_prompt", None)
+    whole = rows[:len(arms)]               # the rows of all prompts come first
+    base = arms[whole.index(compare.baseline(whole))]
+    generate = next(arm for arm in arms if arm.drafter == "generate()")
+    for arm, row in zip(arms, whole):
+        row["by_prompt"] = {"group": [group for group, *_ in run.prompts]}
+        each = [bench.row_of(run, arm, base, generate, "", [i]) for i in range(finished)]
+        for key in BY_PROMPT:
+            values = [found.get(key) for found in each]
+            if any(value is not None for value in values):
+                row["by_prompt"][key] = values
+    return rows
+
+# ---------------------------------------------------------------- calibration
+def judged_tokens(run, drafter, ids, limit):
+    """Decode one prompt by chains -> [(confidence, accepted?)] of every judged token."""
+    heard, judged = [], []
+    out = run.decode(drafter, listening(partial(cape.chain, gamma=CHAIN), heard), ids, limit)
+    for one, (_, calls) in zip(out.rounds, heard):
+        # A chain asks for one row after the other.
+        confidences = [row.max().item() for _, _, row in calls]
+        # A round's new tokens end with the target's own, where the draft was first rejected.
+        for token, confidence, true in zip(one.tokens[1:], confidences, one.new):
+            judged.append((confidence, token == true))
+    return judged
+
+def mean(values):
+    """The mean, or None of nothing."""
+    return sum(values) / len(values) if values else None
+
+def reliability(judged, bins=BINS):
+    """-> ([{low, high, confidence, acceptance, count} of each bin], expected calibration error).
+
+    Bins are closed on the right, the first one on the left too.
+    """
+    rows, error = [], 0.0
+    for b in range(bins):
+        inside = [(p, ok) for p, ok in judged if b < p * bins <= b + 1 or p == b == 0]
+        confidence = mean([p for p, _ in inside])
+        acceptance = mean([ok for _, ok in inside])
+        rows.append({
+            "low": b / bins,
+            "high": (b + 1) / bins,
+            "count": len(inside),
+            "confidence": confidence,
+            "acceptance": acceptance})
+        if inside:
+            # ECE = sum_b |B_b| / n |acc(B_b) - conf(B_b)|
+            error += len(inside) / len(judged) * abs(acceptance - confidence)
+    return rows, error
+
+def calibration(run):
+    rows = []
+    for label, drafter in run.drafters.items():
+        found = each_prompt(run, partial(judged_tokens, run, drafter))
+        bins, error = reliability(sum(found, []))
+        by_prompt = {}
+        for each in bins:
+            low, high = each["low"], each["high"]
+            shares = []
+            for judged in found:
+                inside = [ok for p, ok in judged if low < p <= high]
+                shares.append(mean(inside))
+            by_prompt[f"bin {low:g}"] = shares
+        rows.append({**about(run, label), "ece": error, "bins": bins, "by_prompt": by_prompt})
+    columns = ["arm", "ECE=ece:.3f"]
+    for number in range(BINS):
+        columns.append(f"bin {number / BINS:g}")
+    return rows, columns
+
+# ---------------------------------------------------------------- acceptance by position
+def position_counts(rounds):
+    """verify.Rounds of chains -> [[drafted, accepted]] by position."""
+    found = []
+    for one in rounds:
+        drafted = len(one.tokens) - 1
+        accepted = min(len(one.path) - 1, len(one.new))
+        # Where the output ended within the accepted run, later positions were not judged.
+        judged = drafted if len(one.new) > accepted else accepted
+        for i in range(judged):
+            if i == len(found):
+                found.append([0, 0])
+            found[i][0] += 1
+            found[i][1] += i < accepted
+    return found
+
+def positions(run):
+    rows = []
+    for label, drafter in run.drafters.items():
+        build = partial(cape.chain, gamma=LONG_CHAIN)
+        if hasattr(drafter, "chain"):
+            build = cascade.proposal
+        outs = each_prompt(run, partial(run.decode, drafter, build))
+        rounds = [out.rounds for out in outs]
+        counts = position_counts(sum(rounds, []))
+        listed = [{"position": i, "drafted": n, "accepted": ok} for i, (n, ok) in enumerate(counts, 1)]
+        by_prompt = {f"position {i}": [] for i in range(1, len(counts) + 1)}
+        for found in map(position_counts, rounds):
+            shares = [ok / n for n, ok in found] + [None] * (len(counts) - len(found))
+            for i, share in enumerate(shares, 1):
+                by_prompt[f"position {i}"].append(share)
+        rows.append({**about(run, label), "positions": listed, "by_prompt": by_prompt})
+    return rows, ["arm", *SHOWN]
+
+# ---------------------------------------------------------------- tree optimality
+def told(calls):
+    """What a builder was told in one round: of each node that it asked about, in the order of expand,
+
+    the joint probabilities (V,) of all its children; and {(the node above, token): the node's number}.
+    """
+    children, number = [], {}
+    for tokens, parents, rows in calls:
+        for token, parent, row in zip(tokens.tolist(), parents, rows):
+            joint = children[parent][token].item() if parent >= 0 else 1.0
+            number[parent, token] = len(children)
+            # p_j = p_parent c_j
+            children.append(joint * row.double())
+    return children, number
+
+def joint_of(tree, children, number):
+    """The joint probabilities of the tree's nodes but the root, a list."""
+    found, place = [], [0]                 # place: the number of each node of the tree, or None
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    for token, parent in zip(tokens[1:], parents[1:]):
+        above = place[parent]
+        place.append(number.get((above, token)))
+        found.append(children[above][token].item())
+    return found
+
+@torch.inference_mode()
+def tree_optimality(decode, build, prompts):
+    """-> tree_optimality; None where no node was ever drafted.  decode(build, ids, limit): of one prompt."""
+    heard = []
+    for _, ids, limit in prompts:
+        decode(listening(build, heard), ids, min(limit, TOKENS))
+    kept = best = 0.0
+    for tree, calls in heard:
+        children, number = told(calls)
+        joint = joint_of(tree, children, number)
+        if joint:
+            best_as_many = torch.cat(children).topk(len(joint)).values
+            kept += sum(joint)
+            best += best_as_many.sum().item()
+    return kept / best if best else None
+
+def optimality(run):
+    rows = []
+    for label, drafter in run.drafters.items():
+        for tree in run.trees:
+            if hasattr(drafter, "chain") and tree.name in bench.CHAINS:
+                continue                   # it writes its own chains, and tells nobody of distributions
+            build = bench.builder(run, label, tree)
+            found = tree_optimality(partial(run.decode, drafter), build, run.prompts[:PROMPTS])
+            rows.append({**about(run, label), "tree": tree.label, "tree_optimality": found})
+    return rows, ["arm", "optimality"]
+
+# ---------------------------------------------------------------- expected walltime improvement
+# alpha of FLAN-T5-small and -base (Leviathan et al. 2023); weights in millions: small, base, XXL
+ALPHAS = {"CNN/DM": {"small": 0.65, "base": 0.73}, "EnDe": {"small": 0.75, "base": 0.80}}
+WEIGHTS, TARGET = {"small": 77, "base": 248}, 11_300
+# Table 1: data set, {model: its tokens}
+TABLE_1 = (
+    ("CNN/DM", {"small": 9}), ("CNN/DM", {"base": 8}), ("CNN/DM", {"base": 5, "small": 3}),
+    ("EnDe", {"small": 12}), ("EnDe", {"base": 11}), ("EnDe", {"base": 5, "small": 8}),
+)
+
+def expected(counts, alphas, costs):
+    """Theorem 4.5.  counts: {model: tokens that it drafts}, in order; alphas, costs: {model: value}."""
+    writers = []
+    for name, count in counts.items():
+        writers += [name] * count
+    return cascade.ewif_horizontal([alphas[name] for name in writers], [costs[name] for name in writers])
+
+def row_of(drafter, counts, value):
+    k1, k2 = [*counts.values(), None][:2]
+    return {"drafter": drafter, "k1": k1, "k2": k2, "ewif": value}
+
+def table_1():
+    """Table 1, a row each."""
+    costs = {name: weights / TARGET for name, weights in WEIGHTS.items()}
+    rows = []
+    for data, counts in TABLE_1:
+        value = expected(counts, ALPHAS[data], costs)
+        rows.append(row_of(f"{data} ({', '.join(counts)})", counts, value))
+    return rows
+
+def predicted(rows):
+    """bench.py's rows of cascades -> the same with "ewif"; None where Theorem 4.5 does not say it."""
+    alone = {row["stages"][0]: row for row in rows if len(row["stages"]) == 1}
+    alphas = {name: row["alpha"] for name, row in alone.items()}
+    costs = {name: row["c"] for name, row in alone.items()}
+    found = []
+    for row in rows:
+        counts, value = dict(zip(row["stages"], row["K"][0])), None
+        # A horizontal cascade: no model reviews another, and Max-Gram is not in it.
+        if "maxgram" not in counts and not any(any(tokens) for tokens in row["K"][1:]):
+            for name in counts:
+                if name not in alone:
+                    raise UserError(f"{row['drafter']} needs its models alone beside it: add "
+                                    f'"cascade({name}, k=5)"')
+            value = expected(counts, alphas, costs)
+        found.append({**row, **row_of(row["drafter"], counts, value)})
+    return found
+
+def ewif(run):
+    for label, drafter in run.drafters.items():
+        if not hasattr(drafter, "names"):
+            raise UserError(f"{label} is no cascade: Theorem 4.5 is about cascades")
+    run.trees = [bench.read_call("chain", bench.TREES, "tree")]
+    rows = [row for row in measured(run, bench.arms_of(run)) if row["tree"] and row["group"] == "all"]
+    columns = ["arm", "k1=k1:d", "k2=k2:d", "EWIF=ewif:.2f", "SWI", "speedup=speedup:.2f"]
+    return table_1() + predicted(rows), columns
+
+# ---------------------------------------------------------------- the command line
+MEASUREMENTS = {"calibration": calibration, "positions": positions, "optimality": optimality, "ewif": ewif}
+
+def rows_of(argv):
+    """["calibration", bench.py's flags ...] -> rows, printed as a table"""
+    name = argv[0] if argv else "nothing"
+    if name not in MEASUREMENTS:
+        raise UserError(f"there is no measurement called {name!r}: choose among {' '.join(MEASUREMENTS)}")
+    run = bench.Run(argv[1:])
+    rows, columns = MEASUREMENTS[name](run)
+    print()
+    print(compare.grid(rows, columns))
+    if run.a.json:
+        bench.write_json(run.a.json, rows)
+    return rows
+
+def work(argv):
+    rows_of(sys.argv[1:] if argv is None else argv)
+    return 0
+
+def main(argv=None):
+    return bench.main(argv, work, "figures/probe.py")
+
+if __name__ == "__main__":
+    sys.exit(main())

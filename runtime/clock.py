@@ -1,0 +1,264 @@
+"""What a decoding takes, measured from outside: verify.generate knows no clock.
+
+    clock = Clock()
+    timed = Timed(target, clock, TARGET), Timed(drafter, clock, DRAFTER)
+    out = verify.generate(*timed, build, ids)
+    Record(out, clock).total["draft"]                              # seconds
+
+A Timed stands in the place of a target or a drafter, and marks the time before and after each call of some
+methods.  All else is "other": building trees, masks, acceptance, bookkeeping.  Below the clock stand the
+figures of bench.py's rows: of rounds, of a cascade's stages, of what a draft and a node cost.
+"""
+import time
+from collections import Counter
+from functools import partial
+from statistics import median
+
+import torch
+
+import cape
+import cascade
+import pct
+import verify
+
+# The methods that are timed, and what their time counts as
+TARGET = {"prefill": "prefill", "forward": "verify"}
+DRAFTER = {"begin": "draft", "expand": "draft", "chain": "draft"}
+SHARES = ("draft", "verify", "other")              # of a round's time
+# GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023) is Corollary 4.2 of Cascade: f(alpha, c, gamma).
+expected_speedup = cascade.ewif_speculative
+
+# ---------------------------------------------------------------- seconds
+def ratio(x, y):
+    """x / y, or None where there is nothing to divide, or to divide by."""
+    return x / y if y and x is not None else None
+
+class Clock:
+    """Seconds of one decoding by what they were spent on.  calls: how often each timed method ran.
+
+    Until the first round all is prefill; from then on what is not timed is other.
+    """
+    def __init__(self, cuda=False):
+        self.cuda, self.rest = cuda, "prefill"
+        self.marks, self.calls = [], Counter()
+        self.mark(None)
+
+    def mark(self, what):
+        """The time since the last mark was spent on `what`."""
+        if self.cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        else:
+            now = time.perf_counter()
+        self.marks.append((what, now))
+
+    def timed(self, method, what):
+        """A method as a function whose calls are timed."""
+        def call(*args, **more):
+            self.mark(self.rest)
+            result = method(*args, **more)
+            self.mark(what)
+            self.calls[method.__name__] += 1
+            self.rest = "prefill" if what == "prefill" else "other"
+            return result
+        return call
+
+    def parts(self):
+        """The decoding is over -> [(what, seconds)], in order."""
+        self.mark(self.rest)
+        if self.cuda:
+            self.marks[-1][1].synchronize()
+        parts = []
+        for (_, before), (what, now) in zip(self.marks, self.marks[1:]):
+            seconds = before.elapsed_time(now) / 1000 if self.cuda else now - before
+            parts.append((what, seconds))
+        return parts
+
+class Timed:
+    """A target or a drafter of which some methods are timed, {method: what}; all else is its own."""
+    def __init__(self, inner, clock, methods):
+        self.inner = inner
+        for name, what in methods.items():
+            if hasattr(inner, name):
+                method = getattr(inner, name)
+                setattr(self, name, clock.timed(method, what))
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+class Overlap(verify.Sampled):
+    """Sampling that keeps sum_x min(p_target(x), p_draft(x)) of each drawn token: GLIDE's alpha.
+
+    overlaps: for each time that the rule chose a tensor (n,), or None where no chain was drawn.
+    """
+    def __init__(self, *how, **more):
+        super().__init__(*how, **more)
+        self.overlaps = []
+
+    def warp(self, logits):
+        self.warped = super().warp(logits)
+        return self.warped
+
+    def choose(self, tree, logits, first):
+        choice, overlap = super().choose(tree, logits, first), None
+        if tree.p_draft is not None:
+            # super() warped p_target (n, V) last; no token was drawn after the last node.
+            overlap = torch.minimum(self.warped[:-1], tree.p_draft).sum(1)
+        self.overlaps.append(overlap)
+        return choice
+
+def counts_of(rounds, overlaps=()):
+    """Sums over the rounds of a decoding: new tokens, nodes, depths, accepted and tested tokens ..."""
+    total = Counter()
+    # The rule chose once more, before the first round.
+    overlaps = list(overlaps)[1:] or [None] * len(rounds)
+    for one, overlap in zip(rounds, overlaps):
+        depths = [0]
+        for parent in one.parents[1:]:
+            depths.append(depths[parent] + 1)
+        drafted = len(depths) - 1
+        # Where the end of the text cut the path, nothing behind the cut was tested.
+        accepted = min(len(one.path) - 1, len(one.new))
+        rejected = accepted < len(one.new) and accepted < drafted
+        tested = accepted + rejected
+        total.update(rounds=1, new=len(one.new), nodes=drafted, depth=max(depths))
+        total.update(accepted=accepted, tested=tested)
+        total.update(trees=max(depths) < drafted, drawn=overlap is not None)
+        if overlap is not None:
+            total["overlap"] += overlap[:tested].sum().item()
+    return total
+
+class Record:
+    """What one decoding gave, and what it took.
+
+    given: a verify.Output, or the tokens alone.  tokens, rounds: as there.  parts: Clock.parts().
+    total: seconds of prefill, draft, verify and other, and sums over the rounds.
+    stage_runs: forwards of each stage of a cascade.  seconds: of all, as whoever called it measured.
+    """
+    def __init__(self, given, clock=None, overlaps=(), stage_runs=()):
+        self.tokens, self.rounds = getattr(given, "tokens", given), getattr(given, "rounds", [])
+        self.parts, self.stage_runs = clock.parts() if clock else [], list(stage_runs)
+        self.seconds = None
+        self.total = counts_of(self.rounds, overlaps)
+        for what, seconds in self.parts:
+            self.total[what] += seconds
+        if clock:
+            called = clock.calls["expand"] + clock.calls["chain"]
+            self.total["draft_forwards"] = sum(stage_runs) or called
+
+    def speed(self):
+        """Tokens a second, prefill included."""
+        return len(self.tokens) / self.seconds
+
+    @property
+    def tau(self):
+        """Average acceptance length: new tokens a round, the bonus token included."""
+        return self.total["new"] / max(1, self.total["rounds"])
+
+    def by_prompt(self):
+        """The figures of this decoding alone, for paired comparisons of two arms."""
+        total = self.total
+        accepted = None if total["trees"] else total["accepted"]
+        overlap = total["overlap"] if total["drawn"] else None
+        return {"tau": self.tau, "alpha": ratio(accepted, total["tested"]),
+                "alpha_overlap": ratio(overlap, total["tested"]),
+                "nodes": ratio(total["nodes"], total["rounds"])}
+
+# ---------------------------------------------------------------- figures of a row, from an arm's Records
+def totals(outs):
+    """Record.total of all decodings together."""
+    total = Counter()
+    for out in outs:
+        total.update(out.total)
+    return total
+
+def distinct_4grams(outs):
+    """The share of a text's 4-grams that are distinct, on average: low where it repeats itself."""
+    shares = []
+    for out in outs:
+        grams = list(zip(*(out.tokens[i:] for i in range(4))))
+        if grams:
+            shares.append(len(set(grams)) / len(grams))
+    return ratio(sum(shares), len(shares))
+
+def of_rounds(outs, step, drafts):
+    """Averages over all rounds.  drafts: False of plain decoding, which has no tau."""
+    total = totals(outs)
+    rounds = total["rounds"]
+    drafted = rounds if drafts else 0
+    row = {
+        "time_to_first_token": median(out.total["prefill"] for out in outs) if rounds else None,
+        "tau": ratio(total["new"], drafted),
+        "depth": ratio(total["depth"], drafted),
+        "nodes": ratio(total["nodes"], drafted),
+        "draft_forwards": ratio(total["draft_forwards"], drafted)}
+    # EDD's alpha: tau over the deepest node
+    row["alpha_depth"] = ratio(row["tau"], row["depth"])
+    row["alpha"] = None if total["trees"] else ratio(total["accepted"], total["tested"])
+    row["alpha_overlap"] = ratio(total["overlap"], total["tested"]) if total["drawn"] else None
+    spent = sum(total[key] for key in SHARES)
+    row["round_ms"] = ratio(1e3 * spent, drafted)
+    row["target_ms"] = 1e3 * step
+    for key in SHARES:
+        row[f"{key}_ms"] = ratio(1e3 * total[key], rounds)
+        row[f"share_{key}"] = ratio(total[key], spent)
+    return row
+
+def of_stages(outs, step, drafter, row):
+    """Runs of the target and of a cascade's stages, and what section 5.1 and Corollary 4.2 make of them.
+
+    row: alpha, tokens and settings of the same decodings.
+    """
+    total = totals(outs)
+    stages = [sum(counts) for counts in zip(*(out.stage_runs for out in outs))]
+    # A run of the target is a round, or a prompt's prefill, as it is in plain decoding.
+    runs = [total["rounds"] + len(outs), *stages]
+    K = getattr(drafter, "K", None)
+    found = {"runs": runs if total["rounds"] else None, "stages": getattr(drafter, "names", None), "K": K}
+    # One model alone is speculative decoding; the runs of several are not alike.
+    c = None
+    if len(stages) <= 1:
+        c = ratio(ratio(total["draft"], total["draft_forwards"]), step)
+    alpha = row["alpha"]
+    gamma = K[0][0] if K else row["settings"].get("gamma")
+    found["c"] = c
+    found["expected_speedup"] = expected_speedup(alpha, c, gamma) if alpha and c and gamma else None
+    if stages:
+        found["swi_measured"] = row["tokens"] / (runs[0] + total["draft"] / step)
+        # Max-Gram is free.
+        for how, costs in drafter.costs.items():
+            found[f"swi_{how}"] = cascade.swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
+    return found
+
+# ---------------------------------------------------------------- what a step, a draft, a node costs
+def plain_step(outs):
+    """Seconds of a plain step, from Records of one token a forward, without their prefills."""
+    steps = sum(len(out.tokens) - 1 for out in outs)
+    return sum(out.seconds - out.total["prefill"] for out in outs) / max(1, steps)
+
+def measure_costs(run, label):
+    """{"cost": s_d / s_t, "node_price": of one more verified node} in plain steps, of a drafter of bench.Run.
+
+    Short decodings take turns and medians of their ratios count, since other programs disturb; {}: they did.
+    """
+    drafter, (_, ids, limit) = run.drafters[label], run.prompts[0]
+    builds = [(None, verify.no_draft), (drafter, cape.chain), (drafter, partial(cape.fixed, size=5))]
+    turns = []
+    for _ in range(7):
+        turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
+    # The first turn warms up.
+    cost, price = pct.costs_of(turns[1:])
+    if not 0.005 <= cost <= 1:
+        run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
+        return {}
+    run.notes.append(f"{label}: s_d / s_t = {cost:.3f}, a verified node costs {price:.3f} plain steps")
+    return {"cost": cost, "node_price": price}
+
+def mean_extras(run, label, gamma):
+    """CAPE's control (section 5.4): the mean size of CAPE's sets, with this drafter, for every position."""
+    build, total = partial(cape.cape, gamma=gamma), Counter()
+    for _, ids, limit in run.prompts[:8]:
+        total.update(run.decode(run.drafters[label], build, ids, min(limit, 64)).total)
+    size = max(0, round(total["nodes"] / max(1, total["depth"])) - 1)
+    run.notes.append(f"{label}: fixed takes {size} extras a position")
+    return size

@@ -1,0 +1,191 @@
+"""Draft models in training: from a name on the command line to a module with loss(batch), and to a folder.
+
+    glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
+    glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
+    edd, vdm, eagle, medusa ...    edd.VARIANTS
+    base, small                    language models, stages of a cascade
+"""
+import copy
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import save_file
+
+import edd
+import glide
+from data.read import UserError, write_atomically
+from runtime import load, parts
+from verify import Target
+
+SIZES = {"base": (3, 192), "small": (1, 96)}      # language models: layers, width
+AHEAD = 64                                        # positions that a drafter may reach beyond a window
+# What a name stands for: the file, None for a language model, and settings.
+DRAFTERS = {
+    "glide": (glide, {}),
+    "glide-top": (glide, {"layer": None, "norm": False}),
+    "vanilla": (glide, {"glimpse": False}),
+}
+DRAFTERS |= {name: (edd, variant) for name, variant in edd.VARIANTS.items()}
+DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
+NAMES = f"{' '.join(DRAFTERS)} glide-lN edd-hN"
+
+
+# ---------------------------------------------------------------- names -> modules
+def named(name):
+    """What a drafter's name stands for -> (file, settings), or None."""
+    numbered = re.fullmatch(r"(glide-l|edd-h)(\d+)", name)
+    if not numbered:
+        return DRAFTERS.get(name)
+    kind, number = numbered[1], int(numbered[2])
+    if kind == "glide-l":
+        return glide, {"layer": number}
+    return edd, {"hidden": number}
+
+
+def fresh(name, target, a):
+    """A draft model for `target` that has learned nothing; a: train.py's flags."""
+    file, settings = named(name)
+    c = target.config.get_text_config()
+    torch.manual_seed(a.seed)                            # each as if it were alone
+    if file is None:
+        layers, width = settings
+        lm = llama(c.vocab_size, layers, width, c.max_position_embeddings, c.eos_token_id)
+        return SmallLM(lm.to(a.device), a.loss)
+    if file is edd:
+        settings = {"hidden": a.hidden, "loss": a.loss, **settings}
+        config = edd.Config.for_target(target, **settings)
+        draft_class, _ = parts.KINDS[config.kind]
+        return draft_class(config, target).float()
+    check_size(a.width or c.hidden_size, c.vocab_size, a)
+    settings = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, **settings}
+    config = parts.glide_config(target, a.width, a.layers, block=a.block, **settings)
+    drafter = parts.Glide.beside(target, config, a.length + AHEAD).float()
+    # Embedding and head start as the target's, where the widths agree.
+    drafter.start_from(target)
+    return drafter
+
+
+def trained(name, target, a):
+    """The draft model that --init has -> (module, its training.json)."""
+    file, _ = named(name)
+    folder = Path(a.init) / name
+    if file is None:
+        lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
+        return SmallLM(lm, a.loss), load.about_drafter(folder)
+    length = [a.length] if file is glide else []
+    drafter, about = parts.load(file, folder, target, *length)
+    return drafter.model.float(), about
+
+
+def check_size(width, vocab, a):
+    """Refuse a GLIDE that cannot fit: 16 bytes a weight, with its gradient and the optimizer's moments."""
+    weights = 2 * vocab * width + 12 * a.layers * width ** 2
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if a.device.startswith("cuda"):
+        memory = torch.cuda.mem_get_info(a.device)[1]
+    if 16 * weights > memory:
+        raise UserError(f"--width {width}: a drafter of {weights / 1e9:.1f} billion weights needs "
+                        f"{16 * weights >> 30} GiB to train, and there are {memory >> 30}")
+
+
+# ---------------------------------------------------------------- language models
+def llama(vocab, layers, width, context, eos=0):
+    """A fresh Llama: heads of 32, a feed-forward of 8/3 the width in steps of 64, tied embeddings."""
+    heads = max(1, width // 32)
+    config = transformers.LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=round(width * 8 / 3 / 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=eos,
+        pad_token_id=None)
+    return transformers.LlamaForCausalLM(config)
+
+
+class SmallLM(torch.nn.Module):
+    """A language model that learns as drafters do: from train.py's batches, by KL to the target or by CE."""
+
+    def __init__(self, lm, loss="kl"):
+        super().__init__()
+        self.lm = lm
+        self.config = SimpleNamespace(loss=loss)
+
+    def loss(self, batch):
+        """D_KL(P_t || P), or the cross entropy of the next token: the mean over the rows that count."""
+        def divergence(x, target_logits):
+            p_target = target_logits.float().softmax(-1)
+            return edd.kl(p_target, self.lm.lm_head(x))
+
+        def cross_entropy(x, following):
+            return F.cross_entropy(self.lm.lm_head(x).float(), following, reduction="sum")
+        x = self.lm.model(input_ids=batch["ids"], use_cache=False).last_hidden_state      # (B, T, D)
+        loss, meant = divergence, batch["logits"]
+        if self.config.loss == "ce":
+            loss, meant = cross_entropy, batch["ids"].roll(-1, 1)
+        return batch["sum"](loss, batch["learn"], x, meant) / batch["count"]
+
+    def drafter(self):
+        return SmallDrafter(self.lm)
+
+
+class SmallDrafter:
+    """Drafts chains with a language model, by verify.py's contract."""
+    needs = {}
+
+    def __init__(self, lm):
+        self.target = Target(lm)
+        self.reset()
+
+    def reset(self):
+        self.target.reset()
+        self.text, self.drafted = [], []
+
+    def begin(self, view):
+        self.text += view.tokens.tolist()
+        self.drafted = list(self.text)
+
+    def expand(self, tokens, parents):
+        self.drafted += tokens.tolist()
+        return self.target.sync(self.drafted, rows=len(tokens))
+
+    def keep(self, path):
+        """Drafted tokens are forgotten: what was accepted comes back in the next view."""
+
+
+# ---------------------------------------------------------------- modules -> folders
+def save(folder, module, tokenizer, about):
+    """A trained draft model in a folder, in bfloat16, with training.json: how it was made."""
+    if isinstance(module, SmallLM):
+        save_lm(folder, module.lm, tokenizer, about)
+        return
+    weights = {}
+    for name, weight in module.state_dict().items():
+        weights[name] = weight.to("cpu", torch.bfloat16).contiguous()
+    about = {"config": vars(module.config), **about}
+    text = json.dumps(about, indent=1) + "\n"
+    write_atomically(folder / "model.safetensors", lambda part: save_file(weights, part, {"format": "pt"}))
+    write_atomically(folder / "training.json", lambda part: part.write_text(text))
+
+
+def save_lm(folder, model, tokenizer, about):
+    """A language model as Hugging Face saves it, in bfloat16, with training.json, each file atomically."""
+    folder, part = Path(folder), Path(f"{folder}.part")
+    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in part.iterdir():
+        os.replace(file, folder / file.name)
+    shutil.rmtree(part)

@@ -1,0 +1,151 @@
+"""Static shapes and CUDA graphs around any `run`.
+
+At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them takes longer
+than running them.  A CUDA graph records which kernels ran on which addresses, and replays all by one launch.
+Hence shapes and addresses must stay: nodes are padded to a power of two and keys to a multiple of 256, and
+inputs are copied into the tensors that the graph was recorded with.
+
+    target = static(verify.Target(model))    # its forwards, plain decoding's too, have few shapes now
+    drafter = static(glide.Drafter(...))     # likewise GLIDE's, EDD's, VDM's, EAGLE's; MEDUSA never runs
+
+A worked example: 5 nodes behind 100 tokens are 8 rows, which write slots 100 ... 107 and read 256 keys.
+Rows 5, 6, 7 are padding: they stand at position 0, see the first key, and their results are cut off; slots
+105, 106, 107 are written over by the next forward, and no mask lets anybody see them.
+"""
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
+KEYS = 256               # static forwards read so many rows of the cache, or twice, three times ... as many
+
+
+def static(x, rows=1, keys=KEYS, record=True):
+    """Give a target, or a drafter with a method `run`, static shapes -> x.
+
+    rows: fewest rows of a forward; 64 makes all forwards of one size, so that in half precision a row is
+    rounded alike whatever stands beside it.  keys: what their number is a multiple of.  record: CUDA graphs,
+    on a CUDA device.
+    """
+    # A model that verifies chains only counts positions by its cache: it takes no padding.
+    if hasattr(x, "run") and getattr(x, "verifies_trees", True):
+        x.run = Static(x, rows, keys, record)
+    return x
+
+
+class Static:
+    """Stands in the place of x.run."""
+
+    def __init__(self, x, rows, keys, record):
+        self.x, self.own, self.rows, self.keys = x, x.run, rows, keys
+        self.target = hasattr(x, "verifies_trees")
+        self.graphs = record and x.device.type == "cuda"
+        self.recorded, self.pool = {}, None                    # pool: the memory that all recordings share
+
+    def __call__(self, keys, x, position, slots, mask):
+        n = len(x)
+        # A drafter's prompt, which needs no mask; what keeps a GPU busy as it is; the first rows of all
+        if n > GRAPHED or mask is None and n > 1 or not self.held():
+            if self.target:
+                # GLIDE reads as many rows of a target as static(glide) wants.
+                self.x.cache.reserve(self.multiple(keys))
+            return self.own(keys, x, position, slots, mask)
+        size = max(1 << (n - 1).bit_length(), self.rows)
+        more = size - n
+        total = self.multiple(keys + more)
+        (self.x.cache if self.target else self.x).reserve(total)
+        # Rows of padding write the slots behind the last node's.
+        behind = torch.arange(keys, keys + more, device=slots.device)
+        inputs = [F.pad(x, (0, 0) * (x.ndim - 1) + (0, more)), F.pad(position, (0, more)),
+                  torch.cat((slots, behind)), self.padded_mask(mask, n, keys, size, total)]
+        if self.target:
+            asked, self.x.keep = self.x.keep, 0                # here the logits of all rows
+        found = (self.of_glide if getattr(self.x, "kv", None) else self.replay)(total, inputs)
+        found = [rows[:n] for rows in found]
+        if self.target:
+            found[0] = found[0][-asked:]
+        return found
+
+    def multiple(self, rows):
+        """`rows`, rounded up to a multiple of self.keys."""
+        return -(-rows // self.keys) * self.keys
+
+    def padded_mask(self, mask, n, keys, size, total):
+        """mask (n, keys) bool, or None: a lone row sees all keys -> (size, total)."""
+        padded = torch.zeros(size, total, dtype=torch.bool, device=self.x.device)
+        padded[:n, :keys] = True if mask is None else mask
+        # A softmax over no key is NaN: rows of padding see the first one.
+        padded[n:, 0] = True
+        return padded
+
+    # ------------------------------------------------------------ what x is: a target, GLIDE, EDD and its kin
+    def held(self):
+        """The tensors that hold the rows which x has read: a recording knows their addresses."""
+        if hasattr(self.x, "store"):
+            held = [self.x.store]
+            for k, v in self.x.kv.values():
+                held += [k, v]
+            return held
+        cache = self.x.cache
+        return [x for kv in cache.kv.values() for x in kv] if self.target else list(cache.kept.values())
+
+    def of_glide(self, total, inputs):
+        """GLIDE's forward: the target's rows, lengthened, and a mask of those that are there."""
+        own, t = self.x.kv, self.x.t
+        length = self.multiple(t)
+        self.x.kv = {layer: [self.lengthened(rows, length) for rows in kv] for layer, kv in own.items()}
+        there = torch.arange(length, device=self.x.device) < t                         # (length,)
+        found = self.replay(total, [*inputs, there.repeat(len(inputs[0]), 1)])
+        self.x.kv = own
+        return found
+
+    def lengthened(self, rows, total):
+        """A view (1, H, t, d) of the target's cache, with the void rows behind it -> (1, H, total, d)."""
+        size, d = rows.untyped_storage().nbytes() // rows.element_size(), rows.shape[3]
+        shape = (*rows.shape[:2], total, d)
+        last = rows.storage_offset() + (shape[1] - 1) * rows.stride(1) + (total - 1) * rows.stride(2) + d
+        assert last <= size, "the target's cache ends here: static(target) comes with static(drafter)"
+        return rows.as_strided(shape, rows.stride(), rows.storage_offset())
+
+    # ------------------------------------------------------------ recordings
+    def replay(self, total, tensors):
+        """x's own run(total, *tensors) -> a list of tensors, by a recording where there can be one."""
+        # A recording knows where the rows lie, how far apart, and which hidden states were asked for.
+        places = [(rows.data_ptr(), *rows.stride()) for rows in self.held()]
+        key = (total, *self.x.needs.get("hidden", ()), *(x.shape for x in tensors), *places)
+        if self.graphs and key not in self.recorded:
+            held = [x.clone() for x in tensors]
+            try:
+                self.recorded[key] = held, self.record(partial(self.own, total), held)
+            except RuntimeError as why:
+                self.graphs = False
+                print(f"no CUDA graphs, this model cannot be recorded: {str(why).splitlines()[0][:100]}",
+                      file=sys.stderr)
+        if not self.graphs:
+            return self.own(total, *tensors)
+        held, replay = self.recorded[key]
+        for kept, x in zip(held, tensors):
+            kept.copy_(x)
+        return [x.clone() for x in replay()]
+
+    def record(self, function, held):
+        """function(*held) as a callable without arguments, whose results lie at fixed addresses."""
+        # Libraries set themselves up at a first call, which no recording may see.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function(*held)
+            function(*held)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # One pool serves all: no two replay at once, and results are copied out before the next one does.
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        with torch.cuda.graph(graph, pool=self.pool):
+            out = function(*held)
+
+        def replay():
+            graph.replay()
+            return out
+        return replay

@@ -1,0 +1,242 @@
+"""A training run as the machine sees it: processes, signals, the state on disk, the log.
+
+    join(a), place(), say(text), mean(values, device)      the processes of torchrun's job
+    interruptible(), main(argv, work, name)                Ctrl-C and SIGTERM, noted; mistakes, one sentence
+    State(a, names)                                        --work/state.pt, and what must not be lost
+    Log(a)                                                 --work/log.jsonl
+"""
+import contextlib
+import hashlib
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+import verify
+from data.read import UserError, write_atomically
+
+PATIENCE = timedelta(minutes=10)                  # with a process of the job that does not come, or answer
+# What --resume may change.
+FREE = set("lr every micro device shard_target out work resume overwrite command run spent".split())
+
+
+# ---------------------------------------------------------------- processes
+def place():
+    """-> the number of this process, and of how many, as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def say(text):
+    """One process speaks for all."""
+    if place()[0] == 0:
+        print(text, file=sys.stderr)
+
+
+def join(a):
+    """Meet the other processes of torchrun's job; each takes a GPU of its own."""
+    if "RANK" not in os.environ or dist.is_initialized():
+        return
+    if a.device == "cuda":
+        a.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(a.device)
+    backend = "nccl" if a.device.startswith("cuda") else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=PATIENCE)
+    except Exception as why:
+        reason = str(why).splitlines()[0][:100]
+        raise ConnectionError(f"not all processes of the job came together ({reason}): start every one by "
+                              "torchrun") from None
+
+
+def meet():
+    """Wait, however long, until all processes are here: one of them prepares the data."""
+    if dist.is_initialized():
+        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=9)))
+
+
+def mean(values, device):
+    """The mean over all processes of some numbers, in one message -> floats."""
+    values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    return (values / place()[1]).tolist()
+
+
+@contextlib.contextmanager
+def interruptible():
+    """Ctrl-C and SIGTERM are noted in the list that this yields, so that the step under way can end.
+
+    A second one stops at once (what is saved stays whole), but for torchrun, which passes on to each process
+    what all of them have got already.
+    """
+    asked = []
+
+    def note(number, frame):
+        if asked and not dist.is_initialized():
+            sys.exit(130)
+        asked.append(number)
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def main(argv, work, name):
+    """Run work(argv) -> exit status: 0; 2 after one sentence about a mistake, or an interruption."""
+    try:
+        work(argv)
+    except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as why:
+        rank, together = place()[0], dist.is_initialized()
+        reason = why
+        if isinstance(why, KeyboardInterrupt):
+            reason = "interrupted"
+        elif together and "onnection" in str(why):
+            reason = "another process has ended: its own words say why"
+        elif not isinstance(why, (UserError, verify.UserError, OSError)) and "memory" not in str(why):
+            raise                                        # no mistake of the user's
+        # What all processes find before they have met, one of them says.
+        if rank == 0 or together or isinstance(why, OSError):
+            print(f"{name}: {f'process {rank}: ' if rank else ''}{reason}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+# ---------------------------------------------------------------- the state
+class State:
+    """What a run leaves in --work, so that it can go on.  It belongs to its command.
+
+    a: the flags; names: of what will be saved under --out.  Raises UserError where the run would replace an
+    unfinished one, or something finished; --overwrite lets it.
+    """
+
+    def __init__(self, a, names):
+        self.path, self.found = Path(a.work) / "state.pt", None
+        if self.path.exists() and (a.resume or not a.overwrite):
+            self.found = self.read()
+        if a.resume and self.found is None:
+            raise UserError(f"--resume: there is no interrupted run in {a.work}: leave it out, or name the "
+                            "--work of one")
+        # A finished run's state may go: what it has learned stands in its --out.
+        if self.found and not a.resume:
+            step, steps, command = (self.found[key] for key in ("step", "steps", "command"))
+            if step < steps:
+                raise UserError(f"{a.work} holds step {step} of {steps} of `{command}`, which `{a.command}` "
+                                "would replace: go on with it by --resume, or give another --work, or "
+                                "--overwrite")
+            self.found = None
+        a.run = self.found["run"] if self.found else self.fresh(a)
+        for name in names:
+            self.protect(Path(a.out) / name, a)
+
+    def read(self):
+        try:
+            return torch.load(self.path, map_location="cpu", weights_only=True)
+        except Exception as why:
+            raise UserError(f"{self.path} cannot be read ({type(why).__name__}): --overwrite begins "
+                            "anew") from None
+
+    def fresh(self, a):
+        """A name for a new run: 12 hex digits."""
+        return hashlib.sha256(f"{a.command} {time.time()}".encode()).hexdigest()[:12]
+
+    def protect(self, folder, a):
+        """Refuse to replace what another run has finished."""
+        path = folder / "training.json"
+        if a.overwrite or not path.exists():
+            return
+        try:
+            about = json.loads(path.read_text())
+        except ValueError:
+            about = {}
+        if about.get("run") != a.run:
+            raise UserError(f"{folder} was made by `{about.get('command')}`: give another --out, or "
+                            "--overwrite")
+
+    def restore(self, a, together, learners):
+        """Put a found state into the modules and their optimizers -> steps done, tokens seen."""
+        if not self.found:
+            return 0, 0
+        before = self.found["setting"]
+        if a.dtype == "auto":
+            a.dtype = before["dtype"]
+        changed = [name for name, value in settings(a).items() if before.get(name) != value]
+        if changed:
+            raise UserError(f"--resume: the run in {a.work}, `{self.found['command']}`, had another "
+                            f"{', '.join(changed)} than `{a.command}`: only --lr, --every and --micro may "
+                            "change")
+        together.load_state_dict(self.found["models"])
+        for learner, kept in zip(learners, self.found["learners"]):
+            learner.load_state_dict(kept)
+        return self.found["step"], self.found["tokens"]
+
+    def save(self, step, tokens, a, together, learners):
+        """Write the state; one process does."""
+        state = {"step": step, "steps": a.steps, "tokens": tokens, "command": a.command, "run": a.run}
+        state |= {"setting": settings(a), "models": together.state_dict()}
+        state["learners"] = [learner.state_dict() for learner in learners]
+        if place()[0] == 0:
+            write_atomically(self.path, lambda part: torch.save(state, part))
+
+
+def settings(a):
+    """The flags that a resumed run must share."""
+    return {name: value for name, value in vars(a).items() if name not in FREE}
+
+
+# ---------------------------------------------------------------- the log
+def clock(device):
+    """Seconds, when the device has done what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class Log:
+    """JSON lines in --work, and what the bar shows.  losses: of the steps since the last evaluation."""
+
+    def __init__(self, a):
+        self.path, self.a = Path(a.work) / "log.jsonl", a
+        self.begin()
+        self.line({"command": a.command, "date": time.strftime("%Y-%m-%d %H:%M")})
+
+    def begin(self):
+        """Training goes on."""
+        self.losses, self.seen, self.began = [], self.a.spent, clock(self.a.device)
+
+    def rate(self):
+        """Tokens a second since training began, or went on."""
+        return round((self.a.spent - self.seen) / max(1e-9, clock(self.a.device) - self.began))
+
+    def line(self, row):
+        if place()[0] == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def write(self, step, rate, metrics):
+        """A line of the file; on the screen what was measured, a line a drafter."""
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self.a.device.startswith("cuda"):
+            memory = torch.cuda.max_memory_allocated(self.a.device)
+        row = {"step": step, "tokens_seen": self.a.spent, "tokens_per_s": rate, "peak_memory": memory}
+        for name, values in metrics.items():
+            lost = [losses[name] for losses in self.losses]
+            row[name] = {"loss": statistics.mean(lost) if lost else None, **values}
+            shown = [f"{key} {value:.3f}" for key, value in values.items() if isinstance(value, float)]
+            if place()[0] == 0:
+                tqdm.write(f"step {step} {name}: {', '.join(shown)}")
+        self.line(row)

@@ -1,0 +1,377 @@
+"""From a name on the command line to a model, a tokenizer, a drafter, a cascade, prompts.
+
+    model, tokenizer = load_target("lmsys/vicuna-7b-v1.5", "float16", "cuda")
+    same_target(fingerprint(model), about_drafter(Path("my-glide/glide"))["target"])
+
+    setup = Setup("checkpoints/target", "checkpoints")             # what bench.py's Run is, too
+    load_drafter(setup, "glide")
+    load_cascade(setup, "base", "small", "maxgram", k=(8, 13, 1))
+
+Drafters and trees are named as their functions would be called (read_call).  The keywords of load_drafter and
+load_cascade are what a user may set: "glide(raw=True)".
+"""
+import ast
+import hashlib
+import importlib
+import inspect
+import json
+import re
+from collections import namedtuple
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import transformers
+from tqdm import tqdm
+
+import cascade
+import edd
+import glide
+import maxgram
+from data import read
+from runtime import families, graphs, parts
+from verify import UserError
+
+HEIRS = ("gemma4", "eagle3")                             # files of heirs/, each of which loads one drafter
+# What the words in a call name
+NAMED = dict.fromkeys(HEIRS, "the hub name or folder of one")
+NAMED["cascade"] = "names of models, the largest first"
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINTS = ROOT / "checkpoints"
+STAND_IN = CHECKPOINTS / "target"                 # the default target
+PROBES = 32                                       # weights of a model that its fingerprint keeps
+
+# ---------------------------------------------------------------- names as calls
+Call = namedtuple("Call", "name function words settings label")         # label: the call as tables show it
+
+def settings_of(function):
+    """{setting: default} of a function that the command line can call."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "generator"}
+
+def read_call(text, functions, what):
+    """`pct(width=7, leaf=0)` -> Call("pct", pct.pct, [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)").
+
+    Settings are Python literals; words name models, and may hold slashes, dots and dashes.
+    """
+    written = re.sub(r"\s", "", text)
+    for opening, closing in ("()", "[]"):
+        open_ones = written.count(opening) - written.count(closing)
+        if open_ones > 0:
+            raise UserError(f"{text}: a closing bracket {closing} is missing")
+        if open_ones < 0:
+            raise UserError(f"{text}: an opening bracket {opening} is missing")
+    name, bracket, inside = written.partition("(")
+    name = name.replace("_", "-")
+    if name not in functions:
+        raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
+    # Commas part the arguments, except within brackets.
+    arguments = re.findall(r"(?:\([^)]*\)|\[[^]]*\]|[^,()[\]])+", inside.removesuffix(")"))
+    words, settings = [], {}
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        try:
+            settings[key] = ast.literal_eval(value)
+        except (SyntaxError, ValueError):
+            words.append(argument)
+    takes = settings_of(functions[name])
+    once = len(words) + len(settings) == len(arguments)
+    known = settings.keys() <= takes.keys() and not any("=" in word for word in words)
+    if inside.endswith(")") != bool(bracket) or not once or not known or bool(words) != (name in NAMED):
+        models = [NAMED[name]] if name in NAMED else []
+        listed = ", ".join(models + [f"{key}={value!r}" for key, value in takes.items()])
+        raise UserError(f"{text}: {name} takes {listed or 'no settings'}")
+    label = f"{name}({', '.join(arguments)})" if arguments else name
+    return Call(name, functions[name], words, settings, label)
+
+# ---------------------------------------------------------------- models
+def on_hub(name, revision, role):
+    """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
+    try:
+        huggingface_hub.model_info(name, revision=revision, timeout=10)
+    except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError):
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not logged in "
+                        "(`hf auth login`): check the name") from None
+    except Exception:                                    # no network: what was loaded once is still here
+        return True
+    return False
+
+def with_weights(model_class, name, **more):
+    """A pretrained model whose attention takes a tree's mask: PyTorch's, or where it has none, eager."""
+    try:
+        return model_class.from_pretrained(name, attn_implementation="sdpa", **more)
+    except ValueError as why:
+        if "scaled_dot_product_attention" not in str(why):
+            raise
+    return model_class.from_pretrained(name, attn_implementation="eager", **more)
+
+def only_special_tokens(model):
+    """Leave nothing in a model's generation_config but its special tokens.
+
+    From there generate() takes what its caller leaves open, say a repetition_penalty, num_beams or
+    stop_strings; then its output would be another rule's than ours.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    special = {name: getattr(model.generation_config, name) for name in names}
+    model.generation_config = transformers.GenerationConfig(**special)
+
+def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None, trust=False):
+    """(model, tokenizer) as transformers loads them.  UserError where it cannot.
+
+    device "auto": spread over what there is, by accelerate.  encoder_decoder: T5 may come too.
+    role: what the model is called in an error.  trust: run the model's own code, too.
+    """
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    give = "give a complete folder or a hub name of a causal language model"
+    # A hub name is OWNER/NAME.
+    hub = str(name).count("/") == 1 and not Path(name).is_absolute()
+    if not Path(name).exists() and not hub:
+        raise UserError(f"{role} {name} does not exist: {give}")
+    if device == "auto" and not transformers.utils.is_accelerate_available():
+        raise UserError("--device auto needs accelerate: pip install accelerate")
+    local = not Path(name).exists() and on_hub(name, revision, role)
+    more = {"revision": revision, "trust_remote_code": trust, "local_files_only": local}
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, **more)
+        if config.is_encoder_decoder and not encoder_decoder:
+            raise UserError("it is an encoder-decoder model")
+        model_class = transformers.AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            model_class = transformers.AutoModelForSeq2SeqLM
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
+        # Quantised weights are placed while they are loaded; so are those of a model that is spread.
+        placed = device == "auto" or getattr(config, "quantization_config", None)
+        if placed:
+            more["device_map"] = "auto" if device == "auto" else {"": device}
+        model = with_weights(model_class, name, dtype=dtype, **more)
+    except Exception as why:
+        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:150]}"
+        if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
+            reason, give = "it is gated", f"accept its terms on huggingface.co/{name}, and `hf auth login`"
+        elif local and isinstance(why, OSError):
+            reason = "the hub cannot be reached, and it was not loaded before"
+        raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
+    if not placed:
+        model = model.to(device)
+    only_special_tokens(model)
+    return model.eval(), tokenizer
+
+# ---------------------------------------------------------------- fingerprints
+def vocabulary_fingerprint(tokenizer):
+    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and their ids."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+def fingerprint(model, tokenizer=None):
+    """What tells one target from another, a fine-tuned one from its base too: shapes, and some weights."""
+    about = {"class": type(model).__name__, "probe": {}}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        about[name] = getattr(model.config.get_text_config(), name)
+    # One weight of each of 32 matrices, the first and the last among them.  Left out: matrices on another
+    # device or the disk (meta), quantised ones (to integers, or, by torchao, to tensors made of several).
+    # FSDP's shards, too, are made of several, and can be put together.
+    matrices = []
+    for name, p in model.named_parameters():
+        sharded = hasattr(p, "full_tensor")
+        whole = sharded or not p.is_meta and not hasattr(p, "__tensor_flatten__")
+        if p.ndim == 2 and p.is_floating_point() and whole:
+            matrices.append((name, p))
+    for i in range(PROBES if matrices else 0):
+        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
+        matrix = matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix
+        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
+        about["probe"][name] = float(f"{weight.item():.5g}")
+    if tokenizer is not None:
+        about["vocabulary"] = vocabulary_fingerprint(tokenizer)
+    return about
+
+def same_target(a, b):
+    """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
+    probes = [about.get("probe") for about in (a, b)]
+    if not all(isinstance(probe, dict) for probe in probes):
+        return False                                     # an older format: weights without names
+    shared = [name for name in probes[0] if name in probes[1]]
+    mine, its = [[probe[name] for name in shared] for probe in probes]
+    if not shared or not np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
+        return False
+    return all(a[key] == b[key] for key in a if key in b and key != "probe")
+
+# ---------------------------------------------------------------- a target and what goes with it
+class Setup:
+    """A target, loaded, and all that one needs to know to load drafters beside it.
+
+    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the folder of the drafters;
+    stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
+    graphs: CUDA graphs; rows: fewest rows of a forward of the target; trust: run models' own code, too.
+    """
+    def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
+                 graphs=False, rows=1):
+        self.checkpoint, self.graphs = checkpoint, graphs
+        self.dtype, self.device, self.trust = dtype, device, trust
+        self.stages, self.notes = {}, []
+        self.model, self.tokenizer = self.load(name, revision=revision)
+        self.eos = self.model.generation_config.eos_token_id
+        self.target = self.wrap(self.model, rows=rows)
+        self.cuda = self.target.device.type == "cuda"
+
+    def load(self, name, role="the target", revision=None):
+        """A language model -> (model, tokenizer)"""
+        return load_target(name, self.dtype, self.device, True, role, revision, self.trust)
+
+    def wrap(self, model, capacity=None, vocab=None, rows=1):
+        """A model as a verify.Target."""
+        target = families.any_target(model, capacity, vocab)
+        if self.graphs or rows > 1:
+            graphs.static(target, rows, record=self.graphs)
+        return target
+
+def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):
+    """Files of prompts -> [(group, ids, new tokens that there is room for, at most `most`)].
+
+    limit: of rows, evenly over their groups; answer(ids) -> text: of the target, to a question that the
+    file leaves open before another one.  form, ask, system: as data.read takes them.
+    """
+    form = read.template_of(form, setup.tokenizer)
+    prompts, left_out = [], 0
+    for group, row, name in tqdm(read.prompt_rows(paths, limit), "prompts", leave=False, disable=None):
+        for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
+            if max(ids) >= setup.target.config.vocab_size:
+                raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
+                                f"{setup.target.config.vocab_size}")
+            room = setup.target.room(ids)
+            if room < 1:
+                left_out += 1                                    # and with it what is said behind it
+                break
+            prompts.append((group, ids, min(most, room)))
+    if not prompts:
+        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most {setup.target.context} "
+                        "tokens, the target's context")
+    if left_out:
+        setup.notes.append(f"{left_out} prompts longer than the context left out")
+    return prompts
+
+# ---------------------------------------------------------------- trained drafters
+def about_drafter(folder):
+    """What train.py wrote about the drafter in a folder: its training.json."""
+    try:
+        about = json.loads((folder / "training.json").read_text())
+        about["kind"]
+        return about
+    except (OSError, ValueError, LookupError, TypeError):
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
+
+def kind_of(folder):
+    """Which kind of drafter a folder holds: glide, vanilla, edd ..."""
+    return about_drafter(folder)["kind"]
+
+def drafters_in(checkpoint):
+    """{name: folder} of the trained drafters in a folder of folders, or in the folder of one."""
+    top = Path(checkpoint)
+    if (top / "training.json").exists():
+        return {kind_of(top): top}
+    found = {}
+    for path in sorted(top.glob("*/training.json")):
+        # A folder with a config is a language model's, which is a stage of a cascade.
+        if not (path.parent / "config.json").exists():
+            found[path.parent.name.replace("_", "-")] = path.parent
+    return found
+
+def load_drafter(setup, name, raw=False):
+    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature."""
+    folder = drafters_in(setup.checkpoint)[name]
+    about = about_drafter(folder)
+    # Asked first: another target's drafter may read layers that are not there.
+    if not same_target(about.get("target", {}), fingerprint(setup.model, setup.tokenizer)):
+        raise UserError(f"the drafter in {folder} was made for another target: train one for this")
+    module = glide if about["kind"] in ("glide", "vanilla") else edd
+    try:
+        drafter, _ = parts.load(module, folder, setup.model)
+    except ValueError as why:
+        raise UserError(str(why)) from None
+    if raw:
+        drafter.temperature = 1.0
+    if setup.graphs:
+        graphs.static(drafter)
+    return drafter
+
+def load_heir(kind, setup, name):
+    """A published drafter, by hub name or folder: gemma4(google/gemma-4-E2B-it-assistant)."""
+    more = {}
+    if not Path(name).exists():
+        more["local_files_only"] = on_hub(name, None, kind)
+    drafter = importlib.import_module(f"heirs.{kind}").load(name, setup.model, **more)
+    if setup.graphs:
+        graphs.static(drafter)
+    return drafter
+
+# ---------------------------------------------------------------- cascades
+def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True, bigram=None):
+    """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
+
+    names: folders of the checkpoint, other folders or hub names of language models, the largest first,
+    maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model, the target's is 1.
+    stop: when a stage has added enough (cascade.py).
+    matching: False: Max-Gram by its bigram alone.  bigram: a file of it, in place of the checkpoint's.
+    """
+    neural = [name for name in names if name != "maxgram"]
+    last = "maxgram" not in names[:-1]
+    if not last or len(set(names)) < len(names) or costs and len(costs) != len(neural):
+        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, maxgram "
+                        "last; give a cost for each model, or none")
+    if isinstance(k, int):
+        k = [k]
+    K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
+    gram = None
+    if "maxgram" in names:
+        gram = load_gram(setup, bigram)
+        gram.matching = matching
+    stages, weights = [], []
+    for name in neural:
+        if name not in setup.stages:
+            setup.stages[name] = load_stage(setup, name)
+        model = setup.stages[name]
+        # Each cascade gets caches of its own.
+        stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
+        weights.append(model.num_parameters() / setup.model.num_parameters())
+    drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab, stop)
+    # For SWI: a stage costs as its number of weights, or as given.
+    drafter.names, drafter.costs = list(names), {"ms": weights}
+    if costs:
+        drafter.costs["given"] = costs
+    return drafter
+
+def load_stage(setup, name):
+    """A language model with the target's tokenizer."""
+    folder = Path(setup.checkpoint) / name
+    source = str(folder) if (folder / "config.json").exists() else name
+    model, tokenizer = setup.load(source, role="the stage")
+    if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
+        raise UserError(f"{name} is another kind of model than the target: one has an encoder")
+    # Vocabularies may be padded otherwise; what an id means must be the same.
+    mine = {i: token for token, i in setup.tokenizer.get_vocab().items()}
+    its = {i: token for token, i in tokenizer.get_vocab().items()}
+    for i in sorted(mine.keys() & its.keys()):
+        if mine[i] != its[i]:
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is {its[i]!r} there, "
+                            f"{mine[i]!r} here; take a model of the target's family")
+    if model.num_parameters() >= setup.model.num_parameters():
+        setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
+    return model
+
+def load_gram(setup, bigram=None):
+    """Max-Gram with the bigram of the file `bigram`, or of the checkpoint where it has one."""
+    path = Path(bigram or Path(setup.checkpoint) / "bigram.json")
+    if not bigram and not path.exists():
+        return maxgram.MaxGram()
+    vocab = setup.target.config.vocab_size
+    try:
+        return maxgram.MaxGram(*maxgram.read_bigram(path, vocab, vocabulary_fingerprint(setup.tokenizer)))
+    except ValueError as why:
+        if bigram:
+            raise UserError(f"bigram={bigram!r}: {why}") from None
+        # Nobody asked for the checkpoint's: another target goes without one.
+        setup.notes.append(f"no bigram: {path} is not this target's")
+        return maxgram.MaxGram()

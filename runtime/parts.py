@@ -1,0 +1,332 @@
+"""Parts: GLIDE, EDD, EAGLE and MEDUSA for targets that are not built as Llama is.
+
+    from runtime import parts
+    drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
+    config = parts.glide_config(model, width=512, norm=True)
+    draft_model = parts.Glide.beside(model, config, length=2048)
+    draft_class, drafter_class = parts.KINDS["eagle"]                  # in the place of edd.KINDS
+
+glide.py and edd.py alone serve Llama, Mistral, Qwen2.  The classes here override a few methods, for
+    rotary tables     that differ by layer (Gemma 3) or by the length of the text (longrope, dynamic NTK),
+                      turn a part of a head (Phi), are complex (DeepSeek V2), or do not exist (GPT-2)
+    latent attention  whose cache holds a latent and a rotated part (DeepSeek): a glimpse reads them as one
+    scales            of embeddings and logits, soft caps: found by running the target once, and proven
+    vocabularies      of public drafters, padded otherwise than the target's
+    weights           that are quantised, or that accelerate brings from elsewhere when a module runs
+"""
+import copy
+from functools import partial
+from inspect import signature
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import DynamicCache
+
+import edd
+import glide
+
+
+def place_of(model):
+    """Where ids go: accelerate brings weights on "meta" to where the ids are."""
+    return "cpu" if model.device.type == "meta" else model.device
+
+
+# ---------------------------------------------------------------- GLIDE: what the target caches, its tables
+def whole(k, v, latent):
+    """K and V as attention uses them, where DeepSeek caches a latent as k and the rotated part as v."""
+    if k.shape[-1] != latent:
+        return k, v
+    return torch.cat((v, k), -1), k
+
+
+def cached_rows(model):
+    """What the target caches of one token: [(K, V) of a layer], (1, H, 1, d) each; shared layers once."""
+    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None)
+    token = torch.zeros(1, 1, dtype=torch.long, device=place_of(model))
+    cache = DynamicCache()
+    try:
+        with torch.no_grad():
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+        assert cache.layers, "nothing was cached"
+        return [whole(rows.keys, rows.values, latent) for rows in cache.layers]
+    except Exception as why:
+        raise ValueError(f"{type(model).__name__} does not cache keys and values in each of its layers, and "
+                         f"GLIDE reads them ({type(why).__name__}): take a target that does") from None
+
+
+def target_angles(model, length, layers_read=()):
+    """The target's own rotary table for the last of these layers, from its own module; (length, r) each.
+
+    Some rotate all of a text differently once it is long (longrope, dynamic NTK): the row of a position is
+    that of a text which ends within the same limit.  r = 0 where there is no such module (GPT-2).  Queries
+    must learn the rest where neighbouring entries turn (Cohere, GPT-J), or none in this layer (SmolLM3).
+    """
+    c, device = model.config.get_text_config(), place_of(model)
+    like = torch.zeros(1, 1, 1, device=device)                      # says the dtype
+    position = torch.arange(length, device=device)[None]
+    # A copy, as the module remembers the longest text
+    rotary = copy.deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
+    kind = {}
+    rope = getattr(c, "rope_parameters", None)
+    if rotary and "layer_type" in signature(rotary.forward).parameters:
+        top = layers_read[-1] if layers_read else -1
+        kind["layer_type"] = c.layer_types[top]
+        rope = rope.get(kind["layer_type"])
+    if not (rotary and rope):
+        none = like.new_zeros(length, 0)
+        return none, none
+    # The limits; a text of one token makes a module forget a long one.
+    ends = [1, rope.get("original_max_position_embeddings"), c.max_position_embeddings, length]
+    tables, rows = [], 0
+    for end in sorted(min(end or length, length) for end in ends):
+        found = rotary(like, position[:, :end], **kind)
+        if torch.is_tensor(found):                                  # cos + i sin (DeepSeek V2)
+            found = found.real, found.imag
+        table = torch.stack(found)[:, 0]                            # (2, end, r)
+        tables.append(table[:, rows:])
+        rows = end
+    table = torch.cat(tables, 1)
+    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):     # each angle stands there once (GPT-OSS)
+        table = table.repeat(1, 1, 2)
+    return table.detach().unbind()
+
+
+def rotate_part(x, cos, sin):
+    """glide.rotate of the first r <= d entries of x (..., T, d), by tables (T, r)."""
+    r = cos.shape[-1]
+    if r == x.shape[-1]:
+        return glide.rotate(x, cos, sin)
+    turned = glide.rotate(x[..., :r], cos, sin)
+    return torch.cat((turned, x[..., r:]), -1)
+
+
+class Layer(glide.Layer):
+    """A layer of GLIDE whose queries meet keys that turn in part, or latents."""
+    rotate_query = staticmethod(rotate_part)
+
+    def glimpse(self, x, kv, turn, mask=None):
+        """As glide.Layer.glimpse."""
+        k, v = kv[self.read]
+        return super().glimpse(x, {self.read: whole(k, v, self.c.latent)}, turn, mask)
+
+
+class Glide(glide.Glide):
+    """GLIDE for any target that caches keys and values."""
+    layer_class = Layer
+    cached_rows = staticmethod(cached_rows)
+    target_angles = staticmethod(target_angles)
+
+    @torch.no_grad()
+    def start_from(self, model):
+        """As glide.Glide.start_from, with what the target scales; not where embeddings are used otherwise."""
+        c = model.config.get_text_config()
+        if (c.vocab_size, c.hidden_size) != self.embed.weight.shape:
+            return False
+        try:
+            taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
+        except ValueError:
+            return False
+        embed = taken.own(model.get_input_embeddings())
+        head = taken.own(model.get_output_embeddings())
+        self.embed.weight.copy_(embed.weight)
+        self.head.weight.copy_(head.weight * head.scale)
+        return True
+
+
+class OtherVocabulary(glide.Drafter):
+    """Decoding with a GLIDE whose vocabulary is padded otherwise than the target's, to `vocab` ids."""
+
+    def __init__(self, model, vocab):
+        super().__init__(model)
+        self.vocab = vocab
+
+    def encode(self, tokens):
+        """As glide.Drafter.encode; an id that the drafter does not know is any other."""
+        super().encode(tokens.clamp(max=self.config.vocab - 1))
+
+    def expand(self, tokens, parents):
+        """As glide.Drafter.expand; ids that it does not know get -inf, those beyond the target's are cut."""
+        logits = super().expand(tokens.clamp(max=self.config.vocab - 1), parents)
+        return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=float("-inf"))
+
+
+def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False, loss="ce"):
+    """glide.Config.for_target, of any family; layer: the target's, from 0, that the top layer reads."""
+    c, rows = model.config.get_text_config(), cached_rows(model)
+    config = glide.Config.for_target(model, width, layers, glimpse, block, layer, rows)
+    sizes = {rows[read][0].shape for read in config.layers_read}
+    if len(sizes) > 1:
+        raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several sizes: "
+                         "read one layer")
+    if config.width // config.heads % 2:
+        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: change the width")
+    keys, _ = rows[-1 if layer is None else layer]
+    if glimpse and c.num_attention_heads % keys.shape[1]:
+        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads, and its configuration says "
+                         f"{c.num_attention_heads}: GLIDE cannot share them evenly")
+    if glimpse:
+        config.latent = getattr(c, "kv_lora_rank", None) or 0
+    config.norm, config.loss = norm, loss
+    return config
+
+
+# ---------------------------------------------------------------- EDD and its baselines
+def factor(ours, targets, what):
+    """The number c of targets = c ours, up to rounding; ValueError where there is none."""
+    share = targets.cpu().double() / ours.cpu().double()       # (Apple's GPUs know no double)
+    c = share.nanmedian()
+    off = (share / c - 1).abs().nanmedian()        # in half precision MoE routing can flip for single tokens
+    if not off < torch.finfo(ours.dtype).eps ** 0.5:
+        raise ValueError(f"its {what} are made otherwise")
+    return c.item()
+
+
+class Part:
+    """A part of the target, called with x of any type, on any device; its weights get no gradient."""
+
+    def __init__(self, module, like):
+        self.module, self.like = module, like
+
+    def __call__(self, x):
+        inputs = x.to(self.like)
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            weights = {name: p.detach() for name, p in self.module.named_parameters()}
+            return torch.func.functional_call(self.module, weights, inputs).to(x.device)
+        return self.module(inputs).to(x.device)
+
+
+class Head(nn.Linear):
+    """A linear head whose logits are scaled and capped as the target's."""
+    scale, cap = 1.0, None
+
+    def forward(self, x):
+        return capped(super().forward(x * self.scale), self.cap)
+
+
+def capped(logits, cap):
+    """Soft caps: a tanh."""
+    return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def own_copy(module):
+    """A copy without what accelerate hangs on a module to bring inputs, and weights that are not there."""
+    hook = getattr(module, "_hf_hook", None)
+    twin = copy.deepcopy(module, {id(hook): hook})
+    vars(twin).pop("forward", None)
+    return twin.to_empty(device="cpu") if any(p.is_meta for p in twin.parameters()) else twin
+
+
+class AnyDraftModel(edd.DraftModel):
+    """A draft model for any target whose decoder has layers, norm and rotary_emb, as Llama's has."""
+
+    def take(self, model, decoder):
+        """As edd.DraftModel.take; ValueError where the target's parts are used in another way."""
+        try:
+            self.study(model, decoder)
+        except (AttributeError, LookupError, TypeError, ValueError) as why:
+            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as Llama's; "
+                             f"{type(model).__name__} is built otherwise ({why})") from None
+
+    @torch.no_grad()
+    def study(self, model, decoder):
+        """Run the target once: for its scales, the type of its states, a proof that parts are used so."""
+        target = self.target
+        target.rotary = own_copy(decoder.rotary_emb)
+        if "layer_type" in signature(target.rotary.forward).parameters:
+            target.rotary = partial(target.rotary, layer_type=decoder.config.layer_types[-1])
+        # hidden_states: what each layer and the norm read
+        states, hooks = [], []
+        for part in (*decoder.layers, decoder.norm):
+            hooks.append(part.register_forward_pre_hook(lambda part, args: states.append(args[0])))
+        ids = torch.arange(4, device=place_of(model))[None]
+        logits = model(ids, use_cache=False).logits
+        for hook in hooks:
+            hook.remove()
+        states = states[-len(hooks):]                          # (some norm the embeddings, too)
+        # Ours lies where the states lie that it reads, and is of their type: weights may be quantised.
+        target.like = states[self.config.hidden]
+        # x = scale embed(t)
+        target.embedding = model.get_input_embeddings()
+        embed = Part(target.embedding, ids)
+        scale = factor(embed(ids), states[0], "embeddings")
+        target.embed = lambda ids: embed(ids) * scale
+        # logits = cap tanh(head(scale norm(h)) / cap)
+        cap = target.cap = getattr(decoder.config, "final_logit_softcapping", None)
+        if cap:
+            logits = cap * torch.atanh(logits / cap)
+        normed = Part(decoder.norm, states[-1])(states[-1])
+        target.lm_head = model.get_output_embeddings()
+        target.raw_head = Part(target.lm_head, normed)
+        target.scale = factor(target.raw_head(normed), logits, "logits")
+        target.head = lambda x: capped(target.raw_head(x * target.scale), cap)
+        # The last layer, run as ours will be
+        self.layer = decoder.layers[-1]
+        factor(self.causal(states[-2]), states[-1], "last layer")
+        del self.layer
+
+    @torch.no_grad()
+    def own(self, module):
+        """As edd.DraftModel.own; scaled embeddings become a table."""
+        target = self.target
+        if module is target.lm_head:
+            return self.own_head(module)
+        if module is not target.embedding:
+            return own_copy(module).to(target.like).requires_grad_(True)
+        ids = torch.arange(self.config.vocab, device=target.like.device)
+        return nn.Embedding.from_pretrained(target.embed(ids).to(target.like), freeze=False)
+
+    def own_head(self, lm_head):
+        """What the target's head says of unit vectors, less its bias: its weights, which may be quantised."""
+        target, width = self.target, self.config.width
+        units = torch.eye(width + 1, width).to(target.like)                            # (D + 1, D)
+        said = target.raw_head(units).to(target.like)                                  # (D + 1, V)
+        has_bias = getattr(lm_head, "bias", None) is not None
+        head = Head(*said[1:].shape, bias=has_bias, device="meta")
+        head.weight = nn.Parameter((said[:-1] - said[-1]).T.contiguous())
+        if has_bias:
+            head.bias = nn.Parameter(said[-1])
+        head.scale, head.cap = target.scale, target.cap
+        return head
+
+
+class EDD(AnyDraftModel, edd.EDD):
+    pass
+
+
+class Eagle(AnyDraftModel, edd.Eagle):
+    pass
+
+
+class Medusa(AnyDraftModel, edd.Medusa):
+    pass
+
+
+KINDS = {"edd": (EDD, edd.Drafter), "eagle": (Eagle, edd.EagleDrafter), "medusa": (Medusa, edd.MedusaDrafter)}
+
+
+# ---------------------------------------------------------------- from a checkpoint
+def load(module, folder, model, length=None):
+    """glide.load or edd.load (module) of any family; a ValueError in one sentence where that fails."""
+    folder = Path(folder)
+    for name in ("training.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or name "
+                             "its folder with --checkpoint")
+    try:
+        if module is edd:
+            return edd.load(folder, model, kinds=KINDS)
+        c = model.config.get_text_config()
+        length = length or getattr(c, "max_position_embeddings", None) or 2048
+        drafter, about = glide.load(folder, model, length, Glide)
+    except Exception as why:
+        if type(why) is ValueError:                            # another target, or one built otherwise
+            raise
+        reason = f"{type(why).__name__}: {str(why).splitlines()[-1].strip()[:100]}"
+        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
+    if drafter.config.vocab != c.vocab_size:
+        temperature = drafter.temperature
+        drafter = OtherVocabulary(drafter.model, c.vocab_size)
+        drafter.temperature = temperature
+    return drafter, about

@@ -1,0 +1,230 @@
+"""How well drafters draft: on held-out text, and along the target's own greedy text, as decoding takes it.
+
+    texts = continuations(target, prompts, ends)                           # once: the target is frozen
+    logits, choice, rounds = walk(drafter, batch, text, start)             # for each drafter and text
+    metrics = Evaluation(forward, target, data, a)(models)                 # both, evenly over kinds of text
+
+Greedy decoding gives the target's own text whatever the drafter does, so the target need not run: each round
+begins where the last one's accepted tokens end, and drafts a chain up to the first token that is not the
+text's.  All drafters go through this one mechanism, MEDUSA by its heads, EAGLE on its own features.
+"""
+from collections import Counter
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+import glide
+from data import prepare
+from runtime import parts
+from verify import View
+
+CHAIN = 5                                         # drafted tokens a round
+PROMPTS, NEW = 96, 64                             # held-out prompts, and tokens that the target adds to each
+CHECKED = 2 ** 14                                 # held-out tokens whose loss is measured
+LOGITS = 2 ** 25                                  # numbers: so many logits a temperature is fitted to
+
+
+# ---------------------------------------------------------------- the target's own text
+def padded(texts):
+    """Texts [ids] as one batch, padded on the left -> ids, attention mask; (B, T) each."""
+    longest = max(map(len, texts))
+    ids = torch.zeros(len(texts), longest, dtype=torch.long)
+    seen = torch.zeros_like(ids)
+    for row, mask, text in zip(ids, seen, texts):
+        row[longest - len(text):] = torch.tensor(text)
+        mask[longest - len(text):] = 1
+    return ids, seen
+
+
+@torch.no_grad()
+def continuations(target, prompts, ends):
+    """The target's greedy continuations of all prompts, side by side -> [ids], prompts included.
+
+    Text i ends where the target ends it, with an end-of-text token, or when it has ends[i] tokens.
+    """
+    texts = [list(ids) for ids in prompts]
+    eos = target.generation_config.eos_token_id
+    eos = [eos] if isinstance(eos, int) else eos or []
+    active = [i for i, text in enumerate(texts) if len(text) < ends[i]]
+    while active:
+        ids, seen = padded([texts[i] for i in active])
+        ids = ids.to(target.device)
+        seen = seen.to(target.device)
+        # As far as the first of them may go; the others go on afterwards.
+        new = min(ends[i] - len(texts[i]) for i in active)
+        made = target.generate(ids, attention_mask=seen, do_sample=False, max_new_tokens=new,
+                               eos_token_id=eos or None, pad_token_id=0)
+        made = made[:, ids.shape[1]:].tolist()
+        finished = set()
+        for i, row in zip(active, made):
+            for token in row:
+                texts[i].append(token)
+                if token in eos:                         # what follows is padding
+                    finished.add(i)
+                    break
+        active = [i for i in active if i not in finished and len(texts[i]) < ends[i]]
+    return texts
+
+
+# ---------------------------------------------------------------- a drafter along a text
+def drafter_of(module):
+    """What decodes with a draft model."""
+    if hasattr(module, "drafter"):
+        return module.drafter()
+    if isinstance(module, glide.Glide):
+        return glide.Drafter(module)
+    _, drafter_class = parts.KINDS[module.config.kind]
+    return drafter_class(module)
+
+
+@torch.no_grad()
+def walk(drafter, batch, text, start):
+    """Draft along a text.  text (T,): a prompt of `start` tokens and what the target goes on with.
+
+    batch: the target's forward over the text, with "kv" {layer: (K, V)} and "hidden" {k: (1, T, D)}.
+    -> logits [(V,)] of all tested rows, choice [()] of the target there, rounds [accepted tokens].
+    """
+    logits, choice, rounds = [], [], []
+    drafter.reset()
+    t, shown = start, 0                              # committed tokens; those that the drafter has seen
+    last = len(text) - 1                             # the last token that can be predicted
+    while t < last:
+        kv = {layer: (k[:, :, :t], v[:, :, :t]) for layer, (k, v) in batch["kv"].items()}
+        hidden = {k: rows[0, shown:t] for k, rows in batch["hidden"].items()}
+        drafter.begin(View(text[shown:t], t, kv, hidden))
+        shown = t
+        path = []                                    # its nodes: the root, and accepted tokens
+        right = True
+        while right and len(path) < CHAIN and t + len(path) < last:
+            at = t + len(path)
+            row = drafter.expand(text[at:at + 1], [len(path) - 1])[0]                # (V,)
+            if row.max() == float("-inf"):           # it cannot go on
+                break
+            right = bool(row.argmax() == text[at + 1])
+            logits.append(row)
+            choice.append(text[at + 1])
+            path.append(len(path))
+        drafter.keep(path)
+        accepted = len(path) if right else len(path) - 1
+        t += accepted + 1
+        if t <= last:                                # the text did not end within the round
+            rounds.append(accepted)
+    return logits, choice, rounds
+
+
+def greedy_temperature(logits, choice):
+    """Temperature scaling (Guo et al. 2017) -> T for which softmax(logits / T) best predicts greedy choices.
+
+    logits [n rows (V,)], choice [n tokens ()].
+    """
+    if not logits:
+        return 1.0
+    every = -(-len(logits) * len(logits[0]) // LOGITS)
+    rows = torch.stack(logits[::every]).float()
+    choice = torch.stack(choice[::every])
+    grid = [0.3 * 1.03 ** i for i in range(89)]      # 0.3 ... 4
+    return min(grid, key=lambda t: F.cross_entropy(rows / t, choice).item())
+
+
+# ---------------------------------------------------------------- all drafters of a run
+def prompt_size(tokens, most):
+    """Tokens of a held-out window that are a prompt: up to a chat's first answer, half of a text."""
+    learned = tokens >= 0
+    size = len(tokens) // 2 if learned.all() else int(learned.argmax())
+    return max(1, min(size, most))
+
+
+def figures(total):
+    """alpha: accepted / tested drafted tokens; tau: new tokens a round, the target's own one included."""
+    return {
+        "alpha": total["right"] / max(1, total["tested"]),
+        "tau": 1 + total["accepted"] / max(1, total["rounds"]),
+        "held_out_loss": total["loss"] / max(1, total["learned"]),
+    }
+
+
+class Evaluation:
+    """Measures drafters on the same held-out windows and texts each time, evenly over the kinds of text.
+
+    forward(ids, learn, count) -> batch: train.py's forward of the frozen target.
+    """
+
+    def __init__(self, forward, target, data, a):
+        self.forward = forward
+        self.data = data
+        self.a = a
+        # Windows for the loss
+        count = max(len(data.kinds), CHECKED // a.length)
+        self.windows = prepare.stratified(data.held, count)                          # (n, 3)
+        # Texts for the walk: the target's own, from the beginnings of some windows
+        chosen = prepare.stratified(data.held, PROMPTS)
+        prompts = [self.prompt(start, size) for start, size, _ in chosen]
+        ends = [min(a.length, len(ids) + NEW) for ids in prompts]
+        texts = continuations(target, prompts, ends)
+        self.texts = []                                                              # (ids, start, kind)
+        for text, given, window in zip(texts, prompts, chosen):
+            text = torch.tensor(text, device=a.device)
+            kind = window[2]
+            self.texts.append((text, len(given), kind))
+
+    def prompt(self, start, size):
+        """The prompt that a held-out window begins with -> ids."""
+        tokens = self.data.held_tokens[start:start + size]
+        most = max(1, self.a.length - NEW)
+        tokens = tokens[:prompt_size(tokens, most)]
+        return np.where(tokens < 0, ~tokens, tokens).tolist()
+
+    @torch.no_grad()
+    def __call__(self, models):
+        """{name: module} -> {name: {"alpha", "tau", "held_out_loss", "temperature", "by_kind"}}"""
+        kinds = np.unique(self.windows[:, 2])
+        self.totals, self.rows = {}, {}
+        for name in models:
+            self.totals[name] = {kind: Counter() for kind in kinds}
+            self.rows[name] = ([], [])                   # logits, choices
+        for kind in kinds:
+            windows = self.windows[self.windows[:, 2] == kind]
+            for part in prepare.parts_of(windows, self.a.micro):
+                self.add_losses(models, kind, part)
+        drafters = {name: drafter_of(module) for name, module in models.items()}
+        for text, start, kind in self.texts:
+            self.add_walks(drafters, kind, text, start)
+        return {name: self.metrics(name) for name in models}
+
+    def metrics(self, name):
+        """All that was added up about a drafter."""
+        totals = self.totals[name]
+        found = figures(sum(totals.values(), Counter()))
+        found["temperature"] = greedy_temperature(*self.rows[name])
+        found["by_kind"] = {}
+        for kind, total in totals.items():
+            found["by_kind"][self.data.kinds[kind]] = figures(total)
+        return found
+
+    def add_losses(self, models, kind, windows):
+        """Add each drafter's loss on windows of one kind."""
+        ids, learn = prepare.gather(self.data.held_tokens, windows)
+        ids = ids.to(self.a.device)
+        learn = learn.to(self.a.device)
+        batch = self.forward(ids, learn=learn, count=1)
+        batch["block"] = self.a.block
+        learned = learn.sum().item()
+        for name, module in models.items():
+            total = self.totals[name][kind]
+            total["loss"] += module.loss(batch).item()
+            total["learned"] += learned
+
+    def add_walks(self, drafters, kind, text, start):
+        """Add what each drafter drafts along one text."""
+        batch = self.forward(text[None], logits=False)
+        for name, drafter in drafters.items():
+            logits, choice, rounds = walk(drafter, batch, text, start)
+            self.rows[name][0].extend(logits)
+            self.rows[name][1].extend(choice)
+            total = self.totals[name][kind]
+            total["tested"] += len(logits)
+            for row, token in zip(logits, choice):
+                total["right"] += bool(row.argmax() == token)
+            total["accepted"] += sum(rounds)
+            total["rounds"] += len(rounds)

@@ -1,0 +1,189 @@
+"""Static shapes, as CUDA takes them, on the CPU: the same tokens, and nothing of the host's in a recording."""
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from conftest import LONG, VOCAB, plain, random_drafter, shared, target_of
+from test_verify import BUILDS, HandMade, path_to
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import cape
+import verify
+from runtime import graphs
+
+NEW, PROMPT = 20, [3, 1, 4, 1, 5]            # NEW: tokens of a decoding, beyond the windows
+model_of = partial(shared, num_hidden_layers=2)
+KINDS = ("hand-made", "glide", "glide 2", "vanilla", "edd", "vdm", "eagle")
+
+
+class Traced(graphs.Static):
+    """Recordings by a tracer: like a CUDA graph they replay operations, and all else is a constant in them."""
+
+    def __init__(self, x, rows, keys, record):
+        super().__init__(x, rows, keys, record)
+        self.graphs = record                                   # on a CPU, too
+
+    def record(self, function, held):
+        traced = make_fx(lambda *x: tuple(function(*x)))(*held)
+        return lambda: traced(*held)
+
+
+@pytest.fixture(autouse=True)
+def tracer(monkeypatch):
+    monkeypatch.setattr(graphs, "Static", Traced)
+
+
+@torch.no_grad()
+def generate(*given, **how):
+    """verify.generate without inference mode, which a tracer does not know."""
+    return verify.generate.__wrapped__(*given, **how)
+
+
+def drafter_of(model, kind, text):
+    return HandMade(text, 0.7) if kind == "hand-made" else random_drafter(model, kind)
+
+
+def rounding(model):
+    """transformers' eager attention rounds to float32 within."""
+    return 1e-11 if model.config._attn_implementation == "sdpa" else 1e-4
+
+
+EAGER = [{"record": False, "keys": 16}, {"record": False, "rows": 64}, {"record": False, "rows": 2, "keys": 1}]
+# Tracing takes its time.
+CASES = list(product(("llama", "llama-eager", "mistral", "qwen2-mixed"), [{}, {"rows": 64}, *EAGER]))
+QUICK = [(name, how) for name, how in CASES if how in EAGER or name == "qwen2-mixed"]
+
+
+@pytest.mark.parametrize("name, how", [pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK), id=str(case)) for case in CASES])
+@torch.no_grad()
+def test_trees_logits_are_those_of_exact_shapes(name, how):
+    """Of drawn trees behind prefixes of many lengths, windows among them; hidden rows and cached rows too."""
+    model = model_of(name)
+    g = torch.Generator().manual_seed(0)
+    ours, own = graphs.static(target_of(model), **how), target_of(model)
+    for n in (1, 2, 3, 5, 8, 9) if LONG else (1, 9):
+        text = torch.randint(VOCAB, (int(torch.randint(1, 20, (), generator=g)),), generator=g).tolist()
+        parents = [-1] + [int(torch.randint(i, (), generator=g)) for i in range(1, n)]
+        tokens, found = torch.randint(VOCAB, (n,), generator=g), []
+        path = max((path_to(node, parents) for node in range(n)), key=len)
+        for target in (ours, own):
+            target.watch({"hidden": [1, 2]} if n > 1 else {})
+            target.prefill(text)
+            logits = target.forward(tokens, torch.tensor(parents))
+            target.commit(path, tokens[path].tolist())
+            after = target.forward(torch.tensor([3, 4]), torch.tensor([-1, 0]), 1)
+            assert after.shape == (1, VOCAB)
+            rows = [rows[:, :, :target.cache.length] for held in target.cache.kv.values() for rows in held]
+            found.append([logits, after, *target.view().hidden.values(), *rows])
+        for x, y in zip(*found, strict=True):
+            torch.testing.assert_close(x, y, atol=rounding(model), rtol=0)
+    assert not how.get("record", True) or ours.run.recorded and ours.run.graphs
+
+
+def decoded(target, drafter, build, prompt, new, rule=None):
+    """-> tokens, runs, and all that the drafter said."""
+    said = []
+
+    class Listener(verify.Expand):
+        def __call__(self, tokens, parents):
+            said.append(super().__call__(tokens, parents))
+            return said[-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verify, "Expand", Listener)
+        out = generate(target, drafter, build, prompt, new, rule)
+    return out.tokens, out.runs, said
+
+
+def check(model, kind, build, how, prompt=PROMPT, new=NEW, rule=None, static=None):
+    """Static shapes against exact ones: tokens, rounds, all that the drafter says -> the static target and drafter."""
+    text = prompt + plain(model, prompt, new)
+    target, drafter = static or [graphs.static(x, **how) for x in (target_of(model), drafter_of(model, kind, text))]
+    tokens, runs, said = decoded(target, drafter, build, prompt, new, rule)
+    own_tokens, own_runs, own_said = decoded(target_of(model), drafter_of(model, kind, text), build, prompt, new, rule)
+    assert tokens == own_tokens and runs == own_runs and (rule or tokens == text[len(prompt):])
+    for x, y in zip(said, own_said, strict=True):
+        torch.testing.assert_close(x, y, atol=max(1e-6, rounding(model)), rtol=0)      # (builders see float32)
+    return target, drafter
+
+
+RECORDED = [("glide 2", "chain"), ("eagle", "chain")]
+
+
+TREES = ("chain", "cape", "pct", "eagle2")
+# With LONG=1 all pairs
+PAIRS = [pytest.param(i, kind, tree, marks=[pytest.mark.long] * ((KINDS.index(kind) + TREES.index(tree)) % 2))
+         for i, (kind, tree) in enumerate(product(KINDS, TREES))]
+
+
+@pytest.mark.parametrize("number, kind, tree", PAIRS)
+def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree):
+    """At one class and setting without recordings, two pairs with them; with LONG=1 at all, and all pairs with some."""
+    eager = [case for case in CASES if case[1] in EAGER]
+    recorded = [case for case in CASES if case not in eager]
+    some = [eager[5 * number % len(eager)]] + [("llama", {})] * ((kind, tree) in RECORDED)
+    for name, how in [*eager, recorded[3 * number % len(recorded)]] if LONG else some:
+        target, drafter = check(model_of(name), kind, BUILDS[tree], how)
+        if how.get("record", True):
+            assert all(x.run.graphs and x.run.recorded for x in (target, drafter) if hasattr(x, "run"))
+
+
+@pytest.mark.parametrize("kind", ["glide", "edd"])
+def test_large_forwards_beside_small_ones(kind, monkeypatch):
+    """A forward of many nodes runs in its exact shape, between static ones."""
+    monkeypatch.setattr(graphs, "GRAPHED", 3)
+    check(model_of("llama"), kind, BUILDS["eagle2"], {"record": False, "keys": 16})
+
+
+def test_sampled_output_is_plain_samplings():
+    llama = shared("llama", num_hidden_layers=1)
+    rule = verify.Sampled(0.8, top_k=7, seed=3)
+    own = verify.generate(verify.Target(llama), None, verify.no_draft, [1, 2], 30, rule).tokens
+    target = graphs.static(verify.Target(llama))
+    assert generate(target, graphs.static(random_drafter(llama, "glide")), cape.cape, [1, 2], 30, rule).tokens == own
+    check(model_of("llama"), "vdm", cape.drawn, {"record": False}, rule=rule)
+
+
+def test_recordings_serve_other_lengths_and_no_other_needs():
+    """Few recordings: one for each size of tree, and of the cache; a drafter that reads hidden states finds them after plain decoding."""
+    llama = model_of("llama")
+    target, build = graphs.static(verify.Target(llama)), partial(cape.chain, gamma=2)
+    drafter = graphs.static(random_drafter(llama, "glide"))
+    assert generate(target, None, verify.no_draft, [1, 2], 30).tokens == plain(llama, [1, 2], 30)
+    check(llama, "glide", build, {}, static=(target, drafter))
+    check(llama, "glide", build, {}, [5, 4, 3], static=(target, drafter))
+    assert 1 <= len(drafter.run.recorded) < len(target.run.recorded) <= 5
+    check(llama, "edd", cape.chain, {}, static=(target, random_drafter(llama, "edd")))
+
+
+@pytest.mark.parametrize("kind", ["glide", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glide 2", "edd"))])
+def test_caches_that_grow_between_recordings(kind, monkeypatch):
+    """A longer text after a short one, with the same drafter, whose recordings know where the rows lie."""
+    monkeypatch.setattr(verify, "SLICE", 4)                    # rows that a target's cache grows by
+    llama = shared("llama", num_hidden_layers=1 if kind == "glide" else 2)
+    target, drafter = graphs.static(verify.Target(llama), keys=8), graphs.static(random_drafter(llama, kind), keys=8)
+    rows = []
+    for prompt, new in (([1, 2], 3), (PROMPT, 5), ([3, 1, 4] * 6, 6)):
+        check(llama, kind, BUILDS["chain"], {}, prompt, new, static=(target, drafter))
+        rows.append(target.cache.rows)
+    assert rows == sorted(set(rows)) and len({key[0] for key in target.run.recorded}) > 2
+
+
+def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
+    target = graphs.static(verify.Target(llama))
+
+    def refuse(function, held):
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+    target.run.record = refuse
+    assert generate(target, None, verify.no_draft, [1, 2], 9).tokens == plain(llama, [1, 2], 9)
+    assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
+    assert not target.run.recorded and not target.run.graphs
+
+
+def test_what_has_no_run_or_takes_no_padding_is_left_alone(llama):
+    """MEDUSA's heads run once a round; who verifies chains only counts positions by its cache."""
+    gram = object()
+    assert graphs.static(gram) is gram
+    target = target_of(llama)
+    target.verifies_trees = False
+    assert "run" not in vars(graphs.static(target))
