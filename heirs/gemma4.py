@@ -1,0 +1,188 @@
+"""Gemma 4's assistants, driven by the papers' trees: GLIDE's idea, in production.
+
+Google publishes one beside each Gemma 4 (ai.google.dev/gemma/docs/mtp/overview); the model is transformers'
+own Gemma4AssistantForCausalLM.
+
+The idea.  As in GLIDE the target's keys and values serve the drafter.  Here its layers have queries alone,
+and read nothing else.  A node's input is the target's embedding of its token, beside its parent's hidden
+state: the target's own for the root, the assistant's below.  All nodes of a round stand at the root's
+position, and see the same keys, those of committed tokens.  So drafted nodes never see each other: a frontier
+is a batch of independent queries, and a tree needs no mask.
+
+    transformers                           shape             name here
+    shared_kv_states[kind]                 2 x (1, H, t, d)  Drafter.kv, of the layers source_layers names
+    last_hidden_state                      (1 + n, D)        Drafter.states: row parents[i] + 1 for node i
+    pre_projection(cat(embedding, state))  (m, D_assistant)  the input of m nodes
+    post_projection                        (m, D)            the states that they hand to their children
+    position_ids                           ()                Drafter.position: the root's, for all nodes
+
+Differences from transformers (5.23):
+ 1. It drafts any tree, not chains only.  A node needs its parent's state: one whose parent comes in the same
+    call takes another forward.
+ 2. An ordered head scores the words of its nearest centroids, and gives all others the least score - 1.  In a
+    large vocabulary these may outweigh the rest, so here they get -inf.
+ 3. Its assisted generation lets the assistant read rows of rejected drafts: it cuts the shared keys at the
+    length with the root, which is one too many, and a sliding layer's not at all.  Here committed rows only.
+ 4. It shares no keys of a target whose layers all store their own.  Here they come from the target's cache.
+ 5. It cannot build an assistant: Gemma4TextConfig.kv_sharing_modes wants one layer of each kind that stores
+    keys, and an assistant has none.  all_shared() mends that while an assistant is built.
+ 6. As there, a node of a sliding layer sees window + 1 committed tokens; the target's own sees window - 1.
+
+    python bench.py --target google/gemma-4-E2B-it --tree chain cape pct \\
+        --drafter "gemma4(google/gemma-4-E2B-it-assistant)"
+"""
+from contextlib import contextmanager
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verify import UserError
+
+
+def source_layers(config):
+    """{kind of attention: the last of the target's layers of that kind that stores keys and values}."""
+    storing = config.num_hidden_layers - config.num_kv_shared_layers
+    # Of two layers of a kind the later one replaces the earlier.
+    return {kind: layer for layer, kind in enumerate(config.layer_types[:storing])}
+
+
+@contextmanager
+def all_shared(config_class):
+    """Within, transformers builds models whose layers all read shared keys (difference 5)."""
+    own = config_class.kv_sharing_modes
+
+    def modes(config):
+        if config.num_kv_shared_layers == config.num_hidden_layers:
+            return ["reuse"] * config.num_hidden_layers
+        return own.fget(config)
+
+    config_class.kv_sharing_modes = property(modes)
+    try:
+        yield
+    finally:
+        config_class.kv_sharing_modes = own
+
+
+# ---------------------------------------------------------------- decoding
+class Drafter:
+    """Decoding with an assistant: verify.py says when each method is called."""
+    temperature = 1.0
+
+    def __init__(self, assistant, target_model):
+        self.model, self.device = assistant.eval(), assistant.device
+        self.embed = target_model.get_input_embeddings()
+        config = target_model.config.get_text_config()
+        own = assistant.config.get_text_config()
+        sources = source_layers(config)
+        self.layers = {kind: sources[kind] for kind in own.layer_types}
+        # The last of hidden_states is normed, as the assistant wants it.
+        self.last = config.num_hidden_layers
+        self.seen = {"full_attention": None, "sliding_attention": own.sliding_window + 1}
+        self.needs = {"kv": sorted(self.layers.values()), "hidden": [self.last]}
+        # The assistant's configuration may give other key heads than the target has.
+        for layer in assistant.model.layers:
+            source = config.per_layer_config[self.layers[layer.self_attn.layer_type]]
+            layer.self_attn.num_key_value_groups = own.num_attention_heads // source.num_key_value_heads
+        self.reset()
+
+    def reset(self):
+        """Forget the sequence."""
+        self.kv, self.states, self.position = {}, None, 0
+
+    def begin(self, view):
+        """A round starts: the target's keys and values, and its last hidden state."""
+        self.kv = {}
+        for kind, layer in self.layers.items():
+            first = max(0, view.length - (self.seen[kind] or view.length))
+            self.kv[kind] = [rows[:, :, first:].to(self.device) for rows in view.kv[layer]]
+        # The root comes next.
+        self.position = view.length
+        self.states = view.hidden[self.last][-1:].to(self.device)                      # (1, D)
+
+    def keep(self, path):
+        """Nothing is kept: accepted tokens come back as the target's own rows."""
+
+    @torch.no_grad()
+    def expand(self, tokens, parents):
+        """One forward, if no parent is in the same call.  tokens (m,), parents [m ints] -> logits (m, V)"""
+        tokens, logits = tokens.to(self.embed.weight.device), []
+        while parents:
+            # The first nodes whose parents' states are known
+            nodes = len(self.states) - 1
+            known = [parent < nodes for parent in parents] + [False]
+            count = known.index(False)
+            above = self.states[[parent + 1 for parent in parents[:count]]]            # (count, D)
+            rows = self.forward(tokens[:count], above)                                 # (count, D_assistant)
+            self.states = torch.cat((self.states, self.model.post_projection(rows)))
+            logits.append(self.head(rows))
+            tokens, parents = tokens[count:], parents[count:]
+        return torch.cat(logits)
+
+    def forward(self, tokens, above):
+        """The assistant's layers over m independent nodes.  tokens (m,), above (m, D) -> (m, D_assistant)."""
+        embedded = self.embed(tokens).to(self.device)                                  # (m, D)
+        x = self.model.pre_projection(torch.cat((embedded, above), -1))                # (m, D_assistant)
+        position = torch.full((1, len(x)), self.position, device=self.device)
+        # No mask, and nothing causal: each node sees all rows of self.kv.  All nodes are wanted, where the
+        # default, 0, would have transformers look for per-layer inputs that an assistant has not.
+        out = self.model.model(
+            inputs_embeds=x[None], position_ids=position, shared_kv_states=dict(self.kv),
+            attention_mask=dict.fromkeys(self.kv), is_causal=False, use_cache=False, logits_to_keep=None)
+        return out.last_hidden_state[0]
+
+    def head(self, rows):
+        """rows (m, D_assistant) -> logits (m, V); -inf for words that an ordered head leaves out."""
+        ordered, weight = self.model.masked_embedding, self.model.lm_head.weight
+        if ordered is None:
+            return self.model.lm_head(rows)
+        # The words of the nearest centroids, k of them with V / C words each
+        nearest = ordered.centroids(rows).topk(ordered.centroid_intermediate_top_k).indices    # (m, k)
+        words = ordered.token_ordering.long().view(ordered.num_centroids, -1)                  # (C, V / C)
+        words = words[nearest].flatten(1)                                              # (m, k V / C)
+        scores = (weight[words] @ rows[:, :, None])[:, :, 0]
+        logits = scores.new_full((len(rows), len(weight)), float("-inf"))
+        return logits.scatter(1, words, scores)
+
+
+# ---------------------------------------------------------------- loading
+def misfit(config, target):
+    """The first thing in which an assistant's and a target's configuration disagree, as words, or None."""
+    own = config.get_text_config()
+    pairs = [("width", config.backbone_hidden_size, target.hidden_size),
+             ("vocabulary", own.vocab_size, target.vocab_size)]
+    sources = source_layers(target)
+    for layer, kind in enumerate(own.layer_types):
+        if kind not in sources:
+            return f"the target has no layer of {kind}"
+        head = own.per_layer_config[layer].head_dim
+        pairs.append((f"head size of {kind}", head, target.per_layer_config[sources[kind]].head_dim))
+    for what, mine, its in pairs:
+        if mine != its:
+            return f"{what} {mine} against the target's {its}"
+
+
+def load(name, target_model, **more):
+    """A published assistant, by hub name or folder -> Drafter.  more: revision, local_files_only ...
+
+    Raises UserError, in one sentence, where it is something else, or belongs to another target.
+    """
+    target, embed = target_model.config.get_text_config(), target_model.get_input_embeddings()
+    if not target.model_type.startswith("gemma4"):
+        raise UserError(f"gemma4({name}) drafts for a Gemma 4, not for a {type(target_model).__name__}")
+    try:
+        config = AutoConfig.from_pretrained(name, **more)
+    except Exception as why:
+        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        raise UserError(f"gemma4({name}) cannot be read ({reason}): give a hub name or a folder") from None
+    if not config.model_type.endswith("_assistant"):
+        raise UserError(f"gemma4({name}) is a {config.model_type}: name an assistant")
+    reason = misfit(config, target)
+    if reason:
+        raise UserError(f"gemma4({name}) was made for another target ({reason}): take the one named after it")
+    token = torch.zeros(1, dtype=torch.long, device=embed.weight.device)
+    # Weights of the target may be quantised: its rows say the type.
+    with torch.no_grad():
+        dtype = embed(token).dtype
+    with all_shared(type(config.get_text_config())):
+        assistant = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, **more)
+    return Drafter(assistant.to(target_model.device), target_model)

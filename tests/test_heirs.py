@@ -1,0 +1,450 @@
+"""heirs/: Gemma 4's assistants against transformers' own, EAGLE-3 against its published forward, written out again."""
+import json
+from functools import cache, partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import VOCAB, plain, tiny
+from safetensors.torch import save_file
+from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig, GenerationConfig
+from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
+from transformers.generation.utils import _speculative_sampling
+
+import cape
+import pct
+import verify
+from heirs import eagle3, gemma4
+from runtime.families import any_target
+from runtime.proof import proves_itself
+
+BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "pct": partial(pct.pct, cost=0.05, depth=5),
+          "eagle2": partial(pct.eagle2, total=15, depth=4, expanded=4)}
+PROMPT, WIDTH, WINDOW, NEW = [3, 1, 4, 1, 5, 9], 32, 5, 16
+NEAR = dict(atol=1e-5, rtol=1e-4)                              # rotary tables of a float64 model are float32
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
+
+def weighty(model, std=0.25, seed=0):
+    torch.manual_seed(seed)
+    for p in model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=std)
+    return model.double().eval()
+
+# ---------------------------------------------------------------- Gemma 4
+def gemma_config(shared, **more):
+    """Layers of two kinds with heads of two sizes; the last `shared` read the rows of earlier ones."""
+    own = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, head_dim=8, global_head_dim=16,
+               num_hidden_layers=6, layer_types=2 * KINDS, sliding_window=WINDOW, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB,
+               max_position_embeddings=64, num_kv_shared_layers=shared, eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    return Gemma4TextConfig(**{**own, **more})
+
+@cache
+def gemma(kind):
+    if kind != "for images":
+        return weighty(transformers.Gemma4ForCausalLM(gemma_config(2 if kind == "shared" else 0)))
+    # What AutoModelForCausalLM makes of google/gemma-4-*
+    return weighty(transformers.Gemma4ForConditionalGeneration(Gemma4Config(text_config=gemma_config(2, pad_token_id=0))))
+
+def assistant_of(ordered=False, width=WIDTH, **more):
+    text = gemma_config(3, num_hidden_layers=3, layer_types=KINDS, hidden_size=16, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, **more)
+    config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, use_ordered_embeddings=ordered, num_centroids=4,
+                                   centroid_intermediate_top_k=2)
+    with gemma4.all_shared(Gemma4TextConfig):
+        model = weighty(transformers.Gemma4AssistantForCausalLM(config), 0.4, 1)
+    if ordered:
+        model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+    model.generation_config.num_assistant_tokens = 4
+    return model
+
+@cache
+def written_by(model):
+    return plain(model, PROMPT, NEW + 8)
+
+@pytest.fixture(scope="module", params=["shared", "shared, ordered", "own", "for images, ordered"])
+def gemmas(request):
+    """(target's model, assistant)"""
+    return gemma(request.param.split(",")[0]), assistant_of("ordered" in request.param)
+
+def begun(model, drafter):
+    """A target that has read PROMPT, and its drafter, at the beginning of a round -> target"""
+    target = any_target(model)
+    target.watch(drafter.needs)
+    drafter.reset()
+    target.prefill(PROMPT)
+    drafter.begin(target.view())
+    return target
+
+@torch.no_grad()
+def outputs(model, ids):
+    """What transformers' generator is given, of an uncached forward over ids."""
+    rows = DynamicCache()                                       # knows nothing of windows, and keeps all of them
+    out = model(torch.tensor([ids]), past_key_values=rows, output_hidden_states=True, return_shared_kv_states=True)
+    shared = dict(out.shared_kv_states)
+    if not shared:                                              # of a target whose layers all have their own
+        for kind, layer in zip(model.config.get_text_config().layer_types, rows.layers):
+            shared[kind] = (layer.keys, layer.values)           # the last one stays
+    return SimpleNamespace(hidden_states=out.hidden_states, shared_kv_states=shared)
+
+@torch.no_grad()
+def candidates(model, assistant, ids, given=None):
+    """transformers' own generator after ids, the last of which is the root -> tokens, logits (4, V)"""
+    generator = SinglePositionMultiTokenCandidateGenerator(assistant, model.get_input_embeddings(), GenerationConfig(max_length=1000))
+    generator.is_main_model_prefill = given is None
+    ones = {"attention_mask": torch.ones(1, len(ids), dtype=torch.long)}
+    found, logits = generator.get_candidates(torch.tensor([ids]), ones, given or outputs(model, ids[:-1]), False, n_last_matches=0)
+    return found[0, len(ids):].tolist(), logits[0]
+
+@torch.no_grad()
+def along(model, assistant, ids, path):
+    """Logits (V,) after `path`, root first, that follows the committed ids: the assistant's own forward, token by token."""
+    given = outputs(model, ids)
+    state, position = given.hidden_states[-1][:, -1:], torch.tensor([[len(ids)]])
+    for token in path:
+        embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+        out = assistant(inputs_embeds=torch.cat((embedded, state), -1), position_ids=position, shared_kv_states=given.shared_kv_states,
+                        attention_mask=torch.ones(1, len(ids), dtype=torch.long))
+        state = out.last_hidden_state
+    return out.logits[0, 0]
+
+def told(model, drafter, at_once):
+    """Decode with trees that know the text: at each depth the true token, and beside it another.
+
+    -> of each round the committed ids, tokens and parents in the order of expansion, and the drafter's logits.
+    """
+    target, text, seen, own = any_target(model), PROMPT + written_by(model), [], drafter.expand
+
+    def build(expand, root):
+        at, depths = target.cache.length, range(1, 1 + min(3, expand.room))
+        tokens, parents, rows = root.tolist(), [-1], []
+        for depth in depths:
+            truth = text[at + depth]
+            tokens += [truth, (truth + depth) % VOCAB]
+            parents += 2 * [max(0, 2 * depth - 3)]             # the true node of the depth before
+        drafter.expand = lambda *nodes: rows.append(own(*nodes)) or rows[-1]
+        done, tokens = 0, torch.tensor(tokens)
+        for size in [len(tokens)] if at_once else [1] + [2 for _ in depths]:
+            expand(tokens[done:done + size], parents[done:done + size])
+            done += size
+        seen.append((target.ids[:at], tokens.tolist(), parents, torch.cat(rows)))
+        # At some roots the tree ends early, so that something is rejected.
+        most = done if at % 3 else min(done, 2)
+        return verify.Tree(tokens[:most], torch.tensor(parents[:most]))
+
+    out = verify.generate(target, drafter, build, PROMPT, NEW)
+    assert out.tokens == written_by(model)[:NEW]
+    assert max(out.runs) == 4 and min(out.runs) < 3
+    return seen
+
+def path_to(node, tokens, parents):
+    return path_to(parents[node], tokens, parents) + [tokens[node]] if node >= 0 else []
+
+def test_a_chain_is_transformers_own(gemmas):
+    model, assistant = gemmas
+    target, rounds, drafter = any_target(model), [], gemma4.Drafter(assistant, model)
+
+    def build(expand, root):
+        expand.room = 4                                        # as transformers, which does not count what is left
+        tree = cape.chain(expand, root, 4)
+        rounds.append((target.ids + root.tolist(), tree.tokens[1:].tolist()))
+        return tree
+
+    out = verify.generate(target, drafter, build, PROMPT, NEW)
+    assert out.tokens == written_by(model)[:NEW]
+    assert len(rounds) > 5 and len(rounds[-1][0]) > 2 * WINDOW
+    for ids, drafted in rounds:
+        assert drafted == candidates(model, assistant, ids)[0]
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_trees_rows_are_those_of_its_paths(gemmas, at_once):
+    model, assistant = gemmas
+    for ids, tokens, parents, logits in told(model, gemma4.Drafter(assistant, model), at_once)[::2]:
+        for node, row in enumerate(logits):
+            alone = along(model, assistant, ids, path_to(node, tokens, parents))
+            left_out = row.isinf()
+            assert left_out.any() == (assistant.masked_embedding is not None)
+            torch.testing.assert_close(row[~left_out], alone[~left_out], **NEAR)
+            # transformers fills these with the least score - 1.
+            assert (alone[left_out] == alone[~left_out].min() - 1).all() or not left_out.any()
+
+def test_all_nodes_of_a_depth_take_one_forward():
+    model, assistant, calls = gemma("shared"), assistant_of(), []
+    drafter = gemma4.Drafter(assistant, model)
+    assistant.model.register_forward_pre_hook(lambda module, args, more: calls.append(more["inputs_embeds"].shape[1]), with_kwargs=True)
+    begun(model, drafter)
+    drafter.expand(torch.tensor([1]), [-1])
+    drafter.expand(torch.tensor([1, 2, 3]), [0, 0, 0])
+    assert calls == [1, 3]
+    drafter.expand(torch.tensor([4, 5, 6, 7]), [1, 2, 4, 4])   # two of them below the first
+    assert calls == [1, 3, 2, 2]
+
+def test_transformers_reads_rows_of_rejected_drafts():
+    """Difference 3: after a rejection its drafts depend on what was rejected; of committed rows alone they are ours."""
+    model, assistant, ids = gemma("shared"), assistant_of(), PROMPT
+    fresh, found = candidates(model, assistant, ids + [7])[1], []
+    for rejected in ([2], [8], []):                            # behind the root of before, the last of ids
+        given = outputs(model, ids + rejected)
+        given.hidden_states = [given.hidden_states[-1][:, len(ids) - 1:]]
+        found.append(candidates(model, assistant, ids + [7], given)[1])
+    assert (found[0] - found[1]).abs().max() > 0.1
+    torch.testing.assert_close(found[2], fresh)
+
+def test_an_assistant_is_loaded_from_a_folder(tmp_path):
+    """Also where its configuration names other key heads than the target has, as gemma-4-31B's (vllm-ascend#11168)."""
+    model, assistant = gemma("shared"), assistant_of(ordered=True, num_key_value_heads=4)
+    assistant.save_pretrained(tmp_path)
+    drafter = gemma4.load(str(tmp_path), model)
+    with pytest.raises(ValueError):
+        Gemma4TextConfig.kv_sharing_modes.fget(gemma_config(6))    # all_shared leaves nothing behind
+    begun(model, drafter)
+    row, alone = drafter.expand(torch.tensor([1]), [-1])[0], along(model, assistant_of(ordered=True), PROMPT, [1])
+    assert row.dtype == torch.float64
+    torch.testing.assert_close(row[row.isfinite()], alone[row.isfinite()], **NEAR)
+
+@pytest.mark.parametrize("make, words", [
+    (lambda: assistant_of(width=24), "width 24 against the target's 32"),
+    (lambda: assistant_of(global_head_dim=24), "head size of full_attention 24 against the target's 16"),
+    (lambda: gemma("shared"), "is a gemma4_text: name an assistant"),
+    (None, "cannot be read"),
+])
+def test_what_does_not_fit_is_named(tmp_path, make, words):
+    if make:
+        make().save_pretrained(tmp_path)
+    with pytest.raises(verify.UserError, match=words):
+        gemma4.load(str(tmp_path), gemma("shared"))
+    with pytest.raises(verify.UserError, match="drafts for a Gemma 4, not for a LlamaForCausalLM"):
+        gemma4.load(str(tmp_path), tiny("llama"))
+
+# ---------------------------------------------------------------- EAGLE-3
+STATES = (2, 4, 5)                                             # the official code's choice of 8 layers
+
+@pytest.fixture(scope="module")
+def llama8():
+    return tiny("llama", num_hidden_layers=8)
+
+DRAFTS = {
+    "draft vocabulary": dict(heads=4, key_heads=2, words=(0, 2, 3, 5, 6, 9, 11)),
+    "all words": dict(heads=4, key_heads=4, words=None),
+    "own embeddings": dict(heads=2, key_heads=1, words=(1, 2, 4, 5, 8), width=16),
+}
+
+def published(heads, key_heads, words=None, width=WIDTH, d=8, inner=40, seed=3):
+    """Random weights, named as the published ones, and their config.json."""
+    torch.manual_seed(seed)
+    attn, mlp, rows = "midlayer.self_attn", "midlayer.mlp", len(words or range(VOCAB))
+    sizes = {"fc": (width, 3 * WIDTH), f"{mlp}.gate_proj": (inner, width), f"{mlp}.up_proj": (inner, width), f"{mlp}.down_proj": (width, inner),
+             f"{attn}.q_proj": (heads * d, 2 * width), f"{attn}.k_proj": (key_heads * d, 2 * width), f"{attn}.v_proj": (key_heads * d, 2 * width),
+             f"{attn}.o_proj": (width, heads * d), "lm_head": (rows, width)}
+    weights = {f"{name}.weight": torch.randn(size, dtype=torch.float64) * 0.3 for name, size in sizes.items()}
+    for name in ("norm", "midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm"):
+        weights[f"{name}.weight"] = 1 + torch.rand(width, dtype=torch.float64)
+    if words:
+        weights["d2t"] = torch.tensor(words) - torch.arange(len(words))
+        weights["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, torch.tensor(words), True)
+    if width != WIDTH:
+        weights["embed_tokens.weight"] = torch.randn(VOCAB, width, dtype=torch.float64)
+    config = dict(model_type="llama", hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=key_heads,
+                  head_dim=d, num_hidden_layers=1, rms_norm_eps=1e-5, vocab_size=VOCAB, rope_theta=5e3, draft_vocab_size=VOCAB)
+    return weights, config
+
+def written(folder, weights, config, suffix="bin"):
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.save(weights, folder / "pytorch_model.bin") if suffix == "bin" else save_file(weights, folder / "model.safetensors")
+    return str(folder)
+
+def spoken(weights, config, embed, states, ids, path):
+    """The published forward, all rows, without a cache -> logits (V_d,) after `path`, root first.
+
+    states (t, 3 D) of the committed ids (t,): ids[1:] and the root go with them, what is below with its own output.
+    """
+    def norm(x, name):
+        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+
+    def linear(x, name):
+        return x @ weights[f"{name}.weight"].T
+
+    def turned(x):
+        """x (n, H, d), row i at position i"""
+        a, b = x.chunk(2, -1)
+        return x * angle[:len(x), None].cos() + torch.cat((-b, a), -1) * angle[:len(x), None].sin()
+
+    heads, key_heads, d = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+    table = weights.get("embed_tokens.weight", embed)
+    state, tokens = linear(states, "fc"), list(ids[1:]) + path[:1]
+    angle = torch.outer(torch.arange(len(ids) + len(path)), config["rope_theta"] ** (-torch.arange(0, d, 2) / d)).repeat(1, 2)
+    for token in [*path[1:], None]:
+        x = torch.cat((norm(table[tokens], "midlayer.input_layernorm"), norm(state, "midlayer.hidden_norm")), -1)
+        q = turned(linear(x, "midlayer.self_attn.q_proj").view(-1, heads, d))
+        k, v = (linear(x, f"midlayer.self_attn.{name}").view(-1, key_heads, d) for name in ("k_proj", "v_proj"))
+        k, v = (y.repeat_interleave(heads // key_heads, 1) for y in (turned(k), v))
+        scores = torch.einsum("ihd,jhd->hij", q, k) / d ** 0.5
+        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
+        mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v).flatten(1)
+        y = state + linear(mixed, "midlayer.self_attn.o_proj")
+        z = norm(y, "midlayer.post_attention_layernorm")
+        y = y + linear(F.silu(linear(z, "midlayer.mlp.gate_proj")) * linear(z, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+        if token is not None:
+            # Its own output is the next token's state.
+            tokens, state = tokens + [token], torch.cat((state, y[-1:]))
+    return linear(norm(y[-1], "norm"), "lm_head")
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("name", DRAFTS)
+def test_eagle3_is_the_published_forward(tmp_path, llama8, name, at_once):
+    weights, config = published(**DRAFTS[name])
+    drafter = eagle3.load(written(tmp_path, weights, config, "bin" if at_once else "safetensors"), llama8)
+    assert drafter.needs == {"hidden": list(STATES)}
+    words = list(DRAFTS[name]["words"] or range(VOCAB))
+    for ids, tokens, parents, logits in told(llama8, drafter, at_once):
+        with torch.no_grad():
+            hidden = llama8(torch.tensor([ids]), output_hidden_states=True).hidden_states
+        states = torch.cat([hidden[layer][0] for layer in STATES], -1)                 # (t, 3 D)
+        for node, row in enumerate(logits):
+            again = spoken(weights, config, llama8.get_input_embeddings().weight.detach(), states, ids, path_to(node, tokens, parents))
+            torch.testing.assert_close(row[words], again, **NEAR)
+            assert row.isfinite().sum() == len(words)
+
+def test_which_layers_are_read():
+    assert gemma4.source_layers(gemma_config(2)) == {"sliding_attention": 3, "full_attention": 2}
+    assert gemma4.source_layers(gemma_config(0)) == {"sliding_attention": 4, "full_attention": 5}
+    assert eagle3.layers_of({}, 32) == [2, 16, 29]
+    # lmsys/Qwen3-235B-A22B-EAGLE3, made with SGLang, which counts layers: the official choice of 94
+    said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}}
+    assert eagle3.layers_of(said, 94) == eagle3.layers_of({}, 94)
+
+@pytest.mark.parametrize("change, words", [
+    (lambda w: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+    (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight is \(32, 95\), not \(32, 96\)"),
+    (lambda w: w.update({"layers.1.norm.weight": torch.ones(3)}), "layers.1.norm.weight has no place"),
+    (lambda w: w["d2t"].add_(1), "d2t and t2d name different words"),
+    (lambda w: w.update({"t2d": w["t2d"][:-1]}), r"t2d is \(11,\), not \(12,\)"),
+    (lambda w: w.clear(), "fc.weight is missing"),
+    (lambda w: w.update({"fc.weight": SimpleNamespace()}), "cannot be read"),      # it is read as weights alone
+])
+def test_the_first_weight_that_does_not_fit_is_named(tmp_path, llama8, change, words):
+    weights, config = published(**DRAFTS["draft vocabulary"])
+    change(weights)
+    with pytest.raises(verify.UserError, match=words):
+        eagle3.load(written(tmp_path, weights, config), llama8)
+
+# ---------------------------------------------------------------- both: lossless
+@pytest.fixture(scope="module", params=["gemma4", "eagle3"])
+def pair(request, llama8, tmp_path_factory):
+    """(model, drafter)"""
+    if request.param == "gemma4":
+        model = gemma("shared")
+        return model, gemma4.Drafter(assistant_of(ordered=True), model)
+    return llama8, eagle3.load(written(tmp_path_factory.mktemp("e"), *published(**DRAFTS["draft vocabulary"])), llama8)
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_tree_is_lossless(pair, build):
+    model, drafter = pair
+    target = any_target(model)
+    assert verify.generate(target, drafter, BUILDS[build], PROMPT, NEW).tokens == written_by(model)[:NEW]
+    # Sampled, with noise keyed by seed and position: plain sampling's tokens
+    rule = verify.Sampled(1.3, top_k=8, seed=1)
+    alone = verify.generate(target, None, verify.no_draft, PROMPT, NEW, rule).tokens
+    assert verify.generate(target, drafter, BUILDS[build], PROMPT, NEW, rule).tokens == alone != written_by(model)[:NEW]
+
+def p_value(counts, p):
+    """Pearson's chi-square of counts (V,) against probabilities p (V,)."""
+    expected = counts.sum() * p
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    return torch.special.gammaincc(torch.tensor((len(p) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+
+@torch.inference_mode()
+def test_a_drawn_token_follows_the_target(pair):
+    """The first token of drawn chains: p and q of the real models, q with words left out."""
+    model, drafter = pair
+    target, rule, root, count = begun(model, drafter), verify.Sampled(1.5), torch.tensor([7]), 4000
+    q = rule.warp(drafter.expand(root, [-1]))                                          # (1, V)
+    p = rule.warp(target.forward(root, torch.tensor([-1])))                            # (1, V)
+    assert (q == 0).any() and (p - q).abs().sum() > 0.2
+    counts, generator = torch.zeros(VOCAB, dtype=torch.float64), verify.stream(0, "accept")
+    for drafted in torch.multinomial(q[0], count, True, generator=verify.stream(0, "draw")):
+        tree = verify.Tree(torch.stack((root[0], drafted)), torch.tensor([-1, 0]), q)
+        counts[verify.accept_drawn(tree, torch.cat((p, p)), generator)[0]] += 1
+    assert p_value(counts, p[0].double()) > 1e-4
+
+@pytest.mark.long
+def test_drawn_chains_follow_the_target_end_to_end(pair):
+    """Of many seeds the first token that is drafted for against the target's exact distribution, given the one before."""
+    model, drafter = pair
+    target, counts = any_target(model), torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
+    for seed in range(1000):
+        first, second = verify.generate(target, drafter, cape.drawn, PROMPT, 3, verify.Sampled(1.5, seed=seed)).tokens[:2]
+        counts[first, second] += 1
+    with torch.no_grad():
+        for first in counts.sum(1).topk(3).indices.tolist():
+            logits = model(torch.tensor([[*PROMPT, first]])).logits[0, -1]
+            assert p_value(counts[first], verify.Sampled(1.5).warp(logits[None])[0].double()) > 1e-4
+
+def coin(probabilities):
+    """A target (p) or a drafter (q) of two tokens that remembers nothing."""
+    row, cache = torch.tensor(probabilities).log(), SimpleNamespace(length=1)
+
+    def commit(path, ids):
+        cache.length += len(ids)
+
+    def rows(tokens, parents):
+        return row.repeat(len(tokens), 1)
+
+    nothing = dict.fromkeys(("watch", "view", "reset", "begin", "keep"), lambda *args: None)
+    return SimpleNamespace(needs={}, device=torch.device("cpu"), cache=cache, room=lambda ids: 100, prefill=lambda ids, drafter: row,
+                           forward=rows, expand=rows, commit=commit, **nothing)
+
+@pytest.mark.parametrize("build", [cape.chain, cape.drawn])
+def test_transformers_47932_is_not_ours(build):
+    """p = (.6, .4), q = (.9, .1): drafts by argmax with q as if they had been drawn give .667 of token 0, not .6."""
+    p, q, count = (0.6, 0.4), (0.9, 0.1), 2000
+    ours, theirs = torch.zeros(2, 2, dtype=torch.float64)
+    for seed in range(count // 50):
+        out = verify.generate(coin(p), coin(q), partial(build, gamma=2), [0], 51, verify.Sampled(seed=seed))
+        # The first token was not drafted for.
+        ours += torch.bincount(torch.tensor(out.tokens[1:]), minlength=2)
+    assert p_value(ours, torch.tensor(p, dtype=torch.float64)) > 1e-3
+    torch.manual_seed(0)
+    drafted = torch.tensor([[1, 0]])                           # a root, and the argmax
+    for _ in range(count):
+        valid, _ = _speculative_sampling(drafted, torch.tensor([[q]]).log(), 1, torch.tensor([[p, p]]).log())
+        theirs[valid[0, 0]] += 1
+    assert p_value(theirs, torch.tensor(p, dtype=torch.float64)) < 1e-6
+    assert p_value(theirs, torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)) > 1e-3
+
+# ---------------------------------------------------------------- a drafter proves itself
+class Reciting:
+    """A drafter that knows what the target will write, and says `change` of it; None: nothing."""
+    needs = {}
+
+    def __init__(self, texts, change):
+        self.texts, self.change = {tuple(text[:len(PROMPT)]): text for text in texts}, change
+
+    def begin(self, view):
+        self.text = self.texts.get(tuple(view.tokens.tolist()), getattr(self, "text", None))
+        self.said = self.change(self.text[view.length + 1])
+
+    def expand(self, tokens, parents):
+        if self.said is None:
+            return torch.full((1, VOCAB), float("-inf"))
+        return torch.zeros(1, VOCAB).index_fill(1, torch.tensor(self.said), 9.0)
+
+    reset = keep = lambda *args: None
+
+def test_a_drafter_proves_itself(llama8):
+    prompts = [PROMPT, PROMPT[::-1]]
+    texts = [prompt + plain(llama8, prompt, 25) for prompt in prompts]
+    target, random = any_target(llama8), torch.Generator().manual_seed(0)
+
+    def sentence(change):
+        return proves_itself(target, Reciting(texts, change), prompts, 24)
+
+    assert sentence(lambda token: token) is None
+    assert sentence(lambda token: token if torch.rand(1, generator=random) < 0.4 else 0) is None
+    assert "right 0 times of 46" in sentence(lambda token: (token + 1) % VOCAB)
+    assert "vocabulary" in sentence(lambda token: torch.randint(VOCAB, (), generator=random).item())
+    assert sentence(lambda token: None) is None                # one that never says anything is not judged
+    # Where the target writes one token only all is right by chance, and that is no alarm.
+    target.run = lambda *args, own=target.run: [torch.zeros_like(own(*args)[0]).index_fill(1, torch.tensor(7), 9.0)]
+    assert proves_itself(target, Reciting([PROMPT + [7] * 40], lambda token: token), [PROMPT], 24) is None
