@@ -8,7 +8,7 @@ keys and values, EDD its hidden states, so each step needs one forward of the ta
 run share.  A drafter is a module with loss(batch):
 
     batch       shape            meaning
-    ids         (B, T)           token ids, position 0 ... T-1; short windows are padded on the right
+    ids         (B, T)           token ids, position 0 ... T-1; what a window has left is padded on the right
     learn       (B, T)           bool: row i predicts a token i + 1 that is learned from
     count       ()               such rows of the whole step: a sum of losses is divided by it
     sum         function         in_chunks: sums a loss over rows, with few logits in memory at a time
@@ -19,8 +19,8 @@ run share.  A drafter is a module with loss(batch):
     random      numpy Generator  the same for each drafter of a step, so that all draw the same block
 
 Differences from the papers:
- 1. A window is a document or a piece of one: nothing attends across documents.  A step has windows of all
-    lengths and kinds of text, in an order that (seed, epoch) alone decides.
+ 1. Windows of one length are filled with whole documents of all kinds, in an order that (seed, epoch) alone
+    decides.  A document sees those before it in its window: docs/training.md says what that changes.
  2. All drafters learn the target's distribution (KL), and matrices learn by Muon; GLIDE's paper is --loss ce
     --optimizer adamw.  --init goes on with trained drafters: a second stage, on other data.
  3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up to the
@@ -69,7 +69,7 @@ FLAGS = (
     ("overwrite", bool, False, "replace an unfinished run in --work, and drafters in --out"),
     ("steps", int, None, "one pass over the data when left out; 0: what --init has is only measured"),
     ("every", int, 200, "steps between two savings of the state, and two evaluations"),
-    ("batch", int, 16, "windows a step, of all processes"),
+    ("batch", int, 8, "windows a step, of all processes"),
     ("micro", int, 2048, "tokens a forward; a step takes as many forwards as it needs"),
     ("length", int, 512, "tokens a window, at most"),
     ("lr", float, None, "peak learning rate; when left out 5e-4 sqrt(4096 / the target's width)"),
@@ -84,7 +84,7 @@ FLAGS = (
     ("hidden", int, edd.HIDDEN, "which of the target's hidden_states EDD reads"),
     ("seed", int, 0, "of weights and of the order"),
 )
-# Tokens and windows to learn from; tokens and windows that are held out; names of the kinds of text
+# Tokens and windows to learn from; tokens and pieces that are held out; names of the kinds of text
 Data = namedtuple("Data", "tokens windows held_tokens held kinds")
 
 # ---------------------------------------------------------------- the frozen target's forward
@@ -179,26 +179,27 @@ def losses_of(models, forward, data, a):
     engine = Together(models)
     if dist.is_initialized():
         engine = torch.nn.parallel.DistributedDataParallel(engine)
-    orders = {}                                                        # {epoch: (steps, batch, 3)}
+    orders = {}                                                        # {epoch: (steps, batch)}
     steps = max(1, len(data.windows) // a.batch)                       # of an epoch
+    rows = max(1, a.micro // a.length) * processes                     # windows a forward
 
     def losses(step):
         epoch = step // steps
         if epoch not in orders:
             orders.clear()
-            orders[epoch] = prepare.order(data.windows, a.batch, a.seed + 1, epoch)
-        chosen = orders[epoch][step % steps]                           # (batch, 3), of all processes
+            orders[epoch] = prepare.order(len(data.windows), a.batch, a.seed + 1, epoch)
+        chosen = [data.windows[i] for i in orders[epoch][step % steps]]            # of all processes
         _, learn = prepare.gather(data.tokens, chosen)
         # DistributedDataParallel takes the mean over processes, and the sum is meant.
         count = max(1, learn.sum().item()) / processes
-        some = prepare.parts_of(chosen, a.micro, processes)
-        for i, part in enumerate(some):
+        parts = prepare.parts_of(chosen, rows)
+        for i, part in enumerate(parts):
             ids, learn = prepare.gather(data.tokens, part[rank::processes])
             batch = forward(ids.to(a.device), learn=learn.to(a.device), count=count)
             if processes > 1:                                          # gradients meet once a step
-                engine.require_backward_grad_sync = i == len(some) - 1
+                engine.require_backward_grad_sync = i == len(parts) - 1
             yield engine(batch, [a.seed + 3, step])
-        a.spent += int(chosen[:, 1].sum())
+        a.spent += sum(int(pieces[:, 1].sum()) for pieces in chosen)
     return losses
 
 # ---------------------------------------------------------------- the loop that every training shares
@@ -358,13 +359,14 @@ def load_data(a, tokenizer, vocab):
         meta = prepare.meta_of(folder)
     a.data = meta["key"]
     (tokens, index), (held_tokens, held_index) = (prepare.open_split(folder, x) for x in prepare.SPLITS)
-    windows, held = (prepare.windows_of(rows, a.length) for rows in (index, held_index))
-    if windows[:, 1].sum() <= a.length:
+    pieces, held = (prepare.pieces_of(rows, a.length) for rows in (index, held_index))
+    if pieces[:, 1].sum() <= a.length:
         raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
     held = held[held[:, 1] > a.block + 1]                # something of it can be measured
     if not len(held):
         say("too little text is held out: drafters are measured on what they are trained on")
-        held_tokens, held = tokens, windows
+        held_tokens, held = tokens, pieces
+    windows = prepare.pack(pieces, a.length, a.seed)
     return Data(tokens, windows, held_tokens, held, meta["kinds"])
 
 def how_made(a, metrics, **more):

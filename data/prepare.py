@@ -22,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))          # so that it runs from anywhere
@@ -34,6 +33,7 @@ SPLITS = ("train", "val")
 HELD_OUT = 50                                     # every fiftieth document
 AT_ONCE = 2 ** 18                                 # characters that are encoded at once
 KINDS = 16                                        # kinds of text that are told apart; more are "other"
+OPEN = 64                                         # windows that are filled at a time
 
 
 # ---------------------------------------------------------------- documents -> tokens
@@ -182,46 +182,71 @@ def open_split(folder, split):
     return tokens, np.load(path.with_suffix(".npy"))
 
 
-def windows_of(index, length):
-    """Documents in pieces of `length` tokens or less -> start, size, kind: (windows, 3)."""
+def pieces_of(index, length):
+    """Documents in pieces of `length` tokens or less -> start, size, kind: (pieces, 3)."""
     start, size, kind = index.T
     pieces = -(-size // length)                          # of each document
     before = np.cumsum(pieces) - pieces
     piece = np.arange(pieces.sum()) - np.repeat(before, pieces)          # 0, 1, ... within a document
     start = np.repeat(start, pieces) + piece * length
     size = np.minimum(np.repeat(size, pieces) - piece * length, length)
-    windows = np.stack((start, size, np.repeat(kind, pieces)), 1)
-    return windows[size > 1]                             # one token alone predicts nothing
+    found = np.stack((start, size, np.repeat(kind, pieces)), 1)
+    return found[size > 1]                               # one token alone predicts nothing
 
 
-def order(windows, batch, seed, epoch):
-    """All windows (n, 3) once, at random by (seed, epoch) alone -> (steps, batch, 3)."""
-    steps = max(1, len(windows) // batch)
-    shuffled = np.random.default_rng([seed, epoch]).permutation(len(windows))
-    return windows[np.resize(shuffled, steps * batch)].reshape(steps, batch, 3)
+def pack(pieces, length, seed=0):
+    """Windows of `length` tokens, filled with whole pieces (n, 3) of all kinds -> [(m, 3)], m pieces each.
 
-
-def parts_of(windows, room, processes=1):
-    """The windows of a step (n, 3) in parts of like length -> [(m, 3)], of some `room` tokens each.
-
-    A step has windows of all lengths and kinds; only within it do those of like length share a forward, so
-    that little is padding.  Each part has as many windows for each process (window i is of i % processes).
+    Best fit: a piece goes where it leaves the least room, among the OPEN windows that are being filled; where
+    it fits nowhere the fullest of them is closed.
     """
-    windows = windows[np.argsort(-windows[:, 1], kind="stable")]         # the longest first
-    parts, start = [], 0
-    while start < len(windows):
-        rows = max(1, room // windows[start, 1]) * processes
-        parts.append(windows[start:start + rows])
-        start += rows
-    return parts
+    shuffled = np.random.default_rng(seed).permutation(len(pieces))
+    full, filling, room = [], [], []
+    for number in shuffled:
+        size = pieces[number, 1]
+        fitting = [i for i, left in enumerate(room) if left >= size]
+        if fitting:
+            best = min(fitting, key=room.__getitem__)
+        else:
+            if len(filling) == OPEN:
+                fullest = min(range(OPEN), key=room.__getitem__)
+                full.append(filling.pop(fullest))
+                room.pop(fullest)
+            best = len(filling)
+            filling.append([])
+            room.append(length)
+        filling[best].append(number)
+        room[best] -= size
+    return [pieces[numbers] for numbers in full + filling]
+
+
+def order(count, batch, seed, epoch):
+    """The numbers of all `count` windows once, at random by (seed, epoch) alone -> (steps, batch)."""
+    steps = max(1, count // batch)
+    shuffled = np.random.default_rng([seed, epoch]).permutation(count)
+    return np.resize(shuffled, steps * batch).reshape(steps, batch)
+
+
+def parts_of(windows, size):
+    """A list of windows in parts of `size`, the last one of what is left."""
+    return [windows[i:i + size] for i in range(0, len(windows), size)]
 
 
 def gather(tokens, windows):
-    """-> ids (B, T) of windows (B, 3), padded on the right; learn (B, T): row i predicts a learned i + 1."""
-    found = torch.full((len(windows), windows[:, 1].max()), ~0)
-    for row, (start, size, _) in zip(found, windows):
-        row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
-    learn = F.pad(found[:, 1:] >= 0, (0, 1))
+    """-> ids (B, T) of B windows, padded on the right; learn (B, T): row i predicts a learned i + 1.
+
+    The first token of a piece is not predicted from the piece before it.
+    """
+    sizes = [int(pieces[:, 1].sum()) for pieces in windows]
+    found = torch.full((len(windows), max(sizes)), ~0)
+    learn = torch.zeros(found.shape, dtype=torch.bool)
+    for row, learned, pieces in zip(found, learn, windows):
+        at = 0
+        for start, size, _ in pieces:
+            ids = torch.from_numpy(tokens[start:start + size].astype("i8"))
+            row[at:at + size] = ids
+            learned[at:at + size - 1] = ids[1:] >= 0
+            at += size
     return torch.where(found < 0, ~found, found), learn
 
 

@@ -2,6 +2,7 @@
 
     glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
     glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
+    glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
     edd, vdm, eagle, medusa ...    edd.VARIANTS
     base, small                    language models, stages of a cascade
 """
@@ -34,19 +35,24 @@ DRAFTERS = {
 }
 DRAFTERS |= {name: (edd, variant) for name, variant in edd.VARIANTS.items()}
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
-NAMES = f"{' '.join(DRAFTERS)} glide-lN edd-hN"
+# What a letter before a number stands for.
+NUMBERED = {
+    "glide-l": (glide, "layer"),
+    "glide-n": (glide, "layers"),
+    "glide-w": (glide, "width"),
+    "edd-h": (edd, "hidden"),
+}
+NAMES = f"{' '.join(DRAFTERS)} {' '.join(f'{name}N' for name in NUMBERED)}"
 
 
 # ---------------------------------------------------------------- names -> modules
 def named(name):
     """What a drafter's name stands for -> (file, settings), or None."""
-    numbered = re.fullmatch(r"(glide-l|edd-h)(\d+)", name)
-    if not numbered:
+    numbered = re.fullmatch(r"(\w+-\w)(\d+)", name)
+    if not numbered or numbered[1] not in NUMBERED:
         return DRAFTERS.get(name)
-    kind, number = numbered[1], int(numbered[2])
-    if kind == "glide-l":
-        return glide, {"layer": number}
-    return edd, {"hidden": number}
+    file, setting = NUMBERED[numbered[1]]
+    return file, {setting: int(numbered[2])}
 
 
 def fresh(name, target, a):
@@ -63,9 +69,10 @@ def fresh(name, target, a):
         config = edd.Config.for_target(target, **settings)
         draft_class, _ = parts.KINDS[config.kind]
         return draft_class(config, target).float()
-    check_size(a.width or c.hidden_size, c.vocab_size, a)
-    settings = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, **settings}
-    config = parts.glide_config(target, a.width, a.layers, block=a.block, **settings)
+    own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes", "loss": a.loss}
+    settings = {**own, **settings}
+    check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
+    config = parts.glide_config(target, block=a.block, **settings)
     drafter = parts.Glide.beside(target, config, a.length + AHEAD).float()
     # Embedding and head start as the target's, where the widths agree.
     drafter.start_from(target)
@@ -84,9 +91,9 @@ def trained(name, target, a):
     return drafter.model.float(), about
 
 
-def check_size(width, vocab, a):
+def check_size(width, vocab, layers, a):
     """Refuse a GLIDE that cannot fit: 16 bytes a weight, with its gradient and the optimizer's moments."""
-    weights = 2 * vocab * width + 12 * a.layers * width ** 2
+    weights = 2 * vocab * width + 12 * layers * width ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if a.device.startswith("cuda"):
         memory = torch.cuda.mem_get_info(a.device)[1]

@@ -154,9 +154,12 @@ class Evaluation:
         self.forward = forward
         self.data = data
         self.a = a
-        # Windows for the loss
-        count = max(len(data.kinds), CHECKED // a.length)
-        self.windows = prepare.stratified(data.held, count)                          # (n, 3)
+        # Windows for the loss, as many of each kind
+        most = max(1, CHECKED // a.length // len(data.kinds))
+        self.windows = {}
+        for kind in np.unique(data.held[:, 2]):
+            pieces = data.held[data.held[:, 2] == kind]
+            self.windows[kind] = prepare.pack(pieces, a.length)[:most]
         # Texts for the walk: the target's own, from the beginnings of some windows
         chosen = prepare.stratified(data.held, PROMPTS)
         prompts = [self.prompt(start, size) for start, size, _ in chosen]
@@ -178,14 +181,12 @@ class Evaluation:
     @torch.no_grad()
     def __call__(self, models):
         """{name: module} -> {name: {"alpha", "tau", "held_out_loss", "temperature", "by_kind"}}"""
-        kinds = np.unique(self.windows[:, 2])
         self.totals, self.rows = {}, {}
         for name in models:
-            self.totals[name] = {kind: Counter() for kind in kinds}
+            self.totals[name] = {kind: Counter() for kind in self.windows}
             self.rows[name] = ([], [])                   # logits, choices
-        for kind in kinds:
-            windows = self.windows[self.windows[:, 2] == kind]
-            for part in prepare.parts_of(windows, self.a.micro):
+        for kind, windows in self.windows.items():
+            for part in prepare.parts_of(windows, max(1, self.a.micro // self.a.length)):
                 self.add_losses(models, kind, part)
         drafters = {name: drafter_of(module) for name, module in models.items()}
         for text, start, kind in self.texts:

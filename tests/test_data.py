@@ -284,43 +284,39 @@ def test_the_command_line(tmp_path, tokenizer, capsys):
         assert words in err and err.count("\n") == 1 and err.startswith("prepare.py: ")
 
 # ---------------------------------------------------------------- windows
-def test_windows_are_documents_or_pieces_of_them():
+def test_pieces_are_documents_or_parts_of_them():
     index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [14, 5, 0], [28, 4, 2]])
-    found = prepare.windows_of(index, 4).tolist()
+    found = prepare.pieces_of(index, 4).tolist()
     assert found == [[0, 4, 1], [4, 4, 1], [8, 2, 1], [14, 4, 0], [14, 4, 0], [28, 4, 2]], "one token alone predicts nothing"
-    assert prepare.windows_of(index[:0], 4).shape == (0, 3)
+    assert prepare.pieces_of(index[:0], 4).shape == (0, 3)
     tokens = np.arange(40, dtype="i4")
     tokens[2:4] = ~tokens[2:4]
-    ids, learn = prepare.gather(tokens, prepare.windows_of(index, 4)[:3])
-    assert ids[:2].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]] and ids[2, :2].tolist() == [8, 9]
-    assert learn.tolist() == [[True, False, False, False], [True] * 3 + [False], [True] + [False] * 3]
+    first, second, third = prepare.pieces_of(index, 4)[:3]
+    ids, learn = prepare.gather(tokens, [np.array([third, first]), np.array([second])])
+    assert ids[0].tolist() == [8, 9, 0, 1, 2, 3] and ids[1, :4].tolist() == [4, 5, 6, 7]
+    assert learn.tolist() == [[True, False, True, False, False, False], [True] * 3 + [False] * 3], "nothing is predicted across documents"
 
-def windows_at_random(n=1000):
+def pieces_at_random(n=1000):
     rng = np.random.default_rng(0)
     return np.stack((np.arange(n), rng.integers(2, 100, n), np.arange(n) % 3), 1)
 
-def test_an_epoch_has_every_window_once_and_steps_have_all_lengths():
-    windows = windows_at_random()
-    first, again, *others = (prepare.order(windows, 8, *by) for by in ((0, 0), (0, 0), (0, 1), (1, 0)))
-    assert first.shape == (125, 8, 3) and sorted(first.reshape(-1, 3).tolist()) == windows.tolist()
-    assert np.array_equal(first, again) and not any(np.array_equal(first, other) for other in others)
-    assert prepare.order(windows[:3], 8, 0, 0).shape == (1, 8, 3), "few windows: some twice"
-    assert first[:, :, 1].std(1).mean() > 0.85 * windows[:, 1].std(), "a step is a random sample, no bucket of like lengths"
+def test_windows_are_full_of_whole_pieces():
+    pieces = pieces_at_random()
+    windows = prepare.pack(pieces, 256)
+    assert sorted(np.concatenate(windows).tolist()) == pieces.tolist(), "each piece once"
+    sizes = [window[:, 1].sum() for window in windows]
+    assert max(sizes) <= 256 and np.mean(sizes) > 0.97 * 256
+    assert np.mean([len(np.unique(window[:, 2])) for window in windows]) > 2, "of all kinds"
+    assert prepare.pack(pieces[:0], 256) == [] and [window.tolist() for window in prepare.pack(pieces[:1], 256)] == [pieces[:1].tolist()]
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_windows_of_like_length_share_a_forward(processes):
-    padded = real = 0
-    for step in prepare.order(windows_at_random(), 24 * processes, 0, 0):
-        parts = prepare.parts_of(step, 300, processes)
-        assert sorted(np.concatenate(parts).tolist()) == sorted(step.tolist()), "each window once"
-        for part in parts:
-            mine = len(part) // processes
-            assert len(part) % processes == 0 and (mine * part[0, 1] <= 300 or mine == 1)
-            padded, real = padded + len(part) * part[:, 1].max(), real + part[:, 1].sum()
-    assert padded < 1.25 * real
+def test_an_epoch_has_every_window_once():
+    first, again, *others = (prepare.order(1000, 8, *by) for by in ((0, 0), (0, 0), (0, 1), (1, 0)))
+    assert first.shape == (125, 8) and sorted(first.ravel()) == list(range(1000))
+    assert np.array_equal(first, again) and not any(np.array_equal(first, other) for other in others)
+    assert prepare.order(3, 8, 0, 0).shape == (1, 8), "few windows: some twice"
 
 def test_what_is_measured_is_a_sample_of_all_kinds():
-    windows = windows_at_random()
+    windows = pieces_at_random()
     windows[:, 2] = np.where(windows[:, 0] < 970, 0, 1 + windows[:, 0] % 2)              # two rare kinds
     few = prepare.stratified(windows, 30)
     assert np.bincount(few[:, 2]).tolist() == [10, 10, 10] and len(np.unique(few[:, 0])) == 30

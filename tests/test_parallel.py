@@ -19,7 +19,6 @@ import train
 from data import prepare
 from runtime import jobs, shard
 
-
 def batch_of(llama, module, ids, learn=None, count=None):
     reads = train.read_by({"x": module}) | {"logits": True}
     return train.frozen_forward(llama, ids, learn=learn, count=count, **reads) | {"block": 5}
@@ -50,10 +49,10 @@ def test_a_loss_in_chunks_is_the_whole_one(llama, name):
 
 @pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
 def test_padding_and_other_documents_change_no_gradient(llama, name):
-    """Windows of three documents, in one batch and each alone without padding: the same sum of gradients."""
+    """Windows of a document each, in one batch and each alone without padding: the same sum of gradients."""
     tokens = torch.randint(VOCAB, (60,), generator=torch.Generator().manual_seed(4)).int().numpy()
     tokens[20:23] = ~tokens[20:23]                                           # not to be learned from
-    windows, module, found = np.array([[0, 18, 0], [18, 7, 0], [40, 11, 0]]), some_drafter(name, llama), []
+    windows, module, found = np.array([[[0, 18, 0]], [[18, 7, 0]], [[40, 11, 0]]]), some_drafter(name, llama), []
     for some in (windows,), (windows[:1], windows[1:2], windows[2:]):
         module.zero_grad()
         for part in some:

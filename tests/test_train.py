@@ -287,7 +287,7 @@ def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, mon
     argv = flags(small, tmp_path, "--data", str(folder), names=["vanilla"])
     del argv[argv.index("--steps"):argv.index("--steps") + 2]
     assert train.main(argv) == 0
-    windows = prepare.windows_of(prepare.open_split(folder, "train")[1], 40)
+    windows = prepare.pack(prepare.pieces_of(prepare.open_split(folder, "train")[1], 40), 40)
     assert state_of(tmp_path)["step"] == len(windows) // 4 > 1 and not (tmp_path / "work" / "data").exists()
     refused(capsys, flags(small, tmp_path / "o", "--data", str(folder), "--template", "vicuna"), "another tokenizer or --template")
     # GLIDE's learning rate at Vicuna's width, more for narrow targets
@@ -295,7 +295,7 @@ def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, mon
     monkeypatch.setattr(train, "load_data", lambda a, *given: seen.append((a.lr, a.batch, a.loss, a.optimizer)) or [][0])
     with pytest.raises(IndexError):
         train.main(["glide", "--target", str(small / "model"), "--data", "x", "--length", "40", "--device", "cpu", "--work", str(tmp_path / "w")])
-    assert seen == [(pytest.approx(5e-4 * math.sqrt(4096 / 32)), 16, "kl", "muon")]
+    assert seen == [(pytest.approx(5e-4 * math.sqrt(4096 / 32)), 8, "kl", "muon")]
 
 # ---------------------------------------------------------------- what drafters are shown
 def arguments(**more):
@@ -306,7 +306,8 @@ def test_names_stand_for_their_variants(llama):
     expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, variant in edd.VARIANTS.items()]
     for name, about in (*expected, ("edd-h1", {"hidden": 1}), ("edd", {"hidden": 2, "loss": "kl"}), ("vanilla", {"glimpse": False}),
                         ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-l1", {"layers_read": (1,), "norm": True}),
-                        ("glide-top", {"layers_read": (2,), "norm": False})):
+                        ("glide-top", {"layers_read": (2,), "norm": False}), ("glide-n2", {"layers": 2, "layers_read": (1, 2)}),
+                        ("glide-w32", {"width": 32})):
         config = vars(drafters.fresh(name, llama, arguments()).config)
         assert {key: config[key] for key in about} == about, name
     config = drafters.fresh("glide", llama, arguments(layer=1, norm="no", loss="ce")).config
@@ -318,7 +319,8 @@ def test_names_stand_for_their_variants(llama):
 def test_a_step_shows_all_drafters_the_same(llama):
     """One block length for all drafters and parts of a step, by (seed, step) alone; each window once; the target's own precision."""
     ids = torch.randint(1, 12, (500,), generator=torch.Generator().manual_seed(0)).int().numpy()
-    windows, model, seen = np.array([[i, 10 + i % 7, 0] for i in range(0, 480, 17)]), copy.deepcopy(llama).float(), []
+    windows = [np.array([[i, 10 + i % 7, 0], [i + 20, 9, 0]]) for i in range(0, 470, 17)]
+    model, seen = copy.deepcopy(llama).float(), []
 
     class Looks(torch.nn.Module):
         def __init__(self):
@@ -331,7 +333,7 @@ def test_a_step_shows_all_drafters_the_same(llama):
                 assert torch.equal(batch["logits"], model(batch["ids"]).logits), "the target does not"
             seen.append((batch["random"].integers(10 ** 9), len(batch["ids"]), batch["learn"].sum().item(), batch["count"]))
             return self.scale * 1.0
-    models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=40, spent=0, dtype="bfloat16")
+    models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16")
     losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, windows=windows), a)
     for step in range(2):
         seen.clear()
@@ -339,7 +341,7 @@ def test_a_step_shows_all_drafters_the_same(llama):
         draws, rows, learned, counts = zip(*seen)
         assert len(seen) > 2 and set(draws) == {np.random.default_rng([3, step]).integers(10 ** 9)}
         assert sum(rows) == 2 * 5 and set(counts) == {sum(learned) / 2}
-    assert a.spent == prepare.order(windows, 5, 1, 0)[:2, :, 1].sum()
+    assert a.spent == sum(windows[i][:, 1].sum() for i in prepare.order(len(windows), 5, 1, 0)[:2].ravel())
 
 # ---------------------------------------------------------------- how drafters are measured
 def some_drafter(name, model):
