@@ -3,6 +3,7 @@
     python bench.py --drafter glide --tree cape
     python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost "fixed(size=4)"
     python bench.py --drafter maxgram "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
+    python bench.py --drafter "beside(edd, maxgram)" --tree pct-cost graft
     python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16 --device cuda
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto --prompts mt_bench.jsonl \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)"
@@ -39,7 +40,8 @@ from verify import UserError
 
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}         # a cascade and Max-Gram write these by themselves
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct, "vct": pct.vct,
-         "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "eagle2": pct.eagle2}
+         "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "graft": pct.graft,
+         "eagle2": pct.eagle2}
 PROMPTS = load.ROOT / "data" / "prompts.jsonl"              # the project's own
 LOOK = 9                                                    # of them: a minute or less
 MOST_NODES = 512                                            # of a tree, the root counted
@@ -117,9 +119,7 @@ def check_tree(tree, a):
 
 def check(a):
     """Refuse what cannot work before anything is loaded -> the calls of --drafter, of --tree"""
-    loaders = dict.fromkeys(load.drafters_in(a.checkpoint), load.load_drafter)
-    loaders |= {kind: partial(load.load_heir, kind) for kind in load.HEIRS}
-    loaders |= {"maxgram": load.load_cascade, "cascade": load.load_cascade}
+    loaders = load.loaders(a.checkpoint)
     drafters = [read_call(text, loaders, f"drafter in {a.checkpoint}") for text in a.drafter]
     trees = [read_call(text, TREES, "tree") for text in a.tree]
     for calls in (drafters, trees):
@@ -166,11 +166,7 @@ class Run(load.Setup):
                                        a.ask, a.system)
         self.drafters, self.costs = {}, {}
         for call in calls:
-            try:
-                drafter = call.function(self, *(call.words or [call.name]), **call.settings)
-            except TypeError as why:
-                raise UserError(f"--drafter {call.label}: {why}") from None
-            self.drafters[call.label] = drafter
+            self.drafters[call.label] = drafter = load.called(self, call)
             if call.name not in ("maxgram", "cascade"):
                 prompts = [ids for _, ids, _ in self.prompts[:2]]
                 sentence = proof.proves_itself(self.target, drafter, prompts)

@@ -35,8 +35,8 @@ Differences from the paper:
     equals.
  6. The confidence of a token is how often matches of its length were right on held-out text, for tree
     builders, which read probabilities.  The paper's chain has no use for it.
- 7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus (checkpoints/make.py counts the
-    stand-in's), and the flat JSON arrays that the authors published are read as well.
+ 7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus.
+ 8. The paper's drafters take turns.  Here Max-Gram may also speak beside another, at each node (Beside).
 
 To use this file alone, with a causal LM `target` and a list of token ids `text`.  The last token, which the
 target has not read yet, is not committed: it goes in as the draft.
@@ -53,21 +53,21 @@ target has not read yet, is not committed: it goes in as the draft.
         gram.commit(text[-1:] + draft[:n])
         text += choice[:n + 1]
 
-In verify.generate Max-Gram is the last stage of a cascade, or the only one:
+In verify.generate it is the last stage of a cascade, or the only one; or it stands beside a drafter, for any
+tree, of which pct.graft lets that drafter read Max-Gram's whole chains, each in one forward:
 
     cascade.Cascade([], gram=MaxGram(bigram), vocab=V)
-    python maxgram.py         # the demo: the index on "abab"; one proposal; time against context
+    verify.generate(target, Beside(drafter, MaxGram()), pct.graft, text)
+    python maxgram.py         # the demo: the index on "abab"; one proposal; a drafter beside Max-Gram
 """
-import json
-import math
-import time
 from collections import Counter, namedtuple
-from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 N = 10                           # tokens proposed (Table 2)
 LENGTHS = 8                      # the confidence table has lengths 0 to 8, the last for "that or longer"
+LEAST = 2                        # shorter matches are not heard beside a neural drafter
 # How often the first proposed token is right, by length of match; 0 is the bigram.  Used where no table is
 # stored beside the bigram.  Measured on held-out Python source and GSM8K, rounded to steps of 0.05.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
@@ -173,55 +173,12 @@ def build_bigram(sequences, vocab):
             most[a], bigram[a] = count, b
     return bigram
 
-def read_bigram(path, vocab, fingerprint=None):
-    """Read a file for a vocabulary of `vocab` tokens -> (bigram: list (vocab,), confidence: list or None).
-
-    Either {"bigram": [...], "confidence": [...] or null, "fingerprint": ...}, or a flat JSON array indexed by
-    token id as published with the paper, which may be shorter than a padded vocabulary.
-    fingerprint: of the tokenizer in hand, any JSON value; a file that says another is refused, one that says
-    none is not.  Raises UserError for a file that is missing, damaged, or of another vocabulary or tokenizer.
-    """
-    again = "make one with maxgram.build_bigram, as checkpoints/make.py does, or name another file"
-
-    def damaged(what):
-        return UserError(f"the bigram file {path} is damaged, {what}: {again}")
-
-    def foreign(what):
-        return UserError(f"{path} is a bigram of {what}: {again}")
-
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"the bigram file {path} does not exist: {again}") from None
-    except (OSError, ValueError, RecursionError) as why:
-        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
-        raise UserError(f"the bigram file {path} cannot be read ({reason}): {again}") from None
-    if not isinstance(read, dict):
-        read = {"bigram": read}
-    bigram, confidence, theirs = read.get("bigram"), read.get("confidence"), read.get("fingerprint")
-    # Is it a bigram?
-    if not isinstance(bigram, list) or not all(type(x) is int for x in bigram):
-        raise damaged("it holds no array of token ids")
-    # Is it one of this tokenizer?
-    if fingerprint is not None and theirs is not None and theirs != fingerprint:
-        raise foreign(f"another tokenizer (fingerprint {str(theirs)[:40]}, not {str(fingerprint)[:40]})")
-    if len(bigram) > vocab:
-        raise foreign(f"another vocabulary ({len(bigram)} entries, where the vocabulary has {vocab} tokens)")
-    wrong = [x for x in bigram if not 0 <= x < vocab]
-    if wrong:
-        raise foreign(f"another vocabulary (token id {wrong[0]}, where the vocabulary has {vocab} tokens)")
-    # Is the confidence one?
-    if confidence is not None:
-        numbers = isinstance(confidence, list) and all(type(x) in (int, float) for x in confidence)
-        if not numbers or not confidence or not all(0 <= x <= 1 for x in confidence):
-            raise damaged("its confidence is no array of numbers from 0 to 1")
-    # Ids beyond the file's end are unknown.
-    return bigram + [0] * (vocab - len(bigram)), confidence
-
 # ---------------------------------------------------------------- the index
 # Of what was read, the longest suffix that the text holds: the state that it is in, and its length.
 Suffix = namedtuple("Suffix", "state length")
 NOTHING = Suffix(0, 0)
+# Where a text stands: its last token, and its longest suffix that each of the two texts holds.
+Place = namedtuple("Place", "last in_source in_generation")
 
 class Index:
     """A suffix automaton of one growing text: every substring leads from state 0, token by token, to a state.
@@ -347,77 +304,159 @@ class MaxGram:
         """How likely a token is right that comes from a match of this length (0: from the bigram)."""
         return self.confidence[min(length, len(self.confidence) - 1)]
 
+    def here(self):
+        """The end of the generation -> Place."""
+        last = self.generation.text[-1] if self.generation.text else None
+        in_generation = Suffix(self.generation.last, len(self.generation.text))
+        return Place(last, self.in_source, in_generation)
+
+    def after(self, place, token):
+        """One token further -> Place.  Nothing is searched again: both automata go on from there."""
+        in_source = self.source.advance(place.in_source, token)
+        in_generation = self.generation.advance(place.in_generation, token)
+        return Place(token, in_source, in_generation)
+
+    def chunk(self, place, most):
+        """What one match, or (length 0) the bigram puts next -> (list of up to `most` tokens, length)."""
+        text = self.source.text
+        at, length = self.source.match(place.in_source)
+        # The longer match of the two; of equals the source's.
+        other_at, other_length = self.generation.match(place.in_generation)
+        if other_length > length:
+            text, at, length = self.generation.text, other_at, other_length
+        if self.matching and length > 0:
+            return text[at:at + most], length
+        # No match: what the bigram says.
+        known = place.last < len(self.bigram) and self.bigram[place.last]
+        return [known] if known and most > 0 else [], 0
+
     def propose(self, draft=(), n=N):
         """What comes after the generation and `draft` (list of ids) -> (tokens: list of up to n, lengths).
 
         lengths[i]: of the match that gave token i, the same for a whole chunk; 0 for the bigram's.
         """
         assert n >= 0, f"n is {n}: it must not be negative"
-        source, generation = self.source, self.generation
-        query = ints(draft)
-        if not query and not generation.text:
+        place, unread = self.here(), ints(draft)
+        if place.last is None and not unread:
             raise UserError(NOTHING_TO_CONTINUE)
-        last = query[-1] if query else generation.text[-1]
-        # The longest suffix of the query in each text.
-        in_source = self.in_source
-        in_generation = Suffix(generation.last, len(generation.text))
-        tokens, lengths, unread = [], [], query
-        while len(tokens) < n:
+        tokens, lengths = [], []
+        while True:
             for token in unread:
-                in_source = source.advance(in_source, token)
-                in_generation = generation.advance(in_generation, token)
-            # The longer match of the two; of equals the source's.
-            text = source.text
-            at, length = source.match(in_source)
-            other_at, other_length = generation.match(in_generation)
-            if other_length > length:
-                text, at, length = generation.text, other_at, other_length
-            if not self.matching:
-                length = 0
-            # What follows it, or what the bigram says.
-            if length > 0:
-                chunk = text[at:at + n - len(tokens)]
-            elif last < len(self.bigram) and self.bigram[last]:
-                chunk = [self.bigram[last]]
-            else:
-                break
-            tokens += chunk
-            lengths += [length] * len(chunk)
-            last, unread = chunk[-1], chunk
-        return tokens, lengths
+                place = self.after(place, token)
+            unread, length = self.chunk(place, n - len(tokens))
+            if not unread:
+                return tokens, lengths
+            tokens += unread
+            lengths += [length] * len(unread)
 
-def measure_confidence(texts, bigram=None, lengths=LENGTHS):
-    """How often the first proposed token is the next one, by length of match -> list (lengths + 1,), or None.
+# ---------------------------------------------------------------- beside a neural drafter
+class Beside:
+    """A neural drafter beside Max-Gram: one drafter, by the contract at the top of verify.py, for any tree.
 
-    texts: iterable of lists of ids that the bigram was not counted on, replayed token by token, each on its
-    own.  A length that was never seen gets the value of the nearest one that was.
-    None: nothing was proposed.
+    drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of weight(), or None.
+
+    Where Max-Gram has a match of LEAST tokens or more, a row is the mixture
+        (1 - w) p_draft + w delta_word,
+    w its weight; elsewhere it is the drafter's own row.  words: of each node, in the order of expand(), the
+    token that Max-Gram puts behind it, or None.  suggested: the chain below the root, where it was asked for.
     """
-    seen = [0] * (lengths + 1)
-    right = [0] * (lengths + 1)
-    for ids in texts:
-        max_gram = MaxGram(bigram)
-        for token, after in zip(ids, ids[1:]):
-            # What is proposed where the text so far ends, and what comes after it
-            max_gram.commit([token])
-            proposed, matched = max_gram.propose((), 1)
-            if proposed:
-                length = min(matched[0], lengths)
-                seen[length] += 1
-                right[length] += proposed[0] == after
-    known = [i for i in range(lengths + 1) if seen[i]]
-    if not known:
-        return None
-    # A match grows token by token, so there is no gap between the lengths seen.
-    table = []
-    for i in range(lengths + 1):
-        nearest = min(max(i, known[0]), known[-1])
-        table.append(right[nearest] / seen[nearest])
-    return table
+
+    def __init__(self, drafter, gram, agreement=None):
+        self.drafter, self.gram, self.agreement = drafter, gram, agreement
+        self.needs = drafter.needs
+        self.reset()
+
+    @property
+    def temperature(self):
+        """At which the drafter's confidence is calibrated, and so is the mixture."""
+        return getattr(self.drafter, "temperature", 1.0)
+
+    def reset(self):
+        """Forget the sequence."""
+        self.drafter.reset()
+        self.gram.reset()
+        self.places, self.words, self.suggested = [], [], []
+
+    def begin(self, view):
+        """A round starts: both are shown what was committed since the last one."""
+        self.drafter.begin(view)
+        self.gram.commit(view.tokens)
+        self.places, self.words, self.suggested = [], [], []
+
+    def keep(self, path):
+        """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
+        self.drafter.keep(path)
+
+    def place_of(self, token, parent):
+        """Where the text stands behind a token below a node (-1: below the committed text) -> Place."""
+        above = self.places[parent] if parent >= 0 else self.gram.here()
+        return self.gram.after(above, token)
+
+    def word(self, place):
+        """What Max-Gram says comes next -> (token, or None; length of the match)"""
+        chunk, length = self.gram.chunk(place, 1)
+        return (chunk[0], length) if length >= LEAST else (None, length)
+
+    def suggest(self, token, parent=-1, most=N):
+        """Max-Gram's chain behind a token below a node, as long as it speaks -> list of up to `most` ids."""
+        place, chain = self.place_of(token, parent), []
+        token, _ = self.word(place)
+        while token is not None and len(chain) < most:
+            chain.append(token)
+            place = self.gram.after(place, token)
+            token, _ = self.word(place)
+        self.suggested = self.suggested if parent >= 0 else chain
+        return chain
+
+    def expand(self, tokens, parents):
+        """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), words mixed in."""
+        logits = self.drafter.expand(tokens, parents)
+        spoken = []                              # row, word, length of the match
+        for row, (token, parent) in enumerate(zip(tokens.tolist(), parents)):
+            self.places.append(self.place_of(token, parent))
+            word, length = self.word(self.places[-1])
+            self.words.append(word)
+            if word is not None:
+                spoken.append((row, word, length))
+        return self.mixed(logits, *zip(*spoken)) if spoken else logits
+
+    def mixed(self, logits, rows, words, lengths):
+        """Logits (m, V) whose `rows`, in a softmax at `temperature`, are the mixture.  Lists (k,) each."""
+        rows, words = torch.tensor([rows, words], device=logits.device)
+        words = words[:, None]                                                   # (k, 1)
+        said = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
+        said = said / self.temperature                                           # (k, V)
+        # Where the drafter cannot go on, its row is -inf, and any token as likely.
+        mute = said.isneginf().all(1, keepdim=True)
+        log_p = said.masked_fill(mute, 0.0).log_softmax(1)
+        p = log_p.gather(1, words).exp()                                         # (k, 1)
+        w = self.weight(p, lengths)                                              # (k, 1)
+        # (1 - w) p_draft; of the word there is w more
+        mixture = log_p + torch.log1p(-w)
+        mixture = mixture.scatter(1, words, (p + w * (1 - p)).log())
+        mixture = (self.temperature * mixture).to(logits.dtype)
+        return logits.index_copy(0, rows, mixture)
+
+    def weight(self, p, lengths):
+        """w, from the drafter's probability p of each word, (k, 1), and the lengths of the matches -> (k, 1).
+
+        Without agreement it is Max-Gram's confidence by length of match.  With it, what the drafter says of
+        the word counts: in the mixture the word's probability is to be rho,
+            logit rho = a + b length + c logit p.
+        """
+        if self.agreement is None:
+            confidence = [self.gram.confidence_of(length) for length in lengths]
+            return p.new_tensor(confidence)[:, None]
+        a, b, c = self.agreement
+        lengths = p.new_tensor(lengths).clamp(max=LENGTHS)[:, None]
+        p = p.clamp(1e-6, 1 - 1e-6)
+        rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
+        # rho = (1 - w) p + w, unless the drafter is surer than that by itself
+        return ((rho - p) / (1 - p)).clamp(min=0)
 
 # ---------------------------------------------------------------- demo
 def demo():
-    """The index on "abab"; a proposal that needs generation, source and bigram; then time against context."""
+    """The index on "abab"; a proposal that needs generation, source and bigram; a drafter beside Max-Gram."""
     index = Index()
     index.extend(map(ord, "abab"))
     at, length = index.match(Suffix(index.last, 4))
@@ -444,26 +483,18 @@ def demo():
     shown = [f"{words[i]}({length})" for i, length in zip(tokens, lengths)]
     print("the quick brown |", *shown)
 
-    print("context    index        tensors   (one proposal of 10 tokens)")
-    for size in (1_000, 10_000, 100_000):
-        text = torch.randint(2000, (size,), generator=torch.Generator().manual_seed(0))
-        half = size // 2
-        text[-20:] = text[half:half + 20]
-        max_gram = MaxGram()
-        max_gram.commit(text)
-        indexed, tokens = fastest(max_gram.propose, (), 10)
-        tensors, same = fastest(max_gram_tensor, text, 10)
-        assert tokens[0] == same[0].tolist() == text[half + 20:half + 30].tolist()
-        print(f"{size:7d} {indexed:8.1f} us {tensors:10.1f} us")
-
-def fastest(function, *arguments):
-    """-> (microseconds of the fastest of ten calls, what the last one returned)"""
-    best = math.inf
-    for _ in range(10):
-        start = time.perf_counter()
-        result = function(*arguments)
-        best = min(best, time.perf_counter() - start)
-    return best * 1e6, result
+    # Beside a drafter that always expects "over": after "the quick brown" Max-Gram's word comes first.
+    row = torch.zeros(len(words))
+    row[ids["over"]] = 3.0
+    drafter = SimpleNamespace(needs={}, reset=int, begin=int, expand=lambda tokens, parents: row.repeat(3, 1))
+    both = Beside(drafter, max_gram)
+    max_gram.commit_source(source)
+    max_gram.commit(generation)
+    chain = both.suggest(ids["brown"], most=2)
+    p = both.expand(torch.tensor([*draft, *chain]), [-1, 0, 1]).softmax(-1)
+    shown = [words[i] for i in p.argmax(-1)]
+    assert shown == ["fox", "jumps", "over"], "where the source ends the drafter speaks"
+    print("the quick brown |", *shown, "  (beside a drafter)")
 
 if __name__ == "__main__":
     demo()

@@ -69,10 +69,14 @@ Differences from the paper:
     be among the most probable.
  8. `pct_cost` is beyond the paper, which takes a verified node as free, charges a drafting step to each node
     rather than to a depth, and takes a token as worth s_t however fast the round is.
+ 9. `graft` is beyond the paper, too: a tree drafted by two, one of them for nothing, such as a drafter beside
+    Max-Gram (Cascade Speculative Drafting, arXiv 2312.11462; class Beside of maxgram.py).
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf threshold 0.05)
 """
+import math
 from collections import namedtuple
+from functools import partial
 from statistics import median
 
 import torch
@@ -86,49 +90,84 @@ COST = 0.05             # s_d / s_t, where it was not measured
 OWN = 0.3               # the threshold of "w/o expected time gain", which Table 3 does not state
 NODE_PRICE = 0.01       # one more verified node, in plain steps, where it was not measured
 MAX_NODES = 256         # the root not counted (difference 7)
+CHAIN = 10              # suggested tokens that one forward reads, as many as Cascade's Max-Gram proposes
 
 # ------------------------------------------------------------------ the candidate tree while it grows
 class Candidates:
-    """Lists with one entry a node: the root first, then layer by layer, parents before children.
+    """Lists with one entry a node: the root first, parents before children, else in the order of drafting.
 
-    token; parent: index in these lists; c: the node's own confidence; p: its joint probability.
-    drafts: how many layers were drafted below the root, one drafter forward each.
+    token; parent: index in these lists; depth: the root's is 0; c: the node's own confidence; p: its joint
+    probability.  drafts: drafter forwards so far.  read: the nodes that the last of them read.
     """
 
     def __init__(self, expand, root, width):
         self.expand, self.root, self.width = expand, root, width
         self.token = [None]                      # the root's stays on the device
         self.parent = [-1]
+        self.depth = [0]
         self.c = [1.0]
         self.p = [1.0]
         self.asked = {-1: -1}                    # node -> its number in the order given to expand
-        self.drafts = 0
+        self.given = self.drafts = 0             # nodes given to expand, and in how many forwards
 
-    def grow(self, frontier):
-        """Draft once, the `width` best children of each node of the frontier -> indices of the new layer."""
+    def grow(self, frontier, chain=()):
+        """Draft once, the `width` best children of each node of the frontier -> indices of the new nodes.
+
+        chain: ids of nodes that hang behind the frontier's last, one behind the other, and are read in the
+        same forward.  It ends where a node of it is not among the best children of the one before.
+        """
         parents = [self.asked[self.parent[node]] for node in frontier]
-        for node in frontier:
-            self.asked[node] = len(self.asked) - 1
+        end = self.given + len(parents)
+        parents += range(end - 1, end - 1 + len(chain))
         tokens = self.root
-        if frontier != [0]:
-            tokens = [self.token[node] for node in frontier]
-            tokens = torch.tensor(tokens, device=self.root.device)
+        if frontier != [0] or chain:
+            below = [self.token[node] for node in frontier if node] + [*chain]
+            tokens = torch.tensor(below, device=self.root.device)
+        if frontier == [0] and chain:
+            tokens = torch.cat((self.root, tokens))
         rows = self.expand(tokens, parents)                      # (m, V)
-        self.drafts += 1
         c, x = read_top_k(rows, self.width)                      # m lists of k numbers each
 
-        first = len(self.token)
-        for node, c_below, x_below in zip(frontier, c, x):
-            check_probabilities(c_below)
-            for c_j, x_j in zip(c_below, x_below):
-                if c_j == 0:
-                    break                                        # nor is any of the rest possible
-                self.token.append(int(x_j))
-                self.parent.append(node)
-                self.c.append(c_j)
-                # p_j = c_1 c_2 ... c_j
-                self.p.append(self.p[node] * c_j)
+        first, self.read, below = len(self.token), [], {}
+        for i, (c_below, x_below) in enumerate(zip(c, x)):
+            node = frontier[i] if i < len(frontier) else below.get(chain[i - len(frontier)])
+            if node is None:
+                break
+            self.asked[node] = self.given + i
+            self.read.append(node)
+            below = self.add(node, c_below, x_below)
+        self.given += len(parents)
+        self.drafts += 1
         return range(first, len(self.token))
+
+    def add(self, node, c, x):
+        """Put children below a node, confidences c and tokens x, the best first -> {token: index}."""
+        check_probabilities(c)
+        added = {}
+        for c_j, x_j in zip(c, x):
+            if c_j == 0:
+                break                                            # nor is any of the rest possible
+            added[int(x_j)] = len(self.token)
+            self.token.append(int(x_j))
+            self.parent.append(node)
+            self.depth.append(self.depth[node] + 1)
+            self.c.append(c_j)
+            # p_j = c_1 c_2 ... c_j
+            self.p.append(self.p[node] * c_j)
+        return added
+
+    def grow_grafted(self, frontier, most):
+        """As grow, with the chain of up to `most` tokens that is suggested behind the most probable node."""
+        *others, best = reversed(self.ranked(frontier))
+        drafter = getattr(self.expand, "drafter", None)
+        suggest = getattr(drafter, "suggest", None)
+        if suggest is None:
+            return self.grow(frontier)
+        token = self.token[best] if best else self.expand.root
+        # Children of its last node are no deeper than there is room.
+        most = min(most, self.expand.room - self.depth[best] - 1)
+        chain = suggest(token, self.asked[self.parent[best]], most)
+        return self.grow(sorted(others) + [best], chain) if chain else self.grow(frontier)
 
     def nodes(self):
         """All but the root."""
@@ -258,23 +297,52 @@ def pct_cost(expand, root,
     end the drafting is paid for, and what is verified is the n most probable nodes, for the best n.
     Returns a Tree of at most 1 + max_nodes nodes.
     """
-    depth = depth_within(expand, width, depth, max_nodes)
+    candidates = Candidates(expand, root, width)
+    return by_price(candidates, candidates.grow, cost, node_price, depth, max_nodes)
+
+def graft(expand, root,
+          cost=COST, node_price=NODE_PRICE, width=WIDTH, depth=DEPTH, max_nodes=MAX_NODES, chain=CHAIN):
+    """pct_cost over drafters of two kinds: one whose forward costs s_d, and one that suggests for nothing.
+
+    Where expand has a drafter that can suggest(token, parent, most) -> list of up to `most` ids, which may
+    follow a token below a node (`parent`: its number in the order given to expand), such as maxgram.Beside,
+    each forward reads the frontier and, behind its most probable node, up to `chain` suggested tokens.  It
+    vouches for each of them or doubts it, and names what may stand beside it.
+
+    The aim and the prices are those of pct_cost,
+        T = 1 + D cost + |N| node_price,    E = 1 + sum_{j in N} p_j,
+    but D, the forwards, is no longer the depth: one over a node and n suggested tokens deepens the tree by
+    n + 1, for one s_d.  Nodes.  Their rule is the same: p_j >= r node_price, on the chain or beside it.
+    Forwards.  The bound on what the next one adds holds for what the drafter alone can add; a chain comes on
+    top.  So what is expected here of the next forward is at least worth its price.  s is measured over all
+    the nodes that the last forward read.  Where nothing is suggested this is pct_cost.
+
+    depth: the most forwards.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.room.
+    """
+    candidates = Candidates(expand, root, width)
+    grow = partial(candidates.grow_grafted, most=chain)
+    return by_price(candidates, grow, cost, node_price, depth, max_nodes)
+
+def by_price(candidates, grow, cost, node_price, depth, max_nodes):
+    """The loop of pct_cost and graft.  grow(frontier) drafts once -> the new nodes."""
+    depth = depth_within(candidates.expand, candidates.width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
-    candidates = Candidates(expand, root, width)
+    room = getattr(candidates.expand, "room", math.inf)
     p = candidates.p
     frontier = [0]
     r = 1.0
     while frontier and candidates.drafts < depth:
-        before = sum(p[j] for j in frontier)
-        layer = candidates.grow(frontier)
+        layer = grow(frontier)
         r = max(r, rate_at(r, candidates, cost, node_price))
-        # s: what share of p this depth kept
+        # s: what share of p this forward kept
+        before = sum(p[j] for j in candidates.read)
         s = sum(p[j] for j in layer if p[j] >= r * node_price) / before
-        # Nodes: those whose children are expected to be worth their price
-        frontier = [j for j in layer if s * p[j] >= r * node_price]
+        # Nodes: those not read yet whose children are expected to be worth their price
+        unread = [j for j in layer if j not in candidates.asked and candidates.depth[j] < room]
+        frontier = [j for j in unread if s * p[j] >= r * node_price]
         frontier = candidates.best(frontier, max_nodes)
-        # Depths: is what they are expected to add worth one drafter forward?
+        # Forwards: is what they are expected to add worth one more?
         gain = sum(s * p[j] - r * node_price for j in frontier)
         if gain < r * cost:
             break

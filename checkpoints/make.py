@@ -5,6 +5,7 @@
     python checkpoints/make.py target --data work/corpus --first work/corpus-first --compile
     python checkpoints/make.py continuations --data work/corpus        # what a target writes itself
     python checkpoints/make.py bigram --corpus work/corpus --tokenizer checkpoints/target --out bigram.json
+    python checkpoints/make.py agreement --data work/corpus --drafter edd glide     # of Max-Gram with those
 
 Its drafters and small models are train.py's: `python train.py glide vanilla base small --data work/corpus`.
 All settings are in docs/training.md.  `continuations` and `bigram` serve any target, tokenizer and text.
@@ -45,7 +46,7 @@ import train  # noqa: E402
 from data import prepare, read  # noqa: E402
 from data.corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
 from data.read import UserError  # noqa: E402
-from runtime import drafters, jobs, load, walk  # noqa: E402
+from runtime import drafters, grams, jobs, load, walk  # noqa: E402
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
@@ -231,15 +232,16 @@ def given_text(source, text):
     return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]
 
 
-def given_parts(a, tokenizer):
-    """What continuations begin with -> [(kind of text, ids)], of all documents that may be learned from.
+def given_parts(a, tokenizer, held_out=False):
+    """What continuations begin with -> [(kind of text, ids)], of all documents that may be learned from, or
+    of those held out.
 
     Of the corpus' own documents that ends where the answer begins, of a chat where its first answer does, of
     any other text in the middle.  None is longer than three quarters of --length.
     """
     found, template = [], read.template_of(a.template, tokenizer)
     for number, (place, row, document) in enumerate(read.documents(a.data), 1):
-        if row.get("held_out", number % prepare.HELD_OUT == 0):
+        if row.get("held_out", number % prepare.HELD_OUT == 0) != held_out:
             continue
         kind = read.kind_of_text(row, place.split(" of ", 1)[-1])
         if row.get("source") in SOURCES:
@@ -271,7 +273,7 @@ def write_continuations(a):
     out, rows = Path(a.out), []
     if out.exists() and not a.overwrite and not a.resume:
         raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
-    target, tokenizer = load.load_target(a.target, "float32" if a.device == "cpu" else "auto", a.device,
+    target, tokenizer = load.load_target(a.target, "auto", a.device,
                                          revision=a.revision, trust=a.trust_remote_code)
     batches = batches_of(given_parts(a, tokenizer), a.batch, a.seed)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -367,7 +369,7 @@ def write_bigram(a):
                 yield ids
 
     bigram = maxgram.build_bigram(counted(), vocab)
-    confidence = maxgram.measure_confidence(shown(held, len(held)), bigram)
+    confidence = grams.measure_confidence(shown(held, len(held)), bigram)
     measured = "not measured, the defaults hold"
     if confidence:
         confidence = [round(c, 4) for c in confidence]
@@ -382,6 +384,33 @@ def write_bigram(a):
     read.write_atomically(out, lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} documents, "
           f"{len(held)} of them held out; confidence by length of match: {measured}")
+
+
+def fit_agreement(a):
+    """`make.py agreement`: how often Max-Gram is right where a drafter agrees; added to bigram.json."""
+    setup = load.Setup(a.target, a.checkpoint, "float32", a.device, a.revision, a.trust_remote_code)
+    path = Path(a.checkpoint) / "bigram.json"
+    if not path.exists():
+        raise UserError(f"--checkpoint: {path} does not exist: write it with make.py bigram")
+    found = json.loads(path.read_text())
+    # As many prompts of each kind of text
+    prompts, kinds = [], {}
+    for kind, ids in given_parts(a, setup.tokenizer, held_out=True):
+        kinds[kind] = kinds.get(kind, 0) + 1
+        if kinds[kind] <= a.prompts:
+            prompts.append(ids)
+    stop = [] if setup.eos is None else [transformers.EosTokenCriteria(setup.eos)]
+    for name in a.drafter:
+        beside = load.load_beside(setup, name, "maxgram")
+        judged = grams.judged_words(setup.target, beside.drafter, beside.gram, shown(prompts, len(prompts)),
+                                    a.tokens, stop)
+        if not judged:
+            raise UserError("--data: nothing in these texts repeats itself: there is nothing to judge")
+        fitted = grams.fit_agreement(judged, beside.gram.confidence_of)
+        print(f"{name}: {json.dumps(fitted)}")
+        fitted["made"] = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
+        found.setdefault("agreement", {})[name] = fitted
+    read.write_atomically(path, lambda part: part.write_text(json.dumps(found) + "\n"))
 
 
 # ---------------------------------------------------------------- command line
@@ -427,18 +456,25 @@ def parser():
                    help="as train.py's --data; or .bin of uint16 token ids, with token 0 between documents")
     c.add_argument("--tokenizer", required=True, metavar="T", help="folder or hub name, for AutoTokenizer")
     c.add_argument("--out", required=True, metavar="FILE", help="JSON file to write")
+
+    c = command("agreement", "how far Max-Gram's words can be trusted beside a drafter")
+    add_flags(c, *"target revision trust-remote-code template length device".split())
+    c.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="folder of drafters and bigram.json")
+    c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of it, or language models")
+    c.add_argument("--prompts", type=int, default=24, help="held-out documents of each kind of text")
+    c.add_argument("--tokens", type=int, default=64, help="what the target writes behind each")
     return p
 
 
 MAKE = {"corpus": write_corpus, "target": train_target, "continuations": write_continuations,
-        "bigram": write_bigram}
+        "bigram": write_bigram, "agreement": fit_agreement}
 
 
 def run(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python checkpoints/make.py", *argv])
     least = {"steps": 0 if getattr(a, "init", None) else 1}
-    for name in ("steps", "batch", "length", "vocab", "layers", "width", "every"):
+    for name in ("steps", "batch", "length", "vocab", "layers", "width", "every", "prompts", "tokens"):
         value = getattr(a, name, None)
         if value is not None and value < least.get(name, 1):
             raise UserError(f"--{name} is {value}: it must be above 0")

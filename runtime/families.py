@@ -110,7 +110,7 @@ class AnyTarget(Target):
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self.dtype = model.get_input_embeddings()(token).dtype
         self.context = context_of(model, self.config)
-        self.capacity = min(capacity or self.context, self.context)
+        self.capacity = self.context
         self.turn, self.turned = turning_point(self.config), False             # turned: its text is beyond
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             self.cache = SpreadCache()
@@ -119,6 +119,7 @@ class AnyTarget(Target):
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
         self.vocab = vocab or self.known
+        self.capacity = min(capacity or self.context, self.context)
         self.reset()
 
     # ------------------------------------------------------------ windows, devices, vocabularies, chains

@@ -17,10 +17,12 @@ import inspect
 import json
 import re
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
 import huggingface_hub
 import numpy as np
+import torch
 import transformers
 from tqdm import tqdm
 
@@ -29,13 +31,14 @@ import edd
 import glide
 import maxgram
 from data import read
-from runtime import families, graphs, parts
+from runtime import families, grams, graphs, parts
 from verify import UserError
 
 HEIRS = ("gemma4", "eagle3")                             # files of heirs/, each of which loads one drafter
 # What the words in a call name
 NAMED = dict.fromkeys(HEIRS, "the hub name or folder of one")
 NAMED["cascade"] = "names of models, the largest first"
+NAMED["beside"] = "a neural drafter or a language model, then maxgram"
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -77,7 +80,7 @@ def read_call(text, functions, what):
             words.append(argument)
     takes = settings_of(functions[name])
     once = len(words) + len(settings) == len(arguments)
-    known = settings.keys() <= takes.keys() and not any("=" in word for word in words)
+    known = settings.keys() <= takes.keys() and not any("=" in word.partition("(")[0] for word in words)
     if inside.endswith(")") != bool(bracket) or not once or not known or bool(words) != (name in NAMED):
         models = [NAMED[name]] if name in NAMED else []
         listed = ", ".join(models + [f"{key}={value!r}" for key, value in takes.items()])
@@ -317,8 +320,7 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
     matching: False: Max-Gram by its bigram alone.  bigram: a file of it, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
-    last = "maxgram" not in names[:-1]
-    if not last or len(set(names)) < len(names) or costs and len(costs) != len(neural):
+    if "maxgram" in names[:-1] or len(set(names)) < len(names) or costs and len(costs) != len(neural):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, maxgram "
                         "last; give a cost for each model, or none")
     if isinstance(k, int):
@@ -330,9 +332,7 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
         gram.matching = matching
     stages, weights = [], []
     for name in neural:
-        if name not in setup.stages:
-            setup.stages[name] = load_stage(setup, name)
-        model = setup.stages[name]
+        model = stage_of(setup, name)
         # Each cascade gets caches of its own.
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
@@ -342,6 +342,12 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
     if costs:
         drafter.costs["given"] = costs
     return drafter
+
+def stage_of(setup, name):
+    """A language model by name, loaded once."""
+    if name not in setup.stages:
+        setup.stages[name] = load_stage(setup, name)
+    return setup.stages[name]
 
 def load_stage(setup, name):
     """A language model with the target's tokenizer."""
@@ -363,15 +369,92 @@ def load_stage(setup, name):
 
 def load_gram(setup, bigram=None):
     """Max-Gram with the bigram of the file `bigram`, or of the checkpoint where it has one."""
-    path = Path(bigram or Path(setup.checkpoint) / "bigram.json")
+    path = bigram_path(setup, bigram)
     if not bigram and not path.exists():
         return maxgram.MaxGram()
     vocab = setup.target.config.vocab_size
     try:
-        return maxgram.MaxGram(*maxgram.read_bigram(path, vocab, vocabulary_fingerprint(setup.tokenizer)))
+        return maxgram.MaxGram(*grams.read_bigram(path, vocab, vocabulary_fingerprint(setup.tokenizer)))
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
         # Nobody asked for the checkpoint's: another target goes without one.
         setup.notes.append(f"no bigram: {path} is not this target's")
         return maxgram.MaxGram()
+
+def bigram_path(setup, bigram=None):
+    """The file `bigram`, or the checkpoint's."""
+    return Path(bigram or Path(setup.checkpoint) / "bigram.json")
+
+# ---------------------------------------------------------------- a drafter beside Max-Gram
+class Stage:
+    """A language model that drafts trees, by verify.py's contract: it reads all of a tree at each depth."""
+    needs = {}
+
+    def __init__(self, target):
+        self.target = target
+        self.reset()
+
+    def reset(self):
+        """Forget the sequence."""
+        self.target.reset()
+        self.text, self.unread = [], []
+
+    def begin(self, view):
+        """A round starts.  What was committed since the last one is read with its first nodes."""
+        self.text += view.tokens.tolist()
+        self.unread += view.tokens.tolist()
+        self.tokens, self.parents = [], []
+        if len(self.unread) == len(self.text) < self.target.capacity:
+            self.target.sync(self.text)                          # a prompt, which may be long
+            self.unread = []
+
+    def expand(self, tokens, parents):
+        """tokens (m,), parents [m ints] -> logits (m, V); -inf where the model's context ends."""
+        self.tokens += tokens.tolist()
+        self.parents += parents
+        if len(self.text) + len(self.tokens) > self.target.capacity:
+            return torch.full((len(parents), self.target.vocab), -torch.inf, device=tokens.device)
+        k = len(self.unread)
+        # The unread text is a chain, the tree hangs from its end.
+        above = list(range(-1, k - 1)) + [k + parent if parent >= 0 else k - 1 for parent in self.parents]
+        logits = self.target.forward(torch.tensor(self.unread + self.tokens), torch.tensor(above))
+        self.target.commit(list(range(k)), self.unread)
+        self.unread = []
+        return logits[-len(parents):].to(tokens.device)
+
+    def keep(self, path):
+        """What was accepted comes back in the next view."""
+
+def load_beside(setup, *names, bigram=None):
+    """A neural drafter beside Max-Gram, for any tree: beside(edd, maxgram).
+
+    names: a drafter, as --drafter takes it, or a language model, as a cascade does; then maxgram.
+    bigram: a file of it, in place of the checkpoint's.
+    """
+    inner, *rest = names
+    name = inner.partition("(")[0].replace("_", "-")
+    if rest != ["maxgram"] or name in ("maxgram", "cascade", "beside"):
+        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language model, then "
+                        "maxgram")
+    known = loaders(setup.checkpoint)
+    if name in known:
+        drafter = called(setup, read_call(inner, known, "drafter"))
+    else:
+        drafter = Stage(setup.wrap(stage_of(setup, inner), setup.target.context, setup.target.vocab))
+    path = bigram_path(setup, bigram)
+    return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+
+# ---------------------------------------------------------------- all of them
+def loaders(checkpoint):
+    """{name of a drafter: the function that loads it}, as read_call takes them."""
+    found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
+    found |= {kind: partial(load_heir, kind) for kind in HEIRS}
+    return found | {"maxgram": load_cascade, "cascade": load_cascade, "beside": load_beside}
+
+def called(setup, call):
+    """The drafter that a Call names."""
+    try:
+        return call.function(setup, *(call.words or [call.name]), **call.settings)
+    except TypeError as why:
+        raise UserError(f"--drafter {call.label}: {why}") from None

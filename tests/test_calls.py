@@ -1,24 +1,25 @@
 """Drafters and trees named as calls: what is read, what is refused, and that a refusal says what the function takes."""
 import inspect
+import json
 import random
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, shared
 
 import bench
 import cape
 import pct
+import verify
 from runtime import load
 from verify import UserError
 
-FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cascade, "cascade": load.load_cascade}
-
+FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cascade, "cascade": load.load_cascade, "beside": load.load_beside}
 
 def read(text):
     return load.read_call(text, FUNCTIONS, "tree")
-
 
 @pytest.mark.parametrize("text, name, words, settings, label", [
     ("pct", "pct", [], {}, "pct"), ("pct()", "pct", [], {}, "pct"),
@@ -31,11 +32,12 @@ def read(text):
     ("cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)", "cascade", ["google/flan-t5-base", "./models/t5.small_2", "/abs/x-y"],
      {"k": 5}, "cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)"),
     ("maxgram(bigram='a/b.json')", "maxgram", [], {"bigram": "a/b.json"}, "maxgram(bigram='a/b.json')"),
+    ("beside(glide( raw=True),maxgram, bigram='F')", "beside", ["glide(raw=True)", "maxgram"], {"bigram": "F"}, "beside(glide(raw=True), maxgram, bigram='F')"),
+    ("graft(chain=5)", "graft", [], {"chain": 5}, "graft(chain=5)"),
 ])
 def test_calls(text, name, words, settings, label):
     """Words of a cascade are names of models."""
     assert read(text) == (name, FUNCTIONS[name], words, settings, label)
-
 
 def test_what_is_read_is_what_was_written():
     """Random calls of every tree: any order, spaces, dashes for underscores."""
@@ -50,7 +52,6 @@ def test_what_is_read_is_what_was_written():
         assert (call.name, call.settings) == (name, settings)
         assert read(call.label) == call, "a label is a call again"
 
-
 def test_settings_are_the_functions_own():
     assert load.settings_of(pct.pct) == {
         "cost": pct.COST, "width": pct.WIDTH, "depth": pct.DEPTH, "leaf": pct.LEAF, "max_nodes": pct.MAX_NODES}
@@ -58,11 +59,9 @@ def test_settings_are_the_functions_own():
         assert not {"expand", "root", "generator"} & set(load.settings_of(function)), name
     assert load.settings_of(partial(cape.chain, gamma=3)) == {"gamma": 3}, "of a builder: what it has been given"
     assert set(load.settings_of(load.load_cascade)) == {"k", "lenience", "costs", "stop", "matching", "bigram"}
-    assert set(load.settings_of(load.load_drafter)) == {"raw"}
-
+    assert set(load.settings_of(load.load_drafter)) == {"raw"} and set(load.settings_of(load.load_beside)) == {"bigram"}
 
 LISTED = [f"{key}={value}" for key, value in load.settings_of(pct.pct).items()]
-
 
 @pytest.mark.parametrize("text, words", [
     *((f"pct({inside})", LISTED) for inside in (
@@ -71,6 +70,7 @@ LISTED = [f"{key}={value}" for key, value in load.settings_of(pct.pct).items()]
     ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade()", ["names of models"]),
     ("cascade(k=3)", ["names of models"]), ("cascade(base, depth=3)", ["lenience=1.0"]), ("cascade(base, k=x)", ["k=None"]),
     ("glide(width=3)", ["glide takes raw=False"]), ("glide(base)", ["glide takes raw=False"]), ("maxgram(base)", ["maxgram takes"]),
+    ("beside", ["beside takes a neural drafter or a language model, then maxgram, bigram=None"]), ("beside(edd, k=3)", ["beside takes a neural drafter"]),
     *((text, FUNCTIONS) for text in ("", "bush", "pct width", "beam8", "pct,cape", "pct=3")),
     *((text, [f"{text}: a closing bracket ) is missing"]) for text in ("pct(width=7", "pct(width=(1, 2)", "cascade(base, k=(8, 13)", "pct(")),
     ("cape(sizes=[7, 5)", ["cape(sizes=[7, 5): a closing bracket ] is missing"]),
@@ -83,11 +83,9 @@ def test_a_mistake_says_what_fits(text, words):
     assert all(word in str(why.value) for word in words) and "\n" not in str(why.value)
     assert words is FUNCTIONS or str(why.value).startswith(text)
 
-
 # ---------------------------------------------------------------- from the flags
 def checked(*argv):
     return bench.check(bench.parser().parse_args([*argv, "--device", "cpu"]))
-
 
 @pytest.mark.parametrize("text, words", [
     ("pct(width=0)", "width is 0"), ("pct(cost=2)", "between 0 and 1"), ("pct(cost='a')", "pct(cost='a')"), ("cape(gamma=33)", "chain of 33"),
@@ -100,20 +98,17 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(text, w
         checked("--tree", text)
     assert words in str(why.value) and str(why.value).startswith("--tree ") and "\n" not in str(why.value)
 
-
 def test_every_tree_passes_as_it_is():
     _, trees = checked("--temperature", "1", "--tree", *bench.TREES)
     assert [tree.label for tree in trees] == list(bench.TREES)
     with pytest.raises(UserError, match="nodes exceed the 63 that fit"):
         checked("--exact", "--tree", "beam(gamma=8, width=8)")
 
-
 @pytest.mark.parametrize("argv", [["--tree", "pct-cost", "pct_cost"], ["--tree", "pct(width=3)", "pct( width = 3 )"], ["--drafter", "glide", "glide"]])
 def test_equal_labels_are_refused(argv):
     with pytest.raises(UserError, match="name each once"):
         checked(*argv)
     assert len({tree.label for tree in checked("--tree", "pct", "pct(width=3)", "pct(width=4)")[1]}) == 3
-
 
 def test_drafters_are_what_the_checkpoint_holds(tmp_path):
     shipped = load.drafters_in(ROOT / "checkpoints")
@@ -128,6 +123,59 @@ def test_drafters_are_what_the_checkpoint_holds(tmp_path):
     with pytest.raises(UserError, match="choose among edd-h9 my-own gemma4 eagle3 maxgram cascade"):
         checked("--checkpoint", str(tmp_path), "--drafter", "glide")
 
+@pytest.mark.parametrize("names", [
+    ("edd",), ("maxgram", "edd"), ("edd", "glide"), ("maxgram", "maxgram"), ("cascade(base)", "maxgram"), ("edd", "maxgram", "base"),
+                                   ("beside(edd,maxgram)", "maxgram")])
+def test_beside_takes_one_drafter_and_then_maxgram(names):
+    with pytest.raises(UserError, match="name one drafter of trees, or one language model, then maxgram$") as why:
+        load.load_beside(None, *names)
+    assert str(why.value).startswith(f"beside({', '.join(names)}): ")
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_language_model_drafts_trees(name):
+    """Each row is its own plain forward's over the path, in whatever steps and rounds; where its context ends, -inf."""
+    model, rng = shared(name), random.Random(0)
+    for capacity in (None, 14, 9):
+        stage, text = load.Stage(verify.Target(model, capacity)), []
+        for _ in range(6):
+            new, paths = [rng.randrange(12) for _ in range(rng.randint(1, 5))], []
+            text += new
+            stage.begin(verify.View(torch.tensor(new), len(text), {}, {}))
+            for m in (1, 2, 3):
+                parents = [rng.randint(-1, len(paths) - 1) for _ in range(m)]
+                tokens = [rng.randrange(12) for _ in range(m)]
+                paths += [(paths[parent] if parent >= 0 else []) + [token] for token, parent in zip(tokens, parents)]
+                rows = stage.expand(torch.tensor(tokens), parents)
+                if len(text) + len(paths) > stage.target.capacity:
+                    assert rows.isneginf().all() and rows.shape == (m, 12)
+                    continue
+                with torch.no_grad():
+                    own = [model(torch.tensor([text + path])).logits[0, -1] for path in paths[-m:]]
+                torch.testing.assert_close(rows, torch.stack(own))
+            stage.keep([0])
+        stage.reset()
+        assert stage.text == stage.target.ids == []
+
+@pytest.mark.long
+def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
+    """Named on the command line, each with the tree of graft: lossless, and with the agreement that make.py fitted to a file of ours."""
+    from checkpoints import make
+    for folder in (*load.drafters_in(load.CHECKPOINTS).values(), load.CHECKPOINTS / "base"):
+        (tmp_path / folder.name).symlink_to(folder)
+    (tmp_path / "bigram.json").write_bytes((load.CHECKPOINTS / "bigram.json").read_bytes())
+    (tmp_path / "text.jsonl").write_text('{"text": "One day Tim had a red ball. One day Tim had a red ball.", "held_out": true}\n' * 3)
+    argv = ["--data", str(tmp_path / "text.jsonl"), "--checkpoint", str(tmp_path), "--drafter", "edd", "base", "--tokens", "30"]
+    assert make.main(["agreement", *argv]) in (0, None)
+    found = json.loads((tmp_path / "bigram.json").read_text())["agreement"]
+    assert set(found) == {"edd", "base"}
+    names = ["beside(edd, maxgram)", "beside(glide(raw=True), maxgram)", "beside(base, maxgram)"]
+    run = bench.Run(["--checkpoint", str(tmp_path), "--tree", "graft", "--limit", "2", "--max-new-tokens", "20", "--drafter", *names])
+    assert run.drafters[names[0]].agreement == tuple(found["edd"]["weights"]) and run.drafters[names[1]].agreement is None
+    for _, ids, limit in run.prompts:
+        plain = run.decode(None, verify.no_draft, ids, limit).tokens
+        for label in names:
+            out = run.decode(run.drafters[label], pct.graft, ids, limit)
+            assert out.tokens == plain and out.total["draft_forwards"] > 0, label
 
 def test_flags():
     """About twenty, each used, each with its default in --help; the defaults are the README's first command."""

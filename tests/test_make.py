@@ -20,9 +20,9 @@ import train
 import verify
 from checkpoints import make
 from data import corpus, prepare, read
-from maxgram import build_bigram, measure_confidence, read_bigram
+from maxgram import build_bigram
 from runtime import drafters, load
-
+from runtime.grams import measure_confidence, read_bigram
 
 # ---------------------------------------------------------------- tokenizer, target
 @pytest.mark.parametrize("argv, words", [

@@ -2,6 +2,7 @@
 import inspect
 import itertools
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from test_cape import Traffic, path_expand, random_table, row_after, run_the_doc
 
 import pct
 
-BUILDERS = (pct.pct, pct.own_confidence, pct.pct_cost, pct.vct, pct.eagle2)
+BUILDERS = (pct.pct, pct.own_confidence, pct.pct_cost, pct.graft, pct.vct, pct.eagle2)
 
 def paths(tree):
     """The token paths of a tree, the root left out."""
@@ -54,6 +55,7 @@ def test_the_constants_are_the_papers():
     assert defaults(pct.pct) == {"cost": 0.05, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.own_confidence) == {"own": 0.3, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.pct_cost) == {"cost": 0.05, "node_price": 0.01, "width": 5, "depth": 10, "max_nodes": 256}
+    assert defaults(pct.graft) == {**defaults(pct.pct_cost), "chain": 10}
     assert defaults(pct.vct) == {"width": 3, "depth": 5}
     assert defaults(pct.eagle2) == {"total": 50, "depth": 6, "expanded": 10}
 
@@ -184,22 +186,29 @@ def test_eagle2_expands_the_ten_best_of_each_layer():
         assert expand.widest <= 10 and expand.calls == 6
 
 # ---------------------------------------------------------------- beyond the paper: what nodes and depths cost
-def layered(table, start, width, depth, cost, price):
-    """The rule of the docstring on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of layers."""
+def layered(table, start, width, depth, cost, price, suggest=None, room=99):
+    """The rule of the docstrings on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of forwards.
+
+    suggest(path, most): what is suggested behind a path, a tuple."""
     found, frontier, expanded, rate = {}, {(): 1.0}, set(), 1.0
-    for drafts in range(1, depth + 1):
-        layer = {}
-        for path, joint in frontier.items():
+    for drafts in range(1, min(depth, room) + 1):
+        layer, asked, todo, best = {}, dict(frontier), list(frontier), max(frontier, key=frontier.get)
+        chain = suggest(best, room - len(best) - 1) if suggest else ()
+        todo += [best + chain[:i + 1] for i in range(len(chain))]
+        for path in todo:
+            if path not in frontier and path not in layer:
+                break                                                    # the chain is not among the best here
+            joint = asked[path] = frontier.get(path, layer.get(path))
             row = table[path[-1] if path else start]
             for x in sorted(range(len(table)), key=lambda x: (-row[x], x))[:width]:
                 if row[x] > 0:
                     layer[path + (x,)] = joint * row[x]
-        expanded |= set(frontier)
+        expanded |= set(asked)
         found.update(layer)
         paid = [p for p in found.values() if p >= price * rate]
         rate = max(rate, (1 + sum(paid)) / (1 + cost * drafts + price * len(paid)))
-        share = sum(p for p in layer.values() if p >= price * rate) / sum(frontier.values())
-        frontier = {path: p for path, p in layer.items() if share * p >= price * rate}
+        share = sum(p for p in layer.values() if p >= price * rate) / sum(asked.values())
+        frontier = {path: p for path, p in layer.items() if share * p >= price * rate and path not in asked and len(path) < room}
         if not frontier or sum(share * p - price * rate for p in frontier.values()) < cost * rate:
             break
     return found, expanded, drafts
@@ -213,20 +222,70 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         given = []
 
         def expand(tokens, parents, given=given, table=table):
-            given += [(given[p] if p >= 0 else ()) + (x,) for x, p in zip(tokens.tolist(), parents)]
+            for token, parent in zip(tokens.tolist(), parents):
+                given.append((given[parent] if parent >= 0 else ()) + (token,))
             expand.calls += 1                                                                          # noqa: B023
             return table[tokens]
         expand.calls = 0
-        tree = pct.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=price, width=width, depth=depth)
-        nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price)
-        assert {path[1:] for path in given} == expanded and expand.calls == drafts
+        settings, suggest, room = dict(cost=cost, node_price=price, width=width, depth=depth), None, 99
+        build = (pct.pct_cost, pct.graft)[seed // 4 % 2]
+        if seed % 3 and build is pct.graft:
+            suggest, expand.root, expand.room = suggesting(seed, table), 0, 2 + seed % 7
+            room, expand.drafter = expand.room, Suggester(suggest, given)
+        tree = build(expand, torch.tensor([0]), **settings)
+        nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price, suggest, room)
+        assert {path[1:] for path in given} >= expanded and expand.calls == drafts, "a suggestion may be read in vain"
+        assert max(map(len, given)) <= room and (suggest or {path[1:] for path in given} == expanded)
         kept = paths(tree)
 
         def rate(some):
             return (1 + sum(nodes[n] for n in some)) / (1 + cost * drafts + price * len(some))            # noqa: B023
-        some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(len(nodes) + 1))) if small else []
+        some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(len(nodes) + 1))) if small and not suggest else []
         assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
         assert all(rate(kept - {n}) <= rate(kept) + 1e-12 for n in kept), "none of them is too many"
+
+def suggesting(seed, table):
+    """Chains as Max-Gram's would be: mostly the likeliest tokens, up to seed % 6 of them behind two paths of three."""
+    def suggest(path, most):
+        rng, chain = random.Random(hash((seed, path))), ()
+        while len(chain) < min(most, seed % 6) and hash(path) % 3:
+            here = (path + chain or (0,))[-1]
+            chain += (table[here].argmax().item() if rng.random() < 0.8 else rng.randrange(len(table)),)
+        return chain
+    return suggest
+
+class Suggester:
+    """A drafter's suggest(token, parent, most) from suggesting()'s, as maxgram.Beside has it; given: paths asked about, root first."""
+    def __init__(self, of_path, given):
+        self.of_path, self.given = of_path, given
+
+    def suggest(self, token, parent, most):
+        path = (self.given[parent] if parent >= 0 else ()) + (token,)
+        return list(self.of_path(path[1:], most))
+
+def test_graft_without_suggestions_is_pct_cost():
+    """Node for node, whether there is no drafter, one that suggests nothing, or room for no chain."""
+    for seed in range(80):
+        table, settings = random_table(seed, vocab=8, zeros=[0, 0.5][seed % 2]), dict(cost=[0.02, 0.1, 0.3][seed % 3], node_price=[0, 0.01, 0.05][seed % 3])
+        found = []
+        for build, suggest in ((pct.pct_cost, None), (pct.graft, None), (pct.graft, lambda *_: [])):
+            expand = path_expand() if seed < 10 else table_expand(table)
+            expand.room = 1 + seed % 12
+            if suggest:
+                expand.root, expand.drafter = seed % 7, SimpleNamespace(suggest=suggest)
+            tree = build(expand, torch.tensor([seed % 7]), **settings)
+            found.append((tree.tokens.tolist(), tree.parents.tolist(), getattr(expand, "calls", 0)))
+        assert found[0] == found[1] == found[2]
+
+@pytest.mark.parametrize("suggested, room, forwards", [
+    ([], 9, 9), (range(1, 99), 9, 1), (range(1, 7), 9, 3), ([1, 2, 3, 9, 9], 9, 6), ([5], 9, 9), (range(1, 99), 99, 10), (range(1, 99), 1, 1)])
+def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
+    """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; ten at most."""
+    expand = table_expand(torch.eye(200, dtype=torch.float64).roll(1, 1))
+    expand.root, expand.room = 0, room
+    expand.drafter = SimpleNamespace(suggest=lambda token, parent, most: [*suggested][token:token + most] if token == 0 else [])
+    tree = pct.graft(expand, torch.tensor([0]), cost=0.05, node_price=0.001)
+    assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 20)))
 
 def subtrees(table, here, joint, width, depth):
     """All connected subtrees below a node of probability `joint` -> [(sum of p, number of nodes, depth)], the empty one first."""

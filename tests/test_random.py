@@ -40,8 +40,8 @@ BEYOND = 3000                    # places from which on one case in four takes a
 # Sizes of the targets: (vocabulary, layers, context)
 SIZES = [(8, 2, 24), (12, 3, 40), (30, 1, 64)]
 GRAMS = ("maxgram", "cascade 1", "cascade 2", "cascade 1, maxgram", "cascade 2, maxgram")
-DRAFTERS = ("glide", "glide 2", "vanilla", "vanilla 2", "edd", "vdm", "eagle", "medusa", *GRAMS, "noise", "noise", "none")
-
+BESIDE = ("beside edd", "beside glide", "beside eagle", "beside medusa", "beside noise", "beside noise")
+DRAFTERS = ("glide", "glide 2", "vanilla", "vanilla 2", "edd", "vdm", "eagle", "medusa", *GRAMS, *BESIDE, "noise", "noise", "none")
 
 # ---------------------------------------------------------------- models, made once
 @cache
@@ -49,14 +49,14 @@ def model_of(name, sizes):
     """A random target, its weights large enough that its distributions are far from uniform."""
     if sizes is None:
         return families.make(name)
-    return shared(name, **dict(zip(("vocab_size", "num_hidden_layers", "max_position_embeddings"), sizes)))
-
+    model = shared(name, **dict(zip(("vocab_size", "num_hidden_layers", "max_position_embeddings"), sizes)))
+    AnyTarget(model)                                                     # proves it once, with room for that
+    return model
 
 @cache
 def stage_of(name, sizes, number):
     """A small model of a cascade, that mostly agrees with the target."""
     return relative(model_of(name, sizes), (0.03, 0.08)[number], number + 1)
-
 
 @cache
 def draft_model_of(name, sizes, kind, *how):
@@ -69,7 +69,6 @@ def draft_model_of(name, sizes, kind, *how):
     else:
         drafter = random_drafter(model, kind, **{"hidden": 1, **dict(how)})
     return drafter.model, type(drafter)
-
 
 class Noise(families.HalfRight):
     """A drafter that says something else at each position."""
@@ -86,12 +85,11 @@ class Noise(families.HalfRight):
         assert path == sorted(set(path)) and path[:1] == list(range(min(1, len(self.depth))))
         assert all(node < len(self.depth) for node in path)
 
-
 # ---------------------------------------------------------------- drawing a case
 def drawn_tree(rng, drafter, sampled):
     """-> (name, settings) of a builder: of a cascade its own chain, too."""
     # Those that branch below the first layer more often
-    names = ["chain", "cape", "fixed", "own_confidence", "pct_cost"] + ["beam", "pct", "vct", "eagle2"] * 2
+    names = ["chain", "cape", "fixed", "own_confidence", "pct_cost"] + ["beam", "pct", "vct", "eagle2"] * 2 + ["graft"] * (6 if drafter in BESIDE else 1)
     name = rng.choice(names + ["drawn"] * 3 * sampled)
     if drafter in GRAMS and name in ("chain", "drawn"):
         return "proposal", {"drawn": name == "drawn"}
@@ -105,21 +103,23 @@ def drawn_tree(rng, drafter, sampled):
         "cape": {"gamma": gamma, "sizes": sizes, "edges": edges, "max_nodes": room}, "fixed": {"gamma": gamma, "size": rng.randint(0, 9), "max_nodes": room},
         "pct": {"cost": small, "leaf": leaf, **shape}, "own_confidence": {"own": small, "leaf": leaf, **shape},
         "pct_cost": {"cost": small, "node_price": rng.choice([0, 0.001, 0.01, 0.1]), **shape},
+        "graft": {"cost": small, "node_price": rng.choice([0, 0.001, 0.01, 0.1]), "chain": rng.randint(0, 10), **shape},
         "vct": {"width": width, "depth": min(depth, {1: 6, 2: 5, 3: 3, 5: 2}[width])}, "eagle2": {"total": most, "depth": depth, "expanded": width},
     }[name]
-
 
 def builder(name, settings):
     function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name)
     return partial(function, **settings)
-
 
 def drawn_drafter(rng, kind, vocab, layers, context):
     """-> settings of a drafter of this kind."""
     temperature = {"temperature": rng.choice([1.0, 1.0, 0.5, 2.0])}
     if kind not in GRAMS:
         more = {"edd": {"hidden": rng.randint(1, layers)}, "medusa": {"heads": rng.randint(1, 5)}}
-        return {**more.get(kind, {}), **temperature}
+        # How far Max-Gram's words are trusted: by length of match, or by what the drafter says, too
+        beside = {"confidence": [rng.choice([0, 1, rng.random()]) for _ in range(3)],
+                  "agreement": rng.choice([None, (rng.uniform(-3, 3), rng.random(), rng.random())])}
+        return {**more.get(kind.removeprefix("beside "), {}), **temperature, **(beside if kind in BESIDE else {})}
     neural, gram = (1 if "1" in kind else 2 if "2" in kind else 0), kind.endswith("maxgram")
     stages = neural + gram
     K = [[0] * r + [rng.randint(0, 4) for _ in range(stages - r)] for r in range(stages)]
@@ -127,7 +127,6 @@ def drawn_drafter(rng, kind, vocab, layers, context):
     bigram = [rng.randrange(vocab) for _ in range(rng.choice([0, vocab // 2, vocab]))]
     return {"neural": neural, "K": K, "lenience": rng.choice([1.0, 1.0, 1.5, 4.0]), "bigram": bigram if gram else None,
             "stop": rng.choice(["own", "sum"]), "capacity": rng.choice([None, None, rng.randint(2, context)])}
-
 
 def drawn_case(number):
     """Everything that a case decides -> a dict."""
@@ -167,7 +166,6 @@ def drawn_case(number):
     case["static"] = rng.choice([None, None, None, {"keys": 8}, {"rows": 64}, {"rows": 2, "keys": 1}])
     return case
 
-
 # ---------------------------------------------------------------- what is watched while it decodes
 class Watched:
     """A drafter, of which one round is compared with a fresh one that is shown the whole text at once.
@@ -180,9 +178,11 @@ class Watched:
         self.text, self.rate = text, rate
         self.needs, self.temperature = self.inner.needs, getattr(self.inner, "temperature", 1.0)
         if static:
-            graphs.static(self.inner, **static)
+            graphs.static(getattr(self.inner, "drafter", self.inner), **static)
         if hasattr(self.inner, "chain"):
             self.chain = self.own_chain
+        if hasattr(self.inner, "suggest"):
+            self.suggest = self.inner.suggest
 
     def reset(self):
         self.round, self.tokens, self.hidden = -1, [], []
@@ -246,11 +246,9 @@ class Watched:
             shown = torch.cat([rows[k] for rows in self.hidden])
             same(shown, states[k][:len(shown)], f"hidden states shown of layer {k}")
 
-
 def same(found, expected, what):
     """Norms and rotary tables of a float64 model are float32."""
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4, msg=lambda why: f"{what} differ: {why}")
-
 
 class Expand(verify.Expand):
     """What builders see: rows that sum to one, or to zero."""
@@ -266,7 +264,6 @@ class Expand(verify.Expand):
         self.rows += rows
         return rows
 
-
 def grown(build, expand, root):
     """build(expand, root), whose nodes hang below those that the drafter was asked about, and are possible there."""
     tree, paths, rows = build(expand, root), [], {}
@@ -280,7 +277,6 @@ def grown(build, expand, root):
     assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.room, "no node is deeper than tokens may follow"
     return tree
 
-
 # ---------------------------------------------------------------- deciding a case
 def drafter_of(case):
     """-> a function that makes the case's drafter, always the same one."""
@@ -293,21 +289,23 @@ def drafter_of(case):
             stages = [AnyTarget(stage, how["capacity"]) for stage in models]
             gram = None if how["bigram"] is None else maxgram.MaxGram(how["bigram"])
             return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab, how["stop"])
-        if kind == "noise":
+        neural = kind.removeprefix("beside ")
+        if neural == "noise":
             drafter = Noise(vocab)
         else:
-            draft_model, drafter_class = draft_model_of(case["class"], case["sizes"], kind, *((k, v) for k, v in how.items() if k != "temperature"))
+            of_model = [(k, v) for k, v in how.items() if k in ("hidden", "heads")]
+            draft_model, drafter_class = draft_model_of(case["class"], case["sizes"], neural, *of_model)
             drafter = drafter_class(draft_model)
         drafter.temperature = how["temperature"]
+        if kind in BESIDE:
+            drafter = maxgram.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
         return drafter
     return make
-
 
 def cut(tokens, eos):
     """tokens up to the first end of text."""
     ends = [i + 1 for i, token in enumerate(tokens) if token in eos]
     return tokens[:ends[0]] if ends else tokens
-
 
 @torch.no_grad()
 def run(case):
@@ -375,7 +373,6 @@ def run(case):
         assert again.tokens == out.tokens and again.runs == out.runs, f"a second run: {again.tokens} in {again.runs}"
     return sum(len(step.path) > 1 for step in out.rounds)
 
-
 def outcome(number):
     """-> (the rounds that accepted something, None), or (0, what is wrong), or (None, why a family was refused)."""
     case, own = {"case": number}, (verify.Expand, verify.SLICE, verify.Target.slice_size)
@@ -392,7 +389,6 @@ def outcome(number):
     finally:
         verify.Expand, verify.SLICE, verify.Target.slice_size = own
 
-
 def check(count, seed):
     """Run `count` cases, print those that fail -> (accepted rounds, what is wrong with each that fails)."""
     accepted, refused, wrong = 0, 0, []
@@ -406,13 +402,11 @@ def check(count, seed):
     print(f"{count} cases of seed {seed}: {len(wrong)} failed; {accepted} rounds accepted drafts; {refused} cases were refused", flush=True)
     return accepted, wrong
 
-
 def test_random_cases_equal_plain_decoding():
     count = max(COUNT, LONG, 10 * COUNT * (LONG == 1))
     accepted, wrong = check(count, 0)
     assert accepted > count / 2, "drafts are accepted, or there is nothing to test"
     assert not wrong, f"{len(wrong)} of {count} cases failed; the first is {wrong[0]}"
-
 
 def main():
     parser = argparse.ArgumentParser()
@@ -426,7 +420,6 @@ def main():
     _, why = outcome(a.case)
     print(why or f"case {a.case} holds: {drawn_case(a.case)}")
     return bool(why)
-
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,203 @@
+"""Max-Gram's file: its bigram, and how far its words can be trusted, alone and beside a neural drafter.
+
+    bigram, confidence = read_bigram("checkpoints/bigram.json", vocab)
+    gram = maxgram.MaxGram(bigram, confidence)
+    drafter = maxgram.Beside(edd, gram, read_agreement("checkpoints/bigram.json", "edd"))
+
+`checkpoints/make.py bigram` counts the bigram and measures the confidence; `make.py agreement` fits, of each
+drafter, the three numbers of maxgram.Beside.weight to what the target wrote itself behind held-out prompts.
+"""
+import json
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+import maxgram
+from maxgram import UserError
+from verify import Tree, generate
+
+BINS = 10                 # of the expected calibration error
+
+# ---------------------------------------------------------------- the file
+def read_bigram(path, vocab, fingerprint=None):
+    """Read a file for a vocabulary of `vocab` tokens -> (bigram: list (vocab,), confidence: list or None).
+
+    Either {"bigram": [...], "confidence": [...] or null, "fingerprint": ...}, or a flat JSON array indexed by
+    token id as published with the paper, which may be shorter than a padded vocabulary.
+    fingerprint: of the tokenizer in hand, any JSON value; a file that says another is refused, one that says
+    none is not.  Raises UserError for a file that is missing, damaged, or of another vocabulary or tokenizer.
+    """
+    again = "make one with maxgram.build_bigram, as checkpoints/make.py does, or name another file"
+
+    def damaged(what):
+        return UserError(f"the bigram file {path} is damaged, {what}: {again}")
+
+    def foreign(what):
+        return UserError(f"{path} is a bigram of {what}: {again}")
+
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"the bigram file {path} does not exist: {again}") from None
+    except (OSError, ValueError, RecursionError) as why:
+        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        raise UserError(f"the bigram file {path} cannot be read ({reason}): {again}") from None
+    if not isinstance(read, dict):
+        read = {"bigram": read}
+    bigram, confidence, theirs = read.get("bigram"), read.get("confidence"), read.get("fingerprint")
+    # Is it a bigram?
+    if not isinstance(bigram, list) or not all(type(x) is int for x in bigram):
+        raise damaged("it holds no array of token ids")
+    # Is it one of this tokenizer?
+    if fingerprint is not None and theirs is not None and theirs != fingerprint:
+        raise foreign(f"another tokenizer (fingerprint {str(theirs)[:40]}, not {str(fingerprint)[:40]})")
+    if len(bigram) > vocab:
+        raise foreign(f"another vocabulary ({len(bigram)} entries, where the vocabulary has {vocab} tokens)")
+    wrong = [x for x in bigram if not 0 <= x < vocab]
+    if wrong:
+        raise foreign(f"another vocabulary (token id {wrong[0]}, where the vocabulary has {vocab} tokens)")
+    # Is the confidence one?
+    if confidence is not None:
+        numbers = isinstance(confidence, list) and all(type(x) in (int, float) for x in confidence)
+        if not numbers or not confidence or not all(0 <= x <= 1 for x in confidence):
+            raise damaged("its confidence is no array of numbers from 0 to 1")
+    # Ids beyond the file's end are unknown.
+    return bigram + [0] * (vocab - len(bigram)), confidence
+
+def read_agreement(path, name):
+    """(a, b, c) of maxgram.Beside.weight for the drafter `name`; None where the file has none."""
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = read["agreement"][name]["weights"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    numbers = isinstance(found, list) and all(type(x) in (int, float) for x in found)
+    if not numbers or len(found) != 3 or not all(map(math.isfinite, found)):
+        raise UserError(f"the bigram file {path} is damaged, its agreement with {name} is not three numbers: "
+                        "fit it again with checkpoints/make.py agreement")
+    return tuple(found)
+
+# ---------------------------------------------------------------- how far its words can be trusted
+def measure_confidence(texts, bigram=None, lengths=maxgram.LENGTHS):
+    """How often the first proposed token is the next one, by length of match -> list (lengths + 1,), or None.
+
+    texts: iterable of lists of ids that the bigram was not counted on, replayed token by token, each on its
+    own.  A length that was never seen gets the value of the nearest one that was.
+    None: nothing was proposed.
+    """
+    seen = [0] * (lengths + 1)
+    right = [0] * (lengths + 1)
+    for ids in texts:
+        max_gram = maxgram.MaxGram(bigram)
+        for token, after in zip(ids, ids[1:]):
+            # What is proposed where the text so far ends, and what comes after it
+            max_gram.commit([token])
+            proposed, matched = max_gram.propose((), 1)
+            if proposed:
+                length = min(matched[0], lengths)
+                seen[length] += 1
+                right[length] += proposed[0] == after
+    known = [i for i in range(lengths + 1) if seen[i]]
+    if not known:
+        return None
+    # A match grows token by token, so there is no gap between the lengths seen.
+    table = []
+    for i in range(lengths + 1):
+        nearest = min(max(i, known[0]), known[-1])
+        table.append(right[nearest] / seen[nearest])
+    return table
+
+class Judge(maxgram.Beside):
+    """Leaves rows as they are.  heard: (word, length of match, the drafter's p) of each node, or None."""
+
+    def expand(self, tokens, parents):
+        self.heard = [None] * len(parents)
+        return super().expand(tokens, parents)
+
+    def mixed(self, logits, rows, words, lengths):
+        p = (logits[list(rows)].double() / self.temperature).softmax(-1)
+        for i, row in enumerate(rows):
+            self.heard[row] = words[i], lengths[i], p[i, words[i]].item()
+        return logits
+
+def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
+    """What Max-Gram's words were worth along the target's own greedy text -> [(length, p, right: bool)].
+
+    Each round the target reviews the suggested chain; its words are judged up to the first that is wrong.
+    p: what the drafter, which read root and chain at once, says of the word.  prompts: lists of ids.
+    """
+    judge, rounds, judged = Judge(drafter, gram), [], []
+
+    def review(expand, root):
+        chain = judge.suggest(expand.root, most=min(maxgram.N, expand.room))
+        tokens = root.new_tensor([expand.root, *chain])
+        parents = list(range(-1, len(chain)))
+        expand(tokens, parents)
+        rounds.append(judge.heard)
+        return Tree(tokens, root.new_tensor(parents))
+
+    for ids in prompts:
+        rounds.clear()
+        out = generate(target, judge, review, ids, new, stopping_criteria=stopping_criteria)
+        for one, heard in zip(out.rounds, rounds):
+            for said, token in zip(heard, one.new):
+                if said is None:
+                    break
+                word, length, p = said
+                judged.append((length, p, word == token))
+                if word != token:
+                    break
+    return judged
+
+def features(lengths, p):
+    """1, length, logit p of maxgram.Beside.weight -> (n, 3).  lengths, p: (n,)"""
+    lengths = lengths.clamp(max=maxgram.LENGTHS)
+    logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
+    return torch.stack((torch.ones_like(p), lengths, logit), 1)
+
+def logistic(x, y, steps=30, ridge=1e-3):
+    """Newton's method for sigmoid(x weights) = P(y).  x (n, k), y (n,) of 0 and 1 -> weights (k,)"""
+    weights = x.new_zeros(x.shape[1])
+    for _ in range(steps):
+        p = torch.sigmoid(x @ weights)
+        spread = p * (1 - p)
+        slope = x.T @ (y - p) - ridge * weights
+        curve = x.T @ (spread[:, None] * x)
+        curve.diagonal().add_(ridge)
+        weights = weights + torch.linalg.solve(curve, slope)
+    return weights
+
+def scores(p, y):
+    """How good probabilities p (n,) of outcomes y (n,) are -> {"log_loss", "ece"}"""
+    loss = F.binary_cross_entropy(p.clamp(1e-4, 1 - 1e-4), y)
+    place = (p * BINS).long().clamp(max=BINS - 1)
+    gap = p.new_zeros(BINS).index_add(0, place, p - y)
+    # ECE = sum_b |B_b| / n |confidence(B_b) - acceptance(B_b)|
+    ece = gap.abs().sum() / len(p)
+    return {"log_loss": round(loss.item(), 4), "ece": round(ece.item(), 4)}
+
+def fit_agreement(judged, confidence_of):
+    """judged_words(...) -> {"weights": [a, b, c], "words": how many, "log_loss", "ece", "plain": {...}}.
+
+    Log loss and ECE are of the words in the mixture, with weights that were fitted to the other half; plain:
+    of the mixture without agreement, by Max-Gram's own confidence_of(length).
+    """
+    lengths, p, y = torch.tensor(judged, dtype=torch.float64).T                       # (n,) each
+    x = features(lengths, p)
+    # Halves of a hundred words in turn: neighbours stand in one text.
+    half = torch.arange(len(y)) // 100 % 2 == 0
+    found = torch.zeros_like(p)
+    for held in (half, ~half):
+        weights = logistic(x[~held], y[~held])
+        found[held] = torch.sigmoid(x[held] @ weights)
+    w = p.new_tensor([confidence_of(int(length)) for length in lengths])
+    plain = (1 - w) * p + w
+    weights = [round(weight, 4) for weight in logistic(x, y).tolist()]
+    mixed = torch.maximum(found, p)
+    return {
+        "weights": weights,
+        "words": len(y),
+        **scores(mixed, y),
+        "plain": scores(plain, y)}
