@@ -41,7 +41,7 @@ Differences from the paper:
  6. M_D stands for M_T twice in section 4.1, d_b for d_D, and "up to position t" means t - 1.
  7. "GLIDE-47m" with d_D = 4096 cannot be: one such layer alone has some 200M weights.  Sizes here are free.
  8. Defaults are the paper's, but any layer may be read, the loss may be KL divergence from the target
-    (config.loss), and embedding and head may start as the target's (start_from).
+    (config.loss), and LongSpec's layer has a window, biases, and no last norm (checkpoints/convert.py).
 
 Alone in a project: this file, a Hugging Face model, a drafter from train.py.  Greedy chains of five:
 
@@ -104,9 +104,12 @@ class Config:
     latent: int = 0                  # size of DeepSeek's latent rows, which runtime/parts.py reads
     layers_read: tuple = ()          # the target layer l (0-based) that layer m reads
     eps: float = 1e-6                # of the norms
-    theta: float = 10000.0           # of its own rotary table
+    theta: float = 10000.0           # of its own rotary table; 0: it is the target's
     glimpse_theta: float = 0.0       # of the glimpse's queries; 0: they turn by the target's own table
     norm: bool = False               # an RMSNorm before W_j
+    last_norm: bool = True           # an RMSNorm before the head
+    bias: bool = False               # of all queries, and of its own keys and values
+    window: int = 0                  # earlier rows of its own that a row sees; 0: all of them
     loss: str = "ce"                 # or "kl"
 
     @classmethod
@@ -183,13 +186,13 @@ class Layer(nn.Module):
         linear = partial(nn.Linear, bias=False)
         norm = partial(nn.RMSNorm, c.width, eps=c.eps)
         self.norm1 = norm()
-        self.qkv = linear(c.width, 3 * c.width)
+        self.qkv = linear(c.width, 3 * c.width, bias=c.bias)
         self.o = linear(c.width, c.width)
         if c.glimpse:
             self.read = c.layers_read[m]
             value_size = c.target_value_size or c.target_head_size
             self.glimpse_norm = norm() if c.norm else nn.Identity()
-            self.glimpse_q = linear(c.width, c.target_heads * c.target_head_size)
+            self.glimpse_q = linear(c.width, c.target_heads * c.target_head_size, bias=c.bias)
             self.glimpse_o = linear(c.target_heads * value_size, c.width)
         self.norm2 = norm()
         self.up = linear(c.width, 2 * c.feed_forward)
@@ -243,8 +246,14 @@ class Layer(nn.Module):
             store, slots, keys = cache
             store.index_copy_(3, slots, torch.stack((k, v)))
             k, v = store[:, :, :, :keys]
+        if self.c.window:
+            # What a row sees is in the order of the text; the last of it is itself.
+            place = mask.cumsum(1)                                                           # (T, keys)
+            near = place[:, -1:] - place <= self.c.window
+            mask = mask & near
         seen = F.scaled_dot_product_attention(q, k.to(q), v.to(q), attn_mask=mask)   # (B, heads, T, d)
-        seen = seen.transpose(1, 2).flatten(2)
+        seen = seen.transpose(1, 2)
+        seen = seen.flatten(2)
         x = x + self.o(seen)
         # Cross-attention, the glimpse of the target's rows
         if self.c.glimpse:
@@ -267,13 +276,13 @@ class Glide(nn.Module):
         c = self.config = config
         self.embed = nn.Embedding(c.vocab, c.width)
         self.layers = nn.ModuleList(self.layer_class(c, m) for m in range(c.layers))
-        self.norm = nn.RMSNorm(c.width, eps=c.eps)
+        self.norm = nn.RMSNorm(c.width, eps=c.eps) if c.last_norm else nn.Identity()
         self.head = nn.Linear(c.width, c.vocab, bias=False)
         for p in self.parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
         length = len(tables[0])
-        own = angles(c.width // c.heads, length, c.theta)
+        own = angles(c.width // c.heads, length, c.theta) if c.theta else tables
         if c.glimpse_theta:
             tables = angles(c.target_head_size, length, c.glimpse_theta)
         self.register_buffer("own_table", torch.stack(own), persistent=False)                # (2, length, d)
@@ -293,16 +302,6 @@ class Glide(nn.Module):
         keys, _ = rows[top]
         tables = cls.target_angles(model, length, config.layers_read)
         return cls(config, tables).to(keys.device, keys.dtype)
-
-    @torch.no_grad()
-    def start_from(self, model):
-        """Copy the target's embedding and head, where they have the drafter's shape -> whether they do."""
-        table = model.get_input_embeddings().weight
-        same = table.shape == self.embed.weight.shape
-        if same:
-            self.embed.weight.copy_(table)
-            self.head.weight.copy_(model.get_output_embeddings().weight)
-        return same
 
     def turns(self, position):
         """position (T,) -> cos and sin of the drafter there, (2, T, d), and of the target."""
@@ -412,7 +411,7 @@ class Drafter:
         slots = torch.arange(keys - m, keys, device=self.device)                             # (m,)
         position = slots
         mask = None
-        if m > 1 or len(self.lines[-1]) < nodes:
+        if m > 1 or len(self.lines[-1]) < nodes or self.config.window:
             # In a tree a node sees the prefix and its own line, which is as long as it is deep.
             lines = self.lines[-m:]
             row = [i for i, line in enumerate(lines) for _ in line]
@@ -436,7 +435,8 @@ class Drafter:
         for layer, store in zip(model.layers, self.store):
             cache = store, slots, keys
             x = layer(x, turns, mask, self.kv, glimpse, cache)
-        logits = model.head(model.norm(x))
+        x = model.norm(x)
+        logits = model.head(x)
         return [logits[0]]
 
     def reserve(self, keys):

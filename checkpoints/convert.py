@@ -1,4 +1,4 @@
-"""Published drafters become checkpoints of ours: EAGLE-1, GLIDE, MEDUSA-1.
+"""Published drafters become checkpoints of ours: EAGLE-1, GLIDE, LongSpec, MEDUSA-1.
 
     python checkpoints/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 --out my-eagle
     python bench.py --target lmsys/vicuna-7b-v1.3 --checkpoint my-eagle --drafter eagle --tree eagle2
@@ -10,6 +10,8 @@ must be the target's is compared with it, and the first thing that does not fit 
     EAGLE-1     fc.weight               embed_tokens, fc, layers.0.(self_attn, mlp, post_attention_layernorm)
     GLIDE       ... .cross_attn. ...    model.(embed_tokens, norm), lm_head, model.layers.m.(self_attn, mlp,
                                         cross_attn, input_layernorm, post_attention_layernorm)
+    LongSpec    cross_attn.q_proj       self_attn, cross_attn, mlp, input_layernorm,
+                                        post_self_attention_layernorm, post_cross_attention_layernorm
     MEDUSA-1    0.0.linear.weight       h.0.linear, with a bias, and h.1, of each head h
 
 Pickled weights (*.bin, *.pt) are read here and nowhere else, as weights alone: no code in them runs.
@@ -30,13 +32,15 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 import edd  # noqa: E402
 from data import read  # noqa: E402
 from runtime import load  # noqa: E402
-from runtime.parts import Eagle, glide_config  # noqa: E402
+from runtime.parts import Eagle, Glide, glide_config  # noqa: E402
 from verify import UserError  # noqa: E402
 
 PREFIXES = ("small_model.", "medusa_head.")
 TABLE = "rotary_emb.inv_freq"                      # no weight: theta says it
 NO_WEIGHTS = ("training_args", "optimizer", "scheduler")
 GLIMPSE_THETA = 10000.0                            # GLIDE's cross-attention, whatever the target's theta is
+WINDOW = 512                                       # LongSpec's self-attention: so many rows before its own
+NEVER_READ = r"cross_attn\.[kv]_proj\."            # LongSpec's files hold them: its keys are the target's
 # What the published classes take where config.json is silent.
 SILENT = {
     "num_attention_heads": 32, "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
@@ -194,10 +198,11 @@ def sizes_of_glide(weights, settings, target):
     })
     return config
 
-def glide_parts(config, key_rows):
-    """{our name: {key: shape}} of a whole GLIDE."""
-    V, D, F, kv = config.vocab, config.width, config.feed_forward, (key_rows, config.width)
-    layer = {
+def layer_parts(config, key_heads):
+    """{our name: {key: shape}} of a layer of GLIDE, less the .weight of all."""
+    D, F = config.width, config.feed_forward
+    kv = key_heads * (D // config.heads), D
+    return {
         "norm1": {"input_layernorm": (D,)},
         "qkv": {"self_attn.q_proj": (D, D), "self_attn.k_proj": kv, "self_attn.v_proj": kv},
         "o": {"self_attn.o_proj": (D, D)},
@@ -207,29 +212,73 @@ def glide_parts(config, key_rows):
         "up": {"mlp.gate_proj": (F, D), "mlp.up_proj": (F, D)},
         "down": {"mlp.down_proj": (D, F)},
     }
-    parts = {"embed.weight": {"model.embed_tokens.weight": (V, D)}, "head.weight": {"lm_head.weight": (V, D)}}
-    parts["norm.weight"] = {"model.norm.weight": (D,)}
-    for m in range(config.layers):
-        for name, part in layer.items():
-            keys = {f"model.layers.{m}.{key}.weight": shape for key, shape in part.items()}
-            parts[f"layers.{m}.{name}.weight"] = keys
-    return parts
 
-def from_glide(weights, settings, target):
-    """GLIDE.  Where query heads share a key, its rows are repeated, which computes the same."""
-    config = sizes_of_glide(weights, settings, target)
+def repeat_keys(weights, config, key_heads):
+    """Where query heads share a key, its rows are repeated, which computes the same."""
+    size = config.width // config.heads
+    for key in weights:
+        if ".k_proj." in key or ".v_proj." in key:
+            rows = weights[key].unflatten(0, (key_heads, size))    # (heads of keys, size, D), a bias: no D
+            weights[key] = rows.repeat_interleave(config.heads // key_heads, 0).flatten(0, 1)
+
+def key_heads_of(config, settings):
+    """How many heads its own keys have; query heads must share them evenly."""
     key_heads = settings.get("num_key_value_heads") or config.heads
     size = config.width // config.heads
     if size * config.heads != config.width or size % 2 or config.heads % key_heads:
         raise UserError(f"config.json: {config.heads} heads and {key_heads} of keys do not part a width of "
                         f"{config.width}: download it again")
-    parts = glide_parts(config, key_heads * size)
+    return key_heads
+
+def from_glide(weights, settings, target):
+    """GLIDE, with an embedding and a head of its own."""
+    config = sizes_of_glide(weights, settings, target)
+    key_heads = key_heads_of(config, settings)
+    table = config.vocab, config.width
+    parts = {"embed.weight": {"model.embed_tokens.weight": table}, "head.weight": {"lm_head.weight": table}}
+    parts["norm.weight"] = {"model.norm.weight": table[1:]}
+    for m in range(config.layers):
+        for name, part in layer_parts(config, key_heads).items():
+            keys = {f"model.layers.{m}.{key}.weight": shape for key, shape in part.items()}
+            parts[f"layers.{m}.{name}.weight"] = keys
     check_keys(weights, parts, "GLIDE")
-    for key in weights:
-        if ".k_proj." in key or ".v_proj." in key:
-            rows = weights[key].unflatten(0, (key_heads, size))            # (heads of keys, size, D)
-            weights[key] = rows.repeat_interleave(config.heads // key_heads, 0).flatten(0, 1)
+    repeat_keys(weights, config, key_heads)
     return "glide", config, joined(weights, parts)
+
+def from_longspec(weights, settings, target):
+    """LongSpec: one layer, which the target's embedding feeds and its head reads, without a norm between.
+
+    Its queries and keys turn by the target's own table; it reads the target's last layer.
+    """
+    c = target.config.get_text_config()
+    config = glide_config(target, c.hidden_size, norm=True)
+    config.heads, config.eps = c.num_attention_heads, settings["rms_norm_eps"]
+    config.theta, config.bias, config.last_norm, config.window = 0.0, True, False, WINDOW
+    check_settings({"hidden_size": c.hidden_size} | settings, {
+        "hidden_size": c.hidden_size,
+        "num_attention_heads": c.num_attention_heads,
+        "hidden_act": "silu",
+    })
+    key_heads = key_heads_of(config, settings)
+    weights = {key: weight for key, weight in weights.items() if not re.match(NEVER_READ, key)}
+    config.feed_forward = len(weights.get("mlp.gate_proj.weight", torch.empty(64)))
+    layer = layer_parts(config, key_heads)
+    layer["glimpse_norm"] = {"post_self_attention_layernorm": (config.width,)}
+    layer["norm2"] = {"post_cross_attention_layernorm": (config.width,)}
+    parts = {}
+    for name, part in layer.items():
+        parts[f"layers.0.{name}.weight"] = {f"{key}.weight": shape for key, shape in part.items()}
+    for name in ("qkv", "glimpse_q"):
+        parts[f"layers.0.{name}.bias"] = {f"{key}.bias": shape[:1] for key, shape in layer[name].items()}
+    check_keys(weights, parts, "LongSpec")
+    repeat_keys(weights, config, key_heads)
+    # The target's embedding and head come along, so that what is saved is whole.
+    made = Glide.beside(target, config, 1)
+    if made.own_table.shape[-1] * config.heads != config.width or not made.start_from(target):
+        raise UserError(f"{type(target).__name__} turns its keys, or uses its embedding or head, otherwise "
+                        f"than Llama: LongSpec cannot stand beside it, name its own target")
+    own = {name: weight.cpu() for name, weight in made.state_dict().items()}
+    return "glide", config, own | joined(weights, parts)
 
 def from_medusa(weights, settings, target):
     """MEDUSA-1.  The published config.json says a wrong number of heads: the keys are counted."""
@@ -253,15 +302,17 @@ def layout_of(weights, source):
         return from_eagle
     if any(".cross_attn." in key for key in weights):
         return from_glide
+    if "cross_attn.q_proj.weight" in weights:
+        return from_longspec
     if any(re.match(r"\d+\.\d+\.linear\.", key) for key in weights):
         return from_medusa
     raise UserError(f"{source} is in no known layout (it has a key {next(iter(weights), None)}): EAGLE-1 has "
-                    "fc.weight, GLIDE keys with cross_attn, MEDUSA-1 0.0.linear.weight")
+                    "fc.weight, GLIDE and LongSpec keys with cross_attn, MEDUSA-1 0.0.linear.weight")
 
 # ---------------------------------------------------------------- command line
 def run(argv):
     p = read.Parser(description="Convert a published drafter.")
-    p.add_argument("source", help="folder or hub name of the drafter: EAGLE-1, GLIDE, MEDUSA-1")
+    p.add_argument("source", help="folder or hub name of the drafter: EAGLE-1, GLIDE, LongSpec, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
     p.add_argument("--target", default=str(load.STAND_IN),
                    help="folder or hub name of its target (default: the stand-in)")

@@ -120,7 +120,9 @@ class Glide(glide.Glide):
 
     @torch.no_grad()
     def start_from(self, model):
-        """As glide.Glide.start_from, with what the target scales; not where embeddings are used otherwise."""
+        """Embedding and head become the target's, with what it scales -> whether they have the drafter's
+        shape, and are used as Llama's.
+        """
         c = model.config.get_text_config()
         if (c.vocab_size, c.hidden_size) != self.embed.weight.shape:
             return False

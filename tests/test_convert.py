@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SIZES, plain, tiny, weighty
 from safetensors.torch import load_file, save_file
-from test_glide import batch_of, save, view
+from test_glide import batch_of, other, save, view
 from test_glide import text as some_text
 from tokenizers import Tokenizer, models
 from torch import nn
@@ -32,7 +32,8 @@ EXACT = dict(atol=1e-9, rtol=1e-9)
 NEAR = dict(atol=1e-5, rtol=1e-5)                               # where positions count: a model's rotary tables are float32
 SMALL = dict(vocab_size=VOCAB, max_position_embeddings=64)
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
-TARGETS = {"llama": tiny("llama", **SMALL, **THETA), "qwen2": tiny("qwen2", **SMALL), "mistral": tiny("mistral", **SMALL)}
+TARGETS = {"llama": tiny("llama", **SMALL, **THETA), "qwen2": tiny("qwen2", **SMALL), "mistral": tiny("mistral", **SMALL),
+           "scaled": tiny("llama", **SMALL, rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0})}
 text = partial(some_text, vocab=VOCAB)
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,18 @@ def glide_files(name="llama", layers=1, key_heads=4, width=24, vocab=VOCAB, pref
               "rms_norm_eps": 1e-3, "rope_theta": 700.0, "large_hidden_size": WIDTH, "large_num_attention_heads": 4, "vocab_size": vocab}
     return {prefix + key: weight for key, weight in drawn(shapes).items()}, config
 
+def longspec_files(name="llama", key_heads=4):
+    """-> weights, config.json of a LongSpec, the target's own but for the heads of its keys; also what it never reads."""
+    rows, width = key_heads * 8, (WIDTH,)
+    own = {"self_attn.q_proj": WIDTH, "self_attn.k_proj": rows, "self_attn.v_proj": rows, "cross_attn.q_proj": WIDTH,
+           "cross_attn.k_proj": rows, "cross_attn.v_proj": rows}
+    shapes = {"self_attn.o_proj.weight": (WIDTH, WIDTH), "cross_attn.o_proj.weight": (WIDTH, WIDTH), "mlp.gate_proj.weight": (20, WIDTH),
+              "mlp.up_proj.weight": (20, WIDTH), "mlp.down_proj.weight": (WIDTH, 20), "input_layernorm.weight": width,
+              "post_self_attention_layernorm.weight": width, "post_cross_attention_layernorm.weight": width}
+    for key, out in own.items():
+        shapes |= {f"{key}.weight": (out, WIDTH), f"{key}.bias": (out,)}
+    return drawn(shapes), {"hidden_size": WIDTH, "num_attention_heads": 4, "num_key_value_heads": key_heads, "rms_norm_eps": 1e-3}
+
 def medusa_files(name="llama", heads=3, prefix=""):
     """-> weights, config.json of a MEDUSA-1, which says two heads, as the published files do."""
     shapes = {}
@@ -131,15 +144,15 @@ def attend(q, k, v, seen):
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1).flatten(1)
 
-def self_attention(w, prefix, x, position, heads, key_heads, theta):
+def self_attention(w, prefix, x, position, heads, key_heads, theta, window=1000):
     """What a Llama's self-attention gives, before its output is added."""
     parts = []
     for name, n in (("q", heads), ("k", key_heads), ("v", key_heads)):
         rows = F.linear(x, w[f"{prefix}.{name}_proj.weight"], w.get(f"{prefix}.{name}_proj.bias"))
         parts.append(rows.unflatten(-1, (n, -1)).transpose(0, 1))
     q, k = (turned(rows, position, theta) for rows in parts[:2])
-    causal = torch.ones(len(x), len(x), dtype=torch.bool).tril()
-    return attend(q, k, parts[2], causal) @ w[f"{prefix}.o_proj.weight"].T
+    seen = torch.ones(len(x), len(x), dtype=torch.bool).tril().triu(-window)
+    return attend(q, k, parts[2], seen) @ w[f"{prefix}.o_proj.weight"].T
 
 def feed_forward(w, prefix, x):
     gate, up, down = (w[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
@@ -153,19 +166,31 @@ def published_eagle(w, config, tokens, features):
     x = x + self_attention(w, "layers.0.self_attn", x, place, 4, config["num_key_value_heads"], config.get("rope_theta", 10000.0))
     return x + feed_forward(w, "layers.0.mlp", rms(x, w["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"]))
 
+def layer_with_a_glimpse(w, p, config, x, kv, limits, turns, norms=("post_attention_layernorm",), window=1000):
+    """x (T, D).  kv: what it glimpses, and limits: how many of its rows each position may see; turns: places and theta of its own
+    rows, and of the glimpse; norms: that of the glimpse, where there is one, and that of the MLP."""
+    eps, seen = config["rms_norm_eps"], torch.arange(kv[0].shape[1]) < torch.tensor(limits)[:, None]
+    normed = rms(x, w[f"{p}input_layernorm.weight"], eps)
+    x = x + self_attention(w, f"{p}self_attn", normed, turns[0], 4, config["num_key_value_heads"], turns[1], window)
+    looks = rms(x, w[f"{p}{norms[0]}.weight"], eps) if norms[1:] else x
+    q = F.linear(looks, w[f"{p}cross_attn.q_proj.weight"], w.get(f"{p}cross_attn.q_proj.bias")).unflatten(-1, (4, -1)).transpose(0, 1)
+    x = x + attend(turned(q, turns[0], turns[2]), *kv, seen) @ w[f"{p}cross_attn.o_proj.weight"].T
+    return x + feed_forward(w, f"{p}mlp", rms(x, w[f"{p}{norms[-1]}.weight"], eps))
+
 def published_glide(w, config, ids, kv, limits):
     """Logits (T, V).  kv: the target's cache, all layers; limits: how many of its rows each position may see."""
-    place, layers = torch.arange(len(ids), dtype=torch.float64), config["num_hidden_layers"]
-    x, seen = w["model.embed_tokens.weight"][ids], torch.arange(len(ids)) < torch.tensor(limits)[:, None]
+    turns, layers = (torch.arange(len(ids)).double(), config["rope_theta"], 10000.0), config["num_hidden_layers"]
+    x = w["model.embed_tokens.weight"][ids]
     for m in range(layers):
-        p, eps = f"model.layers.{m}", config["rms_norm_eps"]
-        normed = rms(x, w[f"{p}.input_layernorm.weight"], eps)
-        x = x + self_attention(w, f"{p}.self_attn", normed, place, 4, config["num_key_value_heads"], config["rope_theta"])
-        q = (x @ w[f"{p}.cross_attn.q_proj.weight"].T).unflatten(-1, (4, -1)).transpose(0, 1)
-        keys, values = kv[len(kv) - layers + m]
-        x = x + attend(turned(q, place, 10000.0), keys, values, seen) @ w[f"{p}.cross_attn.o_proj.weight"].T
-        x = x + feed_forward(w, f"{p}.mlp", rms(x, w[f"{p}.post_attention_layernorm.weight"], eps))
+        x = layer_with_a_glimpse(w, f"model.layers.{m}.", config, x, kv[len(kv) - layers + m], limits, turns)
     return rms(x, w["model.norm.weight"], config["rms_norm_eps"]) @ w["lm_head.weight"].T
+
+def published_longspec(w, config, target, ids, kv, limits, window):
+    """As published_glide.  Embedding, head, and what turns queries and keys are the target's."""
+    rope, norms = target.config.rope_parameters, ("post_self_attention_layernorm", "post_cross_attention_layernorm")
+    turns = torch.arange(len(ids)).double() / rope.get("factor", 1.0), rope["rope_theta"], rope["rope_theta"]
+    x = target.get_input_embeddings().weight.detach()[ids]
+    return layer_with_a_glimpse(w, "", config, x, kv[-1], limits, turns, norms, window) @ target.get_output_embeddings().weight.detach().T
 
 def lossless(model, drafter, prompt=(3, 1, 4, 1, 5, 9, 2)):
     expected, target = plain(model, prompt, 16), any_target(model)
@@ -233,6 +258,39 @@ def test_glide(folders, tmp_path, name, layers, key_heads, vocab, prefix):
         assert (other - expected)[12:].abs().max() > 0.01
     lossless(model, drafter)
 
+@pytest.mark.parametrize("name, key_heads, window", [("scaled", 4, 3), ("qwen2", 2, 3), ("llama", 2, 512)])
+def test_longspec(folders, tmp_path, monkeypatch, name, key_heads, window):
+    """Training's rows, drafted chains, and each path of a tree."""
+    weights, config = longspec_files(name, key_heads)
+    monkeypatch.setattr(convert, "WINDOW", window)
+    if window == 512:                                                       # what is never read need not be there
+        monkeypatch.undo()
+        weights = {key: weight for key, weight in weights.items() if not key.startswith(("cross_attn.k", "cross_attn.v"))}
+    drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
+    assert about["kind"] == "glide" and about["config"]["window"] == window and about["config"]["layers_read"] == [2]
+    w, ids = {key: weight.double() for key, weight in weights.items()}, text(20)
+    batch, tree = batch_of(model, ids[None]), [-1, 0, 0, 1, 2, 4, 3, 5]
+    kv = [(k[0], v[0]) for k, v in batch["kv"].values()]
+    published = partial(published_longspec, w, config, model)
+    with torch.no_grad():
+        trained = published(ids, kv, [j // 5 * 5 for j in range(20)], window)
+        torch.testing.assert_close(drafter.model(ids[None], batch["kv"])[0], trained, **NEAR)
+        if window < 20:
+            assert (trained - published(ids, kv, [j // 5 * 5 for j in range(20)], 1000)).abs().max() > 0.01, "the window matters"
+        for t, before in ((5, 0), (9, 5)):
+            drafter.begin(view(batch, before, t))
+            rows = torch.cat([drafter.expand(ids[t + i:t + i + 1], [i - 1]) for i in range(4)])
+            torch.testing.assert_close(rows, published(ids[:t + 4], kv, [t] * (t + 4), window)[t:], **NEAR)
+            drafter.keep([0, 1, 2, 3])
+        t, nodes, lines = 13, text(len(tree), 3), {-1: []}
+        drafter.begin(view(batch, 13, t))
+        rows = torch.cat([drafter.expand(nodes[i:j], tree[i:j]) for i, j in ((0, 1), (1, 3), (3, 8))])
+        for i, parent in enumerate(tree):
+            lines[i] = lines[parent] + [nodes[i]]
+            path = torch.cat((ids[:t], torch.stack(lines[i])))
+            torch.testing.assert_close(rows[i], published(path, kv, [t] * len(path), window)[-1], **NEAR)
+    lossless(model, drafter)
+
 @pytest.mark.parametrize("name, heads, prefix", [("llama", 3, ""), ("qwen2", 5, "medusa_head."), ("mistral", 11, "")])
 def test_medusa(folders, tmp_path, name, heads, prefix):
     weights, config = medusa_files(name, heads, prefix)
@@ -252,7 +310,7 @@ def test_medusa(folders, tmp_path, name, heads, prefix):
     lossless(model, drafter)
 
 # ---------------------------------------------------------------- files
-@pytest.mark.parametrize("files", [eagle_files, glide_files, medusa_files])
+@pytest.mark.parametrize("files", [eagle_files, glide_files, longspec_files, medusa_files])
 def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
     """Also in several files, and beside what a training leaves; types stay, a table of rotary angles is no weight."""
     weights, config = files("llama")
@@ -272,10 +330,13 @@ def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
         assert about["source"] == str(tmp_path / kind / "in") and about["command"].startswith("python checkpoints/convert.py ")
         assert len(about["date"]) == 10 and f"--drafter {about['kind']}" in capsys.readouterr().out
     assert made[0] == made[1] == made[2]
-    assert {weight.dtype for weight in load_file(tmp_path / "safe" / "out" / "model.safetensors").values()} == {torch.float16}
+    saved = load_file(tmp_path / "safe" / "out" / "model.safetensors")
+    of_target = {"embed.weight", "head.weight"} if files is longspec_files else set()
+    assert {weight.dtype for name, weight in saved.items() if name not in of_target} == {torch.float16}
 
 def test_checkpoints_older_than_these_settings_load():
     old = glide.Config(VOCAB, 16, 32, 1, 2, 5, True, 4, 8, layers_read=[2])
+    assert (old.bias, old.last_norm, old.window) == (False, True, 0)
     assert (old.eps, old.theta, old.glimpse_theta, old.norm, old.loss) == (1e-6, 10000.0, 0, False, "ce") and edd.Config(12, 32, 1, kind="eagle").bias
     tables = glide.target_angles(TARGETS["llama"], 20)
     assert torch.equal(glide.Glide(old, tables).target_table, torch.stack(tables)), "queries turn by the target's own table"
@@ -292,7 +353,6 @@ def changed(key, weight):
 
 def setting(**settings):
     return lambda w, c: c.update(settings)
-
 
 FC = torch.zeros(WIDTH, WIDTH)
 WRONG = {
@@ -318,6 +378,9 @@ WRONG = {
     "heads that do not part": (glide_files, setting(num_attention_heads=5), "5 heads and 4 of keys do not part a width of 24"),
     "no embedding": (glide_files, lambda w, c: w.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
     "a word for a number": (glide_files, setting(num_attention_heads="many"), "in: "),
+    "LongSpec without a bias": (longspec_files, lambda w, c: w.pop("self_attn.q_proj.bias"), "key self_attn.q_proj.bias, which is missing"),
+    "LongSpec's glimpse": (longspec_files, changed("cross_attn.o_proj.weight", torch.zeros(8, WIDTH)), "must be (32, 32)"),
+    "LongSpec's heads": (longspec_files, setting(num_attention_heads=8), "num_attention_heads is 8, and must be 4"),
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
     "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
@@ -336,6 +399,11 @@ def test_what_does_not_fit_is_named_in_one_sentence(folders, tmp_path, capsys, c
     weights, config = files("llama")
     spoil(weights, config)
     check_refused(capsys, tmp_path / "out", words, written(tmp_path / "in", weights, config), "--target", folders["llama"])
+
+def test_longspec_stands_beside_targets_that_turn_as_llama_does():
+    weights, config = longspec_files()
+    with pytest.raises(verify.UserError, match="GlmForCausalLM turns its keys"):
+        convert.from_longspec(weights, convert.SILENT | config, other("Glm", partial_rotary_factor=0.5))
 
 def test_files_that_cannot_be_read(folders, tmp_path, capsys):
     source, target = tmp_path / "in", ("--target", folders["llama"])
@@ -406,14 +474,11 @@ class Int8(nn.Module):
         weight = (self.weight * self.scale).to(self.dtype)
         return weight[x] if self.table else F.linear(x, weight, self.bias)
 
-def quantised(dtype, of_scales):
-    model = tiny("qwen2", **SMALL).to(dtype)
+def quantised(model, of_scales, kinds=(nn.Linear, nn.Embedding)):
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, (nn.Linear, nn.Embedding)):
+            if isinstance(child, tuple(kinds)):
                 setattr(module, name, Int8(child, of_scales))
-    assert not any(p.is_floating_point() and p.shape[-1] > 1 and p.ndim > 1 for p in model.parameters())
-    assert model.dtype == of_scales, "what a weight would say of activations is wrong"
     return model
 
 def draft_model_of(name, model):
@@ -427,7 +492,9 @@ def draft_model_of(name, model):
 @pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa", "glide"])
 def test_a_quantised_target_trains_and_decodes(name):
     """Weights are int8: types come from hidden states, and what learns starts at what the target says."""
-    model, ids = quantised(torch.float64, torch.float32), torch.arange(VOCAB)
+    model, ids = quantised(tiny("qwen2", **SMALL), torch.float32), torch.arange(VOCAB)
+    assert not any(p.is_floating_point() and p.shape[-1] > 1 and p.ndim > 1 for p in model.parameters())
+    assert model.dtype == torch.float32, "what a weight would say of activations is wrong"
     module, drafter_class = draft_model_of(name, model)
     assert {p.dtype for p in module.parameters()} == {torch.float64}
     batch = batch_of(model, text(24).view(2, 12), {2, LAST}) | {"block": None, "random": np.random.default_rng(0)}
@@ -447,7 +514,7 @@ def test_a_quantised_target_trains_and_decodes(name):
 
 def test_a_drafter_is_loaded_in_the_type_of_what_it_reads(tmp_path):
     """Half precision states of int8 weights, whose scales are single; what learns in single precision reads them, too."""
-    model = quantised(torch.bfloat16, torch.float32)
+    model = quantised(tiny("qwen2", **SMALL).bfloat16(), torch.float32)
     batch = batch_of(model, text(12)[None], {2, LAST})
     for name in ("edd", "eagle", "medusa", "glide"):
         module = draft_model_of(name, model)[0].float()

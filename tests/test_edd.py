@@ -11,22 +11,21 @@ import torch
 import transformers
 from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, shared, tiny, weighty
 from safetensors.torch import save_file
-from test_glide import batch_of, save, text, view
+from test_glide import batch_of, other, rows_and_confidence, save, text, view
+from test_verify import path_to
 
 import cape
 import edd
 import glide
 import verify
-from runtime import parts
+from runtime import load, parts
 from runtime.families import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
 
-
 def rounding(model):
     """How far two ways to one number may be apart: eager attention takes its softmax in float32."""
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
-
 
 # ---------------------------------------------------------------- alone in a project
 @pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
@@ -34,23 +33,12 @@ def test_alone_it_says_what_runtime_parts_makes_it_say(model, name, tmp_path):
     """Llama, Mistral, Qwen2: the same start, the same rows; confidence is calibrated, and nothing asks for gradients."""
     settings = {"hidden": 2, **edd.VARIANTS[name]}
     config = edd.Config.for_target(model, **settings)
-    ours, any_family = (kinds[config.kind][0](config, model) for kinds in (edd.KINDS, parts.KINDS))
-    for key, weight in ours.state_dict().items():
-        if key.startswith(("embed", "head", "norm", "w.")):
-            torch.testing.assert_close(weight, any_family.state_dict()[key])
-    assert all(p.requires_grad for p in (*model.parameters(), *ours.parameters(), *any_family.parameters()))
+    ours, any_family = (kinds[config.kind][0](config, model).state_dict() for kinds in (edd.KINDS, parts.KINDS))
+    for key in [key for key in ours if key.startswith(("embed", "head", "norm", "w."))]:
+        torch.testing.assert_close(ours[key], any_family[key])
     save(tmp_path, random_edd(model, **settings), kind=name, validation={"temperature": 0.7})
-    batch, rows = batch_of(model, text(12)[None], {2, LAST}), []
-    for drafter in (edd.load(tmp_path, model)[0], parts.load(edd, tmp_path, model)[0]):
-        drafter.begin(view(batch, 0, 7))
-        rows.append(drafter.expand(batch["ids"][0, 7:11], [-1, 0, 0, 1]))
-        drafter.reset()
-        drafter.begin(view(batch, 0, 7))
-        confidence = drafter.confidence(batch["ids"][0, 7:11], [-1, 0, 0, 1])
-        torch.testing.assert_close(confidence, (rows[0].float() / 0.7).softmax(-1))
-    torch.testing.assert_close(*rows)
-    assert drafter.temperature == 0.7 and not rows[0].requires_grad
-
+    drafters = edd.load(tmp_path, model)[0], parts.load(edd, tmp_path, model)[0]
+    torch.testing.assert_close(*rows_and_confidence(drafters, batch_of(model, text(12)[None], {2, LAST})))
 
 # ---------------------------------------------------------------- equations 3 and 4
 @pytest.mark.parametrize("seed", range(8))
@@ -62,14 +50,12 @@ def test_dual_block_mask_entry_by_entry(seed):
     # Hidden states strictly before the block; tokens of the own block up to itself
     assert torch.equal(edd.dual_block_mask(T, L), torch.cat((k < start, (start <= k) & (k <= i)), 1))
 
-
 def test_kl_is_equation_4():
     target, draft = torch.randn(2, 15, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     target[0, 2] = float("-inf")                                # a token that the target rules out adds nothing
     P, Q = target.softmax(-1), draft.softmax(-1)
     expected = torch.where(P > 0, P * (P.log() - Q.log()), 0).sum()
     assert edd.kl(P, draft).item() == pytest.approx(expected.item(), abs=1e-5)
-
 
 @pytest.mark.parametrize("encoding", [True, False])
 @pytest.mark.parametrize("name, block", [*product(CLASSES, (3, 5, 7)), *product(("Gemma2", "DeepseekV3", "GptOss", "Granite"), (5,))])
@@ -91,7 +77,6 @@ def test_training_equals_decoding(name, block, encoding):
         if encoding:                                            # the soft prompt matters, or the above says nothing
             assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
 
-
 # ---------------------------------------------------------------- decoding
 @pytest.mark.parametrize("name", ["glide", "glide 2", "edd", "eagle", "medusa"])
 def test_rows_of_a_tree_equal_paths_drafted_alone(model, name):
@@ -101,26 +86,24 @@ def test_rows_of_a_tree_equal_paths_drafted_alone(model, name):
     alone, tolerance = type(drafter)(drafter.model), 1e-9 if name.startswith("glide") else rounding(model)
     drafter.begin(given)
     rows = torch.cat([drafter.expand(tokens[call], [above[i] for i in call]) for call in ([0], [1, 2], [3, 4, 5], [6, 7, 8])])
-    for node in range(9):
-        path = [node]
-        while above[path[0]] >= 0:
-            path.insert(0, above[path[0]])
+    for path in (path_to(node, above) for node in range(9)):
         for calls in ([range(len(path))], [[i] for i in range(len(path))]):
             alone.reset()
             alone.begin(given)
             said = torch.cat([alone.expand(tokens[[path[i] for i in call]], [i - 1 for i in call]) for call in calls])
             torch.testing.assert_close(said, rows[path], atol=tolerance, rtol=0)
 
-
-@pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "eagle", "medusa"])
 def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
-    """Rows that go through the layer (MEDUSA: through its first head), and what a round says, whatever was rejected before."""
+    """Rows that go through the layer (MEDUSA: through its first head; GLIDE makes keys and values of committed tokens without it),
+    and what a round says, whatever was rejected before."""
     drafter, passed = random_drafter(model, name), []
-    fresh = type(drafter)(drafter.model)
+    fresh, of_glide = type(drafter)(drafter.model), name in ("glide", "vanilla")
+    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0] if of_glide else drafter.model.layer
+    tolerance = 1e-9 if of_glide else rounding(model)
     g, batch = torch.Generator().manual_seed(5), batch_of(model, text(36, 5)[None], {2, LAST})
     ids, t, before = batch["ids"][0], 4, 0
     while t < 30:
-        part = drafter.model.heads[0] if name == "medusa" else drafter.model.layer
         hook = part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
         passed.clear()
         drafter.begin(view(batch, before, t))
@@ -128,16 +111,15 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
         drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
         drafter.expand(ids[t + 2:t + 3], [2])
         committed = t - before - (name == "eagle" and before == 0)          # EAGLE has no row for the first token
-        expected = [1] if name == "medusa" else [committed + 1, 2, 1]
+        expected = [1] if name == "medusa" else [1, 2, 1] if of_glide else [committed + 1, 2, 1]
         assert passed == expected, "rows of a round depend on what is new, not on the context"
         hook.remove()
         fresh.reset()
         fresh.begin(view(batch, 0, t))
-        torch.testing.assert_close(root, fresh.expand(ids[t:t + 1], [-1]), atol=rounding(model), rtol=0)
+        torch.testing.assert_close(root, fresh.expand(ids[t:t + 1], [-1]), atol=tolerance, rtol=0)
         gained = int(torch.randint(5, (1,), generator=g))
         drafter.keep([0, 2, 3][:1 + gained])
         before, t = t, t + 1 + gained
-
 
 def test_rows_outgrow_their_first_allocation_and_rounds_without_expand_lose_nothing(llama):
     """The same distributions as in one go; a builder may propose the root alone without asking."""
@@ -153,7 +135,6 @@ def test_rows_outgrow_their_first_allocation_and_rounds_without_expand_lose_noth
     torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 1200:1201], [-1]), atol=1e-6, rtol=0)
     assert drafter.cache.kept[0].shape[2] > 1200
 
-
 # ---------------------------------------------------------------- losses, and what learns
 @pytest.mark.parametrize("kinds", [edd.KINDS, parts.KINDS])
 @pytest.mark.parametrize("name", list(edd.VARIANTS))
@@ -165,7 +146,6 @@ def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, nam
     draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)}).backward()
     assert all(p.grad is None and p.requires_grad for p in llama.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
-
 
 @pytest.mark.parametrize("name", ["edd", "edd-ce", "edd-fixed", "vdm", "vdm-ce"])
 def test_losses_are_what_their_names_say(llama, name):
@@ -182,7 +162,6 @@ def test_losses_are_what_their_names_say(llama, name):
         other = draft_model.head(draft_model(ids, torch.randn_like(batch["hidden"][2]), 5))
         assert torch.equal(other, expected) == name.startswith("vdm")
 
-
 def test_block_lengths_are_drawn_from_the_whole_range(llama, monkeypatch):
     seen = []
     monkeypatch.setattr(edd, "dual_block_mask", lambda T, L, mask=edd.dual_block_mask: seen.append(L) or mask(T, L))
@@ -193,7 +172,6 @@ def test_block_lengths_are_drawn_from_the_whole_range(llama, monkeypatch):
         for step in range(60):
             draft_model.loss(batch | {"block": None, "random": np.random.default_rng([0, step])})
         assert set(seen) == expected
-
 
 def test_it_is_the_targets_own_layer_with_its_embedding_and_head(model):
     """Copies that learn apart from the target's; the layer is fresh, of its class, drawn with its initializer_range; so is the norm."""
@@ -212,14 +190,12 @@ def test_it_is_the_targets_own_layer_with_its_embedding_and_head(model):
         assert all(0.045 < p.std() < 0.055 for p in draft_model.layer.parameters() if p.ndim == 2)
         assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
 
-
 def test_the_fourth_to_last_layer():
     model = tiny("llama", num_hidden_layers=6)
     assert edd.Config.for_target(model).hidden == 3 and edd.Config.for_target(model, 5).hidden == 5
     for wrong in (0, 7, -7):
         with pytest.raises(ValueError, match="no layer's output"):
             edd.Config.for_target(model, wrong)
-
 
 # ---------------------------------------------------------------- the baselines
 def test_eagle_drafts_as_it_trains_and_does_not_roll_back(model):
@@ -240,7 +216,6 @@ def test_eagle_drafts_as_it_trains_and_does_not_roll_back(model):
     with pytest.raises(AssertionError, match="cannot go on from token 5"):
         drafter.begin(view(batch, 5, 9))
 
-
 @pytest.mark.parametrize("width", [32, 16])
 def test_eagles_loss(width):
     """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's distribution."""
@@ -254,7 +229,6 @@ def test_eagles_loss(width):
         ce = -(batch["logits"][0, 1:].softmax(-1) * draft_model.target.head(predicted).log_softmax(-1)).sum(-1)
         expected = (smooth + 0.1 * (4096 / width) ** 0.5 * ce)[:-1].sum() / 8       # of the first of nine tokens nothing is predicted
         torch.testing.assert_close(draft_model.loss(batch).double(), expected, atol=1e-5, rtol=1e-5)
-
 
 def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     """head_k(f + SiLU(W_k f + b_k)) of f_i predicts t_{i+2+k}; a token at depth d comes from head d - 1."""
@@ -285,7 +259,6 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
         drafter.begin(view(batch, 8, 8 + 1))
         assert drafter.confidence(torch.arange(6), [-1, 0, 1, 2, 3, 4]).sum(1).tolist() == pytest.approx([1] * 5 + [0])
 
-
 # ---------------------------------------------------------------- checkpoints
 def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     draft_model = random_edd(llama)
@@ -294,9 +267,9 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     (tmp_path / "training.json").write_text(json.dumps({"config": config}))
     assert type(edd.load(tmp_path, llama)[0]) is type(parts.load(edd, tmp_path, llama)[0]) is edd.Drafter
     for foreign in (dict(hidden_size=64), dict(vocab_size=11), dict(num_hidden_layers=1)):
-        for load in (edd.load, functools.partial(parts.load, edd)):
+        for loaded in (edd.load, functools.partial(parts.load, edd)):
             with pytest.raises(ValueError, match="another target"):
-                load(tmp_path, tiny("llama", **foreign))
+                loaded(tmp_path, tiny("llama", **foreign))
 
     def refused(words):
         with pytest.raises(ValueError, match=words) as error:
@@ -313,9 +286,8 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     (tmp_path / "model.safetensors").unlink()
     refused("model.safetensors is missing")
 
-
 # ---------------------------------------------------------------- runtime/parts.py: what the target does, the drafters do
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, num_key_value_heads=4)
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
 FAMILIES = {
     "Llama": {},
@@ -332,25 +304,14 @@ FAMILIES = {
     "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
 }
 
-
-def class_of(name):
-    return getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")
-
-
 @functools.cache
 def of_family(name):
-    """A random target of the family in float64; its experts in a loop, as grouped kernels know no float64."""
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, "tie_word_embeddings": False, **FAMILIES[name]})
-    config._experts_implementation = "eager"
-    model = class_of(name)(config).double().eval()
+    """A random target of the family, with norms that matter."""
+    model = other(name, **{"num_key_value_heads": 4, "tie_word_embeddings": False, **FAMILIES[name]})
     for p in model.parameters():
-        if p.ndim > 1:
-            torch.nn.init.normal_(p, std=0.25)
-        elif p.ndim == 1:
-            torch.nn.init.uniform_(p, 0.5, 1.5)                 # norms that matter
+        if p.ndim == 1:
+            torch.nn.init.uniform_(p, 0.5, 1.5)
     return model
-
 
 @functools.cache
 def forward_of(name):
@@ -363,16 +324,13 @@ def forward_of(name):
         hook.remove()
     return batch, *read[-3:]
 
-
 def fresh(model, kind, **more):
     return parts.KINDS[kind][0](edd.Config.for_target(model, **({"hidden": 2} | edd.VARIANTS[kind]), **more), model)
-
 
 def divergence(p_logits, q_logits):
     """The largest KL(p || q) of any row."""
     log_p, log_q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1).max().item()
-
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_s_parts_say(name):
@@ -398,7 +356,6 @@ def test_what_a_family_s_parts_say(name):
         torch.testing.assert_close(own.causal(last), normed, atol=1e-5, rtol=1e-5)
     hook.remove()
 
-
 @pytest.mark.parametrize("name", ["DeepseekV3", "Mixtral", "Qwen3Moe", "Olmoe", "GptOss"])
 def test_a_fresh_mixture_of_experts_learns(name):
     """Every weight of the layer is drawn by the model's own rule: memory that nobody writes is NaN here."""
@@ -411,7 +368,6 @@ def test_a_fresh_mixture_of_experts_learns(name):
     assert experts and all(0.015 < p.std() < 0.025 for p in experts), "initializer_range is 0.02"
     draft_model.loss(batch).backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in experts)
-
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", ["Llama", "Granite", "Cohere", "Gemma2", "MiniCPM3", "Mixtral"])
@@ -426,7 +382,6 @@ def test_in_half_precision_the_scales_are_found_and_nobody_is_refused(name, dtyp
     if expected == (1, 1) and name != "Gemma2":
         assert found == (1, 1)
 
-
 @pytest.mark.parametrize("name, own, why", [
     ("NanoChat", {}, "embeddings"),                             # norms them
     ("Gemma3nText", dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB, laurel_rank=4, head_dim=8, num_kv_shared_layers=0,
@@ -434,13 +389,12 @@ def test_in_half_precision_the_scales_are_found_and_nobody_is_refused(name, dtyp
     ("GPTNeoX", {}, "norm"), ("Phi", {}, "norm"), ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32), "norm"),
 ])
 def test_a_family_that_is_built_otherwise_is_refused_in_one_sentence(name, own, why):
-    model = class_of(name)(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
+    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
     for kind, (draft_class, _) in parts.KINDS.items():
         with pytest.raises(ValueError, match=why) as refusal:
             draft_class(edd.Config.for_target(model, 2, kind=kind), model)
         assert "is built otherwise (" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not parts.Glide.start_from(SimpleNamespace(embed=model.get_input_embeddings()), model), "GLIDE starts at random there"
-
 
 @pytest.mark.parametrize("what", ["embeddings", "last layer", "logits"])
 def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
@@ -459,7 +413,6 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
         fresh(model, "edd")
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == (what != "logits"), "only this test's own hook stays"
 
-
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
 def test_a_part_reads_what_the_target_feeds_it():
     """x comes in the type of `like`, and what is said goes back to where x lies; a weight that learns is not asked to."""
@@ -468,7 +421,6 @@ def test_a_part_reads_what_the_target_feeds_it():
     part(x).sum().backward()
     assert part(x).dtype == torch.bfloat16 and x.grad is not None and part.module.weight.grad is None
     assert torch.equal(part(x), part.module(x.bfloat16())) and part.module.weight.requires_grad
-
 
 def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
     """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
@@ -479,7 +431,6 @@ def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
     assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta
     torch.testing.assert_close(twin(torch.tensor([0.0, 0.0, 1.0, 1.0])), torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-4, rtol=0)
 
-
 def test_a_head_with_a_bias_is_copied_with_it(llama):
     model = copy.deepcopy(llama)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
@@ -487,7 +438,6 @@ def test_a_head_with_a_bias_is_copied_with_it(llama):
     torch.testing.assert_close(own.head.weight, model.lm_head.weight)
     torch.testing.assert_close(own.head.bias, model.lm_head.bias)
     assert own.head.bias.requires_grad and fresh(llama, "edd").head.bias is None
-
 
 @pytest.mark.parametrize("name", ["glide", "edd", "vdm", "eagle", "medusa"])
 @pytest.mark.parametrize("apart", ["model.norm", "model.layers.2", "model.embed_tokens"])
@@ -501,6 +451,7 @@ def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
     spread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
     module, draft_model = (glide, random_glide(whole, 2)) if name == "glide" else (edd, random_edd(whole, **edd.VARIANTS[name]))
     save(tmp_path / "drafter", draft_model.float(), kind=name)
+    assert load.same_target(load.fingerprint(whole), load.fingerprint(spread))
     runs = []
     for model in (whole, spread):
         drafter, _ = parts.load(module, tmp_path / "drafter", model)
