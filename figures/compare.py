@@ -5,23 +5,20 @@ an entry of docs/results/claims.json, made of comparisons: docs/results/README.m
 
 The verdict is a paired test over prompts: MORE or LESS where p < 0.05, else LEVEL.
 """
+import fnmatch
 import functools
 import json
 import re
 import statistics
 from collections import namedtuple
+from pathlib import Path
 
 import numpy as np
 
 MORE, LESS, LEVEL = "more", "less", "level"
 SIGNIFICANT = 0.05
+MILLION = 1_000_000                        # tokens over which a drafter's gain is said
 DRAWS = 10_000                             # of signs; the smallest p there can be is 1 / (1 + DRAWS)
-WORDS = {                                  # keys of rows, in words
-    "tokens_per_second": "tok/s", "tau": "τ", "alpha": "α", "alpha_overlap": "Σ min(p_T, p_D)",
-    "alpha_depth": "τ/depth", "expected_speedup": "E(Spd.)", "swi_ms": "SWI by weights",
-    "swi_measured": "SWI measured", "ewif": "EWIF", "ece": "ECE", "draft_ms": "ms of drafting a round",
-    "share_draft": "drafting's share of a round",
-}
 
 # ---------------------------------------------------------------- rows
 def read_rows(path):
@@ -42,13 +39,35 @@ def baseline(rows):
     return None
 
 def name_of(row):
-    """The arm's name, and the label of its run, where one table has several."""
-    name = row["drafter"]
-    if row.get("tree"):
-        name += f" × {row['tree']}"
-    if row.get("label"):
-        name += f", {row['label']}"
-    return name
+    """The arm's name: "glide × cape", "plain"."""
+    return f"{row['drafter']} × {row['tree']}" if row.get("tree") else row["drafter"]
+
+def rows_of_log(path, drafters=("*",)):
+    """train.py's log.jsonl -> rows of its last evaluation: of each drafter, over all text and by kind.
+
+    drafters: patterns of names.  curve: [[tokens seen, α]] of all evaluations; alpha_first: at the first one;
+    gain: of α, over the last MILLION tokens, None where they were fewer; init: began with trained drafters.
+    """
+    found, init = {}, False                    # {(drafter, kind): {tokens: figures}}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "command" in row:
+            init = "--init" in row["command"]
+            if "--resume" not in row["command"]:
+                found = {}                     # an earlier run's
+        for name, said in row.items():
+            if isinstance(said, dict) and any(fnmatch.fnmatch(name, pattern) for pattern in drafters):
+                for kind, figures in {"all": said, **said["by_kind"]}.items():
+                    found.setdefault((name, kind), {})[row["tokens_seen"]] = figures
+    rows = []
+    for (name, kind), points in found.items():
+        curve = [[tokens, points[tokens]["alpha"]] for tokens in sorted(points)]
+        (_, first), (last, alpha) = curve[0], curve[-1]
+        gain = alpha - np.interp(last - MILLION, *zip(*curve)) if last >= MILLION else None
+        rows.append({"drafter": name, "tree": "chain", "group": kind, "alpha": alpha, "alpha_first": first,
+                     "tau": points[last]["tau"], "gain": gain, "tokens_trained": last, "init": init,
+                     "curve": curve})
+    return rows
 
 def value_of(row, key):
     """A row's value by its key, by "position 5" of its chains, or by "bin 0.9" of its confidences."""
@@ -67,32 +86,9 @@ def unique(values):
     return list(dict.fromkeys(values))
 
 # ---------------------------------------------------------------- columns: how a row shows one of its values
-COLUMNS = {                                # {name: (heading, format of a row)}
-    "arm": ("arm", "{name}"),
-    "tok/s": ("tok/s", "{tokens_per_second:.1f}"),
-    "speedup": ("speedup", "{speedup:.2f}× [{speedup_low:.2f}–{speedup_high:.2f}]"),
-    "totals": ("of totals", "{totals:.2f}×"),
-    "vs generate()": ("vs generate()", "{speedup_vs_generate:.2f}×"),
-    "tau": ("τ", "{tau:.2f}"),
-    "alpha": ("α", "{alpha:.3f}"),
-    "nodes": ("nodes", "{nodes:.1f}"),
-    "draft": ("draft", "{share_draft:.0%}"),
-    "verify": ("verify", "{share_verify:.0%}"),
-    "other": ("other", "{share_other:.0%}"),
-    "draft ms": ("draft, ms a round", "{draft_ms:.2f}"),
-    "ms/round": ("ms/round", "{round_ms:.1f}"),
-    "lossless": ("lossless", "{lossless}"),
-    "tau/depth": ("τ/depth", "{alpha_depth:.2f}"),
-    "c": ("c", "{c:.3f}"),
-    "E(Spd.)": ("E(Spd.)", "{expected_speedup:.2f}"),
-    "overlap": ("Σ min(p_T, p_D)", "{alpha_overlap:.3f}"),
-    "optimality": ("tree optimality", "{tree_optimality:.3f}"),
-    "SWI": ("SWI, measured", "{swi_measured:.2f}"),
-    "SWI (MS)": ("SWI, by weights", "{swi_ms:.2f}"),
-    "trained": ("tokens trained on", "{tokens_trained:,d}"),
-    "loss": ("loss", "{loss}"),
-    "held-out alpha": ("α, held-out text", "{held_out_alpha:.3f}"),
-}
+# {name: (heading, format of a row)}
+COLUMNS = json.loads(Path(__file__).with_name("columns.json").read_text(encoding="utf-8"))
+WORDS = {re.match(r"{(\w+)", form)[1]: heading for heading, form in COLUMNS.values()}      # of a row's keys
 DEFAULT = ["arm", "tok/s", "speedup", "totals", "vs generate()", "tau", "alpha", "nodes", "draft", "verify",
            "other", "ms/round", "lossless"]
 KINDS = ["speedup=speedup:.2f", "tau"]
@@ -217,20 +213,6 @@ def remarks(rows):
             where = f"token {away['token']} of prompt {away['prompt'] + 1}"
             yield f"{name_of(row)} leaves plain decoding at {where}{gap}."
 
-def commands_of(spec):
-    """The runs of a table: [{"command", "label" or none}]."""
-    return spec.get("runs") or [{"command": spec["command"]}]
-
-def not_shipped(spec, rows):
-    """A line for each command that makes what a table lacks: drafters, or labelled runs, without a row."""
-    there = {row["drafter"] for row in rows} | {row.get("label") for row in rows}
-    lines = []
-    for command, names in spec.get("needs", {}).items():
-        lacking = [name for name in names if name not in there]
-        if lacking:
-            lines.append(f"- Not shipped: {', '.join(lacking)}: `{command}`")
-    return lines
-
 def setting(rows):
     """What the rows ran under, in parts, each said once where the page says it for all tables."""
     first = next((row for row in rows if "dtype" in row), None)
@@ -243,15 +225,14 @@ def setting(rows):
     return parts + [f"{package} {version}" for package, version in first["versions"].items()]
 
 def table(spec, rows, measured, common=()):
-    """One table of the page, with all that is needed to judge it and to make it again -> paragraphs.
-
-    measured: parts of a sentence about when and where; common: those that the page says for all tables.
-    """
-    commands = "\n".join(run["command"] for run in commands_of(spec))
+    """One table of the page -> paragraphs.  measured: when and where; common: what the page says for all."""
     said = [spec.get("claim", "")]
     if spec.get("paper"):
         said.append(f"In the paper: {spec['paper']['where']}.")
-    parts = [f"### {spec['title']}", " ".join(text for text in said if text), f"```\n{commands}\n```"]
+    parts = [f"### {spec['title']}", " ".join(text for text in said if text)]
+    if "command" in spec:
+        parts.append(f"```\n{spec['command']}\n```")
+    rows = [row for row in rows if name_of(row) in spec.get("shown", [name_of(row)])]
     shown = [row for row in rows if row.get("group") in (None, "all")]
     count = [f"{shown[0]['prompts']} prompts"] if shown and "prompts" in shown[0] else []
     where = count + [part for part in [*measured, *setting(shown)] if part not in common]
@@ -259,7 +240,6 @@ def table(spec, rows, measured, common=()):
     parts.append(grid(shown, spec.get("columns", DEFAULT), spec.get("paper")))
     parts.append("  \n".join([*remarks(shown), *filter(None, [spec.get("note")])]))
     parts += by_kind(rows, spec.get("kinds", KINDS))
-    parts.append("\n".join(not_shipped(spec, rows)))
     return [part for part in parts if part]
 
 # ---------------------------------------------------------------- paired tests
@@ -298,8 +278,8 @@ def side_of(folder, spec, given):
     if isinstance(given, (int, float)):
         return Side("", given, None)
     given = given if isinstance(given, dict) else {"arm": given}
-    arm, key, group = given["arm"], given.get("key", spec["key"]), given.get("group", "all")
-    name = arm
+    name = arm = given["arm"]
+    key, group = (given.get(what, spec.get(what, "all")) for what in ("key", "group"))
     if group != "all":
         name += f" ({group})"
     if key != spec["key"]:
@@ -359,8 +339,10 @@ def every(folder, spec):
     return Found(verdict, f"{spec['every']} in {sum(values)} of {len(values)} rows", "")
 
 def judged(folder, spec):
-    """A comparison -> [Found], one for each arm of `than`."""
+    """A comparison -> [Found], one for each arm of `than`, or against the best of them alone."""
     if "every" in spec:
         return [every(folder, spec)]
     others = spec["than"] if isinstance(spec["than"], list) else [spec["than"]]
+    if spec.get("best"):
+        others = [max(others, key=lambda other: side_of(folder, spec, other).value or 0)]
     return [compare(folder, spec, other) for other in others]

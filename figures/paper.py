@@ -7,24 +7,15 @@
     python figures/paper.py write --rows work/results    # take those rows in, and write docs/ from all rows
     python figures/paper.py check                        # write nothing; exit 1 where docs/ is another
 
-docs/results/tables.json says of each table which commands make its rows, what the paper printed, and what is
-not shipped (compare.py explains its keys); docs/results/claims.json says which comparisons a claim rests on.
+docs/results/README.md explains tables.json (tables and their commands) and claims.json.  Flags given here win
+over a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME.  Drafters that are not there are
+left out, with one sentence.  Tables that name no command are further arms of another table's run.  A table
+whose command is train.py's is read from that run's log, work/NAME/log.jsonl, whether it has ended or not.
 
-    a table's key   | what becomes of it here
-    command, runs   | run in this process; flags given here are added behind its own, so that they win
-    arms            | only these drafted arms are measured, all in one run, each prompt with all in turn
-    --checkpoint    | given here: a command's own work/NAME becomes FOLDER/NAME
-    label           | goes into the rows of its run; of a further run only drafted arms stay
-    needs           | a drafter that is not there is left out, with one sentence; the other rows still run
-    (training.json) | what it says of a row's drafter is added: tokens, loss, α on held-out text
-    (by_prompt)     | {key: a value for each prompt}, for the paired tests
-    (measured.json) | beside the rows: of each file the date, the machine, flags beyond the commands'
-
-A table is written when all its runs are done: an interruption loses that table alone, and the same command
-goes on with it.  Flags other than --out, --again and --rows are bench.py's.
+A table is written when it is done: an interruption loses that table alone, and the same command goes on with
+it.  Flags other than --out, --again, --work and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
-import ast
 import json
 import os
 import platform
@@ -35,6 +26,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import compare  # noqa: E402
 import pictures  # noqa: E402
 import probe  # noqa: E402
-from compare import LESS, LEVEL, commands_of, markdown, name_of, read_rows, unique  # noqa: E402
+from compare import LESS, LEVEL, markdown, name_of, read_rows, unique  # noqa: E402
 
 import bench  # noqa: E402
 from data import read  # noqa: E402
@@ -54,164 +46,116 @@ DOCS = ROOT / "docs"
 TUNED = "cascade-k.jsonl"                  # the rows by which k is chosen
 HELD, FAILED, OPEN = "held", "not held", "open"
 
-def spec_of(folder, name):
-    return json.loads((folder / name).read_text(encoding="utf-8"))
-
 def measured(folder):
     """{file of rows: when, where and with which flags it was measured}"""
-    return spec_of(folder, "measured.json") if (folder / "measured.json").exists() else {}
+    path = folder / "measured.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 def write_json(path, value):
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
     read.write_atomically(path, lambda part: part.write_text(text, encoding="utf-8"))
 
 # ---------------------------------------------------------------- one command
-def flags_of(arguments):
-    """bench.py's flags among the arguments of any script."""
-    return bench.parser().parse_known_args(arguments)[0]
+def arguments_of(command, flags, work="work"):
+    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments with the flags, which win, behind).
 
-def arguments_of(command, flags):
-    """`python bench.py --checkpoint work/a ...` -> ("bench.py", its arguments with the flags behind them)."""
-    words = shlex.split(command.replace("\\\n", " "))
-    script, arguments = words[1], words[2:]
-    own, given = flags_of(arguments).checkpoint, flags_of(arguments + flags).checkpoint
-    arguments = arguments + flags
-    if given != own and own.startswith("work/"):
-        arguments += ["--checkpoint", str(Path(given) / own.removeprefix("work/"))]
-    return script, arguments
+    work: the folder that stands for work/.
+    """
+    there = command.replace("\\\n", " ").replace(" work/", f" {shlex.quote(str(work))}/")
+    _, script, *arguments = shlex.split(there)
+    return script, arguments + flags
 
 def is_there(text, a):
-    """Whether the drafter that --drafter calls `text` can be loaded, as far as its folders say."""
-    name = text.partition("(")[0].strip()
-    if name not in ("cascade", "maxgram"):
-        return name in load.drafters_in(a.checkpoint)
-    for stage in bench.read_call(text, dict.fromkeys((name,), load.load_cascade), "drafter").words:
-        inside = Path(a.checkpoint) / stage / "config.json"
+    """Whether all that the call `text` of --drafter names can be loaded, as far as its folders say."""
+    without_settings = re.sub(r"\w+=(\([^)]*\)|[^,)]*)", "", text)
+    names = {*re.split(r"[(),\s]+", without_settings)}
+    for name in names - {"", "maxgram", "cascade", "beside", *load.HEIRS}:
+        stage = Path(a.checkpoint) / name / "config.json"
         # With a slash it is a folder, or a name on the hub.
-        if stage != "maxgram" and not inside.exists() and "/" not in stage:
+        if name not in load.drafters_in(a.checkpoint) and not stage.exists() and "/" not in name:
             return False
     return True
 
-def shipped(arguments, spec, label):
+def shipped(arguments):
     """Leave out what is not there -> (arguments, or None where nothing is left; sentences about the rest)."""
-    a, sentences = flags_of(arguments), []
-    makes = {name: command for command, names in spec.get("needs", {}).items() for name in names}
+    a = bench.parser().parse_known_args(arguments)[0]              # arguments may be of any script
     present = [text for text in a.drafter if is_there(text, a)]
-    absent = {}                                # {the command that makes them: drafters}
-    for text in a.drafter:
-        if text not in present:
-            absent.setdefault(makes.get(label, makes.get(text)), []).append(text)
-    for command, texts in absent.items():
-        made = f": `{command}` makes what is missing" if command else ""
-        sentences.append(f"{a.checkpoint} does not hold {' '.join(texts)}{made}")
-    for path in a.prompts or ():
-        if not Path(path).exists():
-            sentences.append(f"the prompts {path} are not here: fetch the file, or name yours with --prompts")
-            present = []
-    if not present:
-        return None, sentences
-    if len(present) < len(a.drafter):
-        arguments = [*arguments, "--drafter", *present]
-    return arguments, sentences
+    absent = [text for text in a.drafter if text not in present]
+    if not absent:
+        return arguments, []
+    arguments = [*arguments, "--drafter", *present] if present else None
+    return arguments, [f"{a.checkpoint} does not hold {' '.join(absent)}"]
+
+def lacking(spec, flags, work):
+    """-> a table's script, its arguments or its log, None where nothing is left; sentences about the rest."""
+    script, arguments = arguments_of(spec["command"], flags, work)
+    if script != "train.py":
+        return script, *shipped(arguments)
+    log = Path(arguments[arguments.index("--work") + 1], "log.jsonl")
+    if log.exists():
+        return script, log, []
+    return script, None, [f"{log} is not there: train, or say --work FOLDER"]
 
 def rows_of_command(script, arguments, spec):
     """Run one command in this process, with those of its drafted arms that the table names -> its rows."""
     if script == "figures/probe.py":
         return probe.rows_of(arguments)
     run = bench.Run(arguments)
-    arms = []
-    for arm in bench.arms_of(run):
-        name = name_of({"drafter": arm.drafter, "tree": arm.tree})
-        if not arm.tree or name in spec.get("arms", [name]):
-            arms.append(arm)
+    arms = bench.plain_arms(run) + bench.library_arms(run)
+    for label, drafter in run.drafters.items():
+        for tree in run.trees:
+            name = name_of({"drafter": label, "tree": tree.label})
+            if name in spec.get("arms", [name]):
+                build = bench.builder(run, label, tree)
+                arms.append(bench.Arm(label, partial(run.decode, drafter, build), tree.label, build))
     return probe.measured(run, arms)
 
-def trained(row, checkpoint):
-    """What training.json says of a row's drafter, so that unequal training shows; {} where there is none.
-
-    tokens_trained: of all stages of training; loss: kl or ce; held_out_alpha: how often its first choice is
-    the target's, on held-out text of the kind that it was trained on last.
-    """
-    names = row.get("stages") or [row.get("drafter")]
-    if len(names) > 1:
-        return {}
-    folder = load.drafters_in(checkpoint).get(names[0]) or Path(checkpoint) / str(names[0])
-    if not (folder / "training.json").exists():
-        return {}
-    about = stage = spec_of(folder, "training.json")
-    tokens = 0
-    while stage:
-        tokens += stage["tokens_seen"]
-        stage = stage.get("init")              # what it was trained from
-    # GLIDE always learns by cross entropy, and does not say so.
-    loss = about["config"].get("loss", "ce") if "config" in about else None
-    return {"tokens_trained": tokens, "loss": loss, "held_out_alpha": about["validation"].get("alpha")}
-
 # ---------------------------------------------------------------- one table
-def rows_of(spec, flags):
-    """Run the commands of a table -> (rows, sentences about what is not there, whether a command refused)."""
-    rows, sentences, refused = [], [], False
-    for run in commands_of(spec):
-        script, arguments = arguments_of(run["command"], flags)
-        label, first = run.get("label"), not rows
-        arguments, said = shipped(arguments, spec, label)
-        sentences += said
-        if arguments is None:
-            continue
-        print(f"\n$ python {script} {shlex.join(arguments)}", flush=True)
-        try:
-            found = rows_of_command(script, arguments, spec)
-        except Exception as why:               # the other tables are measured all the same
-            traceback.print_exc()
-            sentences.append(f"{type(why).__name__}: {why}")
-            refused = True
-            continue
-        for row in found:
-            row |= trained(row, flags_of(arguments).checkpoint)
-            drafted = row.get("tree")
-            if drafted and label:
-                row["label"] = label
-            # The baselines are in the first run's rows.
-            if first or drafted or "tree" not in row:
-                rows.append(row)
-    return rows, sentences, refused
+def rows_of(spec, flags, work):
+    """Run the command of a table, or read its log -> (rows, sentences about what is not there)."""
+    script, arguments, sentences = lacking(spec, flags, work)
+    if arguments is None:
+        return [], sentences
+    if script == "train.py":
+        return compare.rows_of_log(arguments, spec["drafters"]), sentences
+    print(f"\n$ python {script} {shlex.join(arguments)}", flush=True)
+    return rows_of_command(script, arguments, spec), sentences
 
 def machine():
     """The machine in words: its processor, cores and GPU."""
-    name, cpuinfo = platform.machine(), Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        lines = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        name = lines[0].partition(": ")[2] if lines else name
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    name = found[1] if found else platform.machine()
     gpu = bench.torch.cuda.get_device_name() if bench.torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores of {name}, {gpu}"
 
-def measure(spec, flags, out):
-    """Measure a table, write its rows, print it -> whether a command refused its flags."""
-    rows, sentences, refused = rows_of(spec, flags)
-    for sentence in unique(sentences):
+def measure(spec, flags, a):
+    """Measure a table, write its rows, print it."""
+    rows, sentences = rows_of(spec, flags, a.work)
+    for sentence in sentences:
         print(f"{spec['name']}: {sentence}", file=sys.stderr)
     if not rows:
-        return refused
+        return
     # Six digits: by_prompt holds thousands of figures.
     rows = json.loads(json.dumps(rows), parse_float=lambda figure: float(f"{float(figure):.6g}"))
-    bench.write_json(out / spec["file"], rows)
+    bench.write_json(a.out / spec["file"], rows)
+    if "curve" in rows[0]:
+        (a.out / f"{spec['name']}.svg").write_text(pictures.curves(rows), encoding="utf-8")
     said = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "flags": shlex.join(flags)}
-    write_json(out / "measured.json", {**measured(out), spec["file"]: said})
-    print("\n" + "\n\n".join(compare.table(spec, read_rows(out / spec["file"]), [])), flush=True)
-    return refused
+    write_json(a.out / "measured.json", {**measured(a.out), spec["file"]: said})
+    print("\n" + "\n\n".join(compare.table(spec, read_rows(a.out / spec["file"]), [])), flush=True)
 
-def show_list(specs, flags, out):
-    """Print each table with its minutes, and what it lacks."""
+def show_list(specs, flags, a):
+    """Print each table with its minutes, and what it lacks; of further tables of a run, that run."""
     minutes = 0
     for spec in specs:
-        lacks = []
-        for run in commands_of(spec):
-            arguments = arguments_of(run["command"], flags)[1]
-            lacks += shipped(arguments, spec, run.get("label"))[1]
-        done = " (measured)" if is_done(spec, flags, out) else ""
-        lacks = [sentence.partition(": `")[0] for sentence in unique(lacks)]
+        if "command" not in spec:
+            print(f"{spec['name']:22} {run_of(spec, specs)['name']:>7}  {spec['title']}")
+            continue
+        _, left, lacks = lacking(spec, flags, a.work)
+        done = " (measured)" if is_done(spec, flags, a.out) else ""
         print(f"{spec['name']:22} {spec['minutes']:3} min  {spec['title']}{done}", *lacks, sep="\n    ")
-        minutes += 0 if done or lacks else spec["minutes"]
+        minutes += 0 if done or left is None else spec["minutes"]
     print(f"{'all that is left':22} {minutes:3} min on two cores")
 
 # ---------------------------------------------------------------- claims
@@ -316,23 +260,6 @@ def results_page(folder):
                   "\n".join(waiting)]
     return "\n\n".join(parts) + "\n"
 
-# ---------------------------------------------------------------- the README's links to functions
-LINK = re.compile(r"\[`([\w.]+)`\]\(([\w/]+\.py)#L\d+\)")          # [`Drafter.expand`](glide.py#L226)
-
-def line_of(file, name):
-    """Where a file defines the function or class `name` (dotted); ValueError where it does not."""
-    body, line = ast.parse((ROOT / file).read_text(encoding="utf-8")).body, None
-    for part in name.split("."):
-        here = [each for each in body if getattr(each, "name", None) == part]
-        if not here:
-            raise ValueError(f"{file} has no {name}")
-        body, line = here[0].body, here[0].lineno
-    return line
-
-def with_links(text):
-    """The README with the line numbers of its links to functions as they are now."""
-    return LINK.sub(lambda found: f"[`{found[1]}`]({found[2]}#L{line_of(found[2], found[1])})", text)
-
 # ---------------------------------------------------------------- docs/
 def written(docs):
     """{path: text} of all that `write` writes."""
@@ -340,9 +267,6 @@ def written(docs):
     found = {docs / "results.md": results_page(folder), docs / "claims.md": claims_page(folder)}
     for name, svg in pictures.drawings(docs).items():
         found[docs / name] = svg
-    readme = docs.parent / "README.md"
-    if readme.exists():
-        found[readme] = with_links(readme.read_text(encoding="utf-8"))
     return found
 
 def take_in(rows, folder):
@@ -381,19 +305,27 @@ def is_done(spec, flags, out):
     """Whether `out` holds the table's rows, measured with the same flags."""
     return measured(out).get(spec["file"], {}).get("flags") == shlex.join(flags)
 
+def run_of(spec, specs):
+    """The table whose command makes a table's rows: its own, or that of another table of the same file."""
+    return next(each for each in specs if each["file"] == spec["file"] and "command" in each)
+
 def measure_all(names, flags, a):
     """Measure the named tables, but those that are done -> exit status."""
     refused = False
-    for name in names:
+    for name in unique(run_of(spec, tables(a).values())["name"] for spec in map(tables(a).get, names)):
         spec = tables(a)[name]
         if is_done(spec, flags, a.out) and not a.again:
             print(f"{name}: {a.out / spec['file']} is there; --again measures it again")
             continue
         try:
-            refused = measure(spec, flags, a.out) or refused
+            measure(spec, flags, a)
         except KeyboardInterrupt:
             print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
             return 130
+        except Exception as why:               # the other tables are measured all the same
+            traceback.print_exc()
+            print(f"{name}: {type(why).__name__}: {why}", file=sys.stderr)
+            refused = True
     return 2 if refused else 0
 
 def work(argv):
@@ -403,20 +335,21 @@ def work(argv):
     p.add_argument("names", nargs="+", help="tables; or all, list, write, check")
     p.add_argument("--out", type=Path, default=ROOT / "work" / "results", help="folder of measured rows "
                    "(default: work/results)")
+    p.add_argument("--work", type=Path, default=ROOT / "work", help="the folder that stands for work/ in "
+                   "commands: of logs and drafters of trainings (default: work)")
     p.add_argument("--again", action="store_true", help="measure what is in --out once more")
     p.add_argument("--rows", type=Path, help="write: first take the rows of this folder into docs/results/")
-    p.add_argument("--docs", type=Path, default=DOCS, help="write, check: the folder docs/")
     a, flags = p.parse_known_args(argv)
     names, known = unique(a.names), tables(a)
     given = bench.parser().parse_args(flags)               # a bad flag is refused before anything runs
     if given.json:
         raise UserError("--json: each table has its own file; say --out FOLDER")
     if names == ["write"] and a.rows:
-        take_in(a.rows, a.docs / "results")
+        take_in(a.rows, DOCS / "results")
     if names in (["check"], ["write"]):
-        return pages(a.docs, check=names == ["check"])
+        return pages(DOCS, check=names == ["check"])
     if names == ["list"]:
-        show_list(known.values(), flags, a.out)
+        show_list(known.values(), flags, a)
         return 0
     wrong = [name for name in names if name not in known and names != ["all"]]
     if wrong:
@@ -426,8 +359,7 @@ def work(argv):
     a.out.mkdir(parents=True, exist_ok=True)
     return measure_all(known if names == ["all"] else names, flags, a)
 
-def main(argv=None):
-    return bench.main(argv, work, "figures/paper.py")
+main = partial(bench.main, work=work, name="figures/paper.py")
 
 if __name__ == "__main__":
     sys.exit(main())

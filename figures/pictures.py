@@ -1,4 +1,4 @@
-"""The pictures of the README as SVG: a continuation, a round, and bars of speedups.
+"""The pictures as SVG: a continuation, a round, bars of speedups, curves of training.
 
     python figures/paper.py write          # draws them, with the other pages
 
@@ -6,6 +6,7 @@
     continuation.svg  | docs/rounds.html, one arm: what was drafted and accepted, and the target's own tokens
     round.svg         | docs/rounds.html, a round of it: its four steps, the tree, the path, the mask
     arms.svg          | docs/results/, the rows that "chart" of tables.json names, all of one run
+    curves.svg        | docs/results/, the rows of train.py's logs that "curves" of tables.json names
 
 Each picture brings its own card and both colour schemes (pictures.css), so that it reads on a white and on a
 dark page; text in columns has its width set, so that it fits whatever font a machine has.
@@ -20,8 +21,10 @@ import compare
 ARM = "glide × cape"                       # of docs/rounds.html, which is shown
 DATA = re.compile(r'<script[^>]* id="data"[^>]*>(.*?)</script>', re.S)
 STYLE = Path(__file__).with_suffix(".css")
+FLOW = Path(__file__).with_name("flow.svg")              # root, draft, verify, accept, commit: drawn by hand
 OWN = "the target's own token"
 WIDTH, MARGIN = 880, 24                    # of every picture, in px
+COLOURS = 10                               # of curves, in pictures.css
 
 # XML has no place for control characters, not even escaped.
 CONTROL = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n"}
@@ -145,12 +148,6 @@ def continuation(arm, prompt):
 
 # ---------------------------------------------------------------- one round
 NODE, PITCH, ROW = 92, 119, 30             # width of a node; from a depth, from a row to the next
-STEPS = (
-    ("draft", "a tree below the root", ("drafter.expand", "the tree's builder")),
-    ("verify", "all nodes in one forward", ("Target.forward",)),
-    ("accept", "a path, and one more token", ("accept",)),
-    ("commit", "the path's keys and values", ("Target.commit", "drafter.keep")),
-)
 
 def visible(token, most=8):
     """A token's text with its spaces and line ends shown, cut to fit a node."""
@@ -158,30 +155,6 @@ def visible(token, most=8):
     if len(shown) > most:
         shown = shown[:most - 1] + "…"
     return shown or "∅"
-
-def flow(y):
-    """The row of boxes root -> draft -> verify -> accept -> commit, and the way back."""
-    width, gap, height = 170, 24, 84
-    middle, back = y + height / 2, y + height
-    body = [
-        rectangle(MARGIN, y, 56, height, "own-box"),
-        label(MARGIN + 28, middle + 4, "root", "bold own middle"),
-    ]
-    x = MARGIN + 56
-    for number, (title, what, functions) in enumerate(STEPS, 1):
-        body.append(stroke(f"M{x + 3} {middle}h{gap - 7}m-5 -4l5 4l-5 4", "line"))
-        x += gap
-        body += [
-            rectangle(x, y, width, height, "box"),
-            label(x + 10, y + 20, f"{number}  {title}", "bold"),
-            label(x + 10, y + 38, what, "small dim"),
-        ]
-        for row, name in enumerate(functions):
-            body.append(label(x + 10, y + 57 + 16 * row, name, "mono small link", 6.2 * len(name)))
-        x += width
-    body.append(stroke(f"M{x - 85} {back + 2}v14H{MARGIN + 28}v-13m-4 5l4 -5l4 5", "line"))
-    body.append(label(WIDTH / 2, back + 31, "the target's own token is the next root", "small dim middle"))
-    return body
 
 def place(parents):
     """-> column (its depth) and row of every node, and how many nodes each column has."""
@@ -273,7 +246,7 @@ def one_round(arm, prompt):
     y = max(lowest, top + 56 + side) + 34
     meanings = [("own-box", OWN), ("yes-box", "drafted and accepted"), ("box", "drafted and dropped")]
     body = [
-        *flow(20),
+        FLOW.read_text(encoding="utf-8").rstrip(),
         label(MARGIN, 176, said, "bold"),
         label(MARGIN, 200, f"… {visible(before, 96)}", "mono small dim"),
         *drawn,
@@ -316,9 +289,51 @@ def bar_chart(chart, folder):
         ]
     papers = dict.fromkeys(paper for _, paper, _ in bars)
     body += legend(MARGIN, bottom + 44, [(f"bar-{paper}", paper) for paper in papers])
-    explained = "bar: median over prompts; line: quartiles"
-    body.append(label(WIDTH - MARGIN, bottom + 44, explained, "small dim end"))
+    body.append(label(WIDTH - MARGIN, bottom + 44, "bar: median; line: quartiles", "small dim end"))
     return picture(bottom + 62, chart["title"], body)
+
+# ---------------------------------------------------------------- the curves
+def curves(rows):
+    """Held-out α against tokens seen, a line a drafter, its name and last α at the end -> SVG.
+
+    A drafter that went on in a second run has one line: the second begins where the first ended.
+    """
+    lines = {}                                               # {drafter: [(tokens, α)]}
+    for row in rows:
+        if row["group"] == "all":
+            points = lines.setdefault(row["drafter"], [])
+            start = points[-1][0] if row["init"] and points else 0
+            points += [(start + tokens, alpha) for tokens, alpha in row["curve"]]
+    left, right, top, bottom = 56, WIDTH - 170, 72, 412
+    most = max(points[-1][0] for points in lines.values()) or 1
+    ticks = int(10 * max(alpha for points in lines.values() for _, alpha in points)) + 1
+    body = [
+        label(MARGIN, 34, "How the drafters learn", "bold"),
+        label(MARGIN, 54, "α of chains of five on held-out text, against tokens learned from", "small dim"),
+    ]
+
+    def at(tokens, alpha):
+        return left + tokens / most * (right - left), bottom - 10 * alpha / ticks * (bottom - top)
+
+    for tick in range(ticks + 1):
+        _, y = at(0, tick / 10)
+        body.append(stroke(f"M{left} {y:.1f}H{right}", "grid"))
+        body.append(label(left - 8, y + 4, f"{tick / 10:.1f}", "small dim end"))
+    for tokens in range(0, most + 1, 10 ** (len(str(most)) - 1)):
+        body.append(label(at(tokens, 0)[0], bottom + 18, f"{tokens / 1e6:g}M", "small dim middle"))
+    lowest = 0
+    # From the top down, so that no name lies on another
+    for name, points in sorted(lines.items(), key=lambda line: -line[1][-1][1]):
+        colour = f"curve-{[*lines].index(name) % COLOURS}"
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in [at(*point) for point in points])
+        x, y = at(*points[-1])
+        lowest = max(y, lowest + 14)
+        body += [
+            stroke(f"M{path}", f"curve {colour}"),
+            stroke(f"M{x + 3:.1f} {y:.1f}L{right + 8} {lowest:.1f}", "grid"),
+            label(right + 12, lowest + 4, f"{name} {points[-1][1]:.3f}", f"small {colour}"),
+        ]
+    return picture(max(bottom, lowest) + 36, "Held-out α of the drafters against tokens seen", body)
 
 # ---------------------------------------------------------------- all of them
 def drawings(docs):
@@ -329,7 +344,12 @@ def drawings(docs):
         (arm,) = [arm for arm in data["arms"] if arm["name"] == ARM]
         found["continuation.svg"] = continuation(arm, data["prompt"])
         found["round.svg"] = one_round(arm, data["prompt"])
-    chart = compare.read_specs(docs / "results", "tables.json").get("chart")
+    specs = compare.read_specs(docs / "results", "tables.json")
+    chart = specs.get("chart")
     if chart and (docs / "results" / chart["file"]).exists():
         found["arms.svg"] = bar_chart(chart, docs / "results")
+    logs = [docs / "results" / file for file in specs.get("curves", ())]
+    rows = [row for path in logs if path.exists() for row in compare.read_rows(path)]
+    if rows:
+        found["curves.svg"] = curves(rows)
     return found

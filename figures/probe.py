@@ -1,10 +1,11 @@
-r"""What drafters know of themselves, how good trees are, and what theory predicts: four small measurements.
+r"""What drafters know of themselves, how good trees are, what theory predicts, and which layer to read.
 
     python figures/probe.py calibration --drafter edd glide --json rows.jsonl
     python figures/probe.py positions --drafter glide "cascade(base, k=30)" "cascade(small, k=30)"
     python figures/probe.py optimality --drafter glide edd --tree chain cape "beam(width=8)" pct eagle2
     python figures/probe.py ewif \
         --drafter "cascade(base, k=5)" "cascade(small, k=5)" "cascade(base, small, k=(3, 5, 0))"
+    python figures/probe.py lookup --target Qwen/Qwen2.5-7B-Instruct --prompts mt_bench.jsonl --dtype auto
 
 calibration  Is a drafter's confidence the probability that its token is accepted?  EDD and PCT (ACL 2025),
              section 3.2, Figure 3(b); GLIDE with a CAPE (arXiv 2402.02082), section 4.2, Figure 1(b).  Chains
@@ -15,6 +16,9 @@ optimality   The joint probabilities of a tree's nodes, over those of the best a
              drafter was asked about: each child, in the whole vocabulary, of each expanded node.
 ewif         Does Theorem 4.5 of Cascade say how much faster decoding will be?  Its Table 1, then the arms
              named beside their SWI, which counts the models' runs alone, and their speedup.
+lookup       Which layer should a drafter read?  Of each layer of the target the head that attends most to
+             what followed the current token before: GLIDE reads such a layer.  And how often a linear map of
+             hidden_states[k] names the token before: EDD reads where they still do.  Texts: continuations.
 
     paper                         name here
     c_i                           confidence: the drafter's largest probability, that of the token it drafts
@@ -33,18 +37,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import compare  # noqa: E402
 import torch  # noqa: E402
-from rounds import listening  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from rounds import listening, nodes_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 import bench  # noqa: E402
 import cape  # noqa: E402
 import cascade  # noqa: E402
+import verify  # noqa: E402
+from runtime import parts  # noqa: E402
 from verify import UserError  # noqa: E402
 
 CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bins of confidence
 LONG_CHAIN = 30                            # positions
 SHOWN = "position 1", "position 2", "position 3", "position 5", "position 10", "position 20"
 PROMPTS, TOKENS = 4, 48                    # optimality
+TEXTS, LONGEST = "36", 512                 # lookup: texts, and tokens of one
+RIDGE, NEAR = 0.01, 0.02                   # lookup: of the rows; shares that are as good as the best
 BY_PROMPT = ("speedup", "tau", "alpha", "alpha_overlap", "alpha_depth", "nodes", "c", "expected_speedup",
              "draft_ms", "share_draft", "swi_ms", "swi_measured")
 
@@ -130,7 +139,7 @@ def calibration(run):
                 shares.append(mean(inside))
             by_prompt[f"bin {low:g}"] = shares
         rows.append({**about(run, label), "ece": error, "bins": bins, "by_prompt": by_prompt})
-    columns = ["arm", "ECE=ece:.3f"]
+    columns = ["arm", "ECE"]
     for number in range(BINS):
         columns.append(f"bin {number / BINS:g}")
     return rows, columns
@@ -173,26 +182,15 @@ def positions(run):
 def told(calls):
     """What a builder was told in one round: of each node that it asked about, in the order of expand,
 
-    the joint probabilities (V,) of all its children; and {(the node above, token): the node's number}.
+    the joint probabilities (V,) of all its children.
     """
-    children, number = [], {}
+    children = []
     for tokens, parents, rows in calls:
         for token, parent, row in zip(tokens.tolist(), parents, rows):
             joint = children[parent][token].item() if parent >= 0 else 1.0
-            number[parent, token] = len(children)
             # p_j = p_parent c_j
             children.append(joint * row.double())
-    return children, number
-
-def joint_of(tree, children, number):
-    """The joint probabilities of the tree's nodes but the root, a list."""
-    found, place = [], [0]                 # place: the number of each node of the tree, or None
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    for token, parent in zip(tokens[1:], parents[1:]):
-        above = place[parent]
-        place.append(number.get((above, token)))
-        found.append(children[above][token].item())
-    return found
+    return children
 
 @torch.inference_mode()
 def tree_optimality(decode, build, prompts):
@@ -202,11 +200,12 @@ def tree_optimality(decode, build, prompts):
         decode(listening(build, heard), ids, min(limit, TOKENS))
     kept = best = 0.0
     for tree, calls in heard:
-        children, number = told(calls)
-        joint = joint_of(tree, children, number)
-        if joint:
-            best_as_many = torch.cat(children).topk(len(joint)).values
-            kept += sum(joint)
+        nodes, joint = nodes_of(tree, calls), [1.0]
+        for parent, p in zip(nodes["parents"][1:nodes["verified"]], nodes["p"][1:]):
+            joint.append(joint[parent] * p)
+        if joint[1:]:
+            best_as_many = torch.cat(told(calls)).topk(len(joint) - 1).values
+            kept += sum(joint[1:])
             best += best_as_many.sum().item()
     return kept / best if best else None
 
@@ -275,21 +274,101 @@ def ewif(run):
             raise UserError(f"{label} is no cascade: Theorem 4.5 is about cascades")
     run.trees = [bench.read_call("chain", bench.TREES, "tree")]
     rows = [row for row in measured(run, bench.arms_of(run)) if row["tree"] and row["group"] == "all"]
-    columns = ["arm", "k1=k1:d", "k2=k2:d", "EWIF=ewif:.2f", "SWI", "speedup=speedup:.2f"]
+    columns = ["arm", "k1=k1:d", "k2=k2:d", "EWIF", "SWI", "speedup=speedup:.2f"]
     return table_1() + predicted(rows), columns
 
+# ---------------------------------------------------------------- where a target looks things up
+@torch.inference_mode()
+def layers_of(model, ids):
+    """ids (T,) -> the attention [(h, T, T)] of all layers, and hidden_states [(T, D)], one more."""
+    try:
+        model.set_attn_implementation("eager")                 # other kernels tell nobody
+        out = model(ids[None].to(parts.place_of(model)), use_cache=False, output_attentions=True,
+                    output_hidden_states=True)
+        attention = [each[0].float().cpu() for each in out.attentions]
+        assert len(attention) == len(out.hidden_states) - 1, "not each layer has attention"
+        assert all(each.shape[1:] == (len(ids), len(ids)) for each in attention), "not over all keys"
+    except Exception as why:
+        said = " ".join(f"{type(model).__name__} does not say what its layers attend to: {why}".split())
+        raise UserError(said[:150]) from None
+    return attention, [each[0].cpu() for each in out.hidden_states]
+
+def mass_there(attention, ids, new):
+    """Of the last `new` tokens x_i that occurred before: the mass on keys j <= i with x_{j-1} = x_i.
+
+    -> [(h, rows)] of each layer; of uniform attention (rows,).
+    """
+    same = ids[:, None] == ids
+    there = F.pad(same[:, :-1], (1, 0)).tril()                             # (T, T)
+    there[:-new] = False
+    rows = there.any(1)
+    uniform = there.sum(1) / torch.arange(1, len(ids) + 1)
+    return [(each * there).sum(-1)[:, rows] for each in attention], uniform[rows]
+
+def named_before(states, texts):
+    """How often a linear map of hidden states names the token before, in every fourth text -> a share.
+
+    states [(T, D)], texts [(T,)].  Fitted to the other texts: least squares to one-hot tokens, and a ridge.
+    """
+    pairs = [(rows[1:].double(), ids[:-1]) for rows, ids in zip(states, texts)]
+    its, truth = map(torch.cat, zip(*pairs[3::4]))
+    del pairs[3::4]
+    x, before = map(torch.cat, zip(*pairs))                                # (n, D), (n,)
+    middle, spread = x.mean(0), x.std(0).clamp(min=1e-6)
+    x = (x - middle) / spread
+    tokens, which = before.unique(return_inverse=True)                     # (C,), (n,)
+    # W = (X^T X + r n I)^-1 X^T Y
+    gram = x.T @ x
+    gram.diagonal().add_(RIDGE * len(x))
+    targets = x.new_zeros(len(tokens), x.shape[1]).index_add(0, which, x)  # Y^T X
+    weights = torch.linalg.solve(gram, targets.T)                          # (D, C)
+    scores = (its - middle) / spread @ weights + which.bincount() / len(x)
+    named = tokens[scores.argmax(-1)]
+    return (named == truth).double().mean().item()
+
+def lookup(run):
+    if run.target.encoder_decoder or len(run.prompts) < 4:
+        raise UserError("lookup wants a decoder-only target, and at least four prompts")
+    cached = len(parts.cached_rows(run.model))                 # layers that GLIDE can read
+    outs = each_prompt(run, partial(run.decode, None, verify.no_draft))
+    found = []
+    for (_, ids, _), out in zip(run.prompts, outs):
+        text = torch.tensor((ids + out.tokens)[-LONGEST:])
+        attention, states = layers_of(run.model, text)
+        found.append((text, states, *mass_there(attention, text, len(out.tokens))))
+    texts, states, masses, uniform = zip(*found)
+    rows, alike = [], torch.cat(uniform).mean().item()
+    for layer, its in enumerate(zip(*states)):
+        row = {"target": run.a.target, "drafter": str(layer), "before": named_before(its, texts)}
+        if layer < cached:
+            heads = torch.cat([mass[layer] for mass in masses], 1).mean(1)                 # (h,)
+            row |= {"mass": heads.max().item(), "head": heads.argmax().item(), "uniform": alike}
+        rows.append(row)
+    best = max(rows[:cached], key=lambda row: row["mass"])
+    most = max(row["before"] for row in rows[1:])
+    near = [row["drafter"] for row in rows[1:] if row["before"] > most - NEAR]
+    run.notes = [f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} "
+                 f"there; uniform attention would put {alike:.3f}",
+                 f"EDD: --hidden, one of {' '.join(near)}: there the token before is still named; what the "
+                 f"token itself tells of it: {rows[0]['before']:.2f} (hidden_states[0], the embedding)"]
+    return rows, ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
+                  "hidden_states[layer] names the token before=before:.2f"]
+
 # ---------------------------------------------------------------- the command line
-MEASUREMENTS = {"calibration": calibration, "positions": positions, "optimality": optimality, "ewif": ewif}
+MEASUREMENTS = {"calibration": calibration, "positions": positions, "optimality": optimality, "ewif": ewif,
+                "lookup": lookup}
 
 def rows_of(argv):
     """["calibration", bench.py's flags ...] -> rows, printed as a table"""
     name = argv[0] if argv else "nothing"
     if name not in MEASUREMENTS:
         raise UserError(f"there is no measurement called {name!r}: choose among {' '.join(MEASUREMENTS)}")
-    run = bench.Run(argv[1:])
+    flags = argv[1:]
+    if name == "lookup":                       # it asks no drafter; Max-Gram goes with any target
+        flags = ["--limit", TEXTS, *flags, "--drafter", "maxgram"]
+    run = bench.Run(flags)
     rows, columns = MEASUREMENTS[name](run)
-    print()
-    print(compare.grid(rows, columns))
+    print(f"\n{compare.grid(rows, columns)}\n", *run.notes, sep="\n")
     if run.a.json:
         bench.write_json(run.a.json, rows)
     return rows
@@ -298,8 +377,7 @@ def work(argv):
     rows_of(sys.argv[1:] if argv is None else argv)
     return 0
 
-def main(argv=None):
-    return bench.main(argv, work, "figures/probe.py")
+main = partial(bench.main, work=work, name="figures/probe.py")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ PCT (ACL 2025), section 3.2.  The page is rounds.html beside this file, with one
     arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many are verified
       p                  the drafter's probability of the node after its parent, as the tree's builder saw it;
                          null where nobody said one (the root, a cascade's chain)
-      path               the root and the accepted nodes
+      path, gram         the root and the accepted nodes; those that Max-Gram names behind their parents
       own, choice        the target's own token where the path ended, and its text; null where the text ended
       accepted, bonus    what the round adds to the text
       ms                 milliseconds of the round: draft, verify, other (the shares of bench.py's table)
@@ -21,6 +21,7 @@ import json
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -60,10 +61,10 @@ def listening(build, heard):
         return tree
     return noted
 
-def nodes_of(tree, calls):
-    """A round's nodes, the verified ones first -> {"tokens", "parents", "p", "verified"}, lists."""
+def nodes_of(tree, calls, words=()):
+    """A round's nodes, the verified ones first -> lists; words: Max-Gram's behind each, in expand's order."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    nodes = {"tokens": tokens, "parents": parents, "p": [None], "verified": len(tokens)}
+    nodes = {"tokens": tokens, "parents": parents, "p": [None], "gram": [], "verified": len(tokens)}
     if not calls:
         # A cascade wrote the chain by itself; it says p_draft where it drew its tokens.
         drafted = tokens[1:]
@@ -77,10 +78,12 @@ def nodes_of(tree, calls):
             rows.append(row)
     add_left_out(nodes, asked, rows)
     number = [0]                               # of each node in the order of expand, or None
-    for token, parent in zip(tokens[1:], parents[1:]):
+    for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:]), 1):
         above = number[parent]
-        nodes["p"].append(round(rows[above][token].item(), 4))
+        nodes["p"].append(rows[above][token].item())
         number.append(asked.get((above, token)))
+        if words[above:above + 1] == [token]:
+            nodes["gram"].append(node)
     return nodes
 
 def add_left_out(nodes, asked, rows):
@@ -144,15 +147,16 @@ def timed(out):
     out.seconds = sum(seconds for _, seconds in out.parts)
     return out
 
-def rounds_of(run, out, heard, ids):
-    """A Record and what its builder heard -> (the text of the prefill's token, the page's rounds)."""
+def rounds_of(run, out, heard, words, ids):
+    """A Record, what its builder heard, Max-Gram's words -> (text of the prefill's token, rounds)."""
     name, spell = namer(run.tokenizer), speller(run.tokenizer)
     # The text goes on behind the prompt.
     if not run.target.encoder_decoder:
         spell(ids)
     first, rounds = spell(out.tokens[:1]), []
-    for one, (tree, calls), ms in zip(out.rounds, heard, milliseconds(out.parts)):
-        nodes = nodes_of(tree, calls)
+    for one, (tree, calls), said, ms in zip(out.rounds, heard, words, milliseconds(out.parts)):
+        nodes = nodes_of(tree, calls, said)
+        nodes["p"] = [p if p is None else round(p, 4) for p in nodes["p"]]
         accepted = min(len(one.path) - 1, len(one.new))
         nodes["path"] = one.path[:1 + accepted]
         nodes["own"] = next(iter(one.new[accepted:]), None)
@@ -171,9 +175,14 @@ def leaves(ours, plain):
 
 def arm_data(run, arm, ids, limit, plain):
     """Decode the prompt with one arm.  plain: plain decoding's Record."""
-    heard = []
-    out = timed(run.decode(run.drafters[arm.drafter], listening(arm.build, heard), ids, limit))
-    first, rounds = rounds_of(run, out, heard, ids)
+    heard, words, drafter = [], [], run.drafters[arm.drafter]
+
+    def build(expand, root):
+        tree = arm.build(expand, root)
+        words.append(getattr(drafter, "words", ()))
+        return tree
+    out = timed(run.decode(drafter, listening(build, heard), ids, limit))
+    first, rounds = rounds_of(run, out, heard, words, ids)
     return {
         "name": f"{arm.drafter} × {arm.tree}", "tokens": len(out.tokens), "tau": out.tau,
         "speed": out.speed(), "speedup": out.speed() / plain.speed(),
@@ -205,11 +214,7 @@ def page_data(run, number):
 
 # ---------------------------------------------------------------- the file
 def page(data, template):
-    """The template with the data in it.
-
-    A script element ends at the first "</script", wherever it stands, and "<!--" means something in it, too.
-    Without a "<" there is neither; \\u003c is the same to a reader of JSON.
-    """
+    """The template with the data in it; without a "<" no text ends its script element (\\u003c is JSON's)."""
     assert template.count(PLACEHOLDER) == 1, "the template has one place for the data"
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return template.replace(PLACEHOLDER, text.replace("<", "\\u003c"))
@@ -231,8 +236,7 @@ def work(argv):
     print(f"{a.out} written: prompt {a.prompt}, {len(data['arms'])} arms")
     return 0
 
-def main(argv=None):
-    return bench.main(argv, work, "figures/rounds.py")
+main = partial(bench.main, work=work, name="figures/rounds.py")
 
 if __name__ == "__main__":
     sys.exit(main())

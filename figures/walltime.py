@@ -165,13 +165,9 @@ def grow_edd(small, model, further):
     return big.eval()
 
 @torch.inference_mode()
-def logits_of(model, ids):
-    ids = torch.tensor([ids], device=model.device)
-    return model(ids).logits.cpu()
-
 def check(small, big, ids):
     """Refuse a grown model, in float32, with other logits than the small one's, or a further token's text."""
-    said, found = logits_of(small, ids), logits_of(big, ids)
+    said, found = (model(torch.tensor([ids], device=model.device)).logits.cpu() for model in (small, big))
     vocab = said.shape[-1]
     error = (found[..., :vocab] - said).abs().max() / said.std()
     if not error < 1e-3 or found.argmax(-1).max() >= vocab:
@@ -303,8 +299,7 @@ def work(argv):
     grow_all(a)
     return 0
 
-def main(argv=None):
-    return bench.main(argv, work, "figures/walltime.py")
+main = partial(bench.main, work=work, name="figures/walltime.py")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,8 +1,8 @@
 """The papers' tables by name: what tables.json says can be run, runs, and is shown; verdicts are paired tests."""
 import json
 import re
-import shlex
 import sys
+from fnmatch import fnmatch
 from itertools import product
 
 import pytest
@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "figures"))
 
 import compare  # noqa: E402
 import paper  # noqa: E402
+import pictures  # noqa: E402
 import probe  # noqa: E402
 
 RESULTS = paper.DOCS / "results"
@@ -22,54 +23,51 @@ SPECS = compare.read_specs(RESULTS, "tables.json")["tables"]
 CLAIMS = compare.read_specs(RESULTS, "claims.json")
 TINY = ["--limit", "1", "--max-new-tokens", "8", "--device", "cpu", "--threads", "1"]
 
+def run_of(spec):
+    """The table whose command makes the rows, its script, its arguments, its flags."""
+    run = paper.run_of(spec, SPECS)
+    script, arguments = paper.arguments_of(run["command"], [])
+    return run, script, arguments, bench.parser().parse_known_args(arguments)[0]
 
 def arms_of(spec):
-    """The names of all rows that a table's commands make."""
-    names = {"plain", "plain, two queries", "generate()"}
-    for run in compare.commands_of(spec):
-        script, arguments = paper.arguments_of(run["command"], [])
-        a = bench.parser().parse_known_args(arguments)[0]
-        cascades = {"cascade": load.load_cascade, "maxgram": load.load_cascade}
-        labels = [bench.read_call(text, cascades, "").label if "(" in text else text for text in a.drafter]
-        trees = [bench.read_call(text, bench.TREES, "tree").label for text in a.tree]
-        if script == "figures/probe.py" and arguments[0] in ("calibration", "positions"):
-            names |= set(labels)
-            continue
-        if script == "figures/probe.py" and arguments[0] == "ewif":
-            trees = ["chain"]
-            names |= {row["drafter"] for row in probe.table_1()}
-        for drafter, tree in product(labels, trees):
-            name = compare.name_of({"drafter": drafter, "tree": tree})
-            if name in spec.get("arms", [name]):
-                names.add(compare.name_of({"drafter": drafter, "tree": tree, "label": run.get("label")}))
-    return names
-
+    """The names of all rows that a table's run makes."""
+    run, script, arguments, a = run_of(spec)
+    if script == "train.py":
+        made = arguments[:next(i for i, word in enumerate(arguments) if word.startswith("--"))]
+        return {f"{name} × chain" for name in made for pattern in run["drafters"] if fnmatch(name, pattern)}
+    kinds = {"cascade": load.load_cascade, "maxgram": load.load_cascade, "beside": getattr(load, "load_beside", load.load_cascade)}
+    labels = [bench.read_call(text, kinds, "").label if "(" in text else text for text in a.drafter]
+    trees = [bench.read_call(text, bench.TREES, "tree").label for text in a.tree]
+    if script == "figures/probe.py" and arguments[0] in ("calibration", "positions"):
+        return {*labels}
+    names = {"plain", "plain, two queries", "generate()", "prompt lookup"}
+    names |= {f"assisted generation ({stage})" for stage in ("base", "small")} | {row["drafter"] for row in probe.table_1()}
+    trees = ["chain"] if script == "figures/probe.py" and arguments[0] == "ewif" else trees
+    return names | {name for name in map(" × ".join, product(labels, trees)) if name in run.get("arms", [name])}
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
 def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
-    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration", spec["name"]) and spec["minutes"] > 0
+    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration|training", spec["name"])
+    run, script, arguments, a = run_of(spec)
     there = arms_of(spec)
-    for run in compare.commands_of(spec):
-        script, arguments = paper.arguments_of(run["command"], [])
+    if script == "train.py":
+        assert all(drafters.named(name.removesuffix(" × chain")) for name in there)
+        assert all(any(fnmatch(name, f"{pattern} × chain") for name in there) for pattern in run["drafters"])
+    else:
         assert script == "bench.py" or script == "figures/probe.py" and arguments[0] in probe.MEASUREMENTS
         a = bench.parser().parse_args(arguments[script != "bench.py":])
         for text in a.tree:
             bench.check_tree(bench.read_call(text, bench.TREES, "tree"), a)
-    labels = {run.get("label") for run in compare.commands_of(spec)}
-    for command, made in spec.get("needs", {}).items():
-        python, script, *words = shlex.split(command)
-        what = words[:next(i for i, word in enumerate(words) if word.startswith("--"))]
-        assert (python, script) == ("python", "train.py") and what and all(map(drafters.named, what))
-        assert all(name in labels or any(name in arm for arm in there) for name in made)
-    assert {*spec.get("arms", [])} <= there
+        assert run["minutes"] > 0
+    assert {*run.get("arms", []), *spec.get("shown", [])} <= there
     headings = set(compare.headings_of(spec.get("columns", compare.DEFAULT)))
     for row in spec.get("paper", {"rows": []})["rows"]:
-        assert row["arm"] is None or row["arm"] in there
+        assert row["arm"] is None or row["arm"] in spec.get("shown", there)
         assert row.keys() - {"arm", "as"} <= headings and row["as"]
-
 
 def test_claims_compare_rows_that_a_table_makes():
     there = {spec["file"]: arms_of(spec) for spec in SPECS}
+    kinds = {row["group"] for row in bench.read.read_rows(bench.PROMPTS)}
     for claim in CLAIMS:
         assert claim.get("holds") or claim.get("cannot"), claim["claim"]
         for spec in claim.get("holds", []):
@@ -77,19 +75,18 @@ def test_claims_compare_rows_that_a_table_makes():
             for side in [spec.get("more"), *sides]:
                 arm = side["arm"] if isinstance(side, dict) else side
                 assert not isinstance(arm, str) or arm in there[spec["in"]], f"{spec['in']} will have no row of {arm}"
+            assert spec.get("group", "retell") in kinds
     assert 20 <= sum(claim.get("main", False) for claim in CLAIMS) <= 30
     assert sorted(claim["finding"] for claim in CLAIMS if "finding" in claim) == list(range(1, 11))
 
-
 def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_reported():
-    for key in ("name", "file"):
-        assert len({spec[key] for spec in SPECS}) == len(SPECS)
+    assert len({spec["name"] for spec in SPECS}) == len(SPECS)
+    assert all(sum("command" in spec for spec in SPECS if spec["file"] == file) == 1 for file in {spec["file"] for spec in SPECS})
     files = {path.name for path in RESULTS.glob("*.jsonl")}
     assert files <= {spec["file"] for spec in SPECS} and {*paper.measured(RESULTS)} == files
     read = [list(bench.read.read_rows(path)) for path in (ROOT / "figures" / "tuning.jsonl", bench.PROMPTS)]
     tuning, reported = ([row.get("prompt") or row["question"] for row in rows] for rows in read)
     assert len(tuning) == 12 and not {*tuning} & {*reported}
-
 
 @pytest.mark.parametrize("argv, words", [
     ([], "required: names"), (["glide-table-9"], "no table called 'glide-table-9': choose among cascade-k papers main"),
@@ -102,70 +99,83 @@ def test_mistakes_are_one_sentence(argv, words, capsys):
     err = capsys.readouterr().err
     assert err.startswith("figures/paper.py: ") and err.count("\n") == 1 and words in err
 
-
-def test_flags_given_here_win():
+def test_flags_given_here_win_and_work_stands_elsewhere():
     command = 'python bench.py --checkpoint work/a --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
-    script, arguments = paper.arguments_of(command, ["--limit", "4"])
+    script, arguments = paper.arguments_of(command, ["--limit", "4"], "my trainings")
     a = bench.parser().parse_args(arguments)
-    assert (script, a.limit, a.checkpoint, a.drafter) == ("bench.py", 4, "work/a", ["cascade(base, k=5)", "glide"])
-    for given, checkpoint in ((command, "mine/a"), ("python bench.py --tree cape", "mine")):
-        _, arguments = paper.arguments_of(given, ["--checkpoint", "mine"])
-        assert bench.parser().parse_args(arguments).checkpoint == checkpoint
+    assert (script, a.limit, a.checkpoint, a.drafter) == ("bench.py", 4, "my trainings/a", ["cascade(base, k=5)", "glide"])
+    assert bench.parser().parse_args(paper.arguments_of(command, ["--checkpoint", "mine"])[1]).checkpoint == "mine"
 
+def test_what_is_not_there_is_left_out_with_one_sentence(tmp_path):
+    words = ["--drafter", "glide", "bush", "maxgram", "cascade(base, maxgram, k=(8, 1))", "cascade(twig, k=2)", "beside(edd, maxgram)", "beside(tree, maxgram)"]
+    arguments, (sentence,) = paper.shipped(words)
+    kept = ["glide", "maxgram", "cascade(base, maxgram, k=(8, 1))", "beside(edd, maxgram)"]
+    assert bench.parser().parse_args(arguments).drafter == kept
+    assert sentence.endswith("does not hold bush cascade(twig, k=2) beside(tree, maxgram)")
+    arguments, (sentence,) = paper.shipped(["--drafter", "bush"])
+    assert arguments is None and sentence.endswith("does not hold bush")
+    script, log, (sentence,) = paper.lacking({"command": "python train.py edd --work work/a"}, [], tmp_path)
+    assert (script, log) == ("train.py", None) and f"{tmp_path}/a/log.jsonl is not there" in sentence
 
-def test_what_is_not_there_is_left_out_with_one_sentence():
-    spec = {"needs": {"python train.py bush": ["bush", "tree"], "python train.py glide": ["layer 3"]}}
-    words = ["--drafter", "glide", "bush", "tree", "maxgram", "cascade(base, maxgram)", "cascade(twig, k=2)"]
-    arguments, sentences = paper.shipped(words, spec, None)
-    assert bench.parser().parse_args(arguments).drafter == ["glide", "maxgram", "cascade(base, maxgram)"]
-    assert len(sentences) == 2 and "does not hold bush tree: `python train.py bush`" in sentences[0]
-    assert sentences[1].endswith("does not hold cascade(twig, k=2)")
-    arguments, (sentence,) = paper.shipped(["--drafter", "bush"], spec, "layer 3")
-    assert arguments is None and "`python train.py glide` makes what is missing" in sentence
-    arguments, (sentence,) = paper.shipped(["--prompts", "/no/such.jsonl"], {}, None)
-    assert arguments is None and "/no/such.jsonl are not here" in sentence
+def said(alpha, **kinds):
+    """What a log says of a drafter."""
+    return {"loss": 1.0, "alpha": alpha, "tau": 1 + 2 * alpha, "held_out_loss": 2.0, "by_kind": {kind: {"alpha": x, "tau": 1 + x} for kind, x in kinds.items()}}
 
-
-def test_training_is_summed_over_its_stages(tmp_path):
-    first = {"tokens_seen": 1000, "validation": {"alpha": 0.5}}
-    about = {"kind": "edd", "config": {"loss": "kl"}, "tokens_seen": 24, "validation": {"alpha": 0.75}, "init": first}
-    (tmp_path / "edd").mkdir()
-    (tmp_path / "edd" / "training.json").write_text(json.dumps(about))
-    found = {"tokens_trained": 1024, "loss": "kl", "held_out_alpha": 0.75}
-    assert paper.trained({"drafter": "edd", "tree": "pct"}, str(tmp_path)) == found
-    assert paper.trained({"drafter": "cascade(edd, k=2)", "stages": ["edd"]}, str(tmp_path)) == found
-    assert paper.trained({"drafter": "x", "stages": ["edd", "maxgram"]}, str(tmp_path)) == {}
-    assert paper.trained({"drafter": "plain"}, str(tmp_path)) == {}
-
+def test_a_training_log_is_rows_a_table_and_curves(tmp_path, monkeypatch, capsys):
+    """Its last run alone, each step once; a gain is over the last million tokens, between evaluations by a straight line."""
+    lines = [{"command": "python train.py old"}, {"step": 0, "tokens_seen": 0, "old": said(0.9)}, {"command": "python train.py glide edd --init x"},
+             {"step": 0, "tokens_seen": 0, "tokens_per_s": 9, "glide": said(0.0, x=0.1, y=0.2), "edd": said(0.125, x=0.1, y=0.2)},
+             {"step": 5, "tokens_seen": 500_000, "glide": said(0.25, x=0.25, y=0.25), "edd": said(0.25, x=0.25, y=0.5)},
+             {"command": "python train.py glide edd --init x --resume"},
+             {"step": 5, "tokens_seen": 500_000, "glide": said(0.5, x=0.5, y=0.25), "edd": said(0.25, x=0.25, y=0.5)},
+             {"step": 9, "tokens_seen": 1_250_000, "glide": said(0.75, x=0.5, y=0.75), "edd": said(0.5, x=0.75, y=0.25)}]
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = compare.rows_of_log(tmp_path / "a" / "log.jsonl")
+    assert [(row["drafter"], row["group"]) for row in rows] == [(name, kind) for name in ("glide", "edd") for kind in ("all", "x", "y")]
+    assert rows[0]["curve"] == [[0, 0.0], [500_000, 0.5], [1_250_000, 0.75]] and rows[0]["tau"] == 2.5 and rows[0]["init"]
+    assert [row["gain"] for row in rows] == pytest.approx([0.75 - 0.25, 0.5 - 0.3, 0.75 - 0.225, 0.5 - 0.1875, 0.75 - 0.175, 0.25 - 0.35])
+    assert [row["drafter"] for row in compare.rows_of_log(tmp_path / "a" / "log.jsonl", ["g*"])] == ["glide"] * 3
+    spec = {"name": "t", "title": "T", "section": "s", "minutes": 0, "file": "t.jsonl", "command": "python train.py glide --work work/a",
+            "drafters": ["*"], "columns": ["arm", "alpha before", "alpha", "gain"], "kinds": ["alpha"]}
+    calls = made_up(tmp_path, monkeypatch, [], specs=[spec])
+    assert paper.main(["t", "--work", str(tmp_path), "--out", str(tmp_path / "rows")]) == 0 and not calls
+    assert "| glide × chain | 0.000 | 0.750 | +0.5000 |" in capsys.readouterr().out
+    assert (tmp_path / "rows" / "t.svg").read_text() == pictures.curves(compare.read_rows(tmp_path / "rows" / "t.jsonl"))
 
 @pytest.mark.long
 def test_a_table_end_to_end(tmp_path, monkeypatch, capsys):
-    """GLIDE's Table 2: the drafter of the first stage is not shipped, the other one is measured."""
-    monkeypatch.chdir(tmp_path)
-    assert paper.main(["glide-table-2", *TINY[:1], "2", *TINY[2:], "--out", "rows"]) == 0
+    """Of a table's arms those that can be loaded are measured, and no arm that it does not name."""
+    printed = [{"arm": "glide × chain", "as": "w Dist.", "α": "0.650"}]
+    spec = {"name": "t", "title": "T", "section": "s", "minutes": 1, "file": "t.jsonl", "columns": ["arm", "alpha"],
+            "arms": ["glide × chain", "vanilla × cape"], "paper": {"where": "there", "rows": printed},
+            "command": "python bench.py --drafter glide bush vanilla --tree chain cape"}
+    with monkeypatch.context() as patch:
+        made_up(tmp_path, patch, [], specs=[spec])
+        patch.setattr(paper, "rows_of_command", ROWS_OF_COMMAND)
+        assert paper.main(["t", *TINY[:1], "2", *TINY[2:], "--out", str(tmp_path / "rows")]) == 0
     out, err = capsys.readouterr()
-    rows = compare.read_rows(tmp_path / "rows" / "glide-table-2.jsonl")
-    last = next(row for row in rows if row["tree"])
-    assert rows[0]["drafter"] == "plain" and last["label"] == "both stages" and last["prompts"] == 2
-    assert last["tokens_trained"] > 0 and 0 < last["held_out_alpha"] < 1 and last["totals"] > 0
-    assert {"group", "speedup", "tau", "alpha", "c", "expected_speedup", "draft_ms"} <= last["by_prompt"].keys()
-    assert all(len(values) == 2 for values in last["by_prompt"].values())
-    assert err.count("glide-table-2: work/first does not hold glide: `python train.py glide ") == 1
-    assert f"| glide × chain, both stages | w Dist. | 0.650 | {last['alpha']:.3f} |" in out
-    assert "- Not shipped: first stage: `python train.py glide" in out
+    rows = [row for row in compare.read_rows(tmp_path / "rows" / "t.jsonl") if row["group"] == "all"]
+    chain, cape = rows[-2:]
+    assert [compare.name_of(row) for row in rows] == ["plain", "plain, two queries", "generate()", "glide × chain", "vanilla × cape"]
+    assert 0 < chain["alpha"] < 1 and chain["totals"] > 0 and cape["prompts"] == 2
+    assert {"group", "speedup", "tau", "alpha", "c", "expected_speedup", "draft_ms"} <= chain["by_prompt"].keys()
+    assert all(len(values) == 2 for values in chain["by_prompt"].values())
+    assert err.count("does not hold bush") == 1 and f"| glide × chain | w Dist. | 0.650 | {chain['alpha']:.3f} |" in out
 
-
+ROWS_OF_COMMAND = paper.rows_of_command
 CHAIN, CAPE = "python bench.py --drafter glide --tree chain", "python bench.py --drafter maxgram --tree cape"
 
-
-def made_up(tmp_path, monkeypatch, tables, ends=()):
-    """docs/ of its own with these tables; a command makes a row of each of its drafters, or ends as it is told."""
+def made_up(tmp_path, monkeypatch, tables, ends=(), specs=()):
+    """docs/ of its own with these tables, or specs; a command makes a row of each of its drafters, or ends as it is told."""
     folder, calls, ends = tmp_path / "docs" / "results", [], list(ends)
     folder.mkdir(parents=True)
-    specs = []
-    for name, *commands in tables:
-        runs = [{"command": command, "label": label} for command, label in commands]
-        specs.append({"name": name, "title": name, "section": "s", "minutes": 1, "file": f"{name}.jsonl", "runs": runs, "columns": ["arm"]})
+    specs = [*specs]
+    for name, command in tables:
+        more = {"file": f"{command}.jsonl", "shown": ["maxgram × cape"]}
+        if command.startswith("python"):
+            more = {"command": command, "file": f"{name}.jsonl", "minutes": 1}
+        specs.append({"name": name, "title": name, "section": "s", "columns": ["arm"], **more})
     (folder / "tables.json").write_text(json.dumps({"tables": specs}))
     (folder / "claims.json").write_text("[]")
     for name in ("results", "claims"):
@@ -182,42 +192,42 @@ def made_up(tmp_path, monkeypatch, tables, ends=()):
     monkeypatch.setattr(paper, "DOCS", tmp_path / "docs")
     return calls
 
-
 def names_in(path):
     return [compare.name_of(row) for row in compare.read_rows(path)]
 
-
 def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
-    tables = [("a", (CHAIN, None), (CAPE, "more")), ("b", (CAPE, None)), ("c", (CHAIN + " cape", None), (CAPE, None))]
-    calls = made_up(tmp_path, monkeypatch, tables, [None, None, KeyboardInterrupt(), None, RuntimeError("it broke")])
+    tables = [("a", CHAIN), ("b", CAPE), ("d", "b"), ("c", CHAIN + " cape")]
+    calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, RuntimeError("it broke")])
     before = sorted(tmp_path.rglob("*"))
     argv, out = ["all", "--limit", "3", "--out", str(tmp_path / "rows")], tmp_path / "rows"
     assert paper.main(argv) == 130 and "b is lost" in capsys.readouterr().err
-    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl", "measured.json"] and len(calls) == 3
-    assert names_in(out / "a.jsonl") == ["plain", "glide × chain", "maxgram × cape, more"], "baselines of the first run alone"
-    # The same command goes on: a is not measured again, but with other flags it is.
-    assert paper.main(argv) == 2 and len(calls) == 6 and all(call[-2:] == ["--limit", "3"] for call in calls)
+    assert sorted(path.name for path in out.iterdir()) == ["a.jsonl", "measured.json"] and len(calls) == 2
+    # The same command goes on: a is not measured again, but with other flags it is.  d is rows of b.
+    assert paper.main(argv) == 2 and len(calls) == 4 and all(call[-2:] == ["--limit", "3"] for call in calls)
     said = capsys.readouterr()
     assert "a.jsonl is there; --again measures it again" in said.out and "c: RuntimeError: it broke" in said.err
-    assert names_in(out / "c.jsonl") == ["plain", "maxgram × cape"], "what fails does not stop the others"
-    assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 7
-    assert paper.main(["b", "--limit", "4", *argv[3:], "--again"]) == 0 and len(calls) == 8
-    said = paper.spec_of(out, "measured.json")
+    assert names_in(out / "b.jsonl") == ["plain", "maxgram × cape"] and not (out / "c.jsonl").exists()
+    assert paper.main(["c", *argv[1:]]) == 0 and names_in(out / "c.jsonl") == ["plain", "glide × chain", "glide × cape"]
+    assert paper.main(["d", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6
+    assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6, "d has measured it"
+    assert paper.main(["b", "--limit", "4", *argv[3:], "--again"]) == 0 and len(calls) == 7
+    said = paper.measured(out)
     assert said["a.jsonl"]["flags"] == "--limit 3" and said["b.jsonl"]["flags"] == "--limit 4" and said["a.jsonl"]["machine"]
     assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before, "docs/ is as it was"
-
+    capsys.readouterr()
+    assert paper.main(["list", *argv[1:]]) == 0
+    assert re.search(r"a +1 min  a \(measured\)\n.*\nd +b  d\nc .*\(measured\)\nall that is left +1 min", capsys.readouterr().out)
 
 def test_write_takes_rows_in_and_check_writes_nothing(tmp_path, monkeypatch, capsys):
-    made_up(tmp_path, monkeypatch, [("a", (CHAIN, None))])
-    docs, rows = ["--docs", str(tmp_path / "docs")], str(tmp_path / "rows")
-    assert paper.main(["check", *docs]) == 1 and not (tmp_path / "docs" / "results.md").exists()
-    assert paper.main(["write", *docs]) == 0 == paper.main(["check", *docs])
+    made_up(tmp_path, monkeypatch, [("a", CHAIN), ("d", "a")])
+    rows = str(tmp_path / "rows")
+    assert paper.main(["check"]) == 1 and not (tmp_path / "docs" / "results.md").exists()
+    assert paper.main(["write"]) == 0 == paper.main(["check"])
     assert "## Not measured here" in (tmp_path / "docs" / "results.md").read_text()
-    assert paper.main(["a", "--limit", "3", "--out", rows]) == 0 == paper.main(["check", *docs])
-    assert paper.main(["write", *docs, "--rows", rows]) == 0
+    assert paper.main(["a", "--limit", "3", "--out", rows]) == 0 == paper.main(["check"])
+    assert paper.main(["write", "--rows", rows]) == 0
     page = (tmp_path / "docs" / "results.md").read_text()
-    assert "| glide × chain |" in page and "with --limit 3." in page and "## Not measured here" not in page
-
+    assert page.count("| glide × chain |") == 1 and "with --limit 3." in page and "## Not measured here" not in page
 
 def test_the_fastest_on_other_prompts_stands_for_its_list(tmp_path):
     rows = [{"drafter": f"cascade(x, k={k})", "tree": "chain", "group": "all", "tokens_per_second": speed} for k, speed in ((1, 5), (2, 7), (3, 6))]
@@ -230,7 +240,6 @@ def test_the_fastest_on_other_prompts_stands_for_its_list(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (table,) = compare.read_specs(tmp_path, "tables.json", tmp_path / "elsewhere")["tables"]
     assert table["arms"] == ["cascade(x, k=1) × chain"], "without rows the first"
-
 
 # ---------------------------------------------------------------- Markdown beside the paper's values
 def test_the_paper_s_values_by_hand():
@@ -246,27 +255,23 @@ def test_the_paper_s_values_by_hand():
         "| – | LLAMA | ~2 | – | – |",
         "| edd × chain | EDD | – | – | – |"]
 
-
 def test_cells_of_lists_and_of_what_is_not_there():
     row = {"drafter": "a", "positions": [{"drafted": 8, "accepted": 6}, {"drafted": 4, "accepted": 1}],
            "bins": [{"low": 0.30000000000000004, "acceptance": 0.25}, {"low": 0.9, "acceptance": None}],
            "tau": None, "share_draft": 0.5, "lossless": False, "k1": 3}
-    columns = ["position 1", "position 2", "position 3", "bin 0.3", "bin 0.9", "draft", "lossless", "loss", "k=k1:d", "k=k2:d"]
+    columns = ["position 1", "position 2", "position 3", "bin 0.3", "bin 0.9", "draft", "lossless", "gain", "k=k1:d", "k=k2:d"]
     assert compare.cells_of(row, columns) == ["0.75", "0.25", "–", "0.25", "–", "–", "**NO**", "–", "3", "–"]
     assert compare.cells_of({**row, "tau": 1.0, "share_draft": 0.256}, ["draft", "tau"]) == ["26%", "1.00"]
-
 
 def exact(found):
     """p of the randomisation test by all 2^n ways of signs."""
     means = [abs(sum(sign * x for sign, x in zip(signs, found))) for signs in product((1, -1), repeat=len(found))]
     return sum(mean >= abs(sum(found)) - 1e-12 for mean in means) / len(means)
 
-
 @pytest.mark.parametrize("found", [[1.0] * 8, [0.5, -0.5], [0.3, 0.1, -0.05, 0.4, 0.2, -0.1, 0.02], [0.0, 0.0], [-1.0] * 6])
 def test_drawn_signs_give_the_exact_p(found):
     assert compare.sign_flips(found) == pytest.approx(exact(found), abs=0.015)
     assert compare.sign_flips(found) == compare.sign_flips(found), "the page comes out the same each time"
-
 
 @pytest.fixture
 def folder(tmp_path):
@@ -281,10 +286,8 @@ def folder(tmp_path):
     (tmp_path / "tables.json").write_text(json.dumps({"tables": []}))
     return tmp_path
 
-
 def tau(more, than, **extra):
     return {"in": "r.jsonl", "key": "tau", "more": more, "than": than, **extra}
-
 
 @pytest.mark.parametrize("spec, verdict, words", [
     (tau("a × t", "b × t"), "more", "τ: a × t 2.5 against b × t 2 (+0.5 a prompt, above on 10 of 10, p = 0.0"),
@@ -298,13 +301,14 @@ def tau(more, than, **extra):
     (tau(0.05, {"arm": "a × t", "key": "ece"}, test=False), "less", "0.05 against a × t, ECE, 0.06 (not tested)"),
     (tau("a × t", {"arm": "b × t", "key": "nodes"}), None, "no figures of each prompt"),
     (tau("a × t", "d × t"), None, "not measured: d × t"), ({**tau("a × t", "b × t"), "in": "none.jsonl"}, None, "not measured: a × t, b × t"),
+    (tau("a × t", ["b × t", "c × t", "d × t"], best=True), "level", "τ: a × t 2.5 against c × t 2.48"),
+    (tau("a × t", 6, group="x", test=False), "more", "τ: a × t (x) 7 against 6"),
     ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 3 rows"),
     ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl"),
 ])
 def test_comparisons_by_hand(folder, spec, verdict, words):
     (found,) = compare.judged(folder, spec)
     assert found.verdict == verdict and words in found.words + found.missing
-
 
 def test_claims_are_held_level_or_not(folder):
     good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("d × t", "a × t")
@@ -324,7 +328,6 @@ def test_claims_are_held_level_or_not(folder):
              "## What cannot", "it needs a GPU", "## What waits"]
     assert [page.index(part) for part in parts] == sorted(page.index(part) for part in parts)
     assert paper.findings(folder).splitlines()[2].startswith("| A is first | held | τ: a × t 2.5 against b × t 2 ")
-
 
 def test_a_prediction_by_hand():
     """Cascade's Table 1; and alpha 1/2, 1/4, c 0.2, 0.1, two tokens of base, one of small: 1 + 1/2 + 1/4 + 1/16 over 1.5."""

@@ -18,16 +18,13 @@ TEMPLATE = rounds.TEMPLATE.read_text(encoding="utf-8")
 FLAGS = ["--drafter", "glide", "maxgram", "--tree", "chain", "eagle2(total=5, depth=3, expanded=3)",
          "--limit", "2", "--max-new-tokens", "14", "--device", "cpu"]
 
-
 @pytest.fixture(scope="module")
 def run():
     return bench.Run(FLAGS)
 
-
 @pytest.fixture(scope="module")
 def data(run):
     return rounds.page_data(run, 2)
-
 
 @pytest.fixture(scope="module")
 def tokens(run):
@@ -37,13 +34,11 @@ def tokens(run):
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": limit, "do_sample": False, "pad_token_id": 0}
     return run.model.generate(prompt, **how)[0, len(ids):].tolist()
 
-
 def decode(run):
     """The page's data of the first arm."""
     arm = next(arm for arm in bench.arms_of(run) if arm.build)
     _, ids, limit = run.prompts[1]
     return rounds.arm_data(run, arm, ids, limit, rounds.timed(run.decode(None, verify.no_draft, ids, 2)))
-
 
 def path_to(nodes, node):
     """The tokens from the root down to a node."""
@@ -52,7 +47,6 @@ def path_to(nodes, node):
         line.insert(0, nodes["tokens"][node])
         node = nodes["parents"][node]
     return tuple(line)
-
 
 def replay(run, label, tree, monkeypatch):
     """The second prompt decoded again -> of each round the tree that the target read, and what the drafter was asked and said.
@@ -85,7 +79,6 @@ def replay(run, label, tree, monkeypatch):
         run.decode(drafter, bench.builder(run, label, tree), *run.prompts[1][1:])
     return found
 
-
 def test_every_arm_writes_plain_decodings_text(run, data, tokens):
     said = run.tokenizer.decode(tokens, skip_special_tokens=True)
     assert data["prompt"] == run.tokenizer.decode(run.prompts[1][1]) and data["prompt_number"] == 2
@@ -101,7 +94,6 @@ def test_every_arm_writes_plain_decodings_text(run, data, tokens):
         assert made == tokens and arm["leaves"] is None and arm["tokens"] == len(tokens)
         assert arm["tau"] == pytest.approx((len(tokens) - 1) / len(arm["rounds"]))
 
-
 def test_the_rounds_are_those_of_an_independent_replay(run, data, tokens, monkeypatch):
     kinds, arms = set(), iter(data["arms"])
     for label in run.drafters:
@@ -112,7 +104,6 @@ def test_the_rounds_are_those_of_an_independent_replay(run, data, tokens, monkey
                 kinds |= compare(their, our, tokens[at:], temperature)
                 at += len(our["path"])
     assert kinds == {"accepted", "rejected", "left out"}, "a kind of node is not tested: choose other flags"
-
 
 def compare(theirs, ours, text, temperature):
     """A round of the replay against the page's; text: the output from the root on -> the kinds of nodes that it has."""
@@ -143,7 +134,6 @@ def compare(theirs, ours, text, temperature):
     named = {"accepted": len(path) > 1, "rejected": n > len(path), "left out": left}
     return {kind for kind, found in named.items() if found}
 
-
 def test_the_names_of_tokens_keep_their_space():
     """A tokenizer that drops the space of a first token, as sentencepiece's do."""
     words = {1: " a", 2: " dog", 3: "s"}
@@ -154,13 +144,11 @@ def test_the_names_of_tokens_keep_their_space():
     name = rounds.namer(spaceless)
     assert [name(i) for i in words] == [" a", " dog", "s"]
 
-
 def test_half_characters_wait_for_their_other_half():
     """Each character is two tokens long, and stands where its second token does; the prompt's half is completed by the text."""
     half = SimpleNamespace(decode=lambda ids, **more: "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2))
     spell = rounds.speller(half)
     assert [spell([0] * n) for n in (3, 1, 1, 2, 0, 3)] == ["é", "é", "", "é", "", "éé"]
-
 
 def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tokens, monkeypatch):
     """The end-of-text token is one that the drafter proposed."""
@@ -174,7 +162,6 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     assert last["own"] is last["choice"] is None and last["bonus"] == ""
     assert last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
 
-
 def test_nodes_by_hand():
     """Two nodes verified, one left out with its child, and what was asked behind no probability."""
     row = torch.tensor
@@ -184,12 +171,13 @@ def test_nodes_by_hand():
     nodes = rounds.nodes_of(verify.Tree(row([7, 0, 2]), row([-1, 0, 1])), calls)
     assert nodes["tokens"] == [7, 0, 2, 1, 2] and nodes["parents"] == [-1, 0, 1, 0, 3] and nodes["verified"] == 3
     assert nodes["p"] == pytest.approx([None, 0.5, 0.75, 0.3, 0.9], abs=1e-4)
+    # what Max-Gram says behind the root and the nodes asked after it
+    assert rounds.nodes_of(verify.Tree(row([7, 0, 2]), row([-1, 0, 1])), calls, [1, 9, 2, None, None, None])["gram"] == [3, 4] and nodes["gram"] == []
     # a cascade's own chain, drawn and not
     chain, drawn = verify.Tree(row([7, 1, 2]), row([-1, 0, 1])), row([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
     assert rounds.nodes_of(chain, [])["p"] == [None, None, None]
     assert rounds.nodes_of(chain._replace(p_draft=drawn), [])["p"] == pytest.approx([None, 0.2, 0.3])
     assert [rounds.leaves([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [1, 2])] == [None, 2, 3]
-
 
 def test_milliseconds_are_those_of_the_round(data):
     parts = [("prefill", 5), ("draft", 1), ("other", 0.5), ("draft", 2), ("verify", 4), ("other", 0.25), ("draft", 3), ("verify", 6), ("other", 1)]
@@ -201,7 +189,6 @@ def test_milliseconds_are_those_of_the_round(data):
         assert arm["speedup"] == pytest.approx(arm["speed"] / data["plain"]["speed"])
     assert data["plain"]["tokens"] == 14 and data["plain"]["step_ms"] > 0
 
-
 def data_in(text):
     """The JSON in a page that is the template but for it; without a "<" no text can end its script element."""
     before, after = TEMPLATE.split(rounds.PLACEHOLDER)
@@ -210,10 +197,8 @@ def data_in(text):
     assert "<" not in inside
     return json.loads(inside)
 
-
 NASTY = ["</script><img src=x onerror=alert(1)>", "<!--", "<script>", '"', "'", "\\", "\\u003c", "&lt;", "\x00",
          "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", rounds.PLACEHOLDER]
-
 
 def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
     data = {"target": NASTY[0], "arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
@@ -221,14 +206,12 @@ def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
     (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
     assert data_in(text) == data
 
-
 def test_the_page_asks_for_nothing_and_writes_no_markup():
     assert not re.findall(r"https?:", TEMPLATE.replace("http://www.w3.org/2000/svg", ""))
     assert "default-src 'none'" in TEMPLATE and not re.findall(r"\b(src|srcset|@import|url)\s*[=(]", TEMPLATE)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", TEMPLATE)
     for wanted in ("prefers-color-scheme: dark", "focus-visible", "aria-label", 'name="viewport"'):
         assert wanted in TEMPLATE
-
 
 def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench, "Run", lambda flags: run if flags == FLAGS else pytest.fail(f"{flags}"))
@@ -240,7 +223,6 @@ def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     command = there.pop("command")
     assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
     assert command.endswith(f"--prompt 2 --out {out}")
-
 
 @pytest.mark.parametrize("argv, said", [
     (["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
