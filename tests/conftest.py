@@ -25,12 +25,10 @@ CLASSES = {
     "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
 }
 
-
 def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("long") and not LONG:
             item.add_marker(pytest.mark.skip(reason="LONG=1 runs it"))
-
 
 def tiny(name, seed=0, **more):
     """A random model of the class, with weights large enough that its distributions are far from uniform."""
@@ -42,10 +40,8 @@ def tiny(name, seed=0, **more):
             torch.nn.init.normal_(p, std=0.25)
     return model
 
-
 # The same one for all tests that ask for it: nobody changes it.
 shared = lru_cache(maxsize=None)(tiny)
-
 
 def target_of(model, capacity=None):
     """verify.Target, or what stands in its place where layers are of two kinds."""
@@ -53,7 +49,6 @@ def target_of(model, capacity=None):
     from runtime import families
     mixed = len(set(getattr(model.config, "layer_types", None) or "1")) > 1
     return families.AnyTarget(model, capacity) if mixed else verify.Target(model, capacity)
-
 
 def weighty(make, seed):
     """The draft model that make() gives, with weights large enough that every part matters."""
@@ -64,20 +59,17 @@ def weighty(make, seed):
             torch.nn.init.normal_(p, std=0.3)
     return draft_model.eval()
 
-
 def random_glide(model, layers=1, glimpse=True, width=24, seed=1, length=64, **more):
     """A random GLIDE, or vanilla, for a tiny target, float64."""
     import glide
     config = glide.Config.for_target(model, width, layers, glimpse, **more)
     return weighty(lambda: glide.Glide(config, glide.target_angles(model, length)).double(), seed)
 
-
 def random_edd(model, seed=1, **more):
     """A random EDD, or a baseline of edd.py, by its settings."""
     import edd
     config = edd.Config.for_target(model, **{"hidden": 2, **more})
     return weighty(lambda: edd.KINDS[config.kind][0](config, model), seed)
-
 
 def random_drafter(model, name, **more):
     """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of edd.VARIANTS."""
@@ -88,7 +80,6 @@ def random_drafter(model, name, **more):
     draft_model = random_edd(model, **{**edd.VARIANTS[name], **more})
     return edd.KINDS[draft_model.config.kind][1](draft_model)
 
-
 @torch.no_grad()
 def plain(model, ids, new):
     """Greedy decoding by the model's own forward over the whole text: no cache, no mask of ours -> the new ids."""
@@ -97,12 +88,10 @@ def plain(model, ids, new):
         ids.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
     return ids[-new:]
 
-
 @pytest.fixture(scope="session", params=list(CLASSES))
 def model(request):
     """Each class, one after the other."""
     return shared(request.param)
-
 
 @pytest.fixture(scope="session")
 def llama():

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, plain, shared
+from test_bench import check_mistake
 
 import bench
 import cape
@@ -19,7 +20,6 @@ sys.path.insert(0, str(ROOT / "figures"))
 
 import compare  # noqa: E402
 import probe  # noqa: E402
-
 
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
@@ -40,7 +40,6 @@ class Guesser:
         """Nothing is kept."""
     begin = keep = reset
 
-
 @pytest.fixture(scope="module")
 def run():
     """What a measurement asks of bench.Run: prompts, drafters, and a way to decode."""
@@ -51,7 +50,6 @@ def run():
     made.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(target, drafter, build, ids, limit))
     made.drafters = {"guesser": Guesser(made)}
     return made
-
 
 def by_hand(run, drafter, length):
     """Chains of `length` over the plain output -> [[(confidence, accepted?) of each judged token] of each round] of each prompt."""
@@ -72,7 +70,6 @@ def by_hand(run, drafter, length):
             at += sum(ok for _, ok in judged) + 1
     return found
 
-
 def test_calibration_judges_up_to_the_first_rejection(run, monkeypatch):
     monkeypatch.setattr(probe, "CHAIN", 3)
     (row,), columns = probe.calibration(run)
@@ -87,7 +84,6 @@ def test_calibration_judges_up_to_the_first_rejection(run, monkeypatch):
         assert row["by_prompt"][f"bin {b['low']:g}"] == [sum(oks) / len(oks) if oks else None for oks in inside]
     assert compare.grid([row], columns).startswith("| arm | ECE | bin 0 | bin 0.1 |")
 
-
 def test_reliability_against_a_count_by_hand():
     judged = [(0.05, False), (0.1, True), (0.10001, True), (0.95, True), (1.0, True), (0.99, False), (0.0, False)]
     rows, error = probe.reliability(judged)
@@ -96,14 +92,12 @@ def test_reliability_against_a_count_by_hand():
     assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
     assert probe.reliability([])[1] == 0
 
-
 def test_a_drafter_that_knows_its_own_mind_is_calibrated():
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(20000, generator=generator)
     judged = list(zip(p.tolist(), (torch.rand(20000, generator=generator) < p).tolist()))
     assert probe.reliability(judged)[1] < 0.02
     assert probe.reliability([(x ** 0.5, ok) for x, ok in judged])[1] > 0.1
-
 
 def test_positions_against_a_count_by_hand(run, monkeypatch):
     """Made-up rounds of chains: which positions were drafted, judged, accepted."""
@@ -128,9 +122,7 @@ def test_positions_against_a_count_by_hand(run, monkeypatch):
     with pytest.raises(bench.UserError, match="guesser is no cascade"):
         probe.ewif(run)
 
-
 TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
-
 
 @pytest.mark.parametrize("build", [
     partial(cape.cape, gamma=2, sizes=(1,), edges=()), partial(cape.chain, gamma=3), partial(cape.beam, gamma=3, width=2),
@@ -161,7 +153,6 @@ def test_tree_optimality_against_all_subtrees(build):
         judged(lambda tokens, parents: torch.zeros(len(tokens), 4), torch.tensor([0]))
     assert probe.tree_optimality(nothing, cape.cape, [("x", [0], 8)]) is None
 
-
 @pytest.mark.long
 @pytest.mark.parametrize("name, more, labels, key", [
     ("calibration", ["glide"], ["glide"], "bins"), ("positions", ["glide", "cascade(base, k=4)", "maxgram"], None, "positions"),
@@ -180,10 +171,7 @@ def test_a_measurement_takes_the_benchmark_s_flags(name, more, labels, key, tmp_
         assert len(rows[-1]["by_prompt"]["swi_measured"]) == 2 and rows[-1]["ewif"] is None
     assert f"| {rows[-1]['drafter']}" in capsys.readouterr().out
 
-
 @pytest.mark.parametrize("argv, words", [
     ([], "there is no measurement called 'nothing': choose among calibration"), (["swi"], "called 'swi'"), (["positions", "--drafter", "bush"], "bush")])
 def test_mistakes_are_one_sentence(argv, words, capsys):
-    assert probe.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/probe.py: ") and err.count("\n") == 1 and words in err
+    check_mistake(argv, words, capsys, probe, "figures/probe.py")

@@ -14,7 +14,8 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, plain, tiny
-from safetensors.torch import save_file
+from test_cascade import t5 as random_t5
+from test_glide import save as save_drafter
 
 import bench
 import cape
@@ -41,14 +42,12 @@ Mistral-7B LLAMA-45m     4.9   36.7 1.27   40.2 1.34   41.9 1.38   44.5 1.44
 Mistral-7B GLIDE-47m     6.6   60.1 1.80   56.4 1.67   59.8 1.79   62.6 1.89
 """
 
-
 @pytest.mark.parametrize("line", TABLE_1.strip().splitlines())
 def test_expected_speedup_reproduces_table_1(line):
     """The table prints two decimals: a cell is off by at most 0.01 when rounding (0.005) is taken into account."""
     c, *cells = map(float, line.split()[2:])
     for alpha, printed in zip(cells[::2], cells[1::2]):
         assert abs(round(clock.expected_speedup(alpha / 100, c / 100, 5), 2) - printed) <= 0.01 + 1e-9
-
 
 # ---------------------------------------------------------------- a small target with its drafters
 def tokenizer_of(text, vocab):
@@ -59,19 +58,9 @@ def tokenizer_of(text, vocab):
     made.train_from_iterator([text], vocab_size=vocab, min_frequency=1, special_tokens=["<|endoftext|>"])
     return PreTrainedTokenizerFast(tokenizer_object=made._tokenizer, eos_token="<|endoftext|>")
 
-
 def save(folder, model, tokenizer):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-def save_drafter(folder, kind, module, model, tokenizer):
-    """As train.py saves it."""
-    folder.mkdir(parents=True)
-    save_file({name: w.contiguous() for name, w in module.state_dict().items()}, folder / "model.safetensors")
-    about = {"config": vars(module.config), "kind": kind, "target": load.fingerprint(model, tokenizer)}
-    (folder / "training.json").write_text(json.dumps(about))
-
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
@@ -83,37 +72,33 @@ def small(tmp_path_factory):
     for layers, name in ((2, "base"), (1, "small")):
         save(folder / "drafters" / name, tiny("llama", seed=layers, num_hidden_layers=layers, **sizes).float(), tokenizer)
     model, _ = load.load_target(str(folder / "model"), "float32", "cpu")
+    of_target = load.fingerprint(model, tokenizer)
     torch.manual_seed(0)
     for name in ("glide", "vanilla"):
         config = glide.Config.for_target(model, 16, 1, name == "glide")
         module = glide.Glide(config, glide.target_angles(model, 64))
-        save_drafter(folder / "drafters" / name, name, module, model, tokenizer)
-    save_drafter(folder / "drafters" / "edd", "edd", edd.EDD(edd.Config.for_target(model, 2), model), model, tokenizer)
+        save_drafter(folder / "drafters" / name, module, kind=name, target=of_target)
+    save_drafter(folder / "drafters" / "edd", edd.EDD(edd.Config.for_target(model, 2), model), kind="edd", target=of_target)
     (folder / "prompts.jsonl").write_text('{"prompt": "def add("}\n{"prompt": "return a + b"}\n{"question": "1 + 1?", "answer": "2"}\n')
     return folder
-
 
 def args(small, *more):
     return ["--target", str(small / "model"), "--checkpoint", str(small / "drafters"), "--prompts", str(small / "prompts.jsonl"),
             "--max-new-tokens", "12", "--device", "cpu", *more]
 
-
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
-
-def check_mistake(argv, words, capsys):
-    assert bench.main(argv) == 2
+def check_mistake(argv, words, capsys, script=bench, name="bench.py"):
+    assert script.main(argv) == 2
     err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and err.startswith("bench.py: ")
-
+    assert words in err and err.count("\n") == 1 and err.startswith(f"{name}: ")
 
 # ---------------------------------------------------------------- figures by hand
 def a_round(accepted, drafted, first=0):
     """A round of a chain: `accepted` of `drafted` tokens."""
     new = list(range(first, first + accepted + 1))
     return verify.Round(new, list(range(accepted + 1)), [0] * (drafted + 1), list(range(-1, drafted)))
-
 
 def test_counts_of_rounds_by_hand():
     """A rejection, a tree, an output that ended inside a path, a drawn chain."""
@@ -124,7 +109,6 @@ def test_counts_of_rounds_by_hand():
     assert cut["accepted"] == cut["tested"] == 2, "the output ended: two of three accepted ones are in it"
     total = clock.counts_of([a_round(0, 2), a_round(1, 1)], [None, torch.tensor([0.6, 0.9]), torch.tensor([0.5])])
     assert total["overlap"] == pytest.approx(0.6 + 0.5) and total["drawn"] == 2, "what follows a rejection is not tested"
-
 
 def made_up(rounds, seconds, prefill=0.25, prompt=0, stage_runs=(), **total):
     """A Record of a chain drafter: rounds [(accepted, drafted)], tokens that count up from a hundred times the prompt's number."""
@@ -137,17 +121,14 @@ def made_up(rounds, seconds, prefill=0.25, prompt=0, stage_runs=(), **total):
     out.total.update(prefill=prefill, **total)
     return out
 
-
 def arm_of(name, *outs, **how):
     arm = bench.Arm(name, None, **how)
     arm.results = dict(enumerate(outs))
     return arm
 
-
 def made_up_run(**more):
     a = SimpleNamespace(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False)
     return SimpleNamespace(**{"a": a, "cuda": False, "drafters": {}, "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
-
 
 def test_figures_of_a_row_by_hand():
     """Two prompts of 9 and 13 new tokens; a plain step takes 0.1 s."""
@@ -174,7 +155,6 @@ def test_figures_of_a_row_by_hand():
     assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None],
                        "nodes": [10 / 4, 3]}
 
-
 @pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
                                                 (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
 def test_stages_and_repetitions_by_hand(names, runs, costs):
@@ -194,7 +174,6 @@ def test_stages_and_repetitions_by_hand(names, runs, costs):
     else:
         assert row["swi_given"] == 7 / (3 + 0.25 * 2) and row["c"] is row["expected_speedup"] is None
 
-
 def test_the_baseline_is_the_faster_plain_arm(capsys, monkeypatch):
     """Not the fastest arm of that name: a drafter called plain-x is none.  The text says how speedups are averaged, and what differs."""
     monkeypatch.setattr(bench, "divergence", lambda run, arm, base, i: f"of {base.name}")
@@ -211,7 +190,6 @@ def test_the_baseline_is_the_faster_plain_arm(capsys, monkeypatch):
     (line,) = [line for line in out.splitlines() if line.startswith("speedup: median over prompts of each prompt's ratio")]
     assert "plain 0.50x, " in line and "plain-x x chain 2.67x" in line, "10 tokens in 0.375 s, beside 10 in 1"
 
-
 def test_tokens_are_held_against_the_exact_ones(monkeypatch):
     """Where rounding makes the fastest plain decoding say something else, an arm that says it has lost.  Under sampling a drawn
     chain may say something else, plain decoding may not."""
@@ -227,7 +205,6 @@ def test_tokens_are_held_against_the_exact_ones(monkeypatch):
         row = bench.row_of(run, arm, base, exact, "all", [0], truth)
         assert (row["lossless"], row["first_divergence"]) == (lossless, divergence)
 
-
 def test_arms_take_turns_in_going_first(monkeypatch):
     """After a warm-up nobody is always first; the bar carries the running speedup."""
     run, order, seen = made_up_run(), [], []
@@ -242,7 +219,6 @@ def test_arms_take_turns_in_going_first(monkeypatch):
     assert bench.measure(run, [arm("a"), arm("b", "chain"), arm("c", "cape")]) == 4
     assert "".join(order) == "abc" + "abc" + "bca" + "cab" + "abc"
     assert len(seen) == 4 and all(re.fullmatch(r"b x chain \d+\.\d\dx, c x cape \d+\.\d\dx", text) for text in seen)
-
 
 # ---------------------------------------------------------------- the clock
 def test_the_clock_says_what_time_was_spent_on(monkeypatch):
@@ -269,7 +245,6 @@ def test_the_clock_says_what_time_was_spent_on(monkeypatch):
     assert " ".join(what for what, seconds in record.parts if seconds) == "prefill prefill prefill" + 2 * " draft draft other draft verify other"
     assert clock.Record([1], watch, stage_runs=[3, 4]).total["draft_forwards"] == 7, "a cascade counts its own"
 
-
 def test_costs_are_the_middle_of_turns_after_a_warm_up():
     """In turn k a draft takes k hundredths of a plain step, and each further node k thousandths."""
     run, turn = made_up_run(drafters={"x": object()}, notes=[]), [-1]
@@ -284,7 +259,6 @@ def test_costs_are_the_middle_of_turns_after_a_warm_up():
     run.decode = decode
     found = clock.measure_costs(run, "x")
     assert turn[0] == 6 and found == {"cost": pytest.approx(0.035), "node_price": pytest.approx(0.0035)}, "turns 1 to 6"
-
 
 def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     """s_d / s_t of a disturbed machine is refused; a given one is taken, and nothing is measured; fixed has CAPE's mean size."""
@@ -302,7 +276,6 @@ def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     mean = sum(t["nodes"] for t in totals) / sum(t["depth"] for t in totals) - 1
     assert bench.builder(run, "glide", fixed).keywords == {"size": round(mean)}
 
-
 # ---------------------------------------------------------------- what the loop and the library are asked for
 def test_flags_of_sampling_reach_the_decoding(small):
     """The same tokens as the loop gives with these settings, and others without one of them; end-of-text ends the output."""
@@ -319,7 +292,6 @@ def test_flags_of_sampling_reach_the_decoding(small):
     run.eos = whole[2]
     assert run.decode(None, verify.no_draft, ids, limit).tokens == whole[:whole.index(whole[2]) + 1]
 
-
 @pytest.mark.parametrize("temperature", [0.7, 0])
 def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
     """Its own generate() with the same settings; assisted generation with the stage; prompt lookup with ten tokens."""
@@ -335,7 +307,6 @@ def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
         assert how.pop("attention_mask").tolist() == [[1] * len(ids)]
         assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": 9, "top_p": 0.8, **own}
 
-
 def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     """Whatever the folders say: a repetition penalty, beams, stop strings.  Assisted generation and prompt lookup, too."""
     config = transformers.GenerationConfig(repetition_penalty=1.8, num_beams=3, stop_strings=["a"], no_repeat_ngram_size=2,
@@ -350,7 +321,6 @@ def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     run = bench.Run(argv)
     assert run.model.generation_config.eos_token_id == run.eos == 299
 
-
 # ---------------------------------------------------------------- end to end
 FIELDS = """target drafter tree settings group dtype device threads batch seed depth temperature prompts tokens tokens_per_second
 speedup speedup_low speedup_high speedup_vs_generate tau alpha alpha_overlap alpha_depth nodes draft_forwards c expected_speedup draft_ms
@@ -358,7 +328,6 @@ verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_
 distinct_4grams versions by_prompt""".split()
 TREES = ["chain", "chain(gamma=3)", "cape", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=3, leaf=0)", "pct(width=1, cost=0.01)",
          "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
-
 
 def test_the_whole_grid(small, tmp_path, capsys):
     assert bench.main(args(small, "--drafter", "glide", "edd", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"),
@@ -384,7 +353,6 @@ def test_the_whole_grid(small, tmp_path, capsys):
     out = capsys.readouterr().out
     assert "glide x cape(gamma=3)" in out and "baseline: plain" in out
 
-
 def test_exact_is_compared_with_what_it_costs(small, tmp_path):
     """Tokens are held against plain decoding in the same shapes, speeds against the fastest plain decoding, exact or not."""
     assert bench.main(args(small, "--exact", "--dtype", "bfloat16", "--drafter", "glide", "edd", "--tree", "chain", "--limit", "2",
@@ -396,7 +364,6 @@ def test_exact_is_compared_with_what_it_costs(small, tmp_path):
     baselines = [r for (name, _), r in rows.items() if name.startswith("plain")]
     assert max(baselines, key=lambda r: r["tokens_per_second"])["speedup"] == 1
 
-
 def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
     assert bench.main(args(small, "--tree", "cape", "drawn", "--drafter", "glide", "maxgram", "--temperature", "0.8", "--top-k", "20",
                            "--json", str(tmp_path / "r.jsonl"))) == 0
@@ -406,7 +373,6 @@ def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
         assert rows[drafter, "drawn"]["lossless"] is None, "a drawn chain: speculative sampling's tokens"
     assert 0 < rows["glide", "drawn"]["alpha_overlap"] <= 1 and rows["glide", "cape"]["alpha_overlap"] is None
     assert rows["generate()", None]["lossless"] is None and rows["plain", None]["lossless"] is True
-
 
 def test_the_overlap_of_a_drawn_chain_by_hand():
     """sum_x min(p_target(x), p_draft(x)) for each drawn token, from the distribution that the rule saw."""
@@ -419,7 +385,6 @@ def test_the_overlap_of_a_drawn_chain_by_hand():
     kept = logits.where(logits >= logits.topk(3).values[:, -1:], torch.tensor(-torch.inf))
     p_target = (kept / 0.5).softmax(-1)
     torch.testing.assert_close(rule.overlaps[1], torch.minimum(p_target[:2], p_draft).sum(1))
-
 
 def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch, capsys):
     generate, calls, path = verify.generate, [], tmp_path / "r.jsonl"
@@ -437,7 +402,6 @@ def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch,
     assert bench.main(args(small, "--drafter", "maxgram", "--tree", "chain", "--json", str(path))) == 130
     assert "before there was anything" in capsys.readouterr().err and not path.exists()
 
-
 def test_divergence_is_reported_with_its_gap(small):
     """A wrong output on purpose: the first wrong token is named, and the gap is that of the model's own logits."""
     run = bench.Run(args(small, "--drafter", "maxgram"))
@@ -453,7 +417,6 @@ def test_divergence_is_reported_with_its_gap(small):
         assert bench.divergence(run, arm, base, i) == {"prompt": i, "token": at, "logit_gap": gap}
     arm.results[i].tokens = right[:4]
     assert bench.divergence(run, arm, base, i) == {"prompt": i, "token": 4, "logit_gap": None}, "one is the other's beginning"
-
 
 def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     """The README's main command, small, from another folder: the shipped weights, token for token; and what --show prints."""
@@ -471,7 +434,6 @@ def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     shown, tau = re.search(r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*)\n--- tau ([\d.]+)\n", done.out, re.DOTALL).groups()
     assert "[" in shown and float(tau) == round(ours["by_prompt"][0]["tau"], 2)
 
-
 def test_the_screen_brackets_what_was_drafted_and_accepted(small, capsys, monkeypatch):
     """Or has it in colour; half a character waits for its other half."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(small / "model")
@@ -487,7 +449,6 @@ def test_the_screen_brackets_what_was_drafted_and_accepted(small, capsys, monkey
         assert text.startswith(f"a{left} b") and text.count(left) == text.count(right) > 1
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
 
-
 # ---------------------------------------------------------------- prompts
 def test_a_second_turn_continues_the_first(small, tmp_path):
     """It holds the first, plain decoding's answer, and the second question.  --limit takes rows, evenly over categories."""
@@ -500,7 +461,6 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
     first, second = (ids for _, ids, _ in run.prompts[:2])
     answer = run.tokenizer.decode(plain(run.model, first, 5), skip_special_tokens=True)
     assert run.tokenizer.decode(first) == "def add(;" and run.tokenizer.decode(second) == f"def add(;{answer};return;"
-
 
 def test_prompts_by_the_flags(small, tmp_path, capsys):
     """Groups take turns, and --limit keeps as many of each; --ask says what a row asks; without --prompts the project's own."""
@@ -517,7 +477,6 @@ def test_prompts_by_the_flags(small, tmp_path, capsys):
     run = bench.Run(["--drafter", "maxgram", "--device", "cpu"])
     assert [group for group, _, _ in run.prompts] == ["story", "retell", "math"] * (bench.LOOK // 3)
 
-
 def test_prompt_mistakes(small, tmp_path, capsys):
     path, long = tmp_path / "p.jsonl", '{"prompt": "%s"}' % ("x y " * 200)
     argv = args(small, "--drafter", "maxgram", "--prompts", str(path))
@@ -528,7 +487,6 @@ def test_prompt_mistakes(small, tmp_path, capsys):
     path.write_text(long)
     run = bench.Run([*argv, str(small / "prompts.jsonl")])
     assert len(run.prompts) == 3 and run.notes == ["1 prompts longer than the context left out"]
-
 
 # ---------------------------------------------------------------- mistakes
 @pytest.mark.parametrize("more, words", [
@@ -555,7 +513,6 @@ def test_mistakes_are_one_sentence(small, capsys, more, words):
         pytest.skip("this machine has CUDA")
     check_mistake(args(small, *more), words, capsys)
 
-
 def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
     def refused(words, edit, *more):
         shutil.rmtree(tmp_path / "glide", ignore_errors=True)
@@ -574,7 +531,6 @@ def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
     for target in ({**about["target"], "probe": list(about["target"]["probe"].values())}, {}):
         refused("was made for another target", lambda _, path, target=target: path.write_text(json.dumps({**about, "target": target})))
 
-
 def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
     """Called by its kind, or by its folder's name; raw: without the temperature that was fitted."""
     shutil.copytree(small / "drafters" / "edd", tmp_path / "mine")
@@ -584,7 +540,6 @@ def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
         run = bench.Run(args(small, "--checkpoint", str(checkpoint), "--drafter", name))
         assert type(run.drafters[name]).__module__ == "edd" and run.drafters[name].temperature == temperature
 
-
 def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
     source = (ROOT / "cape.py").read_text()
     shutil.copytree(small / "model", tmp_path / "model")
@@ -592,23 +547,15 @@ def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
     (tmp_path / "p.txt").write_text(source[:100])
     check_mistake(args(small, "--target", str(tmp_path / "model"), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
 
-
 # ---------------------------------------------------------------- cascades, encoders
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     """A small random T5 target and two stages of the real class, with a tokenizer, saved as Hugging Face does."""
-    from transformers import T5Config, T5ForConditionalGeneration
     folder = tmp_path_factory.mktemp("t5")
     for name, layers, seed in (("target", 3, 0), ("base", 2, 1), ("small", 1, 2)):
-        torch.manual_seed(seed)
-        model = T5ForConditionalGeneration(T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=layers, num_decoder_layers=layers,
-                                                    num_heads=4, decoder_start_token_id=0, pad_token_id=0, eos_token_id=None))
-        for p in model.parameters():
-            if p.ndim == 2:
-                torch.nn.init.normal_(p, std=0.3)
+        model = random_t5(seed, vocab_size=300, num_layers=layers, num_decoder_layers=layers, eos_token_id=None).float()
         save(folder / name, model, tokenizer_of(TEXT, 300))
     return folder
-
 
 def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
     """And an encoder's input takes no room from the output."""
@@ -624,7 +571,6 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
     capsys.readouterr()
     for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         check_mistake(argv + more, "it takes --", capsys)
-
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
     """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
@@ -647,7 +593,6 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
     for how, costs in (("given", (0.5, 0.25)), ("ms", [weight / whole for weight in weights])):
         assert r[f"swi_{how}"] == pytest.approx(r["tokens"] / (target + costs[0] * base + costs[1] * second))
 
-
 def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
     shutil.copytree(small / "drafters" / "base", tmp_path / "other")
     tokenizer_of("another text altogether " * 100, 300).save_pretrained(tmp_path / "other")
@@ -655,7 +600,6 @@ def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
         check_mistake(args(small, "--tree", "chain", "--drafter", f"cascade({stage})"), words, capsys)
     assert bench.main(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1")) == 0
     assert "will slow it down" in capsys.readouterr().out
-
 
 def test_whose_bigram_is_read(small, tmp_path, capsys):
     """The checkpoint's, unless it is another tokenizer's; one that was asked for must fit."""

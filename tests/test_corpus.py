@@ -6,7 +6,6 @@ import pytest
 from checkpoints import make
 from data import corpus, read
 
-
 def dump(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -21,13 +21,11 @@ SOME = ("Gemma3ForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "BertLMHeadM
         "LlamaForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM", "CohereForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel",
         "Phi3ForCausalLM (longrope, before its turn)", "Phi3ForCausalLM (longrope, beyond)", "FalconForCausalLM (ALiBi)")
 
-
 def documented():
     """{name: cells} of the table, and the release that it was made with."""
     text = DOCS.read_text(encoding="utf-8")
     head, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     return {name: dict(zip(head[1:], rest)) for name, *rest in lines}, re.search(r"transformers ([\d.]+\d)", text).group(1)
-
 
 @pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in families.default() if name not in SOME)])
 def test_a_family_is_decoded_exactly_or_refused_in_a_sentence(name):
@@ -40,12 +38,10 @@ def test_a_family_is_decoded_exactly_or_refused_in_a_sentence(name):
         assert {column: says if column == "by" else says == "yes" for column, says in cells.items()} == {
             column: says if column == "by" else says == "yes" for column, says in table[name].items()}
 
-
 @pytest.mark.long
 def test_forty_families_are_served():
     served = [row(name) for name in families.default() if all(row(name).get(column) == "yes" for column in ("plain", "chain", "tree"))]
     assert len(served) >= 40 and sum(cells["GLIDE"] == "yes" for cells in served) >= 40 and sum(cells["EDD"] == "yes" for cells in served) >= 25
-
 
 def test_the_table_names_every_class_and_no_family_is_lost():
     table, release = documented()
@@ -53,7 +49,6 @@ def test_the_table_names_every_class_and_no_family_is_lost():
     assert sum(cells["plain"] == "yes" for cells in table.values()) >= 142
     if release == transformers.__version__:
         assert {name.partition(" ")[0] for name in table} == set(families.classes())
-
 
 # ---------------------------------------------------------------- targets that prove themselves
 def sized(name, **more):
@@ -66,14 +61,12 @@ def sized(name, **more):
             torch.nn.init.normal_(p, std=0.25)
     return model
 
-
 CHAINS_ONLY = {
     "BartForCausalLM": dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48),        # positions by the cache
     "BloomForCausalLM": dict(n_layer=2, n_head=4),                                                               # ALiBi
     "MptForCausalLM": dict(d_model=32, n_layers=2, n_heads=4, max_seq_len=CONTEXT),
     "GPTNeoForCausalLM": dict(num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]], window_size=15),   # a window of its own
 }
-
 
 @pytest.mark.parametrize("name", CHAINS_ONLY)
 def test_a_target_that_honours_no_tree_takes_chains(name):
@@ -86,7 +79,6 @@ def test_a_target_that_honours_no_tree_takes_chains(name):
     with pytest.raises(verify.UserError, match=f"{name} verifies chains only.*--tree chain"):
         verify.generate(target, drafter, cape.cape, prompt, 20)
 
-
 @pytest.mark.parametrize("name, more", [("BertLMHeadModel", {}), ("RobertaForCausalLM", {}), ("ElectraForCausalLM", {"embedding_size": 32}),
                                         ("RwkvForCausalLM", {"attention_hidden_size": 32, "context_length": CONTEXT})])
 def test_a_target_that_decodes_otherwise_with_a_cache_is_refused(name, more):
@@ -95,14 +87,12 @@ def test_a_target_that_decodes_otherwise_with_a_cache_is_refused(name, more):
         AnyTarget(sized(name, **more))
     assert "\n" not in str(caught.value)
 
-
 def test_what_takes_no_mask_is_refused_and_an_encoder_that_was_made_a_decoder_is_served():
     assert AnyTarget(sized("BertLMHeadModel", is_decoder=True)).verifies_trees
     model = tiny("llama")
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(verify.UserError, match="flash_attention_2 takes no tree mask.*sdpa"):
         AnyTarget(model)
-
 
 @pytest.mark.parametrize("name, more, places", [
     ("RobertaForCausalLM", {"is_decoder": True, "pad_token_id": 1}, CONTEXT - 2),          # RoBERTa numbers from the padding token's id + 1
@@ -116,7 +106,6 @@ def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
         assert verify.generate(target, None, oracle(target, [5] * 99), prompt, 20).tokens == plain(model, prompt, 4), "nodes beyond the context"
     with pytest.raises(verify.UserError, match=f"context of {places}"):
         verify.generate(target, None, verify.no_draft, [5] * (places + 1), 1)
-
 
 def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
     model = tiny("qwen2-mixed", sliding_window=30)
@@ -135,7 +124,6 @@ def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_t
     assert not AnyTarget(model).verifies_trees
     assert vars(model.config) == before
 
-
 def test_a_target_is_proven_once():
     llama, calls = shared("llama"), []
     AnyTarget(llama)
@@ -144,14 +132,12 @@ def test_a_target_is_proven_once():
     hook.remove()
     assert not calls
 
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_half_precision_is_no_reason_to_refuse(name, dtype):
     assert AnyTarget(tiny(name).to(dtype)).verifies_trees
     wrong = sized("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"]).to(dtype)
     assert not AnyTarget(wrong).verifies_trees
-
 
 def test_one_node_may_be_off_in_half_precision_and_none_in_full(monkeypatch):
     """MoE routing can flip for a single node."""
@@ -165,7 +151,6 @@ def test_one_node_may_be_off_in_half_precision_and_none_in_full(monkeypatch):
         with pytest.raises(verify.UserError, match=f"off by {errors[-1]:.0%}"):
             AnyTarget(tiny("llama").to(dtype))
 
-
 # ---------------------------------------------------------------- longrope, vocabularies, hidden states, encoders
 @pytest.fixture(scope="module")
 def phi3():
@@ -173,7 +158,6 @@ def phi3():
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0],
             "original_max_position_embeddings": 16}
     return sized("Phi3ForCausalLM", num_key_value_heads=2, rope_parameters=rope, original_max_position_embeddings=16, max_position_embeddings=64)
-
 
 def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
     """A text that begins below the turning point ends there; one that begins beyond it is read at once, in slices it would differ."""
@@ -198,7 +182,6 @@ def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
         target.prefill(prompt[:8])
         assert (target.sync(prompt)[-1] - exact[-1]).abs().max() > 1e-3, "slices would have mixed two tables"
 
-
 def test_a_vocabulary_is_padded_or_cut_to_anothers():
     """Logits of so many ids; an id that the model does not know is any other, and never drafted."""
     llama = shared("llama")
@@ -206,7 +189,6 @@ def test_a_vocabulary_is_padded_or_cut_to_anothers():
         own = AnyTarget(llama).prefill([1, 2, VOCAB - 1])
         longer, shorter = AnyTarget(llama, vocab=VOCAB + 3).prefill([1, 2, VOCAB + 2]), AnyTarget(llama, vocab=VOCAB - 2).prefill([1, 2, VOCAB - 1])
     assert torch.equal(longer[:VOCAB], own) and longer[VOCAB:].isneginf().all() and torch.equal(shorter, own[:-2])
-
 
 def test_a_model_spread_over_devices():
     """(Here over one that has two names.)  Rows are moved where they lie."""
@@ -217,7 +199,6 @@ def test_a_model_spread_over_devices():
     for rate in (0.5, 1.0):
         assert verify.generate(target, HandMade([1, 2, 3] + expected, rate), cape.beam, [1, 2, 3], 14).tokens == expected
 
-
 @pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
 @torch.inference_mode()
 def test_hidden_states_are_shown_as_the_library_numbers_them(name):
@@ -227,7 +208,6 @@ def test_hidden_states_are_shown_as_the_library_numbers_them(name):
     states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     for k, rows in target.view().hidden.items():
         torch.testing.assert_close(rows, states[k][0], atol=2e-5, rtol=1e-4)
-
 
 def test_any_target_picks_the_class():
     assert type(any_target(shared("llama"), 7, VOCAB + 1)) is AnyTarget

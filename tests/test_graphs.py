@@ -16,7 +16,6 @@ NEW, PROMPT = 20, [3, 1, 4, 1, 5]            # NEW: tokens of a decoding, beyond
 model_of = partial(shared, num_hidden_layers=2)
 KINDS = ("hand-made", "glide", "glide 2", "vanilla", "edd", "vdm", "eagle")
 
-
 class Traced(graphs.Static):
     """Recordings by a tracer: like a CUDA graph they replay operations, and all else is a constant in them."""
 
@@ -28,32 +27,26 @@ class Traced(graphs.Static):
         traced = make_fx(lambda *x: tuple(function(*x)))(*held)
         return lambda: traced(*held)
 
-
 @pytest.fixture(autouse=True)
 def tracer(monkeypatch):
     monkeypatch.setattr(graphs, "Static", Traced)
-
 
 @torch.no_grad()
 def generate(*given, **how):
     """verify.generate without inference mode, which a tracer does not know."""
     return verify.generate.__wrapped__(*given, **how)
 
-
 def drafter_of(model, kind, text):
     return HandMade(text, 0.7) if kind == "hand-made" else random_drafter(model, kind)
-
 
 def rounding(model):
     """transformers' eager attention rounds to float32 within."""
     return 1e-11 if model.config._attn_implementation == "sdpa" else 1e-4
 
-
 EAGER = [{"record": False, "keys": 16}, {"record": False, "rows": 64}, {"record": False, "rows": 2, "keys": 1}]
 # Tracing takes its time.
 CASES = list(product(("llama", "llama-eager", "mistral", "qwen2-mixed"), [{}, {"rows": 64}, *EAGER]))
 QUICK = [(name, how) for name, how in CASES if how in EAGER or name == "qwen2-mixed"]
-
 
 @pytest.mark.parametrize("name, how", [pytest.param(*case, marks=[pytest.mark.long] * (case not in QUICK), id=str(case)) for case in CASES])
 @torch.no_grad()
@@ -80,7 +73,6 @@ def test_trees_logits_are_those_of_exact_shapes(name, how):
             torch.testing.assert_close(x, y, atol=rounding(model), rtol=0)
     assert not how.get("record", True) or ours.run.recorded and ours.run.graphs
 
-
 def decoded(target, drafter, build, prompt, new, rule=None):
     """-> tokens, runs, and all that the drafter said."""
     said = []
@@ -94,7 +86,6 @@ def decoded(target, drafter, build, prompt, new, rule=None):
         out = generate(target, drafter, build, prompt, new, rule)
     return out.tokens, out.runs, said
 
-
 def check(model, kind, build, how, prompt=PROMPT, new=NEW, rule=None, static=None):
     """Static shapes against exact ones: tokens, rounds, all that the drafter says -> the static target and drafter."""
     text = prompt + plain(model, prompt, new)
@@ -106,15 +97,12 @@ def check(model, kind, build, how, prompt=PROMPT, new=NEW, rule=None, static=Non
         torch.testing.assert_close(x, y, atol=max(1e-6, rounding(model)), rtol=0)      # (builders see float32)
     return target, drafter
 
-
 RECORDED = [("glide 2", "chain"), ("eagle", "chain")]
-
 
 TREES = ("chain", "cape", "pct", "eagle2")
 # With LONG=1 all pairs
 PAIRS = [pytest.param(i, kind, tree, marks=[pytest.mark.long] * ((KINDS.index(kind) + TREES.index(tree)) % 2))
          for i, (kind, tree) in enumerate(product(KINDS, TREES))]
-
 
 @pytest.mark.parametrize("number, kind, tree", PAIRS)
 def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree):
@@ -127,13 +115,11 @@ def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree):
         if how.get("record", True):
             assert all(x.run.graphs and x.run.recorded for x in (target, drafter) if hasattr(x, "run"))
 
-
 @pytest.mark.parametrize("kind", ["glide", "edd"])
 def test_large_forwards_beside_small_ones(kind, monkeypatch):
     """A forward of many nodes runs in its exact shape, between static ones."""
     monkeypatch.setattr(graphs, "GRAPHED", 3)
     check(model_of("llama"), kind, BUILDS["eagle2"], {"record": False, "keys": 16})
-
 
 def test_sampled_output_is_plain_samplings():
     llama = shared("llama", num_hidden_layers=1)
@@ -142,7 +128,6 @@ def test_sampled_output_is_plain_samplings():
     target = graphs.static(verify.Target(llama))
     assert generate(target, graphs.static(random_drafter(llama, "glide")), cape.cape, [1, 2], 30, rule).tokens == own
     check(model_of("llama"), "vdm", cape.drawn, {"record": False}, rule=rule)
-
 
 def test_recordings_serve_other_lengths_and_no_other_needs():
     """Few recordings: one for each size of tree, and of the cache; a drafter that reads hidden states finds them after plain decoding."""
@@ -154,7 +139,6 @@ def test_recordings_serve_other_lengths_and_no_other_needs():
     check(llama, "glide", build, {}, [5, 4, 3], static=(target, drafter))
     assert 1 <= len(drafter.run.recorded) < len(target.run.recorded) <= 5
     check(llama, "edd", cape.chain, {}, static=(target, random_drafter(llama, "edd")))
-
 
 @pytest.mark.parametrize("kind", ["glide", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glide 2", "edd"))])
 def test_caches_that_grow_between_recordings(kind, monkeypatch):
@@ -168,7 +152,6 @@ def test_caches_that_grow_between_recordings(kind, monkeypatch):
         rows.append(target.cache.rows)
     assert rows == sorted(set(rows)) and len({key[0] for key in target.run.recorded}) > 2
 
-
 def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     target = graphs.static(verify.Target(llama))
 
@@ -178,7 +161,6 @@ def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     assert generate(target, None, verify.no_draft, [1, 2], 9).tokens == plain(llama, [1, 2], 9)
     assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
     assert not target.run.recorded and not target.run.graphs
-
 
 def test_what_has_no_run_or_takes_no_padding_is_left_alone(llama):
     """MEDUSA's heads run once a round; who verifies chains only counts positions by its cache."""

@@ -7,31 +7,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import VOCAB, plain, tiny
+from conftest import VOCAB, plain, tiny, weighty
 from safetensors.torch import save_file
+from test_verify import BUILDS, chi_square_p, path_to
 from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig, GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 from transformers.generation.utils import _speculative_sampling
 
 import cape
-import pct
 import verify
 from heirs import eagle3, gemma4
 from runtime.families import any_target
 from runtime.proof import proves_itself
 
-BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "pct": partial(pct.pct, cost=0.05, depth=5),
-          "eagle2": partial(pct.eagle2, total=15, depth=4, expanded=4)}
 PROMPT, WIDTH, WINDOW, NEW = [3, 1, 4, 1, 5, 9], 32, 5, 16
 NEAR = dict(atol=1e-5, rtol=1e-4)                              # rotary tables of a float64 model are float32
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
-
-def weighty(model, std=0.25, seed=0):
-    torch.manual_seed(seed)
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=std)
-    return model.double().eval()
 
 # ---------------------------------------------------------------- Gemma 4
 def gemma_config(shared, **more):
@@ -44,16 +35,17 @@ def gemma_config(shared, **more):
 @cache
 def gemma(kind):
     if kind != "for images":
-        return weighty(transformers.Gemma4ForCausalLM(gemma_config(2 if kind == "shared" else 0)))
+        return weighty(lambda: transformers.Gemma4ForCausalLM(gemma_config(2 if kind == "shared" else 0)).double(), 0)
     # What AutoModelForCausalLM makes of google/gemma-4-*
-    return weighty(transformers.Gemma4ForConditionalGeneration(Gemma4Config(text_config=gemma_config(2, pad_token_id=0))))
+    config = Gemma4Config(text_config=gemma_config(2, pad_token_id=0))
+    return weighty(lambda: transformers.Gemma4ForConditionalGeneration(config).double(), 0)
 
 def assistant_of(ordered=False, width=WIDTH, **more):
     text = gemma_config(3, num_hidden_layers=3, layer_types=KINDS, hidden_size=16, hidden_size_per_layer_input=0, vocab_size_per_layer_input=0, **more)
     config = Gemma4AssistantConfig(text_config=text, backbone_hidden_size=width, use_ordered_embeddings=ordered, num_centroids=4,
                                    centroid_intermediate_top_k=2)
     with gemma4.all_shared(Gemma4TextConfig):
-        model = weighty(transformers.Gemma4AssistantForCausalLM(config), 0.4, 1)
+        model = weighty(lambda: transformers.Gemma4AssistantForCausalLM(config).double(), 1)
     if ordered:
         model.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
     model.generation_config.num_assistant_tokens = 4
@@ -138,9 +130,6 @@ def told(model, drafter, at_once):
     assert max(out.runs) == 4 and min(out.runs) < 3
     return seen
 
-def path_to(node, tokens, parents):
-    return path_to(parents[node], tokens, parents) + [tokens[node]] if node >= 0 else []
-
 def test_a_chain_is_transformers_own(gemmas):
     model, assistant = gemmas
     target, rounds, drafter = any_target(model), [], gemma4.Drafter(assistant, model)
@@ -162,7 +151,7 @@ def test_a_trees_rows_are_those_of_its_paths(gemmas, at_once):
     model, assistant = gemmas
     for ids, tokens, parents, logits in told(model, gemma4.Drafter(assistant, model), at_once)[::2]:
         for node, row in enumerate(logits):
-            alone = along(model, assistant, ids, path_to(node, tokens, parents))
+            alone = along(model, assistant, ids, [tokens[i] for i in path_to(node, parents)])
             left_out = row.isinf()
             assert left_out.any() == (assistant.masked_embedding is not None)
             torch.testing.assert_close(row[~left_out], alone[~left_out], **NEAR)
@@ -302,7 +291,7 @@ def test_eagle3_is_the_published_forward(tmp_path, llama8, name, at_once):
             hidden = llama8(torch.tensor([ids]), output_hidden_states=True).hidden_states
         states = torch.cat([hidden[layer][0] for layer in STATES], -1)                 # (t, 3 D)
         for node, row in enumerate(logits):
-            again = spoken(weights, config, llama8.get_input_embeddings().weight.detach(), states, ids, path_to(node, tokens, parents))
+            again = spoken(weights, config, llama8.get_input_embeddings().weight.detach(), states, ids, [tokens[i] for i in path_to(node, parents)])
             torch.testing.assert_close(row[words], again, **NEAR)
             assert row.isfinite().sum() == len(words)
 
@@ -349,10 +338,7 @@ def test_every_tree_is_lossless(pair, build):
     assert verify.generate(target, drafter, BUILDS[build], PROMPT, NEW, rule).tokens == alone != written_by(model)[:NEW]
 
 def p_value(counts, p):
-    """Pearson's chi-square of counts (V,) against probabilities p (V,)."""
-    expected = counts.sum() * p
-    statistic = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(p) - 1) / 2, dtype=torch.float64), statistic / 2).item()
+    return chi_square_p(counts, counts.sum() * p)
 
 @torch.inference_mode()
 def test_a_drawn_token_follows_the_target(pair):
@@ -367,19 +353,6 @@ def test_a_drawn_token_follows_the_target(pair):
         tree = verify.Tree(torch.stack((root[0], drafted)), torch.tensor([-1, 0]), q)
         counts[verify.accept_drawn(tree, torch.cat((p, p)), generator)[0]] += 1
     assert p_value(counts, p[0].double()) > 1e-4
-
-@pytest.mark.long
-def test_drawn_chains_follow_the_target_end_to_end(pair):
-    """Of many seeds the first token that is drafted for against the target's exact distribution, given the one before."""
-    model, drafter = pair
-    target, counts = any_target(model), torch.zeros(VOCAB, VOCAB, dtype=torch.float64)
-    for seed in range(1000):
-        first, second = verify.generate(target, drafter, cape.drawn, PROMPT, 3, verify.Sampled(1.5, seed=seed)).tokens[:2]
-        counts[first, second] += 1
-    with torch.no_grad():
-        for first in counts.sum(1).topk(3).indices.tolist():
-            logits = model(torch.tensor([[*PROMPT, first]])).logits[0, -1]
-            assert p_value(counts[first], verify.Sampled(1.5).warp(logits[None])[0].double()) > 1e-4
 
 def coin(probabilities):
     """A target (p) or a drafter (q) of two tokens that remembers nothing."""

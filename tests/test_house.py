@@ -27,24 +27,19 @@ NEEDS = {"cascade": {"verify", "maxgram"}, "bench": {*COMPONENTS, "runtime", "da
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
 
-
 def files(*folders):
     """The scripts of these folders, as paths below the root."""
     return sorted(str(path.relative_to(ROOT)) for folder in folders for path in (ROOT / folder).glob("*.py"))
 
-
 def source(name):
     return (ROOT / name).read_text(encoding="utf-8")
-
 
 def functions(tree):
     return [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
 
-
 def docstring(node):
     """The numbers of a docstring's lines."""
     return range(node.body[0].lineno, node.body[0].end_lineno + 1) if ast.get_docstring(node, clean=False) is not None else range(0)
-
 
 def measure(text):
     """-> Python's tokens a code line, comments a hundred code lines, {function: its lines}; docstrings count nowhere."""
@@ -61,7 +56,6 @@ def measure(text):
     lengths = {f.name: f.end_lineno - f.lineno + 1 - len(docstring(f)) for f in functions(tree)}
     return tokens / max(1, len(code)), 100 * comments / max(1, len(code)), lengths
 
-
 def imported(name):
     """Modules that a file imports, also inside its functions: "torch", "cape", "runtime.load"."""
     found = set()
@@ -73,12 +67,10 @@ def imported(name):
             found |= {f"{node.module}.{alias.name}" for alias in node.names} if node.module in FOLDERS else {node.module}
     return {".".join(module.split(".")[:2]) if module.split(".")[0] in FOLDERS else module.split(".")[0] for module in found}
 
-
 # ---------------------------------------------------------------- files and their sizes
 def test_the_top_level_holds_exactly_these_modules():
     assert set(files(".")) == {f"{name}.py" for name in TOP}
     assert not [path for folder in FOLDERS for path in (ROOT / folder).glob("__init__.py")]
-
 
 @pytest.mark.parametrize("name", files(".", "runtime", "data", "heirs"))
 def test_a_file_fits(name):
@@ -86,7 +78,6 @@ def test_a_file_fits(name):
     assert len(lines) <= LINES, f"{name} has {len(lines)} lines: something has to leave it"
     wide = [f"{name}:{number}" for number, line in enumerate(lines, 1) if len(line) > WIDTH]
     assert not wide, f"beyond {WIDTH} columns: {wide}"
-
 
 @pytest.mark.parametrize("name", sorted(TOP))
 def test_a_file_is_airy(name):
@@ -96,16 +87,13 @@ def test_a_file_is_airy(name):
     assert comments >= (15 if name in COMPONENTS else 8), f"{comments:.0f} comments a hundred code lines"
     assert max(lengths.values()) <= FUNCTION, f"functions over {FUNCTION} lines: {lengths}"
 
-
 def test_generate_fits_on_a_screen():
     _, _, lengths = measure(source("verify.py"))
     assert lengths["generate"] <= 50
 
-
 def test_measure_counts_no_docstring():
     text = '"""a b c\n\nd"""\ndef f():\n    """a\n\n    b"""\n    return 1              # why\n\n\ndef g():\n    return 2\n'
     assert measure(text) == (14 / 4, 25, {"f": 2, "g": 2})
-
 
 @pytest.mark.parametrize("what, count, most", [
     ("figures' scripts", len(files("figures")), 8), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2000),
@@ -113,7 +101,6 @@ def test_measure_counts_no_docstring():
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
 def test_budget(what, count, most):
     assert count <= most, f"{count} {what}"
-
 
 # ---------------------------------------------------------------- imports in a star
 @pytest.mark.parametrize("name", files(".", *FOLDERS[:-1]))
@@ -127,7 +114,6 @@ def test_a_file_imports_what_it_may(name):
         others = imported(name) - local - {*sys.stdlib_module_names}
         assert local == NEEDS.get(place, set()) and others <= {"torch", "transformers", "safetensors"}, f"{name} needs {others}"
 
-
 def test_no_circle():
     """Of who imports whom, take away who imports nobody that is left, until nothing is."""
     modules = {name.removesuffix(".py").replace("/", "."): name for name in files(".", *FOLDERS[:-1])}
@@ -136,7 +122,6 @@ def test_no_circle():
         for module in leaves:
             del left[module]
     assert not left
-
 
 def run_alone(script, *argv):
     """Run a script as `python SCRIPT ARGV` would in a new process, in this one -> its exit status.
@@ -162,7 +147,6 @@ def run_alone(script, *argv):
             torch.set_default_dtype(torch.float32)
     return 0
 
-
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_copied_alone_runs_its_demo(name, tmp_path, monkeypatch, capsys):
     """And the demo asserts something."""
@@ -173,7 +157,6 @@ def test_a_component_copied_alone_runs_its_demo(name, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.strip(), "a demo says what it shows"
     demos = [f for f in functions(ast.parse(source(f"{name}.py"))) if f.name in ("main", "demo")]
     assert [node for f in demos for node in ast.walk(f) if isinstance(node, ast.Assert)]
-
 
 def test_alone_means_alone(tmp_path, monkeypatch):
     """What a script that runs alone can import: packages and what lies beside it, not the repository's files."""
@@ -188,7 +171,6 @@ def test_alone_means_alone(tmp_path, monkeypatch):
             run_alone(tmp_path / "b.py")
     assert sys.modules["bench"] is before and not hasattr(importlib.import_module("cape"), "MINE")
 
-
 # ---------------------------------------------------------------- the README
 def test_the_readme_is_short_and_names_both_commands():
     assert len(README.splitlines()) <= 130 and len(README.split()) <= 1200
@@ -197,11 +179,9 @@ def test_the_readme_is_short_and_names_both_commands():
     assert f"{install} && python -m pytest\n" in README
     assert {f"{name}.py" for name in TOP} <= {*LINKS}
 
-
 def slug(heading):
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
 
 @pytest.mark.parametrize("link", sorted({link for link in LINKS if "://" not in link}))
 def test_a_link_leads_somewhere(link):
@@ -213,7 +193,6 @@ def test_a_link_leads_somewhere(link):
         headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
         assert anchor in [slug(heading) for heading in headings]
 
-
 def defined(name):
     """What a file defines: functions, classes and constants, methods as Class.method."""
     found = set()
@@ -223,12 +202,10 @@ def defined(name):
             found |= {f"{node.name}.{f.name}" for f in functions(node)}
     return found
 
-
 def test_names_that_link_to_a_file_stand_in_it():
     links = [(name, file) for name, file in re.findall(r"\[`([^`]+)`\]\(([^)#\s]+\.py)\)", README) if not name.endswith(".py")]
     wrong = [(name, file) for name, file in links if name.removesuffix("()") not in defined(file)]
     assert links and not wrong
-
 
 @pytest.mark.parametrize("link", [link for link in LINKS if link.endswith(".svg")])
 def test_a_picture_is_well_formed_and_brings_all_it_needs(link):
@@ -237,7 +214,6 @@ def test_a_picture_is_well_formed_and_brings_all_it_needs(link):
     assert "prefers-color-scheme: dark" in text
     # GitHub shows it as an image: nothing may come from elsewhere, no script runs
     assert "<script" not in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
-
 
 # ---------------------------------------------------------------- what is committed
 def test_what_people_bring_runs_no_code():
@@ -252,7 +228,6 @@ def test_what_people_bring_runs_no_code():
             if given.get("allow_pickle") not in (None, "False"):
                 wrong.append(f"{name}:{node.lineno}")
     assert not wrong
-
 
 def test_no_file_names_a_path_of_one_machine():
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CLASSES, CONTEXT, LONG, VOCAB, plain, random_drafter, shared, target_of, tiny
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StopStringCriteria
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 import cape
 import pct
@@ -19,7 +18,6 @@ BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, s
           "pct": partial(pct.pct, cost=0.05, depth=5), "vct": partial(pct.vct, width=2, depth=5), "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
 PROMPT = [3, 1, 4]
 TOLERANCE = dict(atol=2e-5, rtol=1e-4)                         # norms and rotary tables of a float64 model are float32
-
 
 class HandMade:
     """A drafter that knows the plain output and is right at each position with probability `rate`."""
@@ -51,12 +49,10 @@ class HandMade:
                 row[truth] = 0                                 # never right: not even among the extras
         return (rows / rows.sum(1, keepdim=True)).log()
 
-
 DRAFTERS = ("glide", "glide 2", "vanilla", "edd", "vdm", "eagle", "medusa")
 RATES = {"always right": 1.0, "never right": 0.0, "half right": 0.5}
 PAIRS = list(product((*DRAFTERS, *RATES), BUILDS))
 LENGTHS = [1, 11, CONTEXT - 3, CONTEXT]
-
 
 def oracle(target, text, depth=5):
     """A builder that asks nobody: what is true, also beyond the limit."""
@@ -66,10 +62,8 @@ def oracle(target, text, depth=5):
         return verify.Tree(tokens, torch.arange(len(tokens)) - 1)
     return build
 
-
 def generate(model, drafter, build, prompt=PROMPT, new=12, rule=None, **how):
     return verify.generate(target_of(model), drafter, build, prompt, new, rule, **how)
-
 
 @pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
 def test_greedy_output_is_plain_decoding(number, name, length):
@@ -93,7 +87,6 @@ def test_greedy_output_is_plain_decoding(number, name, length):
             assert len(out.runs) == new - 1 and all(step.path == [0] for step in out.rounds)
     assert target.ids == (prompt + expected)[:len(target.ids)], "the cache holds the output and nothing else"
 
-
 # ---------------------------------------------------------------- trees, the cache
 def random_tree(n, seed):
     """Of an odd seed a deep one: deeper than the windows are long."""
@@ -101,13 +94,11 @@ def random_tree(n, seed):
     parents = [-1] + [int(torch.randint(max(0, i - 2) if seed % 2 else 0, i, (1,), generator=g)) for i in range(1, n)]
     return torch.randint(VOCAB, (n,), generator=g), parents
 
-
 def path_to(node, parents):
     path = [node]
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
     return path
-
 
 def test_ancestor_mask_against_walking_up():
     for n in range(1, 31):
@@ -115,7 +106,6 @@ def test_ancestor_mask_against_walking_up():
         mask = verify.ancestor_mask(torch.tensor(parents))
         for i in range(n):
             assert mask[i].nonzero().flatten().tolist() == sorted(path_to(i, parents))
-
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
 @torch.inference_mode()
@@ -148,7 +138,6 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     more, upper = random_tree(5, seed + 100)
     torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), **TOLERANCE)
 
-
 @torch.inference_mode()
 def test_sync_keeps_the_common_prefix(model):
     """Also of texts longer than a slice, and where the caller knows how much is cached (`same`, a lower bound)."""
@@ -169,7 +158,6 @@ def test_sync_keeps_the_common_prefix(model):
             assert shown == ids and view.length == n, "what a drafter is shown adds up, rolled back or not"
         before = list(ids)
 
-
 @torch.inference_mode()
 def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
     asked, own = [], type(llama).forward
@@ -181,15 +169,14 @@ def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
     verify.generate(target, random_drafter(llama, "glide"), cape.cape, PROMPT, 4)
     assert asked and not any(asked)
 
-
 def test_layers_of_two_kinds_are_refused_by_name():
     with pytest.raises(verify.UserError, match="full_attention, sliding_attention.*any_target") as caught:
         verify.Target(shared("qwen2-mixed"))
     assert "\n" not in str(caught.value)
 
-
 # ---------------------------------------------------------------- the loop: ends, trees, what a builder and a drafter see
 def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
+    """Any of transformers' criteria ends the text at the token where it holds (stop strings: test_real.py)."""
     expected, target = plain(llama, PROMPT, 24), verify.Target(llama)
     drafter = HandMade(PROMPT + expected, 1.0)
     for eos in set(expected):
@@ -198,6 +185,8 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
             out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria([eos, VOCAB - 1 - eos])])
             cut = min(end, next((i + 1 for i, token in enumerate(expected) if token == VOCAB - 1 - eos), 99))
             assert out.tokens == expected[:cut] and sum(out.runs) == cut - 1
+    for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1), (MaxTimeCriteria(60), 24)):
+        assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[criterion]).tokens == expected[:end]
     for limit in range(1, 16):
         for build in (cape.chain, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, limit)
@@ -208,33 +197,12 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
                 assert len(step.parents) - 1 <= max(0, limit - at - 1) or build is not cape.chain
                 at += len(step.new)
 
-
-def letters():
-    """A tokenizer of twelve letters."""
-    bare = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate("abcdefghijkl")}, unk_token="a"))
-    bare.pre_tokenizer, bare.decoder = pre_tokenizers.Split(Regex("."), "isolated"), decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=bare)
-
-
-def test_transformers_own_criteria_end_the_text_at_the_token_where_they_hold(llama):
-    expected, tokenizer = plain(llama, PROMPT, 24), letters()
-    text = "".join("abcdefghijkl"[token] for token in expected)
-    drafter = HandMade(PROMPT + expected, 1.0)
-    for string in (text[4:6], text[9:12], next(pair for pair in ("ab", "la", "kk") if pair not in text)):
-        criteria = [StopStringCriteria(tokenizer, [string]), MaxTimeCriteria(60)]
-        end = text.find(string) + len(string) if string in text else 24
-        assert generate(llama, drafter, cape.cape, new=24, stopping_criteria=criteria).tokens == expected[:end], string
-    assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[MaxLengthCriteria(len(PROMPT) + 8)]).tokens == expected[:8]
-    assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[MaxTimeCriteria(-1)]).tokens == expected[:1]
-
-
 def test_a_streamer_is_shown_the_prompt_and_each_rounds_tokens(llama):
     expected, put = plain(llama, PROMPT, 16), []
     streamer = SimpleNamespace(put=lambda ids: put.append(ids.tolist()), end=lambda: put.append("end"))
     out = generate(llama, HandMade(PROMPT + expected, 0.6), cape.cape, torch.tensor([PROMPT]), 16, streamer=streamer)
     assert put == [[PROMPT], expected[:1], *(step.new for step in out.rounds), "end"]
     assert sum(put[1:-1], []) == out.tokens == expected
-
 
 @pytest.mark.parametrize("tokens, parents", [([3, 4], [-1, 2, 0]), ([3, 4], [-1, 1, 0]), ([3], [0, 0]), ([3], [-1, 5]), ([3], [-1])])
 @pytest.mark.parametrize("rule", [None, verify.Sampled()])
@@ -244,7 +212,6 @@ def test_a_tree_that_breaks_the_contract_is_refused(llama, tokens, parents, rule
         generate(llama, None, lambda expand, root: verify.Tree(torch.cat((root, torch.tensor(tokens))), torch.tensor(parents)), rule=rule)
     with pytest.raises(AssertionError, match="tree"):
         generate(llama, None, lambda expand, root: verify.Tree((root + 1) % VOCAB, torch.tensor([-1])), rule=rule)
-
 
 def test_duplicates_and_the_two_orders_of_nodes(llama):
     """Duplicates: the first counts.  What is kept of the drafter's nodes is told in its own order, not the tree's."""
@@ -265,7 +232,6 @@ def test_duplicates_and_the_two_orders_of_nodes(llama):
     kept.clear()
     generate(llama, drafter, cape.chain, new=19)
     assert kept == [[0, 1, 2, 3, 4]] * 3, "five nodes were asked for their children, root first"
-
 
 def test_what_a_builder_sees(llama):
     """The root, how deep a tree may be, the draws, the rule, the drafter; rows that are calibrated, or warped."""
@@ -289,7 +255,6 @@ def test_what_a_builder_sees(llama):
     generate(llama, drafter, build, [1, 2], 3, verify.Sampled(0.7, top_k=3))
     assert (seen[-1][1] > 0).sum() == 3
 
-
 @pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, top_k=5)])
 def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
     """A dead cell becomes token 0 elsewhere and is accepted (Medusa): here plain decoding must come out."""
@@ -300,7 +265,6 @@ def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
     for build in BUILDS.values():
         out = generate(llama, Dead([], 0.0), build, [0, 0, 0], rule=rule)
         assert out.tokens == expected and all(step.parents == [-1] for step in out.rounds)
-
 
 @pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, seed=3)])
 def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
@@ -321,7 +285,6 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
             assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
             assert verify.generate(target, drafter, one_row, prompt, 20, rule).tokens == expected
 
-
 def test_mistakes_are_named_in_one_sentence(llama):
     for prompt, new, words in (([], 4, "0 tokens"), ([1] * (CONTEXT + 1), 4, f"{CONTEXT + 1} tokens.* context of {CONTEXT}"), ([1], 0, "at least one"),
                                (torch.ones(2, 3, dtype=torch.long), 4, "one sequence"), (torch.ones(1, 2, 3, dtype=torch.long), 4, "one sequence")):
@@ -332,7 +295,6 @@ def test_mistakes_are_named_in_one_sentence(llama):
     for wrong in (dict(temperature=0), dict(temperature=-1), dict(top_k=-1), dict(top_p=7)):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             verify.Sampled(**wrong)
-
 
 # ---------------------------------------------------------------- sampling
 def test_the_warper_is_temperature_then_top_k_then_top_p():
@@ -349,7 +311,6 @@ def test_the_warper_is_temperature_then_top_k_then_top_p():
                 total = sum(p[token] for token in best)
             torch.testing.assert_close(warped, torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)]))
 
-
 @pytest.mark.parametrize("how", [{"temperature": 1.0, "top_k": 4}, {"temperature": 1.3, "top_k": 6, "top_p": 0.9}] + [
     pytest.param(how, marks=pytest.mark.long) for how in ({"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.8})])
 def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how):
@@ -362,7 +323,6 @@ def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how)
             assert generate(model, drafter, BUILDS[tree], rule=rule).tokens == expected, tree
     assert len(differ) > 1, "the seed matters"
 
-
 def chi_square_p(counts, expected):
     """Upper tail of Pearson's statistic; cells that expect under 5 are pooled."""
     small = expected < 5
@@ -371,7 +331,6 @@ def chi_square_p(counts, expected):
     counts, expected = counts[expected > 0], expected[expected > 0]
     x = ((counts - expected) ** 2 / expected).sum()
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), x / 2).item()
-
 
 def test_sampled_text_follows_the_target():
     """Three sampled tokens over a vocabulary of 5 against all 125 probabilities.  False-alarm odds: one in a million.
@@ -397,12 +356,10 @@ def test_sampled_text_follows_the_target():
     p = chi_square_p(torch.tensor([float(v) for v in counts.values()]), torch.tensor(list(exact.values())) * n)
     assert p > 1e-6, p
 
-
 def tables(*shape, seed):
     """Random distributions, far from uniform."""
     p = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
     return p / p.sum(-1, keepdim=True)
-
 
 def test_drawn_chain_acceptance_follows_the_target():
     """accept_drawn on fixed random tables: the first token, and how often it is the drafted one.  Odds as above."""
@@ -418,7 +375,6 @@ def test_drawn_chain_acceptance_follows_the_target():
     assert chi_square_p(first, p_target[0] * n) > 1e-6
     alpha = torch.minimum(p_target[0], p_draft[0]).sum().item()        # sum_x min(p_T, p_D)
     assert abs(accepted / n - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / n)
-
 
 def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch):
     """min(1, p_target / p_draft) by targets on either side of a known draw; what is drawn after a rejection by its weights, no statistics."""
@@ -440,7 +396,6 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch
     sure = torch.eye(4)[[1, 1, 1]]                             # target and drafter are certain of token 1: nothing is left after a rejection
     tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), sure[:2])
     assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]
-
 
 def test_drafting_and_accepting_do_not_share_a_random_stream(llama, monkeypatch):
     """What draws a draft must not decide its acceptance, whatever the seed and the position; each round has streams of its own."""

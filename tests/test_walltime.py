@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, plain
+from test_bench import check_mistake
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bench
@@ -29,7 +30,6 @@ SHAPES = {
     "as it is": Shape(5, 16, 4, 24, VOCAB), "wider": Shape(5, 24, 4, 24, VOCAB), "deeper": Shape(7, 16, 4, 24, VOCAB),
     "larger heads": Shape(5, 32, 8, 24, VOCAB), "vocabulary": Shape(5, 20, 4, 32, 37), "all": Shape(6, 48, 12, 40, 50)}
 
-
 def drawn(module, seed):
     """Random weights, large enough that no distribution is flat, norms and their signs among them."""
     generator = torch.Generator().manual_seed(seed)
@@ -38,7 +38,6 @@ def drawn(module, seed):
         if p.ndim == 1:
             p += 1
     return module
-
 
 @pytest.fixture(scope="module")
 def small():
@@ -51,13 +50,11 @@ def small():
         drafters.append(drawn(glide.Glide(config, glide.target_angles(model, 200)), 1).double())
     return model, *drafters, drawn(edd.EDD(edd.Config.for_target(model, hidden=3), model), 2)
 
-
 def grown(small, name):
     model, *drafters, effective = small
     big = walltime.grow(model, SHAPES[name], CONTEXT)
     further = SHAPES[name].layers - 5
     return big, *(walltime.grow_glide(drafter, big, further) for drafter in drafters), walltime.grow_edd(effective, big, further)
-
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_growth_keeps_logits_and_text(small, name):
@@ -73,7 +70,6 @@ def test_growth_keeps_logits_and_text(small, name):
     # A further token has next to no probability, and never the largest.
     assert found.softmax(-1)[..., VOCAB:].sum(-1).max() < 1e-9 if shape.vocab > VOCAB else found.shape == said.shape
     assert verify.generate(verify.Target(big), None, verify.no_draft, PROMPT, 30).tokens == plain(model, PROMPT, 30)
-
 
 @pytest.mark.parametrize("name", [pytest.param("larger heads", marks=pytest.mark.long), "all"])
 def test_grown_drafters_draft_the_same(small, name):
@@ -92,7 +88,6 @@ def test_grown_drafters_draft_the_same(small, name):
             for x, y in zip(rows, rows_of_big, strict=True):
                 torch.testing.assert_close(y[:, :VOCAB], x, atol=1e-4, rtol=0)
 
-
 def test_the_check_refuses_another_function(small):
     model, big = small[0], grown(small, "all")[0]
     walltime.check(model, big, PROMPT)
@@ -106,7 +101,6 @@ def test_the_check_refuses_another_function(small):
     with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
         walltime.check(model, big, PROMPT)
 
-
 def test_a_7b_step_reads_what_llama_2_7b_is_known_to_have():
     """6 738 415 616 parameters, of which all embeddings but one are left out; half a megabyte of keys and values a token."""
     shape = walltime.LLAMA_7B
@@ -118,7 +112,6 @@ def test_a_7b_step_reads_what_llama_2_7b_is_known_to_have():
     assert walltime.step_bytes(model, 0) == 2 * (6_738_415_616 - 31999 * 4096)
     assert walltime.step_bytes(model, 1024) - walltime.step_bytes(model, 0) == 1024 * 512 * 1024
 
-
 def test_medians_leave_out_the_first_turn(monkeypatch):
     """Turns of a, b, a, b ...: each of REPEATS calls, by a clock that is read once a turn."""
     seconds, calls = iter([100, 50, 1, 3, 9, 3, 2, 4]), []
@@ -128,16 +121,12 @@ def test_medians_leave_out_the_first_turn(monkeypatch):
     assert walltime.medians(False, {name: lambda name=name: calls.append(name) for name in "ab"}) == {"a": 2, "b": 3}
     assert calls == (["a"] * walltime.REPEATS + ["b"] * walltime.REPEATS) * 4
 
-
 @pytest.mark.parametrize("argv, words", [
     (["grow", "--out", "x"], "no CUDA device is available here"), (["grow", "--device", "cpu"], "name a folder that is not there"),
     (["grow", "--shape", "13b"], "13b"), (["costs", "--device", "cpu", "--target", "nowhere"], "nowhere")])
 def test_mistakes_are_one_sentence(argv, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert walltime.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/walltime.py: ") and err.count("\n") == 1 and words in err
-
+    check_mistake(argv, words, capsys, walltime, "figures/walltime.py")
 
 @pytest.mark.long
 def test_the_shipped_weights_grown_go_through_bench(tmp_path, capsys, monkeypatch):
