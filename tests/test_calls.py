@@ -162,10 +162,12 @@ def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
     from checkpoints import make
     for folder in (*load.drafters_in(load.CHECKPOINTS).values(), load.CHECKPOINTS / "base"):
         (tmp_path / folder.name).symlink_to(folder)
-    (tmp_path / "bigram.json").write_bytes((load.CHECKPOINTS / "bigram.json").read_bytes())
+    bare = json.loads((load.CHECKPOINTS / "bigram.json").read_text())
+    bare.pop("agreement", None)
+    (tmp_path / "bigram.json").write_text(json.dumps(bare))
     (tmp_path / "text.jsonl").write_text('{"text": "One day Tim had a red ball. One day Tim had a red ball.", "held_out": true}\n' * 3)
     argv = ["--data", str(tmp_path / "text.jsonl"), "--checkpoint", str(tmp_path), "--drafter", "edd", "base", "--tokens", "30"]
-    assert make.main(["agreement", *argv]) in (0, None)
+    assert not make.main(["agreement", *argv])
     found = json.loads((tmp_path / "bigram.json").read_text())["agreement"]
     assert set(found) == {"edd", "base"}
     names = ["beside(edd, maxgram)", "beside(glide(raw=True), maxgram)", "beside(base, maxgram)"]
