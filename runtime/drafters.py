@@ -144,31 +144,7 @@ class SmallLM(torch.nn.Module):
         return batch["sum"](loss, batch["learn"], x, meant) / batch["count"]
 
     def drafter(self):
-        return SmallDrafter(self.lm)
-
-
-class SmallDrafter:
-    """Drafts chains with a language model, by verify.py's contract."""
-    needs = {}
-
-    def __init__(self, lm):
-        self.target = Target(lm)
-        self.reset()
-
-    def reset(self):
-        self.target.reset()
-        self.text, self.drafted = [], []
-
-    def begin(self, view):
-        self.text += view.tokens.tolist()
-        self.drafted = list(self.text)
-
-    def expand(self, tokens, parents):
-        self.drafted += tokens.tolist()
-        return self.target.sync(self.drafted, rows=len(tokens))
-
-    def keep(self, path):
-        """Drafted tokens are forgotten: what was accepted comes back in the next view."""
+        return load.Stage(Target(self.lm))
 
 
 # ---------------------------------------------------------------- modules -> folders

@@ -375,7 +375,7 @@ def test_a_walk_is_what_decoding_does(llama, name):
         assert sum(rounds) <= sum(right) and len(right) <= 27 and all(token in text[start:] for token in choice)
         accepted += sum(rounds)
     assert accepted > 2, "a drafter that is never right would show nothing"
-    assert walk.walk(drafters.SmallDrafter(llama), {"kv": {}, "hidden": {}}, text, start)[2] == [5] * 4, "the target drafts for itself"
+    assert walk.walk(drafters.SmallLM(llama).drafter(), {"kv": {}, "hidden": {}}, text, start)[2] == [5] * 4, "the target drafts for itself"
 
 def test_evaluation_is_of_all_kinds_and_on_the_targets_own_text(llama, monkeypatch):
     """Figures by kind add up to those over all; the temperature is fitted on rows along drafted chains alone."""

@@ -177,6 +177,12 @@ EDITS["edd"] = [
 
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
+    ('graft: the chain is deeper than there is room', 'most = min(most, self.expand.room - self.depth[best] - 1)', 'pass'),
+    ('graft: behind the least probable node', '*others, best = reversed(self.ranked(frontier))', '*others, best = self.ranked(frontier)'),
+    ('graft: nodes of the chain are read again', 'if j not in candidates.asked and candidates.depth[j] < room', 'if candidates.depth[j] < room'),
+    ('graft: a chain has a forward a token', '        self.drafts += 1\n', '        self.drafts += 1 + len(chain)\n'),
+    ('graft: the chain hangs from the first of the frontier', 'parents += range(end - 1, end - 1 + len(chain))', 'parents += [self.given] * bool(chain) + [*range(end, end - 1 + len(chain))]'),
+    ('graft: rows beyond the doubted word count', 'if node is None:\n                break', 'if node is None:\n                continue'),
     ('paper: width', 'WIDTH = 5 ', 'WIDTH = 4 '),
     ('paper: depth', 'DEPTH = 10 ', 'DEPTH = 9 '),
     ('paper: leaf', 'LEAF = 0.01 ', 'LEAF = 0.02 '),
@@ -648,6 +654,8 @@ EDITS["data/prepare"] = [
     ("a row's `times` is ignored", 'row.get("times", 1))', "1)", "data train corpus"),
     ("the token file's key ignores content", "                content.update(block)", "                pass",
      "data train corpus"),
+    ("a window is fuller than it is long", "if left >= size]", "if left >= size - 4]", "data"),
+    ("the emptiest window is closed", "fullest = min(range(OPEN), key=room.__getitem__)", "fullest = max(range(OPEN), key=room.__getitem__)", "data"),
     ("padding is learned from", "learned[at:at + size - 1] = ids[1:] >= 0", "learned[at:at + size] = True", "data train corpus"),
 ]
 
