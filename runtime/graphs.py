@@ -52,21 +52,27 @@ class Static:
                 # GLIDE reads as many rows of a target as static(glide) wants.
                 self.x.cache.reserve(self.multiple(keys))
             return self.own(keys, x, position, slots, mask)
-        size = max(1 << (n - 1).bit_length(), self.rows)
+        power_of_two = 1 << (n - 1).bit_length()
+        size = max(power_of_two, self.rows)
         more = size - n
         total = self.multiple(keys + more)
-        (self.x.cache if self.target else self.x).reserve(total)
+        holder = self.x.cache if self.target else self.x
+        holder.reserve(total)
         # Rows of padding write the slots behind the last node's.
         behind = torch.arange(keys, keys + more, device=slots.device)
-        inputs = [F.pad(x, (0, 0) * (x.ndim - 1) + (0, more)), F.pad(position, (0, more)),
-                  torch.cat((slots, behind)), self.padded_mask(mask, n, keys, size, total)]
+        inputs = [
+            F.pad(x, (0, 0) * (x.ndim - 1) + (0, more)),                               # (size, ...)
+            F.pad(position, (0, more)),                                                # (size,)
+            torch.cat((slots, behind)),                                                # (size,)
+            self.padded_mask(mask, n, keys, size, total),                              # (size, total)
+        ]
+        asked = 0
         if self.target:
             asked, self.x.keep = self.x.keep, 0                # here the logits of all rows
-        found = (self.of_glide if getattr(self.x, "kv", None) else self.replay)(total, inputs)
-        found = [rows[:n] for rows in found]
-        if self.target:
-            found[0] = found[0][-asked:]
-        return found
+        is_glide = bool(getattr(self.x, "kv", None))
+        found = self.of_glide(total, inputs) if is_glide else self.replay(total, inputs)
+        logits, *states = [rows[:n] for rows in found]
+        return [logits[-asked:], *states]
 
     def multiple(self, rows):
         """`rows`, rounded up to a multiple of self.keys."""
@@ -88,24 +94,33 @@ class Static:
             for k, v in self.x.kv.values():
                 held += [k, v]
             return held
-        cache = self.x.cache
-        return [x for kv in cache.kv.values() for x in kv] if self.target else list(cache.kept.values())
+        if not self.target:
+            return list(self.x.cache.kept.values())
+        held = []
+        for k, v in self.x.cache.kv.values():
+            held += [k, v]
+        return held
 
     def of_glide(self, total, inputs):
         """GLIDE's forward: the target's rows, lengthened, and a mask of those that are there."""
         own, t = self.x.kv, self.x.t
         length = self.multiple(t)
-        self.x.kv = {layer: [self.lengthened(rows, length) for rows in kv] for layer, kv in own.items()}
+        longer = {}
+        for layer, kv in own.items():
+            longer[layer] = [self.lengthened(rows, length) for rows in kv]
+        self.x.kv = longer
         there = torch.arange(length, device=self.x.device) < t                         # (length,)
-        found = self.replay(total, [*inputs, there.repeat(len(inputs[0]), 1)])
+        there = there.repeat(len(inputs[0]), 1)                                        # (size, length)
+        found = self.replay(total, [*inputs, there])
         self.x.kv = own
         return found
 
     def lengthened(self, rows, total):
         """A view (1, H, t, d) of the target's cache, with the void rows behind it -> (1, H, total, d)."""
-        size, d = rows.untyped_storage().nbytes() // rows.element_size(), rows.shape[3]
-        shape = (*rows.shape[:2], total, d)
-        last = rows.storage_offset() + (shape[1] - 1) * rows.stride(1) + (total - 1) * rows.stride(2) + d
+        size = rows.untyped_storage().nbytes() // rows.element_size()    # numbers that the cache has room for
+        _, heads, _, d = rows.shape
+        shape = (1, heads, total, d)
+        last = rows.storage_offset() + (heads - 1) * rows.stride(1) + (total - 1) * rows.stride(2) + d
         assert last <= size, "the target's cache ends here: static(target) comes with static(drafter)"
         return rows.as_strided(shape, rows.stride(), rows.storage_offset())
 
