@@ -303,7 +303,8 @@ def tables(a):
 
 def is_done(spec, flags, out):
     """Whether `out` holds the table's rows, measured with the same flags."""
-    return measured(out).get(spec["file"], {}).get("flags") == shlex.join(flags)
+    same_flags = measured(out).get(spec["file"], {}).get("flags") == shlex.join(flags)
+    return same_flags and (out / spec["file"]).exists()
 
 def run_of(spec, specs):
     """The table whose command makes a table's rows: its own, or that of another table of the same file."""

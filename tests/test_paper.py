@@ -211,6 +211,8 @@ def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tm
     assert paper.main(["d", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6
     assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6, "d has measured it"
     assert paper.main(["b", "--limit", "4", *argv[3:], "--again"]) == 0 and len(calls) == 7
+    (out / "b.jsonl").unlink()
+    assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 8, "its rows were deleted"
     said = paper.measured(out)
     assert said["a.jsonl"]["flags"] == "--limit 3" and said["b.jsonl"]["flags"] == "--limit 4" and said["a.jsonl"]["machine"]
     assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before, "docs/ is as it was"
