@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
+tqdm.monitor_interval = 0         # no thread whose lock a forked test could inherit, held
 
 LONG = int(os.environ.get("LONG") or 0)          # 1: everything; more: so many cases of test_random.py
 
