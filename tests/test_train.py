@@ -447,7 +447,8 @@ def test_the_commands_in_the_documentation():
     """Each is one that the programs take; the default --out is never the shipped folder."""
     text, known = (ROOT / "docs" / "training.md").read_text(), {"train.py": train.parser(), "checkpoints/make.py": make.parser()}
     said = dict(re.findall(r'^(\w)="(.*)"$', text, re.M))
-    commands = [re.sub(r"\$(\w)", lambda name: said[name[1]], line) for line in re.findall(r"^(?:python|torchrun) .*", text, re.M)]
+    commands = [re.sub(r"\$(\w)", lambda name: said[name[1]], line) for line in re.findall(r"^(?:python \w|torchrun).*", text, re.M)]
+    commands += [f"python train.py glide {flags}" for flags in re.findall(r'^flags = "(.*)"$', text, re.M)]
     tried = 0
     for words in map(shlex.split, commands):
         script = next(word for word in words if word.endswith(".py"))
