@@ -71,8 +71,8 @@ class Static:
             asked, self.x.keep = self.x.keep, 0                # here the logits of all rows
         is_glide = bool(getattr(self.x, "kv", None))
         found = self.of_glide(total, inputs) if is_glide else self.replay(total, inputs)
-        logits, *states = [rows[:n] for rows in found]
-        return [logits[-asked:], *states]
+        first, *states = [rows[:n] for rows in found]          # a target's logits, or what a drafter says
+        return [first[-asked:], *states]
 
     def multiple(self, rows):
         """`rows`, rounded up to a multiple of self.keys."""

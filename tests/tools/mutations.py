@@ -509,7 +509,7 @@ EDITS["runtime/graphs"] = [
     ("rows that pad write over the tree", "behind = torch.arange(keys, keys + more",
      "behind = torch.arange(keys - 1, keys - 1 + more", "graphs"),
     ("rows that pad are returned, too", "[rows[:n] for rows in found]", "found", "graphs"),
-    ("more logits than were asked for", "return [logits[-asked:], *states]", "return [logits, *states]", "graphs"),
+    ("more logits than were asked for", "return [first[-asked:], *states]", "return [first, *states]", "graphs"),
     ("a lone row sees nothing", "True if mask is None else mask", "False if mask is None else mask", "graphs"),
     ("void rows of the target are glimpsed", "there = torch.arange(length, device=self.x.device) < t  ",
      "there = torch.arange(length, device=self.x.device) <= length  ", "graphs"),
@@ -632,6 +632,9 @@ EDITS["runtime/clock"] = [
     ("trigrams for 4-grams", "(out.tokens[i:] for i in range(4))", "(out.tokens[i:] for i in range(3))", "bench calls"),
 ]
 EDITS["runtime/load"] = [
+    ("a stage's nodes hang from the text alone", "[k + parent if parent >= 0 else k - 1 for parent", "[k - 1 for parent", "calls train"),
+    ("a stage reads what is committed twice", "        self.unread = []\n        return logits", "        return logits", "calls train"),
+    ("a stage goes on beyond its context", "if len(self.text) + len(self.tokens) > self.target.capacity:", "if False:", "calls train"),
     ("k ignored", "K = None if k is None else", "K = None if True else", "bench calls train real"),
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
     ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bench calls train real"),
