@@ -8,7 +8,7 @@ keys and values, EDD its hidden states, so each step needs one forward of the ta
 run share.  A drafter is a module with loss(batch):
 
     batch       shape            meaning
-    ids         (B, T)           token ids, position 0 ... T-1; what a window has left is padded on the right
+    ids         (B, T)           token ids, position 0 ... T-1; a document each, padded on the right
     learn       (B, T)           bool: row i predicts a token i + 1 that is learned from
     count       ()               such rows of the whole step: a sum of losses is divided by it
     sum         function         in_chunks: sums a loss over rows, with few logits in memory at a time
@@ -19,8 +19,8 @@ run share.  A drafter is a module with loss(batch):
     random      numpy Generator  the same for each drafter of a step, so that all draw the same block
 
 Differences from the papers:
- 1. Windows of one length are filled with whole documents of all kinds, in an order that (seed, epoch) alone
-    decides.  A document sees those before it in its window: docs/training.md says what that changes.
+ 1. A row is one document, or a piece of a long one.  Steps have equally many tokens, of all kinds of text, in
+    an order that (seed, epoch) alone decides.
  2. All drafters learn the target's distribution (KL), and matrices learn by Muon; GLIDE's paper is --loss ce
     --optimizer adamw.  --init goes on with trained drafters: a second stage, on other data.
  3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up to the
@@ -69,9 +69,9 @@ FLAGS = (
     ("overwrite", bool, False, "replace an unfinished run in --work, and drafters in --out"),
     ("steps", int, None, "one pass over the data when left out; 0: what --init has is only measured"),
     ("every", int, 200, "steps between two savings of the state, and two evaluations"),
-    ("batch", int, 8, "windows a step, of all processes"),
-    ("micro", int, 2048, "tokens a forward; a step takes as many forwards as it needs"),
-    ("length", int, 512, "tokens a window, at most"),
+    ("batch", int, 8, "a step has so many times --length tokens, of all processes"),
+    ("micro", int, 2048, "tokens a forward, with padding; a step takes as many as it needs"),
+    ("length", int, 512, "tokens of a document that are seen together, at most"),
     ("lr", float, None, "peak learning rate; when left out 5e-4 sqrt(4096 / the target's width)"),
     ("optimizer", ("muon", "adamw"), "muon", "of hidden matrices; all else learns by AdamW"),
     ("loss", ("kl", "ce"), "kl", "to the target's distribution, or cross entropy of the text"),
@@ -84,8 +84,8 @@ FLAGS = (
     ("hidden", int, edd.HIDDEN, "which of the target's hidden_states EDD reads"),
     ("seed", int, 0, "of weights and of the order"),
 )
-# Tokens and windows to learn from; tokens and pieces that are held out; names of the kinds of text
-Data = namedtuple("Data", "tokens windows held_tokens held kinds")
+# Tokens and pieces to learn from; tokens and pieces that are held out; names of the kinds of text
+Data = namedtuple("Data", "tokens pieces held_tokens held kinds")
 
 # ---------------------------------------------------------------- the frozen target's forward
 def in_chunks(rows, loss, learn, x, *others):
@@ -171,7 +171,7 @@ class Together(torch.nn.Module):
         return losses
 
 def losses_of(models, forward, data, a):
-    """-> losses(step), which yields {name: loss} of each part of the step's windows, by the step alone.
+    """-> losses(step), which yields {name: loss} of each part of the step's pieces, by the step alone.
 
     forward(ids, learn, count): frozen_forward of the target.
     """
@@ -179,27 +179,30 @@ def losses_of(models, forward, data, a):
     engine = Together(models)
     if dist.is_initialized():
         engine = torch.nn.parallel.DistributedDataParallel(engine)
-    orders = {}                                                        # {epoch: (steps, batch)}
-    steps = max(1, len(data.windows) // a.batch)                       # of an epoch
-    rows = max(1, a.micro // a.length) * processes                     # windows a forward
+    sizes, tokens = data.pieces[:, 1], a.batch * a.length              # tokens: of a step
+    steps = prepare.steps_of(sizes, tokens)                            # of an epoch
+    orders = {}                                                        # {epoch: [numbers of pieces] a step}
 
     def losses(step):
         epoch = step // steps
         if epoch not in orders:
             orders.clear()
-            orders[epoch] = prepare.order(len(data.windows), a.batch, a.seed + 1, epoch)
-        chosen = [data.windows[i] for i in orders[epoch][step % steps]]            # of all processes
+            orders[epoch] = prepare.order(sizes, tokens, a.seed + 1, epoch)
+        chosen = data.pieces[orders[epoch][step % steps]]                          # of all processes
         _, learn = prepare.gather(data.tokens, chosen)
         # DistributedDataParallel takes the mean over processes, and the sum is meant.
         count = max(1, learn.sum().item()) / processes
-        parts = prepare.parts_of(chosen, rows)
+        parts = prepare.parts_of(chosen, a.micro * processes)
         for i, part in enumerate(parts):
-            ids, learn = prepare.gather(data.tokens, part[rank::processes])
+            mine = part[rank::processes]
+            ids, learn = prepare.gather(data.tokens, mine if len(mine) else part[:1])
+            if not len(mine):                                          # more processes than pieces
+                learn[:] = False
             batch = forward(ids.to(a.device), learn=learn.to(a.device), count=count)
             if processes > 1:                                          # gradients meet once a step
                 engine.require_backward_grad_sync = i == len(parts) - 1
             yield engine(batch, [a.seed + 3, step])
-        a.spent += sum(int(pieces[:, 1].sum()) for pieces in chosen)
+        a.spent += int(chosen[:, 1].sum())
     return losses
 
 # ---------------------------------------------------------------- the loop that every training shares
@@ -327,8 +330,6 @@ def check(a):
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a token more")
     if a.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
-    if a.batch % place()[1]:
-        raise UserError(f"--batch {a.batch} does not part into {place()[1]} processes: give a multiple of it")
 
 def load_target(a):
     """-> the frozen target, whole or spread over the processes, and its tokenizer."""
@@ -361,13 +362,12 @@ def load_data(a, tokenizer, vocab):
     (tokens, index), (held_tokens, held_index) = (prepare.open_split(folder, x) for x in prepare.SPLITS)
     pieces, held = (prepare.pieces_of(rows, a.length) for rows in (index, held_index))
     if pieces[:, 1].sum() <= a.length:
-        raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
+        raise UserError(f"--data has too few tokens for --length {a.length}: more text, or less --length")
     held = held[held[:, 1] > a.block + 1]                # something of it can be measured
     if not len(held):
         say("too little text is held out: drafters are measured on what they are trained on")
         held_tokens, held = tokens, pieces
-    windows = prepare.pack(pieces, a.length, a.seed)
-    return Data(tokens, windows, held_tokens, held, meta["kinds"])
+    return Data(tokens, pieces, held_tokens, held, meta["kinds"])
 
 def how_made(a, metrics, **more):
     """What training.json says: the command, seed, tokens seen, date, validation figures."""
@@ -412,7 +412,8 @@ def run(argv):
     if a.length > context:
         raise UserError(f"--length {a.length} is more than the target's context of {context}")
     data = load_data(a, tokenizer, c.vocab_size)
-    a.steps = max(1, len(data.windows) // a.batch) if a.steps is None else a.steps       # one epoch
+    if a.steps is None:                                  # one epoch
+        a.steps = prepare.steps_of(data.pieces[:, 1], a.batch * a.length)
     mine, models, before = load.fingerprint(target, tokenizer), {}, {}
     mine["class"] = mine["class"].removeprefix("FSDP")   # which --shard-target puts before the name
     for name in a.what:

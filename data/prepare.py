@@ -33,7 +33,6 @@ SPLITS = ("train", "val")
 HELD_OUT = 50                                     # every fiftieth document
 AT_ONCE = 2 ** 18                                 # characters that are encoded at once
 KINDS = 16                                        # kinds of text that are told apart; more are "other"
-OPEN = 64                                         # windows that are filled at a time
 
 
 # ---------------------------------------------------------------- documents -> tokens
@@ -194,59 +193,41 @@ def pieces_of(index, length):
     return found[size > 1]                               # one token alone predicts nothing
 
 
-def pack(pieces, length, seed=0):
-    """Windows of `length` tokens, filled with whole pieces (n, 3) of all kinds -> [(m, 3)], m pieces each.
+def steps_of(sizes, tokens):
+    """Steps of `tokens` tokens that pieces of these sizes fill; at least one."""
+    return max(1, int(sizes.sum()) // tokens)
 
-    Best fit: a piece goes where it leaves the least room, among the OPEN windows that are being filled; where
-    it fits nowhere the fullest of them is closed.
+
+def order(sizes, tokens, seed, epoch):
+    """All pieces once, at random by (seed, epoch) alone -> [their numbers], a step of `tokens` tokens each.
+
+    A piece belongs to the step in which its last token falls; what fills no step at the end is left out.
     """
-    shuffled = np.random.default_rng(seed).permutation(len(pieces))
-    full, filling, room = [], [], []
-    for number in shuffled:
-        size = pieces[number, 1]
-        fitting = [i for i, left in enumerate(room) if left >= size]
-        if fitting:
-            best = min(fitting, key=room.__getitem__)
-        else:
-            if len(filling) == OPEN:
-                fullest = min(range(OPEN), key=room.__getitem__)
-                full.append(filling.pop(fullest))
-                room.pop(fullest)
-            best = len(filling)
-            filling.append([])
-            room.append(length)
-        filling[best].append(number)
-        room[best] -= size
-    return [pieces[numbers] for numbers in full + filling]
+    shuffled = np.random.default_rng([seed, epoch]).permutation(len(sizes))
+    last = np.cumsum(sizes[shuffled]) - 1                # the place of each piece's last token
+    steps = np.arange(steps_of(sizes, tokens))
+    ends = np.searchsorted(last // tokens, steps, side="right")
+    return np.split(shuffled, ends)[:-1]
 
 
-def order(count, batch, seed, epoch):
-    """The numbers of all `count` windows once, at random by (seed, epoch) alone -> (steps, batch)."""
-    steps = max(1, count // batch)
-    shuffled = np.random.default_rng([seed, epoch]).permutation(count)
-    return np.resize(shuffled, steps * batch).reshape(steps, batch)
+def parts_of(pieces, tokens):
+    """Pieces (n, 3), the longest first, in parts of `tokens` tokens with their padding, or of one piece."""
+    pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
+    parts = []
+    while len(pieces):
+        rows = max(1, tokens // pieces[0, 1])
+        parts.append(pieces[:rows])
+        pieces = pieces[rows:]
+    return parts
 
 
-def parts_of(windows, size):
-    """A list of windows in parts of `size`, the last one of what is left."""
-    return [windows[i:i + size] for i in range(0, len(windows), size)]
-
-
-def gather(tokens, windows):
-    """-> ids (B, T) of B windows, padded on the right; learn (B, T): row i predicts a learned i + 1.
-
-    The first token of a piece is not predicted from the piece before it.
-    """
-    sizes = [int(pieces[:, 1].sum()) for pieces in windows]
-    found = torch.full((len(windows), max(sizes)), ~0)
+def gather(tokens, pieces):
+    """-> ids (B, T) of B pieces, padded on the right; learn (B, T): row i predicts a learned i + 1."""
+    found = torch.full((len(pieces), pieces[:, 1].max()), ~0)
+    for row, (start, size, _) in zip(found, pieces):
+        row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
     learn = torch.zeros(found.shape, dtype=torch.bool)
-    for row, learned, pieces in zip(found, learn, windows):
-        at = 0
-        for start, size, _ in pieces:
-            ids = torch.from_numpy(tokens[start:start + size].astype("i8"))
-            row[at:at + size] = ids
-            learned[at:at + size - 1] = ids[1:] >= 0
-            at += size
+    learn[:, :-1] = found[:, 1:] >= 0
     return torch.where(found < 0, ~found, found), learn
 
 

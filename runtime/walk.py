@@ -129,7 +129,7 @@ def greedy_temperature(logits, choice):
 
 # ---------------------------------------------------------------- all drafters of a run
 def prompt_size(tokens, most):
-    """Tokens of a held-out window that are a prompt: up to a chat's first answer, half of a text."""
+    """Tokens of a held-out piece that are a prompt: up to a chat's first answer, half of a text."""
     learned = tokens >= 0
     size = len(tokens) // 2 if learned.all() else int(learned.argmax())
     return max(1, min(size, most))
@@ -145,7 +145,7 @@ def figures(total):
 
 
 class Evaluation:
-    """Measures drafters on the same held-out windows and texts each time, evenly over the kinds of text.
+    """Measures drafters on the same held-out pieces and texts each time, evenly over the kinds of text.
 
     forward(ids, learn, count) -> batch: train.py's forward of the frozen target.
     """
@@ -154,25 +154,26 @@ class Evaluation:
         self.forward = forward
         self.data = data
         self.a = a
-        # Windows for the loss, as many of each kind
-        most = max(1, CHECKED // a.length // len(data.kinds))
-        self.windows = {}
+        # Pieces for the loss, as many tokens of each kind
+        most = max(a.length, CHECKED // len(data.kinds))
+        self.pieces = {}
         for kind in np.unique(data.held[:, 2]):
             pieces = data.held[data.held[:, 2] == kind]
-            self.windows[kind] = prepare.pack(pieces, a.length)[:most]
-        # Texts for the walk: the target's own, from the beginnings of some windows
+            chosen = prepare.order(pieces[:, 1], most, 0, 0)[0]
+            self.pieces[kind] = pieces[chosen]
+        # Texts for the walk: the target's own, from the beginnings of some pieces
         chosen = prepare.stratified(data.held, PROMPTS)
         prompts = [self.prompt(start, size) for start, size, _ in chosen]
         ends = [min(a.length, len(ids) + NEW) for ids in prompts]
         texts = continuations(target, prompts, ends)
         self.texts = []                                                              # (ids, start, kind)
-        for text, given, window in zip(texts, prompts, chosen):
+        for text, given, piece in zip(texts, prompts, chosen):
             text = torch.tensor(text, device=a.device)
-            kind = window[2]
+            kind = piece[2]
             self.texts.append((text, len(given), kind))
 
     def prompt(self, start, size):
-        """The prompt that a held-out window begins with -> ids."""
+        """The prompt that a held-out piece begins with -> ids."""
         tokens = self.data.held_tokens[start:start + size]
         most = max(1, self.a.length - NEW)
         tokens = tokens[:prompt_size(tokens, most)]
@@ -183,10 +184,10 @@ class Evaluation:
         """{name: module} -> {name: {"alpha", "tau", "held_out_loss", "temperature", "by_kind"}}"""
         self.totals, self.rows = {}, {}
         for name in models:
-            self.totals[name] = {kind: Counter() for kind in self.windows}
+            self.totals[name] = {kind: Counter() for kind in self.pieces}
             self.rows[name] = ([], [])                   # logits, choices
-        for kind, windows in self.windows.items():
-            for part in prepare.parts_of(windows, max(1, self.a.micro // self.a.length)):
+        for kind, pieces in self.pieces.items():
+            for part in prepare.parts_of(pieces, self.a.micro):
                 self.add_losses(models, kind, part)
         drafters = {name: drafter_of(module) for name, module in models.items()}
         for text, start, kind in self.texts:
@@ -203,9 +204,9 @@ class Evaluation:
             found["by_kind"][self.data.kinds[kind]] = figures(total)
         return found
 
-    def add_losses(self, models, kind, windows):
-        """Add each drafter's loss on windows of one kind."""
-        ids, learn = prepare.gather(self.data.held_tokens, windows)
+    def add_losses(self, models, kind, pieces):
+        """Add each drafter's loss on pieces of one kind."""
+        ids, learn = prepare.gather(self.data.held_tokens, pieces)
         ids = ids.to(self.a.device)
         learn = learn.to(self.a.device)
         batch = self.forward(ids, learn=learn, count=1)

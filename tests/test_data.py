@@ -283,7 +283,7 @@ def test_the_command_line(tmp_path, tokenizer, capsys):
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1 and err.startswith("prepare.py: ")
 
-# ---------------------------------------------------------------- windows
+# ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_parts_of_them():
     index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [14, 5, 0], [28, 4, 2]])
     found = prepare.pieces_of(index, 4).tolist()
@@ -291,34 +291,35 @@ def test_pieces_are_documents_or_parts_of_them():
     assert prepare.pieces_of(index[:0], 4).shape == (0, 3)
     tokens = np.arange(40, dtype="i4")
     tokens[2:4] = ~tokens[2:4]
-    first, second, third = prepare.pieces_of(index, 4)[:3]
-    ids, learn = prepare.gather(tokens, [np.array([third, first]), np.array([second])])
-    assert ids[0].tolist() == [8, 9, 0, 1, 2, 3] and ids[1, :4].tolist() == [4, 5, 6, 7]
-    assert learn.tolist() == [[True, False, True, False, False, False], [True] * 3 + [False] * 3], "nothing is predicted across documents"
+    ids, learn = prepare.gather(tokens, prepare.pieces_of(index, 4)[[2, 0, 1]])
+    assert ids[0, :2].tolist() == [8, 9] and ids[1].tolist() == [0, 1, 2, 3], "a row each, padded on the right"
+    assert learn.int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], "nothing from padding, nor what is only read"
 
 def pieces_at_random(n=1000):
     rng = np.random.default_rng(0)
     return np.stack((np.arange(n), rng.integers(2, 100, n), np.arange(n) % 3), 1)
 
-def test_windows_are_full_of_whole_pieces():
-    pieces = pieces_at_random()
-    windows = prepare.pack(pieces, 256)
-    assert sorted(np.concatenate(windows).tolist()) == pieces.tolist(), "each piece once"
-    sizes = [window[:, 1].sum() for window in windows]
-    assert max(sizes) <= 256 and np.mean(sizes) > 0.97 * 256
-    assert np.mean([len(np.unique(window[:, 2])) for window in windows]) > 2, "of all kinds"
-    assert prepare.pack(pieces[:0], 256) == [] and [window.tolist() for window in prepare.pack(pieces[:1], 256)] == [pieces[:1].tolist()]
+def test_an_epoch_has_every_piece_once_in_even_steps():
+    sizes = pieces_at_random()[:, 1]
+    first, again, *others = (prepare.order(sizes, 512, *by) for by in ((0, 0), (0, 0), (0, 1), (1, 0)))
+    assert len(first) == prepare.steps_of(sizes, 512) == sizes.sum() // 512
+    seen, tokens = np.concatenate(first), np.cumsum([sizes[step].sum() for step in first])
+    assert len(set(seen)) == len(seen) and sizes[list(set(range(1000)) - set(seen))].sum() < 512, "once, but what fills no step"
+    assert abs(tokens - 512 * np.arange(1, len(first) + 1)).max() < sizes.max()
+    assert all(map(np.array_equal, first, again)) and not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others), "by the seed and the epoch"
+    assert [sorted(step) for step in prepare.order(sizes[:3], 512, 0, 0)] == [[0, 1, 2]], "too few for a step: one has them all"
 
-def test_an_epoch_has_every_window_once():
-    first, again, *others = (prepare.order(1000, 8, *by) for by in ((0, 0), (0, 0), (0, 1), (1, 0)))
-    assert first.shape == (125, 8) and sorted(first.ravel()) == list(range(1000))
-    assert np.array_equal(first, again) and not any(np.array_equal(first, other) for other in others)
-    assert prepare.order(3, 8, 0, 0).shape == (1, 8), "few windows: some twice"
+def test_parts_of_a_step_fit_with_their_padding():
+    parts = prepare.parts_of(pieces := pieces_at_random(40), 300)
+    assert sorted(np.concatenate(parts)[:, 0]) == list(range(40)), "each piece once"
+    padded = [len(part) * part[:, 1].max() for part in parts]
+    assert max(padded) <= 300 and len(parts) < 12 and sum(padded) < 1.1 * pieces[:, 1].sum(), "like sizes side by side"
+    assert [len(part) for part in prepare.parts_of(pieces, 1)] == [1] * 40, "one at least"
 
 def test_what_is_measured_is_a_sample_of_all_kinds():
-    windows = pieces_at_random()
-    windows[:, 2] = np.where(windows[:, 0] < 970, 0, 1 + windows[:, 0] % 2)              # two rare kinds
-    few = prepare.stratified(windows, 30)
+    pieces = pieces_at_random()
+    pieces[:, 2] = np.where(pieces[:, 0] < 970, 0, 1 + pieces[:, 0] % 2)                 # two rare kinds
+    few = prepare.stratified(pieces, 30)
     assert np.bincount(few[:, 2]).tolist() == [10, 10, 10] and len(np.unique(few[:, 0])) == 30
-    assert few[:, 1].std() > 0.8 * windows[:, 1].std(), "of all lengths"
-    assert np.array_equal(few, prepare.stratified(windows, 30)) and len(prepare.stratified(windows, 10 ** 4)) == 1000
+    assert few[:, 1].std() > 0.8 * pieces[:, 1].std(), "of all lengths"
+    assert np.array_equal(few, prepare.stratified(pieces, 30)) and len(prepare.stratified(pieces, 10 ** 4)) == 1000

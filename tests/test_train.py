@@ -33,7 +33,7 @@ TEXT = "def add(a, b):\n    return a + b\n\n"
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
-    """Few prompts and windows to measure drafters on."""
+    """Few prompts and pieces to measure drafters on."""
     for name, value in (("PROMPTS", 2), ("NEW", 12), ("CHECKED", 96)):
         monkeypatch.setattr(walk, name, value)
 
@@ -287,8 +287,8 @@ def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, mon
     argv = flags(small, tmp_path, "--data", str(folder), names=["vanilla"])
     del argv[argv.index("--steps"):argv.index("--steps") + 2]
     assert train.main(argv) == 0
-    windows = prepare.pack(prepare.pieces_of(prepare.open_split(folder, "train")[1], 40), 40)
-    assert state_of(tmp_path)["step"] == len(windows) // 4 > 1 and not (tmp_path / "work" / "data").exists()
+    pieces = prepare.pieces_of(prepare.open_split(folder, "train")[1], 40)
+    assert state_of(tmp_path)["step"] == pieces[:, 1].sum() // (4 * 40) > 1 and not (tmp_path / "work" / "data").exists()
     refused(capsys, flags(small, tmp_path / "o", "--data", str(folder), "--template", "vicuna"), "another tokenizer or --template")
     # GLIDE's learning rate at Vicuna's width, more for narrow targets
     seen = []
@@ -317,9 +317,9 @@ def test_names_stand_for_their_variants(llama):
     assert drafters.fresh("base", llama, arguments()).lm.config.num_hidden_layers == 3 and drafters.named("edd-h") is drafters.named("lm") is None
 
 def test_a_step_shows_all_drafters_the_same(llama):
-    """One block length for all drafters and parts of a step, by (seed, step) alone; each window once; the target's own precision."""
+    """One block length for all drafters and parts of a step, by (seed, step) alone; each piece once; the target's own precision."""
     ids = torch.randint(1, 12, (500,), generator=torch.Generator().manual_seed(0)).int().numpy()
-    windows = [np.array([[i, 10 + i % 7, 0], [i + 20, 9, 0]]) for i in range(0, 470, 17)]
+    pieces = np.array([[i, 10 + i % 7, 0] for i in range(0, 470, 7)])
     model, seen = copy.deepcopy(llama).float(), []
 
     class Looks(torch.nn.Module):
@@ -334,14 +334,15 @@ def test_a_step_shows_all_drafters_the_same(llama):
             seen.append((batch["random"].integers(10 ** 9), len(batch["ids"]), batch["learn"].sum().item(), batch["count"]))
             return self.scale * 1.0
     models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16")
-    losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, windows=windows), a)
+    losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
     for step in range(2):
         seen.clear()
         train.add_gradients(losses(step), models, a)
         draws, rows, learned, counts = zip(*seen)
         assert len(seen) > 2 and set(draws) == {np.random.default_rng([3, step]).integers(10 ** 9)}
-        assert sum(rows) == 2 * 5 and set(counts) == {sum(learned) / 2}
-    assert a.spent == sum(windows[i][:, 1].sum() for i in prepare.order(len(windows), 5, 1, 0)[:2].ravel())
+        chosen = prepare.order(pieces[:, 1], 5 * 40, 1, 0)[step]
+        assert sum(rows) == 2 * len(chosen) and set(counts) == {sum(learned) / 2} == {pieces[chosen, 1].sum() - len(chosen)}
+    assert a.spent == pieces[np.concatenate(prepare.order(pieces[:, 1], 5 * 40, 1, 0)[:2]), 1].sum()
 
 # ---------------------------------------------------------------- how drafters are measured
 def some_drafter(name, model):

@@ -657,9 +657,11 @@ EDITS["data/prepare"] = [
     ("a row's `times` is ignored", 'row.get("times", 1))', "1)", "data train corpus"),
     ("the token file's key ignores content", "                content.update(block)", "                pass",
      "data train corpus"),
-    ("a window is fuller than it is long", "if left >= size]", "if left >= size - 4]", "data"),
-    ("the emptiest window is closed", "fullest = min(range(OPEN), key=room.__getitem__)", "fullest = max(range(OPEN), key=room.__getitem__)", "data"),
-    ("padding is learned from", "learned[at:at + size - 1] = ids[1:] >= 0", "learned[at:at + size] = True", "data train corpus"),
+    ("a step is fuller than it may be", 'last // tokens, steps, side="right")', 'last // (tokens + 64), steps, side="right")', "data"),
+    ("the last step has what was left over", "return np.split(shuffled, ends)[:-1]", "return np.split(shuffled, ends[:-1])", "data"),
+    ("the order is the same in each epoch", "default_rng([seed, epoch])", "default_rng([seed, 0])", "data"),
+    ("the shortest pieces come first", "np.argsort(-pieces[:, 1], kind", "np.argsort(pieces[:, 1], kind", "data"),
+    ("what is only read is learned from", "learn[:, :-1] = found[:, 1:] >= 0", "learn[:, :-1] = True", "data train corpus"),
 ]
 
 # ---------------------------------------------------------------- the papers' tables, claims
