@@ -358,7 +358,7 @@ class Beside:
     Where Max-Gram has a match of LEAST tokens or more, a row is the mixture
         (1 - w) p_draft + w delta_word,
     w its weight; elsewhere it is the drafter's own row.  words: of each node, in the order of expand(), the
-    token that Max-Gram puts behind it, or None.  suggested: the chain below the root, where it was asked for.
+    token that Max-Gram puts behind it, or None.
     """
 
     def __init__(self, drafter, gram, agreement=None):
@@ -375,13 +375,13 @@ class Beside:
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
-        self.places, self.words, self.suggested = [], [], []
+        self.places, self.words = [], []
 
     def begin(self, view):
         """A round starts: both are shown what was committed since the last one."""
         self.drafter.begin(view)
         self.gram.commit(view.tokens)
-        self.places, self.words, self.suggested = [], [], []
+        self.places, self.words = [], []
 
     def keep(self, path):
         """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
@@ -398,15 +398,15 @@ class Beside:
         return (chunk[0], length) if length >= LEAST else (None, length)
 
     def suggest(self, token, parent=-1, most=N):
-        """Max-Gram's chain behind a token below a node, as long as it speaks -> list of up to `most` ids."""
-        place, chain = self.place_of(token, parent), []
-        token, _ = self.word(place)
+        """Max-Gram's chain behind a token below a node -> up to `most` ids, its confidence in each: lists."""
+        place, chain, confidences = self.place_of(token, parent), [], []
+        token, length = self.word(place)
         while token is not None and len(chain) < most:
             chain.append(token)
+            confidences.append(self.gram.confidence_of(length))
             place = self.gram.after(place, token)
-            token, _ = self.word(place)
-        self.suggested = self.suggested if parent >= 0 else chain
-        return chain
+            token, length = self.word(place)
+        return chain, confidences
 
     def expand(self, tokens, parents):
         """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), words mixed in."""
@@ -490,7 +490,7 @@ def demo():
     both = Beside(drafter, max_gram)
     max_gram.commit_source(source)
     max_gram.commit(generation)
-    chain = both.suggest(ids["brown"], most=2)
+    chain, _ = both.suggest(ids["brown"], most=2)
     p = both.expand(torch.tensor([*draft, *chain]), [-1, 0, 1]).softmax(-1)
     shown = [words[i] for i in p.argmax(-1)]
     assert shown == ["fox", "jumps", "over"], "where the source ends the drafter speaks"

@@ -90,7 +90,7 @@ COST = 0.05             # s_d / s_t, where it was not measured
 OWN = 0.3               # the threshold of "w/o expected time gain", which Table 3 does not state
 NODE_PRICE = 0.01       # one more verified node, in plain steps, where it was not measured
 MAX_NODES = 256         # the root not counted (difference 7)
-CHAIN = 10              # suggested tokens that one forward reads, as many as Cascade's Max-Gram proposes
+CHAIN = 16              # suggested tokens that hang behind one node, or that one forward reads at most
 
 # ------------------------------------------------------------------ the candidate tree while it grows
 class Candidates:
@@ -156,18 +156,29 @@ class Candidates:
             self.p.append(self.p[node] * c_j)
         return added
 
+    def suggested(self, node, most):
+        """What the drafter suggests behind a node -> up to `most` ids, and a confidence in each: lists."""
+        drafter = getattr(self.expand, "drafter", None)
+        if not hasattr(drafter, "suggest"):
+            return [], []
+        token = self.token[node] if node else self.expand.root
+        most = min(most, self.expand.room - self.depth[node])
+        return drafter.suggest(token, self.asked[self.parent[node]], most)
+
     def grow_grafted(self, frontier, most):
         """As grow, with the chain of up to `most` tokens that is suggested behind the most probable node."""
         *others, best = reversed(self.ranked(frontier))
-        drafter = getattr(self.expand, "drafter", None)
-        suggest = getattr(drafter, "suggest", None)
-        if suggest is None:
-            return self.grow(frontier)
-        token = self.token[best] if best else self.expand.root
         # Children of its last node are no deeper than there is room.
-        most = min(most, self.expand.room - self.depth[best] - 1)
-        chain = suggest(token, self.asked[self.parent[best]], most)
+        deepest = getattr(self.expand, "room", math.inf) - self.depth[best] - 1
+        chain, _ = self.suggested(best, min(most, deepest))
         return self.grow(sorted(others) + [best], chain) if chain else self.grow(frontier)
+
+    def hang(self, node, most, least):
+        """Put what is suggested behind a node below it, undrafted, as long as p is more than `least`."""
+        for x_j, c_j in zip(*self.suggested(node, most)):
+            if self.p[node] * c_j <= least:
+                break
+            node = self.add(node, [c_j], [x_j])[x_j]
 
     def nodes(self):
         """All but the root."""
@@ -298,16 +309,18 @@ def pct_cost(expand, root,
     Returns a Tree of at most 1 + max_nodes nodes.
     """
     candidates = Candidates(expand, root, width)
-    return by_price(candidates, candidates.grow, cost, node_price, depth, max_nodes)
+    draft_by_price(candidates, candidates.grow, cost, node_price, depth, max_nodes)
+    kept = most_profitable(candidates, cost, node_price)
+    return candidates.tree(candidates.best(kept, max_nodes))
 
 def graft(expand, root,
           cost=COST, node_price=NODE_PRICE, width=WIDTH, depth=DEPTH, max_nodes=MAX_NODES, chain=CHAIN):
     """pct_cost over drafters of two kinds: one whose forward costs s_d, and one that suggests for nothing.
 
-    Where expand has a drafter that can suggest(token, parent, most) -> list of up to `most` ids, which may
-    follow a token below a node (`parent`: its number in the order given to expand), such as maxgram.Beside,
-    each forward reads the frontier and, behind its most probable node, up to `chain` suggested tokens.  It
-    vouches for each of them or doubts it, and names what may stand beside it.
+    Where expand has a drafter that can suggest(token, parent, most) -> up to `most` ids and a confidence in
+    each (lists), which may follow a token below a node (`parent`: its number in the order given to expand),
+    such as maxgram.Beside, each forward reads the frontier and, behind its most probable node, up to `chain`
+    suggested tokens.  It vouches for each of them or doubts it, and names what may stand beside it.
 
     The aim and the prices are those of pct_cost,
         T = 1 + D cost + |N| node_price,    E = 1 + sum_{j in N} p_j,
@@ -315,16 +328,43 @@ def graft(expand, root,
     n + 1, for one s_d.  Nodes.  Their rule is the same: p_j >= r node_price, on the chain or beside it.
     Forwards.  The bound on what the next one adds holds for what the drafter alone can add; a chain comes on
     top.  So what is expected here of the next forward is at least worth its price.  s is measured over all
-    the nodes that the last forward read.  Where nothing is suggested this is pct_cost.
+    the nodes that the last forward read.
+    No forward at all.  What is suggested behind the root is a tree already, with D = 0: worth_drafting says
+    whether a forward can add to it what it costs.  And when drafting is over, what is suggested behind the
+    nodes that no forward read hangs there for nothing, where it is worth verifying.
+    Where nothing is suggested this is pct_cost.
 
     depth: the most forwards.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.room.
     """
     candidates = Candidates(expand, root, width)
-    grow = partial(candidates.grow_grafted, most=chain)
-    return by_price(candidates, grow, cost, node_price, depth, max_nodes)
+    candidates.hang(0, chain, least=node_price)
+    alone = most_profitable(candidates, 0, node_price)
+    if not alone or worth_drafting(candidates, alone, cost, node_price):
+        candidates = Candidates(expand, root, width)
+        grow = partial(candidates.grow_grafted, most=chain)
+        r = draft_by_price(candidates, grow, cost, node_price, depth, max_nodes)
+        for j in candidates.nodes():
+            if j not in candidates.asked and candidates.p[j] > r * node_price:
+                candidates.hang(j, chain, least=r * node_price)
+    kept = most_profitable(candidates, cost, node_price)
+    return candidates.tree(candidates.best(kept, max_nodes))
 
-def by_price(candidates, grow, cost, node_price, depth, max_nodes):
-    """The loop of pct_cost and graft.  grow(frontier) drafts once -> the new nodes."""
+def worth_drafting(candidates, chain, cost, node_price):
+    """Whether a forward over the root and a suggested `chain` (indices) is expected to be worth its price.
+
+    The chain alone has a rate r.  Beside its child on the chain a node j leaves p_j - p_child for others; of
+    that, a forward finds the share s, as large as the one that the chain keeps from node to node.
+    """
+    p = [1.0] + [candidates.p[j] for j in chain]
+    r = sum(p) / (1 + len(chain) * node_price)
+    s = sum(p[1:]) / sum(p[:-1])
+    below = p[1:] + [0.0]
+    left = [p_j - p_child for p_j, p_child in zip(p, below)]
+    gain = sum(max(0, s * p_j - r * node_price) for p_j in left)
+    return gain >= r * cost
+
+def draft_by_price(candidates, grow, cost, node_price, depth, max_nodes):
+    """The loop of pct_cost and graft.  grow(frontier) drafts once -> the new nodes.  -> the rate reached"""
     depth = depth_within(candidates.expand, candidates.width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
@@ -346,9 +386,7 @@ def by_price(candidates, grow, cost, node_price, depth, max_nodes):
         gain = sum(s * p[j] - r * node_price for j in frontier)
         if gain < r * cost:
             break
-    kept = most_profitable(candidates, cost, node_price)
-    kept = candidates.best(kept, max_nodes)
-    return candidates.tree(kept)
+    return r
 
 def rate_at(r, candidates, cost, node_price):
     """E / T, if drafting ended here and the nodes that are worth verifying at the rate r were verified."""

@@ -8,7 +8,7 @@ PCT (ACL 2025), section 3.2.  The page is rounds.html beside this file, with one
 
     arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many are verified
       p                  the drafter's probability of the node after its parent, as the tree's builder saw it;
-                         null where nobody said one (the root, a cascade's chain)
+                         null where nobody said one (the root, a cascade's chain, Max-Gram's)
       path, gram         the root and the accepted nodes; those that Max-Gram names behind their parents
       own, choice        the target's own token where the path ended, and its text; null where the text ended
       accepted, bonus    what the round adds to the text
@@ -61,8 +61,8 @@ def listening(build, heard):
         return tree
     return noted
 
-def nodes_of(tree, calls, words=()):
-    """A round's nodes, the verified ones first -> lists; words: Max-Gram's behind each, in expand's order."""
+def nodes_of(tree, calls, words=None):
+    """A round's nodes, the verified ones first -> lists; words: Max-Gram's behind those of expand, or None."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     nodes = {"tokens": tokens, "parents": parents, "p": [None], "gram": [], "verified": len(tokens)}
     if not calls:
@@ -70,6 +70,7 @@ def nodes_of(tree, calls, words=()):
         drafted = tokens[1:]
         rows = [None] * len(drafted) if tree.p_draft is None else tree.p_draft
         nodes["p"] += [None if row is None else row[token].item() for row, token in zip(rows, drafted)]
+        nodes["gram"] = [] if words is None else list(range(1, len(tokens)))
         return nodes
     asked, rows = {}, []                       # (parent's number, token) -> number; of each number its row
     for new, above, found in calls:
@@ -80,9 +81,9 @@ def nodes_of(tree, calls, words=()):
     number = [0]                               # of each node in the order of expand, or None
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:]), 1):
         above = number[parent]
-        nodes["p"].append(rows[above][token].item())
+        nodes["p"].append(None if above is None else rows[above][token].item())
         number.append(asked.get((above, token)))
-        if words[above:above + 1] == [token]:
+        if above is None or words and words[above] == token:
             nodes["gram"].append(node)
     return nodes
 
@@ -179,7 +180,7 @@ def arm_data(run, arm, ids, limit, plain):
 
     def build(expand, root):
         tree = arm.build(expand, root)
-        words.append(getattr(drafter, "words", ()))
+        words.append(getattr(drafter, "words", None))
         return tree
     out = timed(run.decode(drafter, listening(build, heard), ids, limit))
     first, rounds = rounds_of(run, out, heard, words, ids)

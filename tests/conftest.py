@@ -19,8 +19,7 @@ LONG = int(os.environ.get("LONG") or 0)          # 1: everything; more: so many 
 CONTEXT, VOCAB = 40, 12
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
              max_position_embeddings=CONTEXT, eos_token_id=None, bos_token_id=None, pad_token_id=None)
-CLASSES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
+CLASSES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
     "llama-eager": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=2, attn_implementation="eager")),
     "mistral": (MistralForCausalLM, MistralConfig, dict(num_key_value_heads=2, sliding_window=9)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2)),

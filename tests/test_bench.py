@@ -152,16 +152,13 @@ def test_figures_of_a_row_by_hand():
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
     assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
     of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in row["by_prompt"][0]}
-    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None],
-                       "nodes": [10 / 4, 3]}
+    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None], "nodes": [10 / 4, 3]}
 
-@pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
-                                                (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
+@pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}), (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
 def test_stages_and_repetitions_by_hand(names, runs, costs):
     """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs; 4-grams of 1 2 3 1 2 3 1: three of four."""
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
-    ours = arm_of("x", made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs)), tree="chain",
-                  build=cascade.proposal)
+    ours = arm_of("x", made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs)), tree="chain", build=cascade.proposal)
     for arm in (base, ours):
         arm.results[0].tokens = [1, 2, 3, 1, 2, 3, 1]
     run = made_up_run()
@@ -506,8 +503,7 @@ def test_prompt_mistakes(small, tmp_path, capsys):
     (["--drafter", "cascade(base, lenience=0.9)"], "lenience is 0.9"), (["--drafter", "cascade(base, costs=0.1)"], "cascade(base, costs=0.1)"),
     (["--drafter", "cascade(base, small, costs=(0.1,))"], "a cost for each model"), (["--tree", "cape", "cape"], "name each once"),
     (["--drafter", "maxgram", "--tree", "chain(gamma=3)"], "of its own length"), (["--drafter", "cascade(nowhere)"], "the stage nowhere does not exist"),
-    (["--drafter", "maxgram(bigram='none.json')"], "bigram='none.json'"), (["--drafter", "cascade(base, bigram=x.json)"], "bigram=None"),
-])
+    (["--drafter", "maxgram(bigram='none.json')"], "bigram='none.json'"), (["--drafter", "cascade(base, bigram=x.json)"], "bigram=None")])
 def test_mistakes_are_one_sentence(small, capsys, more, words):
     if words == "no CUDA device" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")

@@ -21,8 +21,7 @@ FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cas
 def read(text):
     return load.read_call(text, FUNCTIONS, "tree")
 
-@pytest.mark.parametrize("text, name, words, settings, label", [
-    ("pct", "pct", [], {}, "pct"), ("pct()", "pct", [], {}, "pct"),
+@pytest.mark.parametrize("text, name, words, settings, label", [("pct", "pct", [], {}, "pct"), ("pct()", "pct", [], {}, "pct"),
     ("  pct( width =7,leaf= 0 , ) ", "pct", [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)"),
     ("pct_cost(cost=0.1)", "pct-cost", [], {"cost": 0.1}, "pct-cost(cost=0.1)"),
     ("cape(sizes=(7, 5), edges=(0.5,))", "cape", [], {"sizes": (7, 5), "edges": (0.5,)}, "cape(sizes=(7,5), edges=(0.5,))"),
@@ -33,8 +32,7 @@ def read(text):
      {"k": 5}, "cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)"),
     ("maxgram(bigram='a/b.json')", "maxgram", [], {"bigram": "a/b.json"}, "maxgram(bigram='a/b.json')"),
     ("beside(glide( raw=True),maxgram, bigram='F')", "beside", ["glide(raw=True)", "maxgram"], {"bigram": "F"}, "beside(glide(raw=True), maxgram, bigram='F')"),
-    ("graft(chain=5)", "graft", [], {"chain": 5}, "graft(chain=5)"),
-])
+    ("graft(chain=5)", "graft", [], {"chain": 5}, "graft(chain=5)")])
 def test_calls(text, name, words, settings, label):
     """Words of a cascade are names of models."""
     assert read(text) == (name, FUNCTIONS[name], words, settings, label)
@@ -53,8 +51,7 @@ def test_what_is_read_is_what_was_written():
         assert read(call.label) == call, "a label is a call again"
 
 def test_settings_are_the_functions_own():
-    assert load.settings_of(pct.pct) == {
-        "cost": pct.COST, "width": pct.WIDTH, "depth": pct.DEPTH, "leaf": pct.LEAF, "max_nodes": pct.MAX_NODES}
+    assert load.settings_of(pct.pct) == {"cost": pct.COST, "width": pct.WIDTH, "depth": pct.DEPTH, "leaf": pct.LEAF, "max_nodes": pct.MAX_NODES}
     for name, function in bench.TREES.items():
         assert not {"expand", "root", "generator"} & set(load.settings_of(function)), name
     assert load.settings_of(partial(cape.chain, gamma=3)) == {"gamma": 3}, "of a builder: what it has been given"
@@ -63,8 +60,7 @@ def test_settings_are_the_functions_own():
 
 LISTED = [f"{key}={value}" for key, value in load.settings_of(pct.pct).items()]
 
-@pytest.mark.parametrize("text, words", [
-    *((f"pct({inside})", LISTED) for inside in (
+@pytest.mark.parametrize("text, words", [*((f"pct({inside})", LISTED) for inside in (
         "wdith=7", "7", "width", "width=x", "width=", "=7", "width=7, width=8", "expand=1", "**x", "width=__import__", "width=1+y", "a(b=2)", "width==7")),
     ("pct(width=7)x", LISTED), ("pct(width=7))(", LISTED),
     ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade()", ["names of models"]),
@@ -74,8 +70,7 @@ LISTED = [f"{key}={value}" for key, value in load.settings_of(pct.pct).items()]
     *((text, FUNCTIONS) for text in ("", "bush", "pct width", "beam8", "pct,cape", "pct=3")),
     *((text, [f"{text}: a closing bracket ) is missing"]) for text in ("pct(width=7", "pct(width=(1, 2)", "cascade(base, k=(8, 13)", "pct(")),
     ("cape(sizes=[7, 5)", ["cape(sizes=[7, 5): a closing bracket ] is missing"]),
-    ("pct width=7)", ["pct width=7): an opening bracket ( is missing"]),
-])
+    ("pct width=7)", ["pct width=7): an opening bracket ( is missing"])])
 def test_a_mistake_says_what_fits(text, words):
     """What the function takes; the names that are known; which bracket is missing."""
     with pytest.raises(UserError) as why:
@@ -91,8 +86,7 @@ def checked(*argv):
     ("pct(width=0)", "width is 0"), ("pct(cost=2)", "between 0 and 1"), ("pct(cost='a')", "pct(cost='a')"), ("cape(gamma=33)", "chain of 33"),
     ("cape(sizes=(3, 1))", "edges need"), ("cape(edges=(0.6, 0.3, 0.8))", "ascend"), ("cape(sizes=(3, 1, -1, 2))", "fewer than no"),
     ("beam(gamma=100, width=8)", "800 nodes exceed"), ("chain(gamma=0)", "gamma is 0"), ("chain(gamma=1.5)", "chain(gamma=1.5)"),
-    ("vct(width=9, depth=5)", "nodes"), ("own-confidence(own=7)", "between 0 and 1"), ("pct_cost(node_price=-1)", "not below zero"),
-])
+    ("vct(width=9, depth=5)", "nodes"), ("own-confidence(own=7)", "between 0 and 1"), ("pct_cost(node_price=-1)", "not below zero")])
 def test_settings_that_cannot_work_are_refused_before_anything_is_loaded(text, words):
     with pytest.raises(UserError) as why:
         checked("--tree", text)

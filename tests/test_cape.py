@@ -148,8 +148,7 @@ def test_parents_are_told_to_the_drafter():
 @pytest.mark.parametrize("build, wrong, says", [
     *((build, dict(gamma=0), "gamma") for build in BUILDERS), (cape.cape, dict(sizes=(1, 2)), "sizes"),
     (cape.cape, dict(edges=(0.3, 0.8, 0.6)), "ascend"), (cape.cape, dict(sizes=(7, 5, 3, -1)), "fewer than no"),
-    (cape.cape, dict(gamma=6, max_nodes=5), "cannot hold the chain"), (cape.beam, dict(width=0), "width"),
-])
+    (cape.cape, dict(gamma=6, max_nodes=5), "cannot hold the chain"), (cape.beam, dict(width=0), "width")])
 def test_settings_that_mean_nothing_are_refused(build, wrong, says):
     with pytest.raises(AssertionError, match=says):
         build(table_expand(random_table(0)), ROOT_0, **wrong)

@@ -355,8 +355,7 @@ def setting(**settings):
     return lambda w, c: c.update(settings)
 
 FC = torch.zeros(WIDTH, WIDTH)
-WRONG = {
-    "a key too many": (eagle_files, changed("layers.0.input_layernorm.weight", torch.ones(WIDTH)), "no key layers.0.input_layernorm.weight"),
+WRONG = {"a key too many": (eagle_files, changed("layers.0.input_layernorm.weight", torch.ones(WIDTH)), "no key layers.0.input_layernorm.weight"),
     "a missing key": (eagle_files, lambda w, c: w.pop("layers.0.mlp.up_proj.weight"), "key layers.0.mlp.up_proj.weight, which is missing"),
     "a shape": (eagle_files, changed("fc.weight", FC), r"fc.weight has shape (32, 32), and for this target it must be (32, 64)"),
     "theta": (eagle_files, setting(rope_theta=10000.0), "rope_theta is 10000.0, and must be 500.0 here"),
@@ -384,8 +383,7 @@ WRONG = {
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
     "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
-    "nothing known": (lambda name: ({"x.weight": FC}, {}), lambda w, c: None, "in no known layout (it has a key x.weight)"),
-}
+    "nothing known": (lambda name: ({"x.weight": FC}, {}), lambda w, c: None, "in no known layout (it has a key x.weight)")}
 
 def check_refused(capsys, out, words, *argv):
     assert convert.main([*map(str, argv), "--out", str(out), "--device", "cpu"]) == 2

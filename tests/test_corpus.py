@@ -81,8 +81,7 @@ def test_exchanges():
         "an apple instead of the cookie", "She ate an apple. The apples are good.")
     assert corpus.exchange_thing("A dog can bark.", First()) is None
     assert not corpus.is_thing("He likes to train.", "train") and not corpus.is_thing("a bird bath, bird song", "bird")
-    assert [corpus.plural(w) for w in ("box", "puppy", "toy", "mouse", "bench")] == [
-        "boxes", "puppies", "toys", "mice", "benches"]
+    assert [corpus.plural(w) for w in ("box", "puppy", "toy", "mouse", "bench")] == ["boxes", "puppies", "toys", "mice", "benches"]
 
 def test_who_said_what():
     text = ('Here are Mia and Tom. Mia said, "Hello, Tom." Tom smiled and said, "Hi!" His mom said, "Come."\n'

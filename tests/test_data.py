@@ -52,8 +52,7 @@ SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
     ({"instruction": "Sum up", "input": "a text", "output": "short"}, "Sum up\na text\nshort"), ({"article": "long", "highlights": "short"}, "long\nshort"),
     ({"instruction": "Why?", "input": "", "output": "So."}, "Why?\n\nSo."), ({"whole_func_string": "def f(): 0", "func_name": "f"}, "def f(): 0"),
     ({"text": None}, ""), ({"conversations": []}, []), ({"sentence": "a"}, None), ([1], None), (3, None),
-    ({"conversations": "hi"}, None), ({"messages": [3]}, None), ({"turns": None}, None),
-])
+    ({"conversations": "hi"}, None), ({"messages": [3]}, None), ({"turns": None}, None)])
 def test_documents_of_rows(row, found):
     assert read.document(row) == found
 

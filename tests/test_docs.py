@@ -34,13 +34,11 @@ def test_the_snippet_of_the_readme_runs(monkeypatch, capsys):
     assert capsys.readouterr().out.strip()
 
 # ---------------------------------------------------------------- a table of the page
-ROW = {
-    "target": "t", "drafter": "glide", "tree": "cape", "group": "all", "dtype": "float32", "device": "cpu",
+ROW = {"target": "t", "drafter": "glide", "tree": "cape", "group": "all", "dtype": "float32", "device": "cpu",
     "threads": 4, "temperature": 0.0, "prompts": 3, "tokens_per_second": 491.26, "speedup": 1.4,
     "speedup_low": 1.26, "speedup_high": 1.876, "speedup_vs_generate": 1.57, "tau": 3.357, "alpha": None,
     "nodes": 20.44, "share_draft": 0.262, "share_verify": 0.68, "share_other": 0.058, "draft_ms": 1.5, "round_ms": 6.6,
-    "lossless": True, "first_divergence": None, "target_ms": 2.79, "distinct_4grams": 0.262,
-    "versions": {"python": "3.11", "torch": "2.13.0"},
+    "lossless": True, "first_divergence": None, "target_ms": 2.79, "distinct_4grams": 0.262, "versions": {"python": "3.11", "torch": "2.13.0"},
 }
 PLAIN = {**ROW, "drafter": "plain", "tree": None, "tau": None, "nodes": None, "tokens_per_second": 245.63,
          "speedup": 1.0, "speedup_low": 1.0, "speedup_high": 1.0}

@@ -83,13 +83,11 @@ def cascade_of(seeds, K, lenience=1.0, gram=None):
     return cascade.Cascade([Drafter(table(seed, VOCAB)) for seed in seeds], K, lenience, gram, VOCAB)
 
 DRAWN, CHAIN = partial(cape.drawn, gamma=2), partial(cascade.proposal, drawn=True)
-CASES = {
-    "glide": (lambda: Drafter(table(2, VOCAB)), DRAWN),
+CASES = {"glide": (lambda: Drafter(table(2, VOCAB)), DRAWN),
     "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
     "lenient cascade": (lambda: cascade_of([2, 3], [[2, 1], [0, 2]], 2.0), CHAIN),
     "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), CHAIN),
-    "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), CHAIN),
-}
+    "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), CHAIN),}
 
 class Rule(verify.Sampled):
     """Softmax in the place of transformers' processors, which take a quarter of the time here."""
@@ -123,8 +121,7 @@ def chi_squares(counts):
     exact, found = EXACT.softmax(-1), []
     a, b = PROMPT[-2:]
     # What came before: the prompt's last two, its last and the first new one, the first two new ones, the next two
-    after = [(counts.sum((1, 2, 3)), exact[a, b]), (counts.sum((2, 3)), exact[b]),
-             (counts.sum(3), exact), (counts.sum(0), exact)]
+    after = [(counts.sum((1, 2, 3)), exact[a, b]), (counts.sum((2, 3)), exact[b]), (counts.sum(3), exact), (counts.sum(0), exact)]
     for seen, p in after:
         expected = seen.sum(-1, keepdim=True) * p                        # (..., V)
         assert expected.min() > 5, "too few for Pearson's statistic"
@@ -145,7 +142,6 @@ def test_the_output_follows_the_target(case):
 def test_one_stream_for_drafting_and_accepting_is_noticed(case, monkeypatch):
     """The negative control: the same statistics, where the draws of drafts decide their acceptance, too."""
     own = verify.stream
-    monkeypatch.setattr(verify, "stream", lambda seed, purpose, device="cpu":
-                        own(seed, str(purpose).replace("draft", "accept"), device))
+    monkeypatch.setattr(verify, "stream", lambda seed, purpose, device="cpu": own(seed, str(purpose).replace("draft", "accept"), device))
     for block in range(BLOCKS):
         assert min(chi_squares(decoded(case, range(block * SEEDS, (block + 1) * SEEDS)))) < ALARM, f"block {block}"

@@ -162,8 +162,7 @@ def test_table_1(small, base, k_base, k_small, printed):
     # the third row's are not the best
     assert best == ((5, 5) if (k_base, k_small, small) == (5, 3, 0.65) else (k_base, k_small))
 
-@pytest.mark.parametrize("a1, c1, k1, a2, c2, k2", [
-    (0.8, 0.1, 3, 0.5, 0.01, 4), (0.95, 0.2, 1, 0.9, 0.0, 10), (0.6, 0.05, 5, 0.7, 0.02, 2)])
+@pytest.mark.parametrize("a1, c1, k1, a2, c2, k2", [(0.8, 0.1, 3, 0.5, 0.01, 4), (0.95, 0.2, 1, 0.9, 0.0, 10), (0.6, 0.05, 5, 0.7, 0.02, 2)])
 def test_theorem_4_5_is_what_a_simulation_gives(a1, c1, k1, a2, c2, k2):
     rng = np.random.default_rng(5)
     first, second = round_tokens(rng, a1, k1) - 1, round_tokens(rng, a2, k2) - 1
@@ -197,8 +196,7 @@ def test_swi_by_hand():
     assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
     assert cascade.swi(100, [20, 60, 200], [1, 0.1, 0]) == pytest.approx(100 / 26)
 
-@pytest.mark.parametrize("call", [
-    lambda: cascade.phi(0.5, 1.2, 3), lambda: cascade.ewif_speculative(0.5, 0.1, -1),
+@pytest.mark.parametrize("call", [lambda: cascade.phi(0.5, 1.2, 3), lambda: cascade.ewif_speculative(0.5, 0.1, -1),
     lambda: cascade.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1), lambda: cascade.ewif_vertical(-0.1, 0.5, 0.1, 0.1, 1, 1),
     lambda: cascade.ewif_vertical(0.5, 0.5, 0.1, 0.1, 1, -1), lambda: cascade.ewif_horizontal([0.5], []),
     lambda: cascade.d_ewif_horizontal(0, [0.5], [0.1]), lambda: cascade.d_ewif_horizontal(2, [0.5], [0.1]),

@@ -309,8 +309,7 @@ def test_tables_are_what_the_target_turns_by_at_every_length(rope, switch):
 
 @pytest.mark.parametrize("name, layer, more", [
     ("Phi", 2, dict(partial_rotary_factor=0.5)), ("Phi3", 1, PHI3), ("Llama", 2, dict(rope_parameters=YARN)),
-    ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)), ("DeepseekV3", 2, LATENT), ("Gemma3", 0, GEMMA3), ("Gemma3", 1, GEMMA3),
-])
+    ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)), ("DeepseekV3", 2, LATENT), ("Gemma3", 0, GEMMA3), ("Gemma3", 1, GEMMA3)])
 def test_queries_turn_as_a_layer_s_own_keys_do(name, layer, more, tmp_path):
     """The key of a token at position 5 is its key at position 0, turned by the table of a drafter that was loaded."""
     model = other(name, **more)
@@ -336,8 +335,7 @@ def test_tables_of_modules_that_say_it_otherwise():
     gemma.config.rope_parameters["full_attention"] = None
     assert [parts.target_angles(gemma, 10, (layer,))[0].shape for layer in range(3)] == [(10, 8), (10, 0), (10, 8)]
 
-@pytest.mark.parametrize("name, more", [
-    ("DeepseekV3", LATENT), ("DeepseekV2", {**LATENT, "topk_method": "greedy"}), ("Gemma4", WIDE)])
+@pytest.mark.parametrize("name, more", [("DeepseekV3", LATENT), ("DeepseekV2", {**LATENT, "topk_method": "greedy"}), ("Gemma4", WIDE)])
 def test_sizes_are_those_of_what_the_target_caches(name, more):
     """Latents, or sizes that differ by layer: training equals decoding, and the output is plain decoding's."""
     model = other(name, **more)

@@ -192,11 +192,9 @@ def test_an_assistant_is_loaded_from_a_folder(tmp_path):
     assert row.dtype == torch.float64
     torch.testing.assert_close(row[row.isfinite()], alone[row.isfinite()], **NEAR)
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: assistant_of(width=24), "width 24 against the target's 32"),
+@pytest.mark.parametrize("make, words", [(lambda: assistant_of(width=24), "width 24 against the target's 32"),
     (lambda: assistant_of(global_head_dim=24), "head size of full_attention 24 against the target's 16"),
-    (lambda: gemma("shared"), "is a gemma4_text: name an assistant"),
-    (None, "cannot be read"),
+    (lambda: gemma("shared"), "is a gemma4_text: name an assistant"), (None, "cannot be read"),
 ])
 def test_what_does_not_fit_is_named(tmp_path, make, words):
     if make:
@@ -303,13 +301,11 @@ def test_which_layers_are_read():
     said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}}
     assert eagle3.layers_of(said, 94) == eagle3.layers_of({}, 94)
 
-@pytest.mark.parametrize("change, words", [
-    (lambda w: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
+@pytest.mark.parametrize("change, words", [(lambda w: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
     (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight is \(32, 95\), not \(32, 96\)"),
     (lambda w: w.update({"layers.1.norm.weight": torch.ones(3)}), "layers.1.norm.weight has no place"),
     (lambda w: w["d2t"].add_(1), "d2t and t2d name different words"),
-    (lambda w: w.update({"t2d": w["t2d"][:-1]}), r"t2d is \(11,\), not \(12,\)"),
-    (lambda w: w.clear(), "fc.weight is missing"),
+    (lambda w: w.update({"t2d": w["t2d"][:-1]}), r"t2d is \(11,\), not \(12,\)"), (lambda w: w.clear(), "fc.weight is missing"),
     (lambda w: w.update({"fc.weight": SimpleNamespace()}), "cannot be read"),      # it is read as weights alone
 ])
 def test_the_first_weight_that_does_not_fit_is_named(tmp_path, llama8, change, words):

@@ -29,8 +29,7 @@ from runtime.grams import measure_confidence, read_bigram
     (["corpus", "--stories", "/no/such"], "--stories: /no/such does not exist"), (["corpus"], "required: --stories"), ([], "required: made"),
     (["corpse"], "invalid choice: 'corpse'"), (["target"], "required: --data"), (["target", "--data", "/no/such"], "--data: /no/such does not exist"),
     (["target", "--data", "x", "--steps", "0"], "--steps is 0"), (["target", "--data", "x", "--vocab", "-3"], "--vocab is -3"), (["trigram"], "invalid choice"),
-    (["continuations", "--data", "x", "--target", "/no/such"], "target /no/such does not exist"), (["bigram"], "--corpus"),
-])
+    (["continuations", "--data", "x", "--target", "/no/such"], "target /no/such does not exist"), (["bigram"], "--corpus")])
 def test_mistakes_are_one_sentence(argv, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert make.main([*argv, *(["--work", "w", "--out", "o"] if argv[:1] == ["target"] else [])]) == 2

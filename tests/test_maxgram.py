@@ -291,8 +291,7 @@ def test_both_kinds_of_bigram_file(tmp_path):
         path.write_text(old)
         assert read_bigram(path, 4, "c3d4") == ([0, 2, 1, 0], None), "files without one cannot be told apart"
 
-@pytest.mark.parametrize("text, why", [
-    (None, "does not exist: make one with"),
+@pytest.mark.parametrize("text, why", [(None, "does not exist: make one with"),
     ("[0, 1", "cannot be read .*: make one with"), ("\xff", "cannot be read .*: make one with"),
     ('{"other": 1}', "holds no array of token ids: make one with"), ("7", "holds no array of token ids: make one with"),
     ("[0, true]", "holds no array of token ids: make one with"), ("[0, 1.5]", "holds no array of token ids: make one with"),
@@ -301,8 +300,7 @@ def test_both_kinds_of_bigram_file(tmp_path):
     ("[0, -1]", r"a bigram of another vocabulary \(token id -1"),
     ('{"bigram": [0], "confidence": [0.1, 1.5]}', "no array of numbers from 0 to 1: make one with"),
     ('{"bigram": [0], "confidence": []}', "no array of numbers from 0 to 1"),
-    ('{"bigram": [0], "confidence": [NaN]}', "no array of numbers from 0 to 1"),
-])
+    ('{"bigram": [0], "confidence": [NaN]}', "no array of numbers from 0 to 1")])
 def test_bad_bigram_files_say_what_to_do(tmp_path, text, why):
     path = tmp_path / "b.json"
     if text is not None:
@@ -374,11 +372,12 @@ def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
         one = [brute_force(text, path, 1, bigram=[1] * 5) for path in paths]
         assert both.words == [tokens[0] if tokens and lengths[0] >= 2 else None for tokens, lengths in one]
         # Behind a token below the committed text, or below a node
-        parent, most, chain = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), []
+        parent, most, chain, sure = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), [], []
         start = [*(paths[parent] if parent >= 0 else ()), 3]
         while len(chain) < most and (said := brute_force(text, start + chain, 1))[1][:1] >= [2]:
             chain += said[0]
-        assert both.suggest(3, parent, most) == chain
+            sure.append(confidence[min(said[1][0], len(confidence) - 1)])
+        assert both.suggest(3, parent, most) == (chain, sure)
         both.keep([0])
         assert both.drafter.kept == [0]
     assert mixed > 300
@@ -405,8 +404,8 @@ def test_a_node_costs_the_host_the_same_whatever_is_committed():
         both.begin(SimpleNamespace(tokens=torch.tensor(text)))
         both.gram.generation.next = CountingList(both.gram.generation.next)
         root = text[112]
-        counts[size] = looks(lambda both=both, root=root: both.expand(torch.tensor([root, *both.suggest(root)]), list(range(-1, 10))))
-        assert len(both.suggest(root)) == 10
+        counts[size] = looks(lambda both=both, root=root: both.expand(torch.tensor([root, *both.suggest(root)[0]]), list(range(-1, 10))))
+        assert len(both.suggest(root)[0]) == 10
     assert max(counts.values()) <= 1.2 * counts[500] and counts[500] <= 4 * 22, counts
 
 TREES = {"chain": cape.chain, "cape": cape.cape, "beam": cape.beam, "pct": pct.pct, "pct-cost": pct.pct_cost, "graft": pct.graft, "eagle2": pct.eagle2}

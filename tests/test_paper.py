@@ -92,8 +92,7 @@ def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_repo
     ([], "required: names"), (["glide-table-9"], "no table called 'glide-table-9': choose among cascade-k papers main"),
     (["main", "--limt", "3"], "--limt"), (["main", "--json", "x"], "say --out FOLDER"),
     (["main", "--out", str(RESULTS)], "docs/ is written by `paper.py write` alone"),
-    (["write", "--rows", "/no/such"], "holds no measured tables"),
-])
+    (["write", "--rows", "/no/such"], "holds no measured tables")])
 def test_mistakes_are_one_sentence(argv, words, capsys):
     assert paper.main(argv) == 2
     err = capsys.readouterr().err
@@ -245,8 +244,7 @@ def test_the_fastest_on_other_prompts_stands_for_its_list(tmp_path):
 
 # ---------------------------------------------------------------- Markdown beside the paper's values
 def test_the_paper_s_values_by_hand():
-    rows = [{"drafter": "plain", "tree": None, "tau": None, "c": None},
-            {"drafter": "glide", "tree": "chain", "tau": 2.5, "c": 0.1}]
+    rows = [{"drafter": "plain", "tree": None, "tau": None, "c": None}, {"drafter": "glide", "tree": "chain", "tau": 2.5, "c": 0.1}]
     said = {"rows": [{"arm": "glide × chain", "as": "GLIDE", "τ": "3.0"}, {"arm": None, "as": "LLAMA", "τ": "~2"},
                      {"arm": "edd × chain", "as": "EDD"}]}
     assert compare.grid(rows, ["arm", "tau", "c"], said).splitlines() == [
@@ -306,20 +304,17 @@ def tau(more, than, **extra):
     (tau("a × t", ["b × t", "c × t", "d × t"], best=True), "level", "τ: a × t 2.5 against c × t 2.48"),
     (tau("a × t", 6, group="x", test=False), "more", "τ: a × t (x) 7 against 6"),
     ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 3 rows"),
-    ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl"),
-])
+    ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl")])
 def test_comparisons_by_hand(folder, spec, verdict, words):
     (found,) = compare.judged(folder, spec)
     assert found.verdict == verdict and words in found.words + found.missing
 
 def test_claims_are_held_level_or_not(folder):
     good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("d × t", "a × t")
-    said = [
-        ({"holds": [good], "main": True, "found": "A is first", "finding": 1}, "held", ""),
+    said = [({"holds": [good], "main": True, "found": "A is first", "finding": 1}, "held", ""),
         ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"), ({"holds": [good, bad], "reason": "because"}, "not held", "because"),
         ({"holds": [level, bad]}, "not held", ""), ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: d × t"),
-        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"),
-    ]
+        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"),]
     made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **claim} for i, (claim, _, _) in enumerate(said)]
     assert [paper.verdict(folder, claim)[::2] for claim in made] == [tuple(expected) for _, *expected in said]
     (folder / "claims.json").write_text(json.dumps(made))

@@ -35,8 +35,7 @@ def test_a_loss_in_chunks_is_the_whole_one(llama, name):
     for most in (10 ** 6, 5):
         module.zero_grad()
         rows.clear()
-        hooks = [head.register_forward_pre_hook(lambda m, given: rows.append(given[0].shape[0]))
-                 for head in heads.get(name) or [module.head]]
+        hooks = [head.register_forward_pre_hook(lambda m, given: rows.append(given[0].shape[0])) for head in heads.get(name) or [module.head]]
         loss = module.loss(batch | {"sum": partial(train.in_chunks, most)})
         loss.backward()
         for hook in hooks:

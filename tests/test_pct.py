@@ -55,7 +55,7 @@ def test_the_constants_are_the_papers():
     assert defaults(pct.pct) == {"cost": 0.05, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.own_confidence) == {"own": 0.3, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.pct_cost) == {"cost": 0.05, "node_price": 0.01, "width": 5, "depth": 10, "max_nodes": 256}
-    assert defaults(pct.graft) == {**defaults(pct.pct_cost), "chain": 10}
+    assert defaults(pct.graft) == {**defaults(pct.pct_cost), "chain": 16}
     assert defaults(pct.vct) == {"width": 3, "depth": 5}
     assert defaults(pct.eagle2) == {"total": 50, "depth": 6, "expanded": 10}
 
@@ -154,8 +154,7 @@ def test_no_tree_is_deeper_than_there_is_room(build):
 @pytest.mark.parametrize("build, wrong, says", [
     (pct.pct, dict(width=0), "width"), (pct.pct, dict(depth=0), "depth"), (pct.pct, dict(cost=1.5), "s_d / s_t"),
     (pct.pct, dict(max_nodes=0), "nodes"), (pct.own_confidence, dict(own=-0.1), "confidence"), (pct.vct, dict(width=0), "width"),
-    (pct.pct_cost, dict(node_price=-1), "node_price"), (pct.pct_cost, dict(cost=-1), "s_d / s_t"), (pct.eagle2, dict(total=0), "nodes"),
-])
+    (pct.pct_cost, dict(node_price=-1), "node_price"), (pct.pct_cost, dict(cost=-1), "s_d / s_t"), (pct.eagle2, dict(total=0), "nodes")])
 def test_settings_that_mean_nothing_are_refused(build, wrong, says):
     with pytest.raises(AssertionError, match=says):
         build(table_expand(random_table(0)), torch.tensor([0]), **wrong)
@@ -191,6 +190,8 @@ def layered(table, start, width, depth, cost, price, suggest=None, room=99):
 
     suggest(path, most): what is suggested behind a path, a tuple."""
     found, frontier, expanded, rate = {}, {(): 1.0}, set(), 1.0
+    if suggest and not worth_a_forward(alone := hung((), 1.0, suggest, price, room), cost, price):
+        return alone, expanded, 0
     for drafts in range(1, min(depth, room) + 1):
         layer, asked, todo, best = {}, dict(frontier), list(frontier), max(frontier, key=frontier.get)
         chain = suggest(best, room - len(best) - 1) if suggest else ()
@@ -211,10 +212,33 @@ def layered(table, start, width, depth, cost, price, suggest=None, room=99):
         frontier = {path: p for path, p in layer.items() if share * p >= price * rate and path not in asked and len(path) < room}
         if not frontier or sum(share * p - price * rate for p in frontier.values()) < cost * rate:
             break
+    for path in found.keys() - expanded if suggest else ():
+        found.update(hung(path, found[path], suggest, price * rate, room))
     return found, expanded, drafts
+
+def hung(path, joint, suggest, least, room):
+    """What is suggested behind a path while its probability is above `least` -> {path: joint}."""
+    chain = suggest(path, room - len(path))
+    paths = [path + chain[:i + 1] for i in range(len(chain))]
+    joints = itertools.accumulate(map(sureness, paths), lambda p, c: p * c, initial=joint)
+    return dict(itertools.takewhile(lambda at: at[1] > least, zip(paths, itertools.islice(joints, 1, None))))
+
+def sureness(path):
+    """Of a suggestion in the last token of a path; some are all but sure."""
+    return (0.5, 0.7, 0.9, 0.99)[hash(path) % 4]
+
+def worth_a_forward(alone, cost, price):
+    """Of the chain `alone`, the part of the best rate, against a forward over it."""
+    p = [1.0, *alone.values()]
+    rate, most = max((sum(p[:n + 1]) / (1 + n * price), n) for n in range(len(p)))
+    p = p[:most + 1]
+    share = sum(p[1:]) / sum(p[:-1]) if most else 1.0
+    left = [p[i] - p[i + 1] for i in range(most)] + [p[most]]
+    return not most or sum(share * x - rate * price for x in left if share * x > rate * price) >= rate * cost
 
 def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
     """Of small trees: against all connected subtrees of what was drafted none gives more expected tokens for its time."""
+    skipped = 0
     for seed in range(260):
         small = seed < 60
         table, price = random_table(seed, vocab=3 if small else 8), [0.0, 0.03, 0.2, 1.0][seed % 4] if small else [0.005, 0.02, 0.05][seed % 3]
@@ -235,14 +259,16 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         tree = build(expand, torch.tensor([0]), **settings)
         nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price, suggest, room)
         assert {path[1:] for path in given} >= expanded and expand.calls == drafts, "a suggestion may be read in vain"
-        assert max(map(len, given)) <= room and (suggest or {path[1:] for path in given} == expanded)
-        kept = paths(tree)
+        assert max(map(len, given), default=0) <= room and (suggest or {path[1:] for path in given} == expanded)
+        kept, skipped = paths(tree), skipped + (not drafts)
+        assert max(map(len, kept), default=0) <= room
 
         def rate(some):
             return (1 + sum(nodes[n] for n in some)) / (1 + cost * drafts + price * len(some))            # noqa: B023
         some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(len(nodes) + 1))) if small and not suggest else []
         assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
         assert all(rate(kept - {n}) <= rate(kept) + 1e-12 for n in kept), "none of them is too many"
+    assert 9 < skipped < 60, "some chains are good enough alone"
 
 def suggesting(seed, table):
     """Chains as Max-Gram's would be: mostly the likeliest tokens, up to seed % 6 of them behind two paths of three."""
@@ -261,14 +287,15 @@ class Suggester:
 
     def suggest(self, token, parent, most):
         path = (self.given[parent] if parent >= 0 else ()) + (token,)
-        return list(self.of_path(path[1:], most))
+        chain = self.of_path(path[1:], most)
+        return list(chain), [sureness(path[1:] + chain[:i + 1]) for i in range(len(chain))]
 
 def test_graft_without_suggestions_is_pct_cost():
     """Node for node, whether there is no drafter, one that suggests nothing, or room for no chain."""
     for seed in range(80):
         table, settings = random_table(seed, vocab=8, zeros=[0, 0.5][seed % 2]), dict(cost=[0.02, 0.1, 0.3][seed % 3], node_price=[0, 0.01, 0.05][seed % 3])
         found = []
-        for build, suggest in ((pct.pct_cost, None), (pct.graft, None), (pct.graft, lambda *_: [])):
+        for build, suggest in ((pct.pct_cost, None), (pct.graft, None), (pct.graft, lambda *_: ([], []))):
             expand = path_expand() if seed < 10 else table_expand(table)
             expand.room = 1 + seed % 12
             if suggest:
@@ -280,12 +307,16 @@ def test_graft_without_suggestions_is_pct_cost():
 @pytest.mark.parametrize("suggested, room, forwards", [
     ([], 9, 9), (range(1, 99), 9, 1), (range(1, 7), 9, 3), ([1, 2, 3, 9, 9], 9, 6), ([5], 9, 9), (range(1, 99), 99, 10), (range(1, 99), 1, 1)])
 def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
-    """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; ten at most."""
+    """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; sixteen at most."""
     expand = table_expand(torch.eye(200, dtype=torch.float64).roll(1, 1))
     expand.root, expand.room = 0, room
-    expand.drafter = SimpleNamespace(suggest=lambda token, parent, most: [*suggested][token:token + most] if token == 0 else [])
+
+    def suggest(token, parent, most):
+        chain = [*suggested][:most] if token == 0 else []
+        return chain, [0.3] * len(chain)
+    expand.drafter = SimpleNamespace(suggest=suggest)
     tree = pct.graft(expand, torch.tensor([0]), cost=0.05, node_price=0.001)
-    assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 20)))
+    assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 26)))
 
 def subtrees(table, here, joint, width, depth):
     """All connected subtrees below a node of probability `joint` -> [(sum of p, number of nodes, depth)], the empty one first."""

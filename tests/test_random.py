@@ -98,8 +98,7 @@ def drawn_tree(rng, drafter, sampled):
     edges = tuple(sorted(round(rng.random(), 2) for _ in sizes[1:]))
     leaf, small, room = rng.choice([0, 0, 0.01, 0.05]), round(10 ** rng.uniform(-3, 0), 4), gamma + rng.randint(0, 20)
     shape = {"width": width, "depth": depth, "max_nodes": most}
-    return name, {
-        "chain": {"gamma": gamma}, "drawn": {"gamma": gamma}, "beam": {"gamma": gamma, "width": width},
+    return name, {"chain": {"gamma": gamma}, "drawn": {"gamma": gamma}, "beam": {"gamma": gamma, "width": width},
         "cape": {"gamma": gamma, "sizes": sizes, "edges": edges, "max_nodes": room}, "fixed": {"gamma": gamma, "size": rng.randint(0, 9), "max_nodes": room},
         "pct": {"cost": small, "leaf": leaf, **shape}, "own_confidence": {"own": small, "leaf": leaf, **shape},
         "pct_cost": {"cost": small, "node_price": rng.choice([0, 0.001, 0.01, 0.1]), **shape},

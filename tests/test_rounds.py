@@ -173,6 +173,10 @@ def test_nodes_by_hand():
     assert nodes["p"] == pytest.approx([None, 0.5, 0.75, 0.3, 0.9], abs=1e-4)
     # what Max-Gram says behind the root and the nodes asked after it
     assert rounds.nodes_of(verify.Tree(row([7, 0, 2]), row([-1, 0, 1])), calls, [1, 9, 2, None, None, None])["gram"] == [3, 4] and nodes["gram"] == []
+    # Max-Gram's, behind a node that the drafter did not read, and where it read none
+    more = rounds.nodes_of(verify.Tree(row([7, 1, 2, 0, 1]), row([-1, 0, 1, 2, 3])), calls, [0] * 6)
+    assert more["p"][3:5] == [1, None] and more["gram"] == [3, 4, 5], "5: the 0 that was left out"
+    assert rounds.nodes_of(verify.Tree(row([7, 1]), row([-1, 0])), [], [])["gram"] == [1]
     # a cascade's own chain, drawn and not
     chain, drawn = verify.Tree(row([7, 1, 2]), row([-1, 0, 1])), row([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
     assert rounds.nodes_of(chain, [])["p"] == [None, None, None]
@@ -224,11 +228,9 @@ def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
     assert command.endswith(f"--prompt 2 --out {out}")
 
-@pytest.mark.parametrize("argv, said", [
-    (["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
+@pytest.mark.parametrize("argv, said", [(["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
     (["--prompt", "two"], "invalid int value: 'two'"), (["--prompt", "0"], "--prompt is 0: there are 2 prompts"),
-    (["--prompt", "3"], "--prompt is 3: there are 2 prompts"),
-])
+    (["--prompt", "3"], "--prompt is 3: there are 2 prompts")])
 def test_mistakes_are_one_sentence(run, monkeypatch, tmp_path, capsys, argv, said):
     monkeypatch.setattr(bench, "Run", lambda flags: run)
     monkeypatch.chdir(tmp_path)

@@ -26,8 +26,7 @@ SMALL = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_
              max_position_embeddings=CONTEXT, rms_norm_eps=1e-3, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 # Every way of growing, alone and together; heads of 4 become heads of 4, 8 and 12.
-SHAPES = {
-    "as it is": Shape(5, 16, 4, 24, VOCAB), "wider": Shape(5, 24, 4, 24, VOCAB), "deeper": Shape(7, 16, 4, 24, VOCAB),
+SHAPES = {"as it is": Shape(5, 16, 4, 24, VOCAB), "wider": Shape(5, 24, 4, 24, VOCAB), "deeper": Shape(7, 16, 4, 24, VOCAB),
     "larger heads": Shape(5, 32, 8, 24, VOCAB), "vocabulary": Shape(5, 20, 4, 32, 37), "all": Shape(6, 48, 12, 40, 50)}
 
 def drawn(module, seed):

@@ -177,7 +177,12 @@ EDITS["edd"] = [
 
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
-    ('graft: the chain is deeper than there is room', 'most = min(most, self.expand.room - self.depth[best] - 1)', 'pass'),
+    ('graft: the chain is deeper than there is room', 'chain, _ = self.suggested(best, min(most, deepest))', 'chain, _ = self.suggested(best, most)'),
+    ('graft: what hangs is deeper than there is room', 'most = min(most, self.expand.room - self.depth[node])', 'pass'),
+    ('graft: always drafts', 'if not alone or worth_drafting(', 'if True or worth_drafting('),
+    ('graft: what is left beside the chain is all of p', 'left = [p_j - p_child for', 'left = [p_j for'),
+    ('graft: all that is left is found', 's = sum(p[1:]) / sum(p[:-1])', 's = 1'),
+    ('graft: nothing hangs at the end', "                candidates.hang(j, chain, least=r * node_price)\n", "                pass\n"),
     ('graft: behind the least probable node', '*others, best = reversed(self.ranked(frontier))', '*others, best = self.ranked(frontier)'),
     ('graft: nodes of the chain are read again', 'if j not in candidates.asked and candidates.depth[j] < room', 'if candidates.depth[j] < room'),
     ('graft: a chain has a forward a token', '        self.drafts += 1\n', '        self.drafts += 1 + len(chain)\n'),
