@@ -197,13 +197,23 @@ class Candidates:
         return sorted(ranked[:most])
 
     def tree(self, kept):
-        """The nodes `kept`, ascending and each with its parent, as a Tree.  The root is always kept."""
+        """The nodes `kept`, each with its parent, as a Tree.  The root is always kept.
+
+        Depth first, the most probable child first: where the likeliest path is accepted, the target's cache
+        has its rows in place.
+        """
+        below = {}
+        for node in self.ranked(kept):
+            below.setdefault(self.parent[node], []).append(node)
         place = {0: 0}
         tokens, parents = [0], [-1]              # the root's token is on the device already: any number here
-        for node in kept:
+        waiting = below.get(0, [])[::-1]
+        while waiting:
+            node = waiting.pop()
             place[node] = len(tokens)
             tokens.append(self.token[node])
             parents.append(place[self.parent[node]])
+            waiting += below.get(node, [])[::-1]
         # one tensor: one copy to the device
         both = torch.tensor([tokens, parents], device=self.root.device)      # (2, n)
         tokens = torch.cat((self.root, both[0, 1:]))
