@@ -264,15 +264,21 @@ class Expand(verify.Expand):
         return rows
 
 def grown(build, expand, root):
-    """build(expand, root), whose nodes hang below those that the drafter was asked about, and are possible there."""
+    """build(expand, root), whose nodes are possible below those that the drafter was asked about, or Max-Gram's own proposals."""
     tree, paths, rows = build(expand, root), [], {}
     for token, parent, row in zip(torch.cat([root[:0], *expand.tokens]).tolist(), expand.parents, expand.rows):
         paths.append((paths[parent] if parent >= 0 else ()) + (token,))
         rows[paths[-1]] = row
     paths = [(root.item(),)]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist()):
-        assert 0 <= parent < len(paths) and (not rows or rows[paths[parent]][token] > 0), f"no drafter offered {token} below {paths[parent]}"
-        paths.append(paths[parent] + (token,))
+        above = paths[parent]
+        if above in rows or not hasattr(expand.drafter, "suggest"):
+            offered = not rows or rows[above][token] > 0
+        else:
+            words, lengths = expand.drafter.inner.gram.propose(above, 1)
+            offered = words == [token] and lengths[0] >= maxgram.LEAST
+        assert 0 <= parent < len(paths) and offered, f"no drafter offered {token} below {above}"
+        paths.append(above + (token,))
     assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.room, "no node is deeper than tokens may follow"
     return tree
 
