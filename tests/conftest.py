@@ -1,6 +1,7 @@
 """Tiny targets of the real classes, with random weights in float64, and plain decoding without anything of ours."""
 import os
 import sys
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0         # no thread whose lock a forked test could inherit, held
+tqdm.set_lock(threading.RLock())  # tqdm's own is one of all processes: a child that is killed would keep it for ever
 
 LONG = int(os.environ.get("LONG") or 0)          # 1: everything; more: so many cases of test_random.py
 
