@@ -22,7 +22,8 @@ The builder returns a Tree of tokens (n,) and parents (n,), here numbers of the 
 node 0 with parent -1, and parents come before children.  No node has probability zero.
 It reads the device once, beam search once a depth.  Where expand has a `room`, the tree is no deeper.
 
-To use this file alone, with two causal LMs `target` and `drafter` and a list of token ids `text`:
+To use this file alone, with causal LMs `target` and `drafter` of one vocabulary and without sliding windows,
+and a list of token ids `text`:
 
     def expand(tokens, parents):
         for token, parent in zip(tokens.tolist(), parents):
@@ -40,7 +41,8 @@ To use this file alone, with two causal LMs `target` and `drafter` and a list of
         for i in range(1, t + n):
             sees[i] |= sees[above[i]]
             position[i] = position[above[i]] + 1
-        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=sees[None, None],
+        mask = sees.log().to(target.dtype)                    # 0 or -inf: added to the scores
+        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=mask[None, None],
                      position_ids=torch.tensor([position]))
         choice = out.logits[0, t:].argmax(-1).tolist()        # the target's token after each node
         # Accept: walk down from the root while the target's choice is a child.

@@ -27,7 +27,7 @@ list of token ids `text`:
 proposal() writes a greedy chain at any temperature: deterministic candidates for the target's own choice.
 proposal(drawn=True), for verify.Sampled, draws it (`--tree drawn`): an inner review is speculative sampling
 too, with lenience or not, and leaves beside each token its p_draft.  Max-Gram is certain of its own tokens.
-Both are lossless.  Trees (cape, pct) see the greedy chain's distributions, and nothing beside it.
+Both are lossless.  Trees (cape) see the greedy chain's distributions, and end where lenience kept another.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here it is Max-Gram, asked once for its k
@@ -36,8 +36,9 @@ Differences from the paper:
     that one review would have to add k_i tokens.  Here all that it has added since its turn came counts.  The
     authors' code (stop="sum") compares all that was added in this call with the sum of the k so far: what a
     stage adds beyond its k, the next one need not add; Max-Gram, if asked at all, proposes its full 10.
- 3. Misprints: n - 1 values of k for n loops; p_1 ... p_v for the new p_s ... p_v; section 5.2's k21 is k22.
- 4. No proposal is longer than the output has room for, and where a stage's context ends smaller ones go on.
+ 3. Misprints: n - 1 values of k for n loops; p_1 ... p_v for the new ones; section 5.2's k21 is k22.
+    Table 2 does not say that k12 is cumulative; the authors' code does.
+ 4. No chain is longer than the output has room for, and where a stage's context ends smaller ones go on.
  5. Lenience compares two probabilities of one token; the authors' code (greedy only) takes the wrong row.
 
     python cascade.py          # the demo: cascades of random models are lossless; the SWI of their runs
@@ -247,7 +248,7 @@ class EncoderDecoder(Target):
 
 # ---------------------------------------------------------------- the drafter
 def table2(k, neural, gram):
-    """Table 2's k11, k12, k22 ... for `neural` models and (gram: bool) Max-Gram, whose column is 10 -> K.
+    """Table 2's k11, k12, k22 ... for `neural` models; (gram: bool) Max-Gram has 10 (section 5.2) -> K.
 
     None: all ones, for drafters that cost a tenth of the target or more; the paper's cost far less.  Where
     k12 = k11, as in all ones, the second model drafts for the first alone: no neural horizontal cascade.
@@ -300,7 +301,7 @@ class Cascade:
         self.vocab = vocab or targets[0].vocab
         for stage in targets:
             if stage.vocab != self.vocab:
-                raise UserError(f"a stage has {stage.vocab} ids, not {self.vocab}: all share the target's")
+                raise UserError(f"a stage has {stage.vocab} ids, not {self.vocab}: pad it, by any_target")
         self.reset()
 
     def reset(self):

@@ -37,7 +37,7 @@ Differences from the paper:
  4. In the printed mask j is the query and k the key.  It is "not used for testing" in the paper; here an
     evaluation loss uses it too, since without it a query would see the target's keys of the future.
  5. With two layers a row depends on what it glimpsed: accepted rows stay as drafted, other tokens are encoded
-    in blocks of L from where the last round began, as in training.  The official code encodes them again.
+    in blocks of L from where the last round began, as in training.  In the paper only the last i glimpse.
  6. M_D stands for M_T twice in section 4.1, d_b for d_D, and "up to position t" means t - 1.
  7. "GLIDE-47m" with d_D = 4096 cannot be: one such layer alone has some 200M weights.  Sizes here are free.
  8. Defaults are the paper's, but any layer may be read, the loss may be KL divergence from the target
@@ -466,7 +466,7 @@ def load(folder, model, length=None, draft_class=Glide):
     about = json.loads(Path(folder, "training.json").read_text())
     config = Config(**about["config"])
     config.layers_read = tuple(config.layers_read)
-    length = length or model.config.max_position_embeddings
+    length = length or model.config.get_text_config().max_position_embeddings
     # Nodes of a tree may stand beyond the last token that the context holds.
     draft_model = draft_class.beside(model, config, length + 1024)
     draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))

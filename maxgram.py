@@ -13,7 +13,7 @@ few states, however long the context is.
     encoder_ids        (s,)       source: the encoder's input, where there is one
     input_ids          (t + d,)   query: the committed generation, then the draft, then the proposal so far
     matches            (T - 1,)   matches, in longest_match(): True where one ends and a token follows
-    n                  int        n: tokens proposed (10, the last column of Table 2's matrices)
+    n                  int        n: tokens proposed at once (10, section 5.2)
     bigram             (V,)       bigram: list, the next token of each token, 0 where unknown
 
 A match is a suffix of the query, one token or longer, that occurs in the committed text with at least one
@@ -65,7 +65,7 @@ from types import SimpleNamespace
 
 import torch
 
-N = 10                           # tokens proposed (Table 2)
+N = 10                           # tokens proposed at once (section 5.2)
 LENGTHS = 8                      # the confidence table has lengths 0 to 8, the last for "that or longer"
 LEAST = 2                        # shorter matches are not heard beside a neural drafter
 # How often the first proposed token is right, by length of match; 0 is the bigram.  Used where no table is
@@ -355,10 +355,9 @@ class Beside:
 
     drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of weight(), or None.
 
-    Where Max-Gram has a match of LEAST tokens or more, a row is the mixture
-        (1 - w) p_draft + w delta_word,
-    w its weight; elsewhere it is the drafter's own row.  words: of each node, in the order of expand(), the
-    token that Max-Gram puts behind it, or None.
+    Where Max-Gram has a match of LEAST tokens or more, a row, in greedy decoding's softmax at `temperature`,
+    is the mixture   (1 - w) p_draft + w delta_word,   w its weight; elsewhere it is the drafter's own row.
+    words: of each node, in the order of expand(), the token that Max-Gram puts behind it, or None.
     """
 
     def __init__(self, drafter, gram, agreement=None):

@@ -4,9 +4,9 @@ Effective Draft Decoder with Pruned Candidate Tree (ACL 2025), section 3.2 and a
 Table 3; the baselines of appendix A.
 
 The idea.  The drafter's confidence is calibrated: the product of confidences along a path is the probability
-that the whole path is accepted.  Drafting below a node costs s_d and saves s_t if the node is accepted, so it
-pays while that probability is at least s_d / s_t.  Nodes that are almost surely rejected are not worth
-verifying either.
+that the whole path is accepted.  Drafting below a node costs s_d and saves at most s_t, if the node is
+accepted, so it pays while that probability is at least s_d / s_t.  Nodes that are almost surely rejected are
+not worth verifying either.
 
     paper                     shape      name here
     d_1 ... d_m               tokens     a path of the tree, the root left out
@@ -26,7 +26,8 @@ node 0 with parent -1, and parents come before children.  No node has probabilit
 Each depth costs one drafter forward over the whole frontier, and one host read.  Where expand has a `room`,
 the tree is no deeper.
 
-To use this file alone, with two causal LMs `target` and `drafter` and a list of token ids `text`:
+To use this file alone, with causal LMs `target` and `drafter` of one vocabulary and without sliding windows,
+and a list of token ids `text`:
 
     def expand(tokens, parents):
         for token, parent in zip(tokens.tolist(), parents):
@@ -45,7 +46,8 @@ To use this file alone, with two causal LMs `target` and `drafter` and a list of
         for i in range(1, t + n):
             sees[i] |= sees[above[i]]
             position[i] = position[above[i]] + 1
-        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=sees[None, None],
+        mask = sees.log().to(target.dtype)                    # 0 or -inf: added to the scores
+        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=mask[None, None],
                      position_ids=torch.tensor([position]))
         choice = out.logits[0, t:].argmax(-1).tolist()        # the target's token after each node
         # Accept: walk down from the root while the target's choice is a child.
@@ -56,7 +58,9 @@ To use this file alone, with two causal LMs `target` and `drafter` and a list of
             node = child.get((node, choice[node]))
 
 Differences from the paper:
- 1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a loss.)
+ 1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a loss.)  It
+    prices the step that drafts d_j, after which alone p_j is known; the text, and this file, decide by p_j
+    on the step below d_j, whose chance is no higher.
  2. Section 4.2 says that the "VDM" tree has many nodes: VCT is meant.
  3. A node with p_j < s_d / s_t (strict) stays as a leaf and is not expanded.  p_j never grows downwards, so
     removing leaves under the threshold until none is left is the same as dropping every node under it.
@@ -203,7 +207,7 @@ class Candidates:
         has its rows in place.
         """
         below = {}
-        for node in self.ranked(kept):
+        for node in kept:                        # as they came: of one parent, the best first
             below.setdefault(self.parent[node], []).append(node)
         place = {0: 0}
         tokens, parents = [0], [-1]              # the root's token is on the device already: any number here
@@ -248,10 +252,13 @@ def pct(expand, root,
     cost: s_d / s_t.  leaf: nodes under this joint probability are removed; 0 is Table 3's "w/o remove leaf
     nodes".  Returns a Tree of at most 1 + max_nodes nodes.
     """
-    depth = depth_within(expand, width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     candidates = Candidates(expand, root, width)
-    p = candidates.p
+    return pruned(candidates, candidates.p, cost, depth, leaf, max_nodes)
+
+def pruned(candidates, score, least, depth, leaf, max_nodes):
+    """The loop of pct, and of its ablation: nodes j with score[j] >= least are expanded -> Tree."""
+    depth = depth_within(candidates.expand, candidates.width, depth, max_nodes)
     frontier = [0]
     # "the construction process terminates if there are no expandable leaf nodes or the tree depth reaches
     # the maximum depth"
@@ -261,10 +268,10 @@ def pct(expand, root,
         layer = candidates.grow(frontier)
         # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
         # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-        frontier = [j for j in layer if p[j] >= cost]
+        frontier = [j for j in layer if score[j] >= least]
         frontier = candidates.best(frontier, max_nodes)
     # "we remove leaf nodes whose overall acceptance confidence is below a given threshold" (difference 3)
-    kept = [j for j in candidates.nodes() if p[j] >= leaf]
+    kept = [j for j in candidates.nodes() if candidates.p[j] >= leaf]
     kept = candidates.best(kept, max_nodes)
     return candidates.tree(kept)
 
@@ -275,19 +282,10 @@ def own_confidence(expand, root,
     A node is expanded where its own confidence c_j, not the product p_j, is at least `own`.  The rest is as
     in `pct`, the removal of leaves by their joint probability included.
     """
-    depth = depth_within(expand, width, depth, max_nodes)
     assert 0 <= own <= 1, f"own {own} is a confidence: between 0 and 1"
     candidates = Candidates(expand, root, width)
-    c, p = candidates.c, candidates.p
-    frontier = [0]
-    while frontier and candidates.drafts < depth:
-        layer = candidates.grow(frontier)
-        # c_j in the place of p_j
-        frontier = [j for j in layer if c[j] >= own]
-        frontier = candidates.best(frontier, max_nodes)
-    kept = [j for j in candidates.nodes() if p[j] >= leaf]
-    kept = candidates.best(kept, max_nodes)
-    return candidates.tree(kept)
+    # c_j in the place of p_j
+    return pruned(candidates, candidates.c, own, depth, leaf, max_nodes)
 
 # ------------------------------------------------------------------ beyond the paper: what a node costs
 def pct_cost(expand, root,
@@ -438,7 +436,8 @@ def costs_of(turns):
         # How much longer the wide tree's round takes to verify, for how many more nodes
         longer = wide["verify"] / wide["rounds"] - chain["verify"] / chain["rounds"]
         more = wide["nodes"] / wide["rounds"] - chain["nodes"] / chain["rounds"]
-        prices.append(longer / more / s_t)
+        if more > 0:
+            prices.append(longer / more / s_t)
     cost = median(costs[1:] or costs)
     price = median(prices[1:] or prices)
     return cost, max(0.0, price)

@@ -21,8 +21,9 @@ run share.  A drafter is a module with loss(batch):
 Differences from the papers:
  1. A row is one document, or a piece of a long one.  Steps have equally many tokens, of all kinds of text, in
     an order that (seed, epoch) alone decides.
- 2. All drafters learn the target's distribution (KL), and matrices learn by Muon; GLIDE's paper is --loss ce
-    --optimizer adamw.  --init goes on with trained drafters: a second stage, on other data.
+ 2. GLIDE and EDD learn the target's distribution (KL), and matrices learn by Muon.  The papers' own: GLIDE
+    --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw --lr 1e-4.  --init goes on with
+    trained drafters: a second stage, on other data.
  3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up to the
     first rejection: there trees can trust its confidence.
 """

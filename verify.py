@@ -123,7 +123,7 @@ class TreeCache(Cache):
         self.length = end
 
 class Target:
-    """A Hugging Face decoder-only causal LM, unchanged, with a TreeCache.  capacity: its positions."""
+    """A Hugging Face decoder-only causal LM (sdpa or eager), with a TreeCache.  capacity: its positions."""
     encoder_decoder = False
     verifies_trees = True
     slice_size = SLICE
@@ -334,9 +334,10 @@ class Sampled:
         if tree.p_draft is not None:
             generator = stream(self.seed, f"accept {first}", device)
             return accept_drawn(tree, p_target, generator)
-        n, vocab = p_target.shape
-        depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,): below n
-        noise = [keyed_noise(self.seed, first + d, vocab, device) for d in range(n)]
+        vocab = p_target.shape[1]
+        depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
+        deepest = depth.max()
+        noise = [keyed_noise(self.seed, first + d, vocab, device) for d in range(deepest + 1)]
         noise = torch.stack(noise)[depth]                                              # (n, V)
         # argmax(p / noise) draws from p; nodes of one depth, on whatever branch, share their noise
         return (p_target / noise).argmax(-1)

@@ -162,7 +162,7 @@ def trained_before(folder, model, tokenizer):
         model.load_state_dict(earlier.state_dict())
         return json.loads((Path(folder) / "training.json").read_text())
     except (ValueError, RuntimeError, OSError) as why:
-        reason = str(why).splitlines()[0][:100]
+        reason = read.first_line(why)
         raise UserError(f"--init: {folder} cannot be gone on from ({reason}): give what `make.py target` "
                         "saved, of the same --layers, --width, --vocab and text") from None
 

@@ -76,6 +76,11 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def first_line(why):
+    """The first line of what an exception says."""
+    return str(why).partition("\n")[0][:150]
+
+
 def write_atomically(path, write):
     """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file."""
     path = Path(path)

@@ -36,6 +36,7 @@ from transformers import LlamaConfig
 from transformers.models.llama import modeling_llama
 
 import edd
+from data.read import first_line
 from verify import UserError
 
 FILES = ["model.safetensors", "pytorch_model.bin", "config.json"]
@@ -217,7 +218,7 @@ def load(name, target_model, revision=None, local_files_only=False):
                                                        local_files_only=local_files_only)
         config, weights = read(Path(folder))
     except Exception as why:
-        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        reason = f"{type(why).__name__}: {first_line(why)}"
         raise UserError(f"eagle3({name}) cannot be read ({reason}): give a hub name, or a folder with "
                         "config.json and weights") from None
     target, embed = target_model.config.get_text_config(), target_model.get_input_embeddings()

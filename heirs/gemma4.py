@@ -36,6 +36,7 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from data.read import first_line
 from verify import UserError
 
 
@@ -172,7 +173,7 @@ def load(name, target_model, **more):
     try:
         config = AutoConfig.from_pretrained(name, **more)
     except Exception as why:
-        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        reason = f"{type(why).__name__}: {first_line(why)}"
         raise UserError(f"gemma4({name}) cannot be read ({reason}): give a hub name or a folder") from None
     if not config.model_type.endswith("_assistant"):
         raise UserError(f"gemma4({name}) is a {config.model_type}: name an assistant")

@@ -170,5 +170,7 @@ def save_lm(folder, model, tokenizer, about):
     (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     folder.mkdir(parents=True, exist_ok=True)
     for file in part.iterdir():
+        if file.is_dir():                        # say of several chat templates
+            shutil.rmtree(folder / file.name, ignore_errors=True)
         os.replace(file, folder / file.name)
     shutil.rmtree(part)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from cascade import EncoderDecoder
+from data.read import first_line
 from verify import Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
@@ -206,8 +207,10 @@ class AnyTarget(Target):
                     reason = f"logits are off by {error:.0%} of their spread"
                     if error < (1e-3 if exact else 0.1):
                         return self.verifies_trees
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception as why:
-                    reason = f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:100]}"
+                    reason = f"{type(why).__name__}: {first_line(why)}"
         finally:
             self.windows, self.window, window = own
             if window:

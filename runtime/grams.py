@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 import maxgram
-from maxgram import UserError
-from verify import Tree, generate
+from data.read import first_line
+from verify import Tree, UserError, generate
 
 BINS = 10                 # of the expected calibration error
 
@@ -42,7 +42,7 @@ def read_bigram(path, vocab, fingerprint=None):
     except FileNotFoundError:
         raise UserError(f"the bigram file {path} does not exist: {again}") from None
     except (OSError, ValueError, RecursionError) as why:
-        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:100]}"
+        reason = f"{type(why).__name__}: {first_line(why)}"
         raise UserError(f"the bigram file {path} cannot be read ({reason}): {again}") from None
     if not isinstance(read, dict):
         read = {"bigram": read}

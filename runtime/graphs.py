@@ -18,6 +18,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from data.read import first_line
+
 GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
 KEYS = 256               # static forwards read so many rows of the cache, or twice, three times ... as many
 
@@ -136,7 +138,7 @@ class Static:
                 self.recorded[key] = held, self.record(partial(self.own, total), held)
             except RuntimeError as why:
                 self.graphs = False
-                print(f"no CUDA graphs, this model cannot be recorded: {str(why).splitlines()[0][:100]}",
+                print(f"no CUDA graphs, this model cannot be recorded: {first_line(why)}",
                       file=sys.stderr)
         if not self.graphs:
             return self.own(total, *tensors)

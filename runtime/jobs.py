@@ -22,7 +22,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import verify
-from data.read import UserError, write_atomically
+from data.read import UserError, first_line, write_atomically
 
 PATIENCE = timedelta(minutes=10)                  # with a process of the job that does not come, or answer
 # What --resume may change.
@@ -52,7 +52,7 @@ def join(a):
     try:
         dist.init_process_group(backend, timeout=PATIENCE)
     except Exception as why:
-        reason = str(why).splitlines()[0][:100]
+        reason = first_line(why)
         raise ConnectionError(f"not all processes of the job came together ({reason}): start every one by "
                               "torchrun") from None
 
@@ -229,7 +229,8 @@ class Log:
 
     def write(self, step, rate, metrics):
         """A line of the file; on the screen what was measured, a line a drafter."""
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        memory *= 1 if sys.platform == "darwin" else 1024              # macOS counts bytes, Linux kilobytes
         if self.a.device.startswith("cuda"):
             memory = torch.cuda.max_memory_allocated(self.a.device)
         row = {"step": step, "tokens_seen": self.a.spent, "tokens_per_s": rate, "peak_memory": memory}

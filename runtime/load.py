@@ -97,6 +97,8 @@ def on_hub(name, revision, role):
         at = f" at revision {revision}" if revision else ""
         raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not logged in "
                         "(`hf auth login`): check the name") from None
+    except huggingface_hub.errors.HFValidationError:
+        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the hub's") from None
     except Exception:                                    # no network: what was loaded once is still here
         return True
     return False
@@ -151,7 +153,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
             more["device_map"] = "auto" if device == "auto" else {"": device}
         model = with_weights(model_class, name, dtype=dtype, **more)
     except Exception as why:
-        reason = f"{type(why).__name__}: {str(why).splitlines()[0][:150]}"
+        reason = f"{type(why).__name__}: {read.first_line(why)}"
         if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
             reason, give = "it is gated", f"accept its terms on huggingface.co/{name}, and `hf auth login`"
         elif local and isinstance(why, OSError):
@@ -390,6 +392,7 @@ def bigram_path(setup, bigram=None):
 class Stage:
     """A language model that drafts trees, by verify.py's contract: it reads all of a tree at each depth."""
     needs = {}
+    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
 
     def __init__(self, target):
         self.target = target
@@ -442,6 +445,9 @@ def load_beside(setup, *names, bigram=None):
         drafter = called(setup, read_call(inner, known, "drafter"))
     else:
         drafter = Stage(setup.wrap(stage_of(setup, inner), setup.target.context, setup.target.vocab))
+        folder = Path(setup.checkpoint) / inner
+        if (folder / "training.json").exists():
+            drafter.temperature = about_drafter(folder).get("validation", {}).get("temperature", 1.0)
     path = bigram_path(setup, bigram)
     return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
@@ -454,7 +460,9 @@ def loaders(checkpoint):
 
 def called(setup, call):
     """The drafter that a Call names."""
+    words = call.words or [call.name]
     try:
-        return call.function(setup, *(call.words or [call.name]), **call.settings)
+        inspect.signature(call.function).bind(setup, *words, **call.settings)
     except TypeError as why:
         raise UserError(f"--drafter {call.label}: {why}") from None
+    return call.function(setup, *words, **call.settings)

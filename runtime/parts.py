@@ -243,9 +243,11 @@ class AnyDraftModel(edd.DraftModel):
         for part in (*decoder.layers, decoder.norm):
             hooks.append(part.register_forward_pre_hook(lambda part, args: states.append(args[0])))
         ids = torch.arange(4, device=place_of(model))[None]
-        logits = model(ids, use_cache=False).logits
-        for hook in hooks:
-            hook.remove()
+        try:
+            logits = model(ids, use_cache=False).logits
+        finally:
+            for hook in hooks:
+                hook.remove()
         states = states[-len(hooks):]                          # (some norm the embeddings, too)
         # Ours lies where the states lie that it reads, and is of their type: weights may be quantised.
         target.like = states[self.config.hidden]
@@ -323,9 +325,11 @@ def load(module, folder, model, length=None):
         length = length or getattr(c, "max_position_embeddings", None) or 2048
         drafter, about = glide.load(folder, model, length, Glide)
     except Exception as why:
-        if type(why) is ValueError:                            # another target, or one built otherwise
+        # another target, or one built otherwise; or no room for it
+        if type(why) is ValueError or isinstance(why, torch.OutOfMemoryError):
             raise
-        reason = f"{type(why).__name__}: {str(why).splitlines()[-1].strip()[:100]}"
+        last = str(why).rpartition("\n")[2]
+        reason = f"{type(why).__name__}: {last.strip()[:100]}"
         raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
     if drafter.config.vocab != c.vocab_size:
         temperature = drafter.temperature

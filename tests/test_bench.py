@@ -602,6 +602,8 @@ def test_whose_bigram_is_read(small, tmp_path, capsys):
     path, argv = tmp_path / "bigram.json", args(small, "--checkpoint", str(tmp_path), "--drafter")
     shutil.copytree(small / "drafters" / "base", tmp_path / "base")
     path.write_text(json.dumps([7] * 300))
+    path.with_name("b").write_text('{"bigram": [7], "agreement": {"base": {"weights": "abc"}}}')
+    check_mistake([*argv, f"beside(base, maxgram, bigram={str(path.with_name('b'))!r})"], "its agreement with base is not three numbers", capsys)
     named = f"maxgram(bigram={str(path)!r})"
     grams = [drafter.gram for drafter in bench.Run([*argv, "maxgram", "cascade(base)", "cascade(base, maxgram)", named]).drafters.values()]
     assert grams[1] is None and all(list(gram.bigram) == [7] * 300 for gram in (grams[0], *grams[2:]))

@@ -162,11 +162,11 @@ def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
     (tmp_path / "text.jsonl").write_text('{"text": "One day Tim had a red ball. One day Tim had a red ball.", "held_out": true}\n' * 3)
     argv = ["--data", str(tmp_path / "text.jsonl"), "--checkpoint", str(tmp_path), "--drafter", "edd", "base", "--tokens", "30"]
     assert not make.main(["agreement", *argv])
-    found = json.loads((tmp_path / "bigram.json").read_text())["agreement"]
-    assert set(found) == {"edd", "base"}
+    assert set(found := json.loads((tmp_path / "bigram.json").read_text())["agreement"]) == {"edd", "base"}
     names = ["beside(edd, maxgram)", "beside(glide(raw=True), maxgram)", "beside(base, maxgram)"]
     run = bench.Run(["--checkpoint", str(tmp_path), "--tree", "graft", "--limit", "2", "--max-new-tokens", "20", "--drafter", *names])
     assert run.drafters[names[0]].agreement == tuple(found["edd"]["weights"]) and run.drafters[names[1]].agreement is None
+    assert run.drafters[names[2]].temperature == load.about_drafter(load.CHECKPOINTS / "base")["validation"]["temperature"] < 1
     for _, ids, limit in run.prompts:
         plain = run.decode(None, verify.no_draft, ids, limit).tokens
         for label in names:

@@ -301,10 +301,10 @@ def pieces_at_random(n=1000):
 def test_an_epoch_has_every_piece_once_in_even_steps():
     sizes = pieces_at_random()[:, 1]
     first, again, *others = (prepare.order(sizes, 512, *by) for by in ((0, 0), (0, 0), (0, 1), (1, 0)))
-    assert len(first) == prepare.steps_of(sizes, 512) == sizes.sum() // 512
-    seen, tokens = np.concatenate(first), np.cumsum([sizes[step].sum() for step in first])
+    assert len(first) == prepare.steps_of(sizes, 512) == sizes.sum() // 512 and list(map(len, prepare.order(np.full(6, 4), 8, 0, 0))) == [2, 2, 2]
+    seen, place = np.concatenate(first), [at for at, step in enumerate(first) for _ in step]
     assert len(set(seen)) == len(seen) and sizes[list(set(range(1000)) - set(seen))].sum() < 512, "once, but what fills no step"
-    assert abs(tokens - 512 * np.arange(1, len(first) + 1)).max() < sizes.max()
+    assert [(sum(sizes[seen[:i + 1]]) - 1) // 512 for i in range(len(seen))] == place, "where its last token falls"
     assert all(map(np.array_equal, first, again)) and not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others), "by the seed and the epoch"
     assert [sorted(step) for step in prepare.order(sizes[:3], 512, 0, 0)] == [[0, 1, 2]], "too few for a step: one has them all"
 

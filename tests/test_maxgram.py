@@ -351,7 +351,7 @@ def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
     """Whatever tree is asked about, in whatever steps; where the drafter cannot go on, the rest is uniform."""
     rng, mixed = random.Random(0), 0
     for _ in range(150):
-        text, confidence = [rng.randrange(5) for _ in range(rng.randint(1, 40))], [rng.choice([0, rng.random(), 1]) for _ in range(4)]
+        text, confidence = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2]), [rng.choice([0, rng.random(), 1]) for _ in range(4)]
         agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
         both = Beside(Paths(), MaxGram([1] * 5, confidence), agreement)
         both.begin(SimpleNamespace(tokens=torch.tensor(text)))
@@ -385,12 +385,12 @@ def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
 def test_half_precision_and_large_steps_stay_finite():
     """A word that the drafter all but excludes; a match that is always right."""
     for dtype in (torch.bfloat16, torch.float32):
-        drafter = SimpleNamespace(needs={}, reset=int, begin=int, expand=lambda tokens, parents: torch.tensor([[0, 300.0, -300, 0]], dtype=dtype))  # noqa: B023
-        for agreement, confidence, low, high in ((None, [0.5], 0.49, 0.51), (None, [1], 1, 1), (None, [0], 0, 0), ((0, 1, 0.1), [0], 0.6, 0.7)):
+        drafter = SimpleNamespace(needs={}, reset=int, begin=int, expand=lambda tokens, parents: torch.tensor([[0, sure, -sure, 0]], dtype=dtype))  # noqa: B023
+        for sure, agreement, confidence, low, high in ((300.0, None, [0.5], 0.49, 0.51), (300, None, [1], 1, 1), (300, None, [0], 0, 0),
+                                                       (300, (0, 1, 0.1), [0], 0.6, 0.7), (-300, (0, 1, 0.1), [0], 1, 1)):
             both = Beside(drafter, MaxGram(confidence=confidence), agreement)
             both.gram.commit([0, 1, 2, 0])
-            row = both.expand(torch.tensor([1]), [-1])
-            p = row.float().softmax(-1)[0]
+            p = (row := both.expand(torch.tensor([1]), [-1])).float().softmax(-1)[0]
             assert row.dtype == dtype and low <= p[2] <= high and p.sum().item() == pytest.approx(1)
 
 def test_a_node_costs_the_host_the_same_whatever_is_committed():

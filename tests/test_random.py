@@ -335,8 +335,7 @@ def run(case):
     criteria, told = [EosTokenCriteria(eos)] if eos else [], []
     decode = partial(verify.generate, target, drafter, build, case["form"](prompt), case["new"], rule, criteria)
     out = decode(SimpleNamespace(put=told.append, end=lambda: told.append(None)))
-    tokens = out.tokens
-    whole = prompt + tokens
+    whole = prompt + (tokens := out.tokens)
 
     # Lengths, ends, what was streamed, what each round says of itself
     assert 1 <= len(tokens) <= limit, f"{len(tokens)} tokens, the limit is {limit}"

@@ -292,10 +292,10 @@ def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, mon
     refused(capsys, flags(small, tmp_path / "o", "--data", str(folder), "--template", "vicuna"), "another tokenizer or --template")
     # GLIDE's learning rate at Vicuna's width, more for narrow targets
     seen = []
-    monkeypatch.setattr(train, "load_data", lambda a, *given: seen.append((a.lr, a.batch, a.loss, a.optimizer)) or [][0])
+    monkeypatch.setattr(train, "load_data", lambda a, *given: seen.append((a.lr, a.batch, a.loss, a.optimizer, a.layers, a.hidden)) or [][0])
     with pytest.raises(IndexError):
         train.main(["glide", "--target", str(small / "model"), "--data", "x", "--length", "40", "--device", "cpu", "--work", str(tmp_path / "w")])
-    assert seen == [(pytest.approx(5e-4 * math.sqrt(4096 / 32)), 8, "kl", "muon")]
+    assert seen == [(pytest.approx(5e-4 * math.sqrt(4096 / 32)), 8, "kl", "muon", 1, -4)]
 
 # ---------------------------------------------------------------- what drafters are shown
 def arguments(**more):
@@ -331,18 +331,18 @@ def test_a_step_shows_all_drafters_the_same(llama):
             assert batch["block"] is None and torch.is_autocast_enabled("cpu"), "drafters train in bfloat16"
             with torch.autocast("cpu", enabled=False), torch.no_grad():
                 assert torch.equal(batch["logits"], model(batch["ids"]).logits), "the target does not"
-            seen.append((batch["random"].integers(10 ** 9), len(batch["ids"]), batch["learn"].sum().item(), batch["count"]))
+            seen.append((batch["random"].integers(10 ** 9), batch["ids"].sum().item(), batch["learn"].sum().item(), batch["count"]))
             return self.scale * 1.0
-    models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16")
+    models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16", seed=6)
+    first, second = (prepare.order(pieces[:, 1], 5 * 40, 7, epoch) for epoch in (0, 1))
     losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
-    for step in range(2):
+    for step, chosen in ((1, first[1]), (len(first), second[0]), (len(first) + 2, second[2])):
         seen.clear()
         train.add_gradients(losses(step), models, a)
-        draws, rows, learned, counts = zip(*seen)
-        assert len(seen) > 2 and set(draws) == {np.random.default_rng([3, step]).integers(10 ** 9)}
-        chosen = prepare.order(pieces[:, 1], 5 * 40, 1, 0)[step]
-        assert sum(rows) == 2 * len(chosen) and set(counts) == {sum(learned) / 2} == {pieces[chosen, 1].sum() - len(chosen)}
-    assert a.spent == pieces[np.concatenate(prepare.order(pieces[:, 1], 5 * 40, 1, 0)[:2]), 1].sum()
+        draws, sums, learned, counts = zip(*seen)
+        assert len(seen) > 2 and set(draws) == {np.random.default_rng([9, step]).integers(10 ** 9)}
+        assert sum(sums) == 2 * sum(ids[i:i + n].sum() for i, n, _ in pieces[chosen]) and set(counts) == {sum(learned) / 2} == {sum(pieces[chosen, 1] - 1)}
+    assert a.spent == pieces[np.concatenate((first[1], second[0], second[2])), 1].sum()
 
 # ---------------------------------------------------------------- how drafters are measured
 def some_drafter(name, model):
@@ -387,18 +387,18 @@ def test_evaluation_is_of_all_kinds_and_on_the_targets_own_text(llama, monkeypat
     data, a = SimpleNamespace(held=held, held_tokens=tokens, kinds=["text", "chat"]), arguments(micro=64, length=36)
     modules, rows, temperature = {name: some_drafter(name, llama) for name in ("glide", "medusa")}, [], walk.greedy_temperature
     monkeypatch.setattr(walk, "greedy_temperature", lambda *found: rows.append(found) or temperature(*found))
-    evaluation = walk.Evaluation(partial(train.frozen_forward, llama, **{**train.read_by(modules), "logits": True}), llama, data, a)
-    metrics = evaluation(modules)
-    assert sorted(kind for _, _, kind in evaluation.texts) == [0] * 3 + [1] * 3, "as many prompts of each"
-    for text, start, kind in evaluation.texts:
-        assert start == 10 or kind == 1 and start == 6, "half of a text, the question of a chat"
-        assert text[start:].tolist() == plain(llama, text[:start].tolist(), 12)
+    metrics = (evaluation := walk.Evaluation(partial(train.frozen_forward, llama, **{**train.read_by(modules), "logits": True}), llama, data, a))(modules)
+    assert sorted(kind for _, _, kind in evaluation.texts) == [0] * 3 + [1] * 3 and [*map(len, evaluation.pieces.values())] == [2, 2], "as many of each"
+    for text, start, kind in evaluation.texts:                       # half of a text, the question of a chat
+        assert (start == 10 or kind == 1 and start == 6) and text[start:].tolist() == plain(llama, text[:start].tolist(), 12)
     for (name, values), found in zip(metrics.items(), rows):
-        totals = evaluation.totals[name]
+        totals, alone = evaluation.totals[name], [prepare.gather(tokens, some[i:i + 1]) for some in evaluation.pieces.values() for i in (0, 1)]
         tested = sum(total["tested"] for total in totals.values())
         assert values["alpha"] == sum(total["right"] for total in totals.values()) / tested and len(found[0]) == tested
         assert {label: by["alpha"] for label, by in values["by_kind"].items()} == {
             label: totals[kind]["right"] / totals[kind]["tested"] for kind, label in enumerate(data.kinds)}
+        loss = sum(modules[name].loss(evaluation.forward(ids, learn=learn, count=1) | {"block": 5}).item() for ids, learn in alone)
+        assert values["held_out_loss"] == pytest.approx(loss / sum(learn.sum().item() for _, learn in alone), rel=1e-4)
         assert values["temperature"] == temperature(*found) and values["tau"] >= 1
     assert metrics == evaluation(modules), "the same each time"
 
