@@ -67,7 +67,8 @@ def parser():
     flag = p.add_argument
     flag("--target", default=str(load.STAND_IN), help="folder or hub name (default: the stand-in)")
     flag("--drafter", nargs="+", default=["glide"], help="a folder of --checkpoint, maxgram, gemma4(NAME), "
-         'eagle3(NAME), "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" (default: glide)')
+         'eagle3(NAME), "beside(edd, maxgram)", "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" '
+         "(default: glide)")
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, with settings: '
          '"pct(width=7, leaf=0)" (default: cape)')
     flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of a drafter, or of several folders of "

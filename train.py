@@ -323,7 +323,7 @@ def add_flags(parser, names):
 def check(a):
     """Refuse flags that cannot work."""
     for name in ("batch", "micro", "length", "lr", "width", "layers", "block", "every"):
-        if getattr(a, name, None) is not None and getattr(a, name) <= 0:
+        if getattr(a, name, None) is not None and not getattr(a, name) > 0:
             raise UserError(f"--{name} is {getattr(a, name)}: it must be above 0")
     if a.steps is not None and a.steps < (0 if a.init else 1):
         raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")

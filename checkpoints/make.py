@@ -276,17 +276,18 @@ def write_continuations(a):
     target, tokenizer = load.load_target(a.target, "auto", a.device,
                                          revision=a.revision, trust=a.trust_remote_code)
     batches = batches_of(given_parts(a, tokenizer), a.batch, a.seed)
+    steps = min(a.steps, len(batches))                     # of the same text it would write the same again
     out.parent.mkdir(parents=True, exist_ok=True)
     if a.resume and out.exists():
         rows = out.read_text().splitlines()[:-1]           # the last line may be cut
     start, kept = 0, 0
-    while start < a.steps and kept + len(batches[start % len(batches)]) <= len(rows):
-        kept += len(batches[start % len(batches)])
+    while start < steps and kept + len(batches[start]) <= len(rows):
+        kept += len(batches[start])
         start += 1
-    with open(out, "w") as file, tqdm(total=a.steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
+    with open(out, "w") as file, tqdm(total=steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
         file.writelines(row + "\n" for row in rows[:kept])
-        for step in range(start, a.steps):
-            kinds, given = zip(*batches[step % len(batches)])
+        for step in range(start, steps):
+            kinds, given = zip(*batches[step])
             began = time.perf_counter()
             made = walk.continuations(target, given, [a.length] * len(given))
             for kind, ids in zip(kinds, made):

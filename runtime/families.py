@@ -138,9 +138,10 @@ class AnyTarget(Target):
         if self.turn and not self.turned:
             # A node beyond the turning point would turn the whole tree.
             self.capacity = min(own, self.turn)
-        logits = super().forward(tokens, parents, logits_to_keep)
-        self.capacity = own
-        return logits
+        try:
+            return super().forward(tokens, parents, logits_to_keep)
+        finally:
+            self.capacity = own
 
     def run(self, keys, tokens, position, slots, mask):
         """As Target.run; an id that the model does not know is any other."""
@@ -160,11 +161,13 @@ class AnyTarget(Target):
             return super().places(keys, position, slots, mask)
         smallest = self.window
         masks = {}
-        for kind, window in self.windows.items():
-            self.window = window
-            found = super().places(keys, position, slots, mask)
-            masks[kind] = found["attention_mask"]
-        self.window = smallest
+        try:
+            for kind, window in self.windows.items():
+                self.window = window
+                found = super().places(keys, position, slots, mask)
+                masks[kind] = found["attention_mask"]
+        finally:
+            self.window = smallest
         return found | {"attention_mask": masks}
 
     # ------------------------------------------------------------ longrope
@@ -181,9 +184,10 @@ class AnyTarget(Target):
         self.turned = turned
         if turned:
             self.slice_size = len(ids)
-        logits = super().sync(ids, rows, same)
-        self.slice_size = own
-        return logits
+        try:
+            return super().sync(ids, rows, same)
+        finally:
+            self.slice_size = own
 
     # ------------------------------------------------------------ the proof
     @torch.no_grad()

@@ -47,7 +47,7 @@ def arms_of(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
 def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
-    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration|training(-third)?", spec["name"])
+    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration|training(-third|-fourth)?", spec["name"])
     run, script, arguments, a = run_of(spec)
     there = arms_of(spec)
     if script == "train.py":
