@@ -16,6 +16,7 @@ also padded to two queries, as one query takes a slow path on some, and the fast
 import contextlib
 import json
 import os
+import os
 import platform
 import re
 import sys
@@ -136,10 +137,9 @@ def check(a):
             raise UserError(f"--{name.replace('_', '-')} is {value}: it must be at least {low}")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
-    if a.json and (Path(a.json).is_dir() or not Path(a.json).absolute().parent.is_dir()):
-        raise UserError(f"--json {a.json}: name a file in a folder that is there")
-    if a.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {a.device}: no CUDA device is available here; use --device cpu")
+    if a.json and (Path(a.json).is_dir() or not os.access(Path(a.json).absolute().parent, os.W_OK)):
+        raise UserError(f"--json {a.json}: name a file in a folder that is there and can be written to")
+    load.check_device(a.device)
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees

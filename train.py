@@ -329,8 +329,7 @@ def check(a):
         raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")
     if a.length <= a.block + 1:
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a token more")
-    if a.device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
+    load.check_device(a.device)
 
 def load_target(a):
     """-> the frozen target, whole or spread over the processes, and its tokenizer."""
@@ -348,6 +347,7 @@ def load_target(a):
 def load_data(a, tokenizer, vocab):
     """--data, prepared now or before -> Data.  From here on a.data stands for its content."""
     template, folder = read.template_of(a.template, tokenizer), Path(a.data[0])
+    asked = None
     if prepare.is_prepared(a.data):
         meta = prepare.meta_of(folder)
         if meta["vocabulary"] != prepare.fingerprint(tokenizer) or meta["template"] != template:
@@ -355,11 +355,14 @@ def load_data(a, tokenizer, vocab):
                             "again")
     else:
         folder = Path(a.work) / "data"
-        if place()[0] == 0:
+        if a.resume and prepare.is_prepared([folder]):
+            # What the run has learned from stays there; restore() refuses other text.
+            asked = prepare.key_of(a.data, tokenizer, template)
+        elif place()[0] == 0:
             prepare.prepare(a.data, tokenizer, folder, template, vocab)
         jobs.meet()
         meta = prepare.meta_of(folder)
-    a.data = meta["key"]
+    a.data = asked or meta["key"]
     (tokens, index), (held_tokens, held_index) = (prepare.open_split(folder, x) for x in prepare.SPLITS)
     pieces, held = (prepare.pieces_of(rows, a.length) for rows in (index, held_index))
     if pieces[:, 1].sum() <= a.length:

@@ -334,10 +334,9 @@ class Sampled:
         if tree.p_draft is not None:
             generator = stream(self.seed, f"accept {first}", device)
             return accept_drawn(tree, p_target, generator)
-        vocab = p_target.shape[1]
-        depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        deepest = depth.max()
-        noise = [keyed_noise(self.seed, first + d, vocab, device) for d in range(deepest + 1)]
+        n, vocab = p_target.shape
+        depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,): below n
+        noise = [keyed_noise(self.seed, first + d, vocab, device) for d in range(n)]
         noise = torch.stack(noise)[depth]                                              # (n, V)
         # argmax(p / noise) draws from p; nodes of one depth, on whatever branch, share their noise
         return (p_target / noise).argmax(-1)

@@ -355,6 +355,9 @@ def main(argv):
     except (UserError, read.UserError, OSError) as why:
         print(f"convert.py: {why}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("convert.py: interrupted", file=sys.stderr)
+        return 2
     return 0
 
 if __name__ == "__main__":

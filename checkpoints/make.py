@@ -479,8 +479,7 @@ def run(argv):
         value = getattr(a, name, None)
         if value is not None and value < least.get(name, 1):
             raise UserError(f"--{name} is {value}: it must be above 0")
-    if getattr(a, "device", "cpu").startswith("cuda") and not torch.cuda.is_available():
-        raise UserError("--device cuda: no CUDA device is available here; use --device cpu")
+    load.check_device(getattr(a, "device", "cpu"))
     try:
         MAKE[a.made](a)
     except maxgram.UserError as why:

@@ -272,6 +272,9 @@ def main(argv=None):
     except (UserError, OSError) as why:
         print(f"prepare.py: {why}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("prepare.py: interrupted, nothing was replaced", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -89,6 +89,15 @@ def read_call(text, functions, what):
     return Call(name, functions[name], words, settings, label)
 
 # ---------------------------------------------------------------- models
+def check_device(device):
+    """Refuse a --device that is none, or is not there."""
+    try:
+        kind = "auto" if device == "auto" else torch.device(device).type
+    except RuntimeError:
+        raise UserError(f"--device {device}: say cpu, cuda, cuda:1 ... or auto") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu")
+
 def on_hub(name, revision, role):
     """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
     try:
@@ -263,9 +272,10 @@ def about_drafter(folder):
     """What train.py wrote about the drafter in a folder: its training.json."""
     try:
         about = json.loads((folder / "training.json").read_text())
-        about["kind"]
+        float(about.get("validation", {}).get("temperature", 1.0))
+        about["kind"], about.get("target", {}).items()
         return about
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
 
 def kind_of(folder):
@@ -381,7 +391,7 @@ def load_gram(setup, bigram=None):
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
         # Nobody asked for the checkpoint's: another target goes without one.
-        setup.notes.append(f"no bigram: {path} is not this target's")
+        setup.notes.append(f"no bigram: {why}")
         return maxgram.MaxGram()
 
 def bigram_path(setup, bigram=None):
@@ -460,9 +470,7 @@ def loaders(checkpoint):
 
 def called(setup, call):
     """The drafter that a Call names."""
-    words = call.words or [call.name]
     try:
-        inspect.signature(call.function).bind(setup, *words, **call.settings)
+        return call.function(setup, *(call.words or [call.name]), **call.settings)
     except TypeError as why:
         raise UserError(f"--drafter {call.label}: {why}") from None
-    return call.function(setup, *words, **call.settings)

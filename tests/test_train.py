@@ -102,14 +102,14 @@ def test_nothing_is_lost_in_silence(small, tmp_path, monkeypatch, capsys):
     with pytest.raises(MemoryError):
         train.main(one())
     undo()
-    before, mine = (tmp_path / "work" / "state.pt").read_bytes(), "python train.py " + " ".join(one())
+    before, mine = [path.read_bytes() for path in (tmp_path / "work").rglob("[sm]*.*")], "python train.py " + " ".join(one())      # state, meta
     for argv in (one(), flags(small, tmp_path, names=["vanilla"])):
         refused(capsys, argv, f"holds step 3 of 6 of `{mine}`, which `python train.py {' '.join(argv)}` would replace")
     other = str(dump(tmp_path / "other.jsonl", [{"text": TEXT}] * 9))
     for flag, value in {"seed": "1", "batch": "3", "block": "4", "hidden": "1", "optimizer": "muon", "steps": "9", "loss": "ce", "data": other}.items():
         argv = one(f"--{flag}", value, "--resume")
         refused(capsys, argv, f"`{mine}`, had another {flag} than `python train.py {' '.join(argv)}`")
-    assert (tmp_path / "work" / "state.pt").read_bytes() == before
+    assert len(before) == 2 and [path.read_bytes() for path in (tmp_path / "work").rglob("[sm]*.*")] == before
     shutil.copytree(tmp_path, tmp_path / "again")
     (tmp_path / "rows.jsonl").write_text((small / "rows.jsonl").read_text())         # the same text elsewhere is the same data
     assert train.main(one("--resume", "--lr", "1e-5", "--every", "2", "--micro", "64", "--data", str(tmp_path / "rows.jsonl"))) == 0
