@@ -16,7 +16,6 @@ also padded to two queries, as one query takes a slow path on some, and the fast
 import contextlib
 import json
 import os
-import os
 import platform
 import re
 import sys
@@ -139,7 +138,7 @@ def check(a):
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
     if a.json and (Path(a.json).is_dir() or not os.access(Path(a.json).absolute().parent, os.W_OK)):
         raise UserError(f"--json {a.json}: name a file in a folder that is there and can be written to")
-    load.check_device(a.device)
+    load.check_device(a.device, spread=True)
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees

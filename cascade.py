@@ -301,7 +301,7 @@ class Cascade:
         self.vocab = vocab or targets[0].vocab
         for stage in targets:
             if stage.vocab != self.vocab:
-                raise UserError(f"a stage has {stage.vocab} ids, not {self.vocab}: pad it, by any_target")
+                raise UserError(f"a stage has {stage.vocab} ids, not {self.vocab}: any_target pads it")
         self.reset()
 
     def reset(self):

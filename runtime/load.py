@@ -89,12 +89,15 @@ def read_call(text, functions, what):
     return Call(name, functions[name], words, settings, label)
 
 # ---------------------------------------------------------------- models
-def check_device(device):
-    """Refuse a --device that is none, or is not there."""
+def check_device(device, spread=False):
+    """Refuse a --device that is none, or is not there.  spread: "auto" may be said, too."""
+    if spread and device == "auto":
+        return
     try:
-        kind = "auto" if device == "auto" else torch.device(device).type
+        kind = torch.device(device).type
     except RuntimeError:
-        raise UserError(f"--device {device}: say cpu, cuda, cuda:1 ... or auto") from None
+        known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
+        raise UserError(f"--device {device}: say {known}") from None
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu")
 

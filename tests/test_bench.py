@@ -496,7 +496,7 @@ def test_prompt_mistakes(small, tmp_path, capsys):
     (["--prompts", "/no/such"], "/no/such"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
     (["--device", "cuda"], "no CUDA device"), (["--graphs"], "--graphs: "), (["--nonsense"], "unrecognized arguments"),
     (["--json", "/no/such/r.jsonl"], "--json /no/such/r.jsonl: name a file"), (["--json", "/tmp"], "--json /tmp: name a file"),
-    (["--drafter", "base"], "called 'base'"),
+    (["--drafter", "base"], "called 'base'"), (["--device", "x"], "say cpu, cuda"), (["--target", "a b/c"], "no name of the hub's"),
     (["--drafter", "cascade(maxgram, base)"], "maxgram last"), (["--drafter", "cascade(base, base)"], "every stage once"),
     (["--drafter", "cascade(base, k=(1, 2))"], "take 1 number"), (["--drafter", "cascade(base, small, k=(5, 4, 1))"], "never falls"),
     (["--drafter", "cascade(base, stop='never')"], "say 'own' or 'sum'"), (["--drafter", "cascade(base, k='x')"], "cascade(base, k='x')"),

@@ -121,15 +121,13 @@ def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_t
     monkeypatch.setattr(verify.Target, "places", blind)
     model = tiny("qwen2-mixed", sliding_window=30)
     # A mask without windows: only chains by the model's own mask are right.
-    assert not AnyTarget(model).verifies_trees
-    assert vars(model.config) == before
+    assert not AnyTarget(model).verifies_trees and vars(model.config) == before
 
 def test_a_target_is_proven_once():
     llama, calls = shared("llama"), []
     AnyTarget(llama)
-    hook = llama.register_forward_hook(lambda *_: calls.append(1))
-    AnyTarget(llama, capacity=7)
-    hook.remove()
+    with llama.register_forward_hook(lambda *_: calls.append(1)):
+        AnyTarget(llama, capacity=7)
     assert not calls
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -161,16 +159,18 @@ def phi3():
 
 def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
     """A text that begins below the turning point ends there; one that begins beyond it is read at once, in slices it would differ."""
-    target = AnyTarget(phi3)
-    assert target.turn == 16
+    assert (target := AnyTarget(phi3)).turn == 16
     for length in (5, 15, 16):
         prompt = (list(range(1, 6)) * 4)[:length]
         expected = plain(phi3, prompt, 17 - length)
         for build in (cape.cape, oracle(target, prompt + expected + [1] * 9)):
             out = verify.generate(target, HandMade(prompt + expected, 0.6), build, prompt, 30)
             assert out.tokens == expected, "as many as the first table holds, also of a tree that goes beyond"
-    prompt = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist()
-    target.slice_size = 8
+    prompt, target.slice_size = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist(), 8
+    for ids in (prompt[:3], prompt):
+        with phi3.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+            target.prefill(ids)
+    assert (target.capacity, target.slice_size) == (64, 8), "as before it was interrupted"
     expected = plain(phi3, prompt, 20)
     assert verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 20).tokens == expected
     with torch.inference_mode():

@@ -427,7 +427,7 @@ def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
     (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--steps", "-1"], "--steps is -1"), (["glide", "--lr", "-1"], "--lr is -1"),
     (["glide", "--every", "0"], "--every is 0"), (["glide", "--batch", "0"], "--batch is 0"), (["glide", "--micro", "0"], "--micro is 0"),
     (["glide", "--width", "0"], "--width is 0"), (["glide", "--length", "6"], "longer than a block"), (["glide", "--width", "x"], "invalid int value"),
-    (["glide", "--optimizer", "x"], "invalid choice"), (["glide", "--device", "cuda"], "no CUDA device")])
+    (["glide", "--optimizer", "x"], "invalid choice"), (["glide", "--device", "cuda"], "no CUDA device"), (["glide", "--device", "auto"], "say cpu, cuda")])
 def test_mistakes_are_one_sentence(argv, words, capsys, tmp_path):
     if words == "no CUDA device" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
