@@ -86,7 +86,7 @@ def parser():
     flag("--top-k", type=int, help="sample among so many tokens (default: among all)")
     flag("--top-p", type=float, default=1.0, help="sample among the likeliest tokens, of this probability "
          "together (default: 1, all)")
-    flag("--seed", type=int, default=0, help="of all draws (default: 0)")
+    flag("--seed", type=read.seed, default=0, help="of all draws (default: 0)")
     flag("--dtype", default="float32", choices=["float32", "float16", "bfloat16", "float64", "auto"],
          help="auto: as the target's weights are stored (default: float32)")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",

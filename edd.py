@@ -266,8 +266,14 @@ class Drafter:
     def begin(self, view):
         """A round starts: the rows of the tokens committed since the last one will join its first step."""
         self.t = view.length
-        self.pending.append(self.prompt(view))
+        rows = self.prompt(view)                                                       # (k, D)
         self.lines = []                  # lines[i]: node i's ancestors, root first, and itself
+        if 0 < len(rows) == self.t:      # a whole prompt, which may be long: by itself it takes no mask
+            slots = torch.arange(self.t, device=rows.device)
+            self.reserve(self.t)
+            self.run(self.t, rows, slots, slots, None)
+        else:
+            self.pending.append(rows)
 
     def prompt(self, view):
         """What the layer reads in the place of the committed tokens, (k, D)."""
@@ -308,14 +314,11 @@ class Drafter:
         nodes = len(self.lines)
         p = n - len(lines)
         keys = self.t + nodes
-        # In a chain a row's place in the cache is its position, and it sees all up to it.
+        # A lone row behind a chain sees all; a committed one sees all up to its place, which is its position.
         slots = torch.arange(keys - n, keys, device=x.device)                          # (n,)
-        position = slots
-        mask = None                      # for a lone row, or one behind a whole prompt, which may be long
-        tree = len(lines) > 1 or len(lines[0]) < nodes
-        if tree or 1 < n < keys:
+        position, mask = slots, None
+        if n > 1 or len(lines[0]) < nodes:
             mask = torch.arange(keys, device=x.device) <= slots[:, None]               # (n, keys)
-        if tree:
             # A node sees the prefix and its own line, which is as long as it is deep.
             row = [i for i, line in enumerate(lines) for _ in line]
             sees = torch.zeros(len(lines), nodes, dtype=torch.bool)
@@ -329,9 +332,7 @@ class Drafter:
         return rows[p:]
 
     def run(self, keys, x, position, slots, mask):
-        """The forward itself, x (n, D) -> [rows (n, D)].  They are written at slots (n,) of the cache, whose
-        first `keys` rows are seen as mask (n, keys) says; None: up to its own.
-        """
+        """x (n, D), written at slots (n,), sees by mask (n, keys), None: up to its own -> [rows (n, D)]."""
         self.cache.slots = slots
         self.cache.read = keys
         rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, n, D)
@@ -450,9 +451,9 @@ class MedusaDrafter(Drafter):
         self.table = torch.stack(rows)                                                 # (K + 1, V)
 
     def expand(self, tokens, parents):
-        # Head d says what comes after a node at depth d.
-        depths = [len(line) - 1 for line in self.grow(parents)]
-        return self.table[[min(depth, self.config.heads) for depth in depths]]
+        last = self.config.heads
+        heads = [min(len(line) - 1, last) for line in self.grow(parents)]    # head d: after a node at depth d
+        return self.table[heads]
 
 # What a checkpoint's kind means: the draft model, and what decodes with it.
 KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medusa, MedusaDrafter)}
@@ -478,8 +479,7 @@ def load(folder, model, length=None, kinds=KINDS):
 def main():
     """On fifteen tokens in blocks of five: training under the mask equals decoding."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=32, num_hidden_layers=6,
-                         num_attention_heads=4)
+    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=6, num_attention_heads=4)
     target = LlamaForCausalLM(config).double()
     model = EDD(Config.for_target(target), target)
     for p in model.parameters():

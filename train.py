@@ -83,8 +83,10 @@ FLAGS = (
     ("norm", ("yes", "no"), "yes", "a norm before GLIDE's glimpse; the paper has none"),
     ("block", int, 5, "L, block length of GLIDE's mask"),
     ("hidden", int, edd.HIDDEN, "which of the target's hidden_states EDD reads"),
-    ("seed", int, 0, "of weights and of the order"),
+    ("seed", read.seed, 0, "of weights and of the order"),
 )
+# Flags that say what a drafter is, and where its config has that
+MADE = {flag: flag for flag in "loss width layers norm block hidden".split()} | {"layer": "layers_read"}
 # Tokens and pieces to learn from; tokens and pieces that are held out; names of the kinds of text
 Data = namedtuple("Data", "tokens pieces held_tokens held kinds")
 
@@ -387,10 +389,19 @@ def load_drafter(name, target, mine, a):
         if not a.init:
             return drafters.fresh(name, target, a), None
         module, before = drafters.trained(name, target, a)
+        asked = [flag for flag, _, default, _ in FLAGS if flag in MADE and getattr(a, flag) != default]
+        wanted = drafters.setting(drafters.fresh(name, target, a)) if asked else {}
     except ValueError as why:
         raise UserError(str(why)) from None
     if not load.same_target(before["target"], mine):
         raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
+    # What it is stays: a flag that asks for something else would do nothing.
+    found = drafters.setting(module)
+    for flag in asked:
+        key = MADE[flag]
+        if wanted.get(key) != found.get(key):
+            raise UserError(f"--init: the drafter {name} in {a.init} was not made with --{flag} "
+                            f"{getattr(a, flag)}: leave that out, or train without --init")
     return module, before
 
 def parser():
@@ -424,6 +435,7 @@ def run(argv):
         models[name], before[name] = load_drafter(name, target, mine, a)
     forward = partial(frozen_forward, target, **read_by(models))
     evaluate = partial(Evaluation(forward, target, data, a), models)
+    Path(a.out).mkdir(parents=True, exist_ok=True)       # a folder that cannot be is found before the work
     metrics = fit(models, losses_of(models, forward, data, a), evaluate, a, state)
     for name, model in models.items() if place()[0] == 0 else ():
         folder = Path(a.out) / name

@@ -76,6 +76,14 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message} (see --help)")
 
 
+def seed(text):
+    """What --seed takes: a whole number from 0 to 2**63 - 1, which torch and NumPy both know."""
+    number = int(text)
+    if not 0 <= number < 2 ** 63:
+        raise ValueError
+    return number
+
+
 def first_line(why):
     """The first line of what an exception says."""
     return str(why).partition("\n")[0][:150]

@@ -324,8 +324,8 @@ def measure_all(names, flags, a):
             print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
-            traceback.print_exc()
-            print(f"{name}: {type(why).__name__}: {why}", file=sys.stderr)
+            mistake = isinstance(why, (UserError, read.UserError))
+            print(f"{name}: {why if mistake else traceback.format_exc()}", file=sys.stderr)
             refused = True
     return 2 if refused else 0
 

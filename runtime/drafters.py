@@ -52,7 +52,9 @@ def named(name):
     if not numbered or numbered[1] not in NUMBERED:
         return DRAFTERS.get(name)
     file, setting = NUMBERED[numbered[1]]
-    return file, {setting: int(numbered[2])}
+    number = int(numbered[2])
+    if number or setting == "layer":                     # layers count from 0
+        return file, {setting: number}
 
 
 def fresh(name, target, a):
@@ -89,6 +91,11 @@ def trained(name, target, a):
     length = [a.length] if file is glide else []
     drafter, about = parts.load(file, folder, target, *length)
     return drafter.model.float(), about
+
+
+def setting(module):
+    """A draft model's config as training.json has it."""
+    return json.loads(json.dumps(vars(module.config)))
 
 
 def check_size(width, vocab, layers, a):

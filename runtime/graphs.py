@@ -44,7 +44,8 @@ class Static:
         self.x, self.own, self.rows, self.keys = x, x.run, rows, keys
         self.target = hasattr(x, "verifies_trees")
         self.graphs = record and x.device.type == "cuda"
-        self.recorded, self.pool = {}, None                    # pool: the memory that all recordings share
+        # Recordings, of rows that lie at these places; pool: the memory that all of them share
+        self.recorded, self.places, self.pool = {}, None, None
 
     def __call__(self, keys, x, position, slots, mask):
         n = len(x)
@@ -129,9 +130,12 @@ class Static:
     # ------------------------------------------------------------ recordings
     def replay(self, total, tensors):
         """x's own run(total, *tensors) -> a list of tensors, by a recording where there can be one."""
-        # A recording knows where the rows lie, how far apart, and which hidden states were asked for.
+        # A recording knows where the rows lie, and how far apart: those of a cache that grew since are void.
         places = [(rows.data_ptr(), *rows.stride()) for rows in self.held()]
-        key = (total, *self.x.needs.get("hidden", ()), *(x.shape for x in tensors), *places)
+        if places != self.places:
+            self.recorded, self.places, self.pool = {}, places, None
+        # It knows which hidden states were asked for, too.
+        key = (total, *self.x.needs.get("hidden", ()), *(x.shape for x in tensors))
         if self.graphs and key not in self.recorded:
             held = [x.clone() for x in tensors]
             try:

@@ -83,8 +83,7 @@ def cascade_of(seeds, K, lenience=1.0, gram=None):
     return cascade.Cascade([Drafter(table(seed, VOCAB)) for seed in seeds], K, lenience, gram, VOCAB)
 
 DRAWN, CHAIN = partial(cape.drawn, gamma=2), partial(cascade.proposal, drawn=True)
-CASES = {"glide": (lambda: Drafter(table(2, VOCAB)), DRAWN),
-    "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
+CASES = {"glide": (lambda: Drafter(table(2, VOCAB)), DRAWN), "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
     "lenient cascade": (lambda: cascade_of([2, 3], [[2, 1], [0, 2]], 2.0), CHAIN),
     "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), CHAIN),
     "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), CHAIN),}

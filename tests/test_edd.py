@@ -95,8 +95,7 @@ def test_rows_of_a_tree_equal_paths_drafted_alone(model, name):
 
 @pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "eagle", "medusa"])
 def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
-    """Rows that go through the layer (MEDUSA: through its first head; GLIDE makes keys and values of committed tokens without it),
-    and what a round says, whatever was rejected before."""
+    """Rows that go through the layer (MEDUSA: its first head; GLIDE: of nodes only), and what a round says, whatever was rejected before."""
     drafter, passed = random_drafter(model, name), []
     fresh, of_glide = type(drafter)(drafter.model), name in ("glide", "vanilla")
     part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0] if of_glide else drafter.model.layer
@@ -111,7 +110,8 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
         drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
         drafter.expand(ids[t + 2:t + 3], [2])
         committed = t - before - (name == "eagle" and before == 0)          # EAGLE has no row for the first token
-        expected = [1] if name == "medusa" else [1, 2, 1] if of_glide else [committed + 1, 2, 1]
+        first = [committed + 1] if before else [committed, 1]               # a prompt goes by itself
+        expected = [1] if name == "medusa" else [1, 2, 1] if of_glide else [*first, 2, 1]
         assert passed == expected, "rows of a round depend on what is new, not on the context"
         hook.remove()
         fresh.reset()
@@ -122,7 +122,7 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
         before, t = t, t + 1 + gained
 
 def test_rows_outgrow_their_first_allocation_and_rounds_without_expand_lose_nothing(llama):
-    """The same distributions as in one go; a builder may propose the root alone without asking."""
+    """The same distributions as in one go, by a tree, too; a builder may propose the root alone without asking."""
     hidden = torch.randn(1, 1300, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     batch = {"ids": text(1300, 6)[None], "kv": {}, "hidden": {2: hidden}}
     drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
@@ -131,9 +131,11 @@ def test_rows_outgrow_their_first_allocation_and_rounds_without_expand_lose_noth
         if t != 501:
             row = drafter.expand(batch["ids"][0, t:t + 1], [-1])
         drafter.keep([])
+    masks = []
+    fresh.model.layer.register_forward_pre_hook(lambda layer, args, more: masks.append(more["attention_mask"]), with_kwargs=True)
     fresh.begin(view(batch, 0, 1200))
-    torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 1200:1201], [-1]), atol=1e-6, rtol=0)
-    assert drafter.cache.kept[0].shape[2] > 1200
+    torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 1200:1202], [-1, 0])[:1], atol=1e-6, rtol=0)
+    assert drafter.cache.kept[0].shape[2] > 1200 and [mask is None for mask in masks] == [True, False], "a prompt takes no mask"
 
 # ---------------------------------------------------------------- losses, and what learns
 @pytest.mark.parametrize("kinds", [edd.KINDS, parts.KINDS])
@@ -294,8 +296,7 @@ FAMILIES = {
     "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
     "Cohere": dict(logit_scale=0.25),
     "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
-    "Olmo": {}, "Olmo2": {}, "Apertus": {},
+    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
     "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
     "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
     "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),

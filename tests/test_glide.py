@@ -363,8 +363,7 @@ def test_layers_without_keys_of_their_own_are_not_read():
 @pytest.mark.parametrize("name, more, message", [
     ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"]), "Lfm2ForCausalLM does not cache keys and values"),
     ("OpenAIGPTLMHead", {}, "OpenAIGPTLMHeadModel does not cache keys and values in each"),
-    ("Gemma4", WIDE, "keys of several sizes"),
-    ("Llama", {}, "heads of odd size: change the width"),
+    ("Gemma4", WIDE, "keys of several sizes"), ("Llama", {}, "heads of odd size: change the width"),
     ("Whisper", {}, "WhisperForCausalLM caches 4 heads, and its configuration says 6"),
 ])
 def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):

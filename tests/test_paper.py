@@ -196,7 +196,7 @@ def names_in(path):
 
 def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     tables = [("a", CHAIN), ("b", CAPE), ("d", "b"), ("c", CHAIN + " cape")]
-    calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, RuntimeError("it broke")])
+    calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, bench.UserError("it broke")])
     before = sorted(tmp_path.rglob("*"))
     argv, out = ["all", "--limit", "3", "--out", str(tmp_path / "rows")], tmp_path / "rows"
     assert paper.main(argv) == 130 and "b is lost" in capsys.readouterr().err
@@ -204,7 +204,7 @@ def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tm
     # The same command goes on: a is not measured again, but with other flags it is.  d is rows of b.
     assert paper.main(argv) == 2 and len(calls) == 4 and all(call[-2:] == ["--limit", "3"] for call in calls)
     said = capsys.readouterr()
-    assert "a.jsonl is there; --again measures it again" in said.out and "c: RuntimeError: it broke" in said.err
+    assert "a.jsonl is there; --again measures it again" in said.out and "c: it broke\n" in said.err and "Traceback" not in said.err
     assert names_in(out / "b.jsonl") == ["plain", "maxgram × cape"] and not (out / "c.jsonl").exists()
     assert paper.main(["c", *argv[1:]]) == 0 and names_in(out / "c.jsonl") == ["plain", "glide × chain", "glide × cape"]
     assert paper.main(["d", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6

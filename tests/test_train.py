@@ -273,6 +273,9 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     about = about_of(second, "glide")
     assert saved(first, names) == saved(second, names) and about["init"]["tokens_seen"] > 2 * about["tokens_seen"] > 0
     refused(capsys, flags(small, third, "--init", str(first), names=["vanilla"]), "no drafter in")
+    for more, words in (("--layer 0", "not made with --layer 0"), ("--hidden -1", "not made with --hidden -1"), ("--layer 9", "cannot be read")):
+        refused(capsys, flags(small, third, "--init", str(first), *more.split(), names=names), words)
+    refused(capsys, flags(small, third, "--out", str(first / "edd" / "training.json" / "x")), "Not a directory")
     # Nothing but measuring
     assert train.main(flags(small, third, "--init", str(second), "--steps", "0", names=names)) == 0
     about = about_of(third, "edd")
@@ -423,11 +426,12 @@ def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
 
 # ---------------------------------------------------------------- mistakes, and what the documentation says
 @pytest.mark.parametrize("argv, words", [
-    (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"), ([], "required: what"), (["glide", "--target", "/no/such"], "does not exist"),
+    (["glid"], "cannot train glid"), (["edd-h"], "cannot train edd-h"), (["glide-w0"], "cannot train glide-w0"), ([], "required: what"), (["glide", "--target", "/no/such"], "does not exist"),
     (["glide", "--steps", "0"], "--steps is 0"), (["glide", "--steps", "-1"], "--steps is -1"), (["glide", "--lr", "-1"], "--lr is -1"),
     (["glide", "--every", "0"], "--every is 0"), (["glide", "--batch", "0"], "--batch is 0"), (["glide", "--micro", "0"], "--micro is 0"),
     (["glide", "--width", "0"], "--width is 0"), (["glide", "--length", "6"], "longer than a block"), (["glide", "--width", "x"], "invalid int value"),
-    (["glide", "--optimizer", "x"], "invalid choice"), (["glide", "--device", "cuda"], "no CUDA device"), (["glide", "--device", "auto"], "say cpu, cuda")])
+    (["glide", "--optimizer", "x"], "invalid choice"), (["glide", "--seed", "-1"], "invalid seed value"), (["glide", "--seed", f"{2 ** 63}"], "invalid seed value"),
+    (["glide", "--device", "cuda"], "no CUDA device"), (["glide", "--device", "auto"], "say cpu, cuda")])
 def test_mistakes_are_one_sentence(argv, words, capsys, tmp_path):
     if words == "no CUDA device" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
