@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import re
 import sys
 import time
@@ -309,8 +310,8 @@ def measure(run, arms):
     bar = tqdm(total=len(run.prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
     with bar, contextlib.suppress(KeyboardInterrupt):
         for i, (_, ids, limit) in enumerate(run.prompts):
-            first = i % len(arms)                                   # nobody is always first
-            for arm in arms[first:] + arms[:first]:
+            # Nobody is always first, or always behind the same: what ran before leaves its traces.
+            for arm in random.Random(i).sample(arms, len(arms)):
                 if run.cuda:
                     torch.cuda.reset_peak_memory_stats()
                 start = time.perf_counter()

@@ -421,26 +421,29 @@ def most_profitable(candidates, cost, node_price):
 def costs_of(turns):
     """s_d / s_t and the price of a node, both in plain steps, from short decodings that took turns.
 
-    turns: list of (plain, chain, wide), the totals of a plain decoding, of one with chains, of one with wide
-    trees: seconds "draft" and "verify", counts "rounds", "nodes" and "draft_forwards".  Medians over turns:
-    another program disturbs one of them, not most.
+    turns: list of (plain, short, deep, wide), the totals of a plain decoding, of two with chains, of one with
+    wide trees: seconds "draft", "verify", "other", counts "rounds" (above 0), "nodes", "draft_forwards".  A
+    round takes a + D s_d + |N| price, the host's work included: three kinds of rounds tell the three apart.
+    Medians over turns: another program disturbs one of them, not most.
     """
-    costs, prices = [0.0], [0.0]
-    for plain, chain, wide in turns:
-        if not chain["nodes"]:
-            continue                                             # the text ended before anything was drafted
-        s_t = plain["verify"] / plain["rounds"]
-        # Below the first depth PCT mostly drafts from one node, as a chain does.
-        s_d = chain["draft"] / chain["draft_forwards"]
-        costs.append(s_d / s_t)
-        # How much longer the wide tree's round takes to verify, for how many more nodes
-        longer = wide["verify"] / wide["rounds"] - chain["verify"] / chain["rounds"]
-        more = wide["nodes"] / wide["rounds"] - chain["nodes"] / chain["rounds"]
-        if more > 0:
-            prices.append(longer / more / s_t)
-    cost = median(costs[1:] or costs)
-    price = median(prices[1:] or prices)
-    return cost, max(0.0, price)
+    costs, prices = [], []
+    for turn in turns:
+        # Of each decoding's rounds: seconds, drafts and nodes, on average
+        t = [(x["draft"] + x["verify"] + x["other"]) / x["rounds"] for x in turn]
+        D = [x["draft_forwards"] / x["rounds"] for x in turn]
+        N = [x["nodes"] / x["rounds"] for x in turn]
+        plain, short, deep, wide = range(4)
+        if D[deep] <= D[short] or N[wide] <= D[wide]:
+            continue                                             # the text ended before much was drafted
+        # A chain one deeper takes one draft and one node more.
+        both = (t[deep] - t[short]) / (D[deep] - D[short])
+        # The wide tree has further nodes than one a draft.
+        further = N[wide] - D[wide]
+        longer = t[wide] - t[short] - (D[wide] - D[short]) * both
+        price = max(0.0, longer / further)
+        costs.append((both - price) / t[plain])
+        prices.append(price / t[plain])
+    return median(costs or [0.0]), median(prices or [0.0])
 
 # ------------------------------------------------------------------ appendix A: the baselines
 def vct(expand, root, width=3, depth=5):

@@ -242,12 +242,13 @@ def measure_costs(run, label):
     Short decodings take turns and medians of their ratios count, since other programs disturb; {}: they did.
     """
     drafter, (_, ids, limit) = run.drafters[label], run.prompts[0]
-    builds = [(None, verify.no_draft), (drafter, cape.chain), (drafter, partial(cape.fixed, size=5))]
+    trees = [partial(pct.vct, width=width, depth=depth) for width, depth in ((1, 1), (1, 5), (3, 3))]
+    builds = [(None, verify.no_draft), *((drafter, tree) for tree in trees)]
     turns = []
     for _ in range(7):
         turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
-    # The first turn warms up.
-    cost, price = pct.costs_of(turns[1:])
+    # The first turn warms up; where the prompt is answered by one token there are no rounds.
+    cost, price = pct.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
     if not 0.005 <= cost <= 1:
         run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
         return {}

@@ -534,8 +534,7 @@ def test_table_2s_form_is_algorithm_1s_matrix(models):
 
 @pytest.mark.parametrize("call, words", [
     (lambda m: cascade.table2([8, 13], 2, True), "take 3 number"), (lambda m: cascade.table2([8], 0, True), "take 0 number"),
-    (lambda m: cascade.table2([8, 5, 1], 2, True), "never falls"),
-    (lambda m: cascade_of([m], [[3, 1], [1, 1]], 1.0, MaxGram()), "not upper triangular"),
+    (lambda m: cascade.table2([8, 5, 1], 2, True), "never falls"), (lambda m: cascade_of([m], [[3, 1], [1, 1]], 1.0, MaxGram()), "not upper"),
     (lambda m: cascade_of([m], [[3, 1], [0, 1]]), "take a matrix of 1 x 1"), (lambda m: cascade_of([m], [[0]]), "must be given something"),
     (lambda m: cascade_of([m], [[3]], 0.5), "at least 1"), (lambda m: cascade_of([m], [[3]], float("nan")), "at least 1"),
     (lambda m: cascade_of([m], [[3]], stop="Sum"), "say 'own' or 'sum'"), (lambda m: cascade.Cascade([]), "without any stage"),

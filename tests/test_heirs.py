@@ -213,8 +213,7 @@ def llama8():
 
 DRAFTS = {
     "draft vocabulary": dict(heads=4, key_heads=2, words=(0, 2, 3, 5, 6, 9, 11)), "all words": dict(heads=4, key_heads=4, words=None),
-    "own embeddings": dict(heads=2, key_heads=1, words=(1, 2, 4, 5, 8), width=16),
-}
+    "own embeddings": dict(heads=2, key_heads=1, words=(1, 2, 4, 5, 8), width=16)}
 
 def published(heads, key_heads, words=None, width=WIDTH, d=8, inner=40, seed=3):
     """Random weights, named as the published ones, and their config.json."""

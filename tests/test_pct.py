@@ -348,19 +348,21 @@ def test_pct_cost_is_near_the_best_tree_of_any_depth(cost, price):
     assert max(kept) <= 1 + 1e-12 and sum(kept) / len(kept) > 0.99
 
 def turn(slow=1.0, **changed):
-    """Totals of a turn: a plain step takes 0.1 s, a draft 0.02 s; 25 nodes more take 0.05 s, a tenth of a step for five."""
-    plain = dict(verify=10.0, rounds=100, nodes=0, draft_forwards=0, draft=0.0)
-    chain = dict(verify=6.0, rounds=50, nodes=250, draft_forwards=250, draft=5.0 * slow)
-    wide = dict(verify=6.8 * slow, rounds=40, nodes=1200, draft_forwards=200, draft=9.0)
-    return plain, chain | changed, wide
+    """Totals of a turn: a plain step takes 0.1 s; a round 0.11 s, and 0.02 s a draft, and 0.002 s a node."""
+    plain = dict(verify=9.0, draft=0.0, other=1.0, rounds=100, nodes=0, draft_forwards=0)
+    short = dict(verify=5.5, draft=0.9, other=0.2, rounds=50, nodes=50, draft_forwards=50)                   # 0.132 s each
+    deep = dict(verify=6.0, draft=4.1, other=0.9, rounds=50, nodes=250, draft_forwards=250)                  # 0.220 s
+    wide = dict(verify=8.0, draft=1.5, other=0.42, rounds=40, nodes=1560, draft_forwards=120)                # 0.248 s
+    return plain, short, deep | {"draft": 4.1 * slow} | changed, wide
 
 def test_measured_costs_by_hand():
-    """s_d / s_t = 0.02 / 0.1; a node's price = (0.17 - 0.12) / (30 - 5) / 0.1, both in plain steps."""
+    """s_d / s_t = 0.02 / 0.1; a node's price = 0.002 / 0.1, both in plain steps."""
     assert pct.costs_of([turn()]) == pytest.approx((0.2, 0.02))
     # one turn of three was disturbed, and one ended before anything was drafted: the middle one of the others
-    assert pct.costs_of([turn(slow=9.0), turn(), turn(nodes=0), turn(slow=0.9)]) == pytest.approx((0.2, 0.02))
-    assert pct.costs_of([turn(verify=9.0)]) == pytest.approx((0.2, 0.0)), "a wide tree that is faster costs nothing"
-    assert pct.costs_of([turn(nodes=0)]) == pct.costs_of([]) == (0.0, 0.0)
+    assert pct.costs_of([turn(slow=9.0), turn(), turn(draft_forwards=50), turn(slow=0.9)]) == pytest.approx((0.2, 0.02))
+    # a draft would take 0.08 s: the wide tree of three, with 38 nodes more, is faster than that
+    assert pct.costs_of([turn(verify=18.0)]) == pytest.approx((0.82, 0.0)), "and its nodes cost nothing"
+    assert pct.costs_of([turn(draft_forwards=50)]) == pct.costs_of([]) == (0.0, 0.0)
 
 # ---------------------------------------------------------------- reads and copies, large ids, the file alone
 @pytest.mark.parametrize("build", BUILDERS)
