@@ -45,10 +45,11 @@ from tqdm import tqdm
 import edd
 from data import prepare, read
 from data.read import UserError
-from runtime import drafters, families, jobs, load
-from runtime.jobs import place, say
-from runtime.muon import Muon
-from runtime.walk import Evaluation
+from runtime import families, load
+from training import drafters, jobs
+from training.jobs import place, say
+from training.muon import Muon
+from training.walk import Evaluation
 
 WORK = Path(__file__).resolve().parent / "work"
 LOGITS = 2 ** 25                                  # numbers: so many logits of a drafter are held at a time
@@ -337,7 +338,7 @@ def load_target(a):
     """-> the frozen target, whole or spread over the processes, and its tokenizer."""
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     if a.shard_target and dist.is_initialized():
-        from runtime import shard
+        from training import shard
         more = {"revision": a.revision, "trust_remote_code": a.trust_remote_code}
         tokenizer = transformers.AutoTokenizer.from_pretrained(a.target, **more)
         return shard.spread(a.target, dtype, a.device, a.revision, a.trust_remote_code), tokenizer

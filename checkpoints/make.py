@@ -46,7 +46,8 @@ import train  # noqa: E402
 from data import prepare, read  # noqa: E402
 from data.corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
 from data.read import UserError  # noqa: E402
-from runtime import drafters, grams, jobs, load, walk  # noqa: E402
+from runtime import grams, load  # noqa: E402
+from training import drafters, jobs, walk  # noqa: E402
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):

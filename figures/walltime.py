@@ -38,7 +38,8 @@ import bench  # noqa: E402
 import edd  # noqa: E402
 import glide  # noqa: E402
 from data import read  # noqa: E402
-from runtime import clock, drafters, load  # noqa: E402
+from runtime import clock, load  # noqa: E402
+from training import drafters  # noqa: E402
 from verify import UserError  # noqa: E402
 
 Shape = namedtuple("Shape", "layers width head feed_forward vocab")     # head: the size of one

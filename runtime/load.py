@@ -34,9 +34,9 @@ from data import read
 from runtime import families, grams, graphs, parts
 from verify import UserError
 
-HEIRS = ("gemma4", "eagle3")                             # files of heirs/, each of which loads one drafter
+BEYOND = ("gemma4", "eagle3")                             # files of beyond/, each of which loads one drafter
 # What the words in a call name
-NAMED = dict.fromkeys(HEIRS, "the hub name or folder of one")
+NAMED = dict.fromkeys(BEYOND, "the hub name or folder of one")
 NAMED["cascade"] = "names of models, the largest first"
 NAMED["beside"] = "a neural drafter or a language model, then maxgram"
 
@@ -320,7 +320,7 @@ def load_heir(kind, setup, name):
     more = {}
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
-    drafter = importlib.import_module(f"heirs.{kind}").load(name, setup.model, **more)
+    drafter = importlib.import_module(f"beyond.{kind}").load(name, setup.model, **more)
     if setup.graphs:
         graphs.static(drafter)
     return drafter
@@ -468,7 +468,7 @@ def load_beside(setup, *names, bigram=None):
 def loaders(checkpoint):
     """{name of a drafter: the function that loads it}, as read_call takes them."""
     found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
-    found |= {kind: partial(load_heir, kind) for kind in HEIRS}
+    found |= {kind: partial(load_heir, kind) for kind in BEYOND}
     return found | {"maxgram": load_cascade, "cascade": load_cascade, "beside": load_beside}
 
 def called(setup, call):

@@ -18,11 +18,19 @@ from conftest import ROOT
 LINES, WIDTH, FUNCTION, TOKENS = 500, 110, 60, 11.0
 COMPONENTS = ("cape", "pct", "maxgram", "glide", "edd", "verify", "cascade")
 TOP = {*COMPONENTS, "train", "bench"}
-FOLDERS = ("runtime", "data", "checkpoints", "figures", "heirs", "tests")
+FOLDERS = ("beyond", "runtime", "training", "data", "checkpoints", "figures", "tests")
 # Who may import whom; every other component imports no local file.
-NEEDS = {"cascade": {"verify", "maxgram"}, "bench": {*COMPONENTS, "runtime", "data"}, "train": {*COMPONENTS, "runtime", "data"},
-         "runtime": {*COMPONENTS, "runtime", "data"}, "data": {"data"}, "heirs": {*TOP, "runtime", "data", "heirs"},
-         "checkpoints": {*TOP, "runtime", "data", "checkpoints"}, "figures": {*TOP, "runtime", "data", "checkpoints", "figures"}}
+NEEDS = {
+    "cascade": {"verify", "maxgram"},
+    "beyond": {*COMPONENTS, "beyond"},
+    "runtime": {*COMPONENTS, "beyond", "runtime", "data"},
+    "training": {*COMPONENTS, "beyond", "runtime", "training", "data"},
+    "data": {"data"},
+    "bench": {*COMPONENTS, "beyond", "runtime", "data"},
+    "train": {*COMPONENTS, "beyond", "runtime", "training", "data"},
+    "checkpoints": {*TOP, "beyond", "runtime", "training", "data", "checkpoints"},
+    "figures": {*TOP, "beyond", "runtime", "training", "data", "checkpoints", "figures"},
+}
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
@@ -72,7 +80,7 @@ def test_the_top_level_holds_exactly_these_modules():
     assert set(files(".")) == {f"{name}.py" for name in TOP}
     assert not [path for folder in FOLDERS for path in (ROOT / folder).glob("__init__.py")]
 
-@pytest.mark.parametrize("name", files(".", "runtime", "data", "heirs"))
+@pytest.mark.parametrize("name", files(".", "beyond", "runtime", "training", "data"))
 def test_a_file_fits(name):
     lines = source(name).splitlines()
     assert len(lines) <= LINES, f"{name} has {len(lines)} lines: something has to leave it"
@@ -96,7 +104,7 @@ def test_measure_counts_no_docstring():
     assert measure(text) == (14 / 4, 25, {"f": 2, "g": 2})
 
 @pytest.mark.parametrize("what, count, most", [
-    ("figures' scripts", len(files("figures")), 8), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2000),
+    ("figures' scripts", len(files("figures")), 8), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2400),
     ("tests' lines", sum(len(source(name).splitlines()) for name in files("tests")), 9000),         # (tests/tools/ is tools)
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
 def test_budget(what, count, most):

@@ -21,7 +21,8 @@ import verify
 from checkpoints import make
 from data import corpus, prepare, read
 from maxgram import build_bigram
-from runtime import drafters, load
+from runtime import load
+from training import drafters
 from runtime.grams import measure_confidence, read_bigram
 
 # ---------------------------------------------------------------- tokenizer, target

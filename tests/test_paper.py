@@ -9,7 +9,8 @@ import pytest
 from conftest import ROOT
 
 import bench
-from runtime import drafters, load
+from runtime import load
+from training import drafters
 
 sys.path.insert(0, str(ROOT / "figures"))
 

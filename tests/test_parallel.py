@@ -17,7 +17,7 @@ from test_train import arguments, brief, flags, interrupt, leave, refused, small
 
 import train
 from data import prepare
-from runtime import jobs, shard
+from training import jobs, shard
 
 def batch_of(llama, module, ids, learn=None, count=None):
     reads = train.read_by({"x": module}) | {"logits": True}

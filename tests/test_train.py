@@ -26,7 +26,8 @@ import train
 import verify
 from checkpoints import make
 from data import prepare
-from runtime import drafters, jobs, load, muon, walk
+from runtime import load
+from training import drafters, jobs, muon, walk
 
 KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"

@@ -322,7 +322,7 @@ EDITS["maxgram"] = [
 EDITS["runtime/grams"] = [
     ('confidence counts what was not proposed', 'seen[length] += 1', 'seen[length] += 2', 'maxgram'),
     ('confidence by one token later', 'right[length] += proposed[0] == after', 'right[length] += proposed[0] == token', 'maxgram'),
-    ("another tokenizer's bigram is read", 'theirs is not None and theirs != fingerprint', 'False', 'maxgram'),
+    ("another tokenizer's bigram is read", 'tbeyond is not None and tbeyond != fingerprint', 'False', 'maxgram'),
     ("agreement is not clamped", "lengths = lengths.clamp(max=maxgram.LENGTHS)", "pass", "maxgram"),
 ]
 
@@ -591,7 +591,7 @@ EDITS["checkpoints/convert"] = [
     ("EAGLE's weights of another target", "if other:", "if False:", "convert"),
     ("what is missing is not named", "    for key, shape in shapes.items():\n        if key not in weights:",
      "    for key, shape in shapes.items():\n        if False:", "convert"),
-    ("settings are not compared", "if theirs[name] != value:", "if False:", "convert"),
+    ("settings are not compared", "if tbeyond[name] != value:", "if False:", "convert"),
     ("GLIDE's keys are not repeated", "if \".k_proj.\" in key or \".v_proj.\" in key:", "if False:", "convert"),
     ("repeated head after head", "rows.repeat_interleave(config.heads // key_heads, 0)", "rows.repeat(config.heads // key_heads, 1, 1)", "convert"),
     ("LongSpec's window is not kept", "True, False, WINDOW", "True, False, 0", "convert::test_longspec"),
@@ -650,11 +650,11 @@ EDITS["runtime/load"] = [
     ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
      'for key in a if key in b and key not in ("probe", "vocabulary"))', "bench calls train real"),
 ]
-EDITS["runtime/jobs"] = [
+EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
 ]
-EDITS["runtime/walk"] = [
+EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
 ]
 EDITS["data/prepare"] = [
