@@ -190,8 +190,8 @@ class Run(load.Setup):
 
     def answer(self, ids):
         """What the target says, as text, by plain decoding."""
-        limit = min(self.a.max_new_tokens, self.target.room(ids))
-        out = self.decode(None, verify.no_draft, ids, limit)
+        limit = min(self.a.max_new_tokens, self.target.remaining(ids))
+        out = self.decode(None, verify.root_only, ids, limit)
         return self.tokenizer.decode(out.tokens, skip_special_tokens=True)
 
 # ---------------------------------------------------------------- arms
@@ -218,7 +218,7 @@ def plain_arms(run):
     if run.a.exact:
         # What exactness costs is seen beside plain decoding that does without.
         targets["plain, not exact"] = run.wrap(run.model)
-    decode = partial(run.decode, None, verify.no_draft)
+    decode = partial(run.decode, None, verify.root_only)
     return [Arm(name, partial(decode, target=target), plain=True) for name, target in targets.items()]
 
 def library(run, ids, limit, **more):
@@ -387,7 +387,7 @@ def divergence(run, arm, base, i):
     gap = None
     # Where one ends the other may go on.
     if at < min(len(ours), len(plain)):
-        run.target.watch({})
+        run.target.capture({})
         logits = run.target.prefill(run.prompts[i][1])              # (V,)
         if at:
             logits = run.target.sync(run.target.ids + plain[:at])[-1]

@@ -20,7 +20,7 @@ probabilities (m, V) runs the drafter once over m new nodes.  It counts the node
 this tree from 0; `parents` are their numbers, -1 for the root.  A row of zeros: the drafter cannot go on.
 The builder returns a Tree of tokens (n,) and parents (n,), here numbers of the tree's own nodes: the root is
 node 0 with parent -1, and parents come before children.  No node has probability zero.
-It reads the device once, beam search once a depth.  Where expand has a `room`, the tree is no deeper.
+It reads the device once, beam search once a depth.  Where expand has `remaining`, the tree is no deeper.
 
 To use this file alone, with causal LMs `target` and `drafter` of one vocabulary and without sliding windows,
 and a list of token ids `text`:
@@ -93,9 +93,9 @@ def draw(row, generator=None):
     return (row / race).argmax(-1)
 
 def within(expand, gamma):
-    """gamma, or expand.room where that is less: there the output ends."""
+    """gamma, or expand.remaining where that is less: there the output ends."""
     assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
-    return min(gamma, getattr(expand, "room", gamma))
+    return min(gamma, getattr(expand, "remaining", gamma))
 
 def draft(expand, root, gamma, pick):
     """Draft a chain, one token at a time, without a host read.
@@ -130,7 +130,7 @@ def how_many(p, joint):
     assert highest < 1.01, f"expand gave {highest}: it must give probabilities, not logits"
     return int(drafted), int(extra)
 
-def no_draft(root):
+def root_only(expand, root):
     """The tree of the root alone."""
     return Tree(root, torch.full_like(root, -1))
 
@@ -142,7 +142,7 @@ def chain(expand, root, gamma=GAMMA):
     """The standard proposal (section 4.2): gamma tokens, each the most probable continuation -> Tree."""
     gamma = within(expand, gamma)
     if gamma == 0:
-        return no_draft(root)
+        return root_only(expand, root)
     chosen, p, _ = draft(expand, root, gamma, best)
     no_extras = p[:0]
     n, _ = how_many(p, no_extras)
@@ -159,7 +159,7 @@ def drawn(expand, root, gamma=GAMMA, generator=None):
     """
     gamma = within(expand, gamma)
     if gamma == 0:
-        return no_draft(root)
+        return root_only(expand, root)
     if generator is None:
         generator = getattr(expand, "generator", None)
     pick = partial(draw, generator=generator)
@@ -230,7 +230,7 @@ def cape(expand, root,
     assert max_nodes >= gamma, f"max_nodes {max_nodes} cannot hold the chain of {gamma}"
     gamma = within(expand, gamma)
     if gamma == 0:
-        return no_draft(root)
+        return root_only(expand, root)
     # the proposal x_{t+1} ... x_{t+gamma}
     chosen, p, rows = draft(expand, root, gamma, best)
     # its expansion sets X_1 ... X_gamma

@@ -52,7 +52,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept, accept_drawn, generate, no_draft
+from verify import Target, Tree, UserError, accept, accept_drawn, generate, root_only
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # longest chain of which a tree is asked for distributions
@@ -210,7 +210,7 @@ class EncoderDecoder(Target):
     """An encoder-decoder target or stage, such as FLAN-T5 (section 5.2), for chains."""
     encoder_decoder, verifies_trees = True, False
 
-    def room(self, ids):
+    def remaining(self, ids):
         """The prompt takes no position of the decoder, but its start token takes one."""
         return self.capacity
 
@@ -389,7 +389,7 @@ def proposal(expand, root, drawn=False):
     """The builder of a drafter's own chain -> Tree; drawn, where the rule samples: with p_draft (n, V)."""
     warp = getattr(expand.rule, "warp", None)
     generator = expand.generator if drawn and warp else None
-    drafts, p_draft = expand.drafter.chain(expand.root, expand.room, warp, generator)
+    drafts, p_draft = expand.drafter.chain(expand.root, expand.remaining, warp, generator)
     tokens = torch.tensor([expand.root, *drafts], device=root.device)
     parents = torch.arange(-1, len(tokens) - 1, device=root.device)
     return Tree(tokens, parents, p_draft)
@@ -486,7 +486,7 @@ def main():
         targets.append(Target(model))
     target, *stages = targets
     prompt = list(range(10))
-    plain = generate(target, None, no_draft, prompt, 60)
+    plain = generate(target, None, root_only, prompt, 60)
     drafter = Cascade(stages, gram=MaxGram())
     out = generate(target, drafter, proposal, prompt, 60)
     assert out.tokens == plain.tokens, "lossless"

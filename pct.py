@@ -23,8 +23,8 @@ probabilities (m, V) runs the drafter once over m new nodes.  It counts the node
 this tree from 0; `parents` are their numbers, -1 for the root.  A row of zeros: the drafter cannot go on.
 The builder returns a Tree of tokens (n,) and parents (n,), here numbers of the tree's own nodes: the root is
 node 0 with parent -1, and parents come before children.  No node has probability zero.
-Each depth costs one drafter forward over the whole frontier, and one host read.  Where expand has a `room`,
-the tree is no deeper.
+Each depth costs one drafter forward over the whole frontier, and one host read.  Where expand has
+`remaining`, the tree is no deeper.
 
 To use this file alone, with causal LMs `target` and `drafter` of one vocabulary and without sliding windows,
 and a list of token ids `text`:
@@ -166,14 +166,14 @@ class Candidates:
         if not hasattr(drafter, "suggest"):
             return [], []
         token = self.token[node] if node else self.expand.root
-        most = min(most, self.expand.room - self.depth[node])
+        most = min(most, self.expand.remaining - self.depth[node])
         return drafter.suggest(token, self.asked[self.parent[node]], most)
 
     def grow_grafted(self, frontier, most):
         """As grow, with the chain of up to `most` tokens that is suggested behind the most probable node."""
         *others, best = reversed(self.ranked(frontier))
         # Children of its last node are no deeper than there is room.
-        deepest = getattr(self.expand, "room", math.inf) - self.depth[best] - 1
+        deepest = getattr(self.expand, "remaining", math.inf) - self.depth[best] - 1
         chain, _ = self.suggested(best, min(most, deepest))
         return self.grow(sorted(others) + [best], chain) if chain else self.grow(frontier)
 
@@ -238,11 +238,11 @@ def check_probabilities(c):
     assert right, f"expand gave {c}: it must give probabilities, not logits"
 
 def depth_within(expand, width, depth, most=1):
-    """Check a builder's settings -> depth, or expand.room where that is less: there the output ends."""
+    """Check a builder's settings -> depth, or expand.remaining where that is less: there the output ends."""
     assert width >= 1, f"width is {width}: a node needs at least one child"
     assert depth >= 1, f"depth is {depth}: draft at least once"
     assert most >= 1, f"the tree may have {most} nodes: allow at least one"
-    return min(depth, getattr(expand, "room", depth))
+    return min(depth, getattr(expand, "remaining", depth))
 
 # ------------------------------------------------------------------ section 3.2 and its ablations
 def pct(expand, root,
@@ -342,7 +342,7 @@ def graft(expand, root,
     nodes that no forward read hangs there for nothing, where it is worth verifying.
     Where nothing is suggested this is pct_cost.
 
-    depth: the most forwards.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.room.
+    depth: the most forwards.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.remaining.
     """
     candidates = Candidates(expand, root, width)
     candidates.hang(0, chain, least=node_price)
@@ -376,7 +376,7 @@ def draft_by_price(candidates, grow, cost, node_price, depth, max_nodes):
     depth = depth_within(candidates.expand, candidates.width, depth, max_nodes)
     assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
-    room = getattr(candidates.expand, "room", math.inf)
+    remaining = getattr(candidates.expand, "remaining", math.inf)
     p = candidates.p
     frontier = [0]
     r = 1.0
@@ -387,7 +387,7 @@ def draft_by_price(candidates, grow, cost, node_price, depth, max_nodes):
         before = sum(p[j] for j in candidates.read)
         s = sum(p[j] for j in layer if p[j] >= r * node_price) / before
         # Nodes: those not read yet whose children are expected to be worth their price
-        unread = [j for j in layer if j not in candidates.asked and candidates.depth[j] < room]
+        unread = [j for j in layer if j not in candidates.asked and candidates.depth[j] < remaining]
         frontier = [j for j in unread if s * p[j] >= r * node_price]
         frontier = candidates.best(frontier, max_nodes)
         # Forwards: is what they are expected to add worth one more?

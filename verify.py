@@ -17,8 +17,8 @@ next root.  So the output is the target's own.
 
 A builder, build(expand, root (1,)) -> Tree, asks expand(tokens (m,), parents [m ints]) for probabilities
 (m, V).  parents count the nodes in the order given to expand in this round; -1 is the committed prefix.  No
-child has probability zero.  It may use expand.room (a deeper tree is wasted), .root (an id), .generator (of a
-drawn chain), .drafter and .rule.  The tree has its own order.  CAPE, with 3 and 5, and 4 beside the 3:
+child has probability zero.  It may use expand.remaining (a deeper tree is wasted), .root (an id), .generator
+(of a drawn chain), .drafter and .rule.  The tree has its own order.  CAPE, with 3 and 5, and 4 beside the 3:
     rows = expand(root, [-1])                             # expand's node 0, the root, 7
     rows = expand(root.new_tensor([3]), [0])              # expand's node 1
     return Tree(root.new_tensor([7, 3, 5, 4]), root.new_tensor([-1, 0, 1, 0]))
@@ -137,7 +137,7 @@ class Target:
         context = getattr(config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or context, context)
         self.cache = TreeCache()
-        self.watch({})
+        self.capture({})
 
     def window_of(self, config):
         """The sliding window of all layers, or None; a mask of ours switches the model's own window off."""
@@ -155,12 +155,12 @@ class Target:
         self.cache.length, self.ids = 0, []                    # ids: what the cache holds
         self.shown, self.hidden = 0, []                        # what a view has shown, has still to show
 
-    def watch(self, needs):
+    def capture(self, needs):
         """From here on collect what a drafter reads: its `needs`."""
         self.needs = {"kv": (), "hidden": (), **needs}
         self.reset()
 
-    def room(self, ids):
+    def remaining(self, ids):
         """How many tokens may follow a prompt; the last one is not forwarded."""
         return self.capacity - len(ids) + 1
 
@@ -373,9 +373,9 @@ class Expand:
     def __init__(self, drafter, rule, device):
         self.drafter, self.rule, self.device = drafter, rule, device
 
-    def begin(self, root, room, first):
+    def begin(self, root, remaining, first):
         """A round starts.  root: the last token, an int; first: the position of the one after it."""
-        self.root, self.room = root, room
+        self.root, self.remaining = root, remaining
         self.generator = stream(self.rule.seed, f"draft {first}", self.device)
         self.tokens, self.parents = [], []                     # of the nodes that the drafter has seen
 
@@ -398,7 +398,7 @@ class Expand:
             path.append(node)
         return path
 
-def no_draft(expand, root):
+def root_only(expand, root):
     """The tree of plain decoding: the root alone."""
     return Tree(root, torch.full_like(root, -1))
 
@@ -408,7 +408,7 @@ def read_prompt(target, input_ids, max_new_tokens):
     if ids.numel() != ids.shape[-1]:
         raise UserError(f"input_ids has shape {tuple(ids.shape)}: give one sequence, (n,) or (1, n)")
     ids = ids.flatten().tolist()
-    room = min(max_new_tokens, target.room(ids))
+    room = min(max_new_tokens, target.remaining(ids))
     if not ids or room < 1:
         raise UserError(f"{len(ids)} tokens, {max_new_tokens} new ones, a context of {target.capacity}: give "
                         "at least one of each, and a prompt that fits")
@@ -425,14 +425,14 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
              streamer=None):
     """Speculative decoding of one sequence (GLIDE, Figures 1, 2) -> Output.
 
-    drafter, build: see the top of this file; None and no_draft: plain decoding.  input_ids: list of ids or
+    drafter, build: see the top of this file; None and root_only: plain decoding.  input_ids: list of ids or
     tensor (n,) or (1, n).  rule: Greedy() (the default) or Sampled(...).  stopping_criteria, streamer:
     transformers' own; the output ends behind the token at which a criterion holds.
     """
     ids, limit = read_prompt(target, input_ids, max_new_tokens)
     rule, out = rule or Greedy(), Output(ids, limit, stopping_criteria, streamer)
     expand = Expand(drafter, rule, target.device)
-    target.watch(drafter.needs if drafter else {})
+    target.capture(drafter.needs if drafter else {})
     if drafter:
         drafter.reset()
     if streamer:
@@ -440,7 +440,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     # Prefill: the target reads the prompt, and says the first token.
     logits = target.prefill(ids, drafter)[None]                                                # (1, V)
     root = torch.tensor(ids[-1:], device=target.device)
-    root = rule.choose(no_draft(expand, root), logits, target.cache.length)                    # (1,)
+    root = rule.choose(root_only(expand, root), logits, target.cache.length)                    # (1,)
     new = out.add(root.tolist())
 
     while not out.ended:

@@ -49,7 +49,7 @@ class Listener:
         return rows
 
     def __getattr__(self, name):
-        """What else builders ask of expand: its generator, room, root, and a cascade's drafter."""
+        """What else builders ask of expand: its generator, remaining, root, and a cascade's drafter."""
         return getattr(self.expand, name)
 
 def listening(build, heard):

@@ -242,7 +242,7 @@ def forwards(target, ids):
     """{n: seconds of a forward of a chain of n nodes behind the prompt}"""
     token = torch.tensor(ids[-1:], device=target.device)
     parents = torch.arange(-1, NODES[-1], device=target.device)
-    target.watch({})
+    target.capture({})
     target.cache.reserve(len(ids) + NODES[-1])
     target.prefill(ids)
     works = {}

@@ -243,7 +243,7 @@ def measure_costs(run, label):
     """
     drafter, (_, ids, limit) = run.drafters[label], run.prompts[0]
     trees = [partial(pct.vct, width=width, depth=depth) for width, depth in ((1, 1), (1, 5), (3, 3))]
-    builds = [(None, verify.no_draft), *((drafter, tree) for tree in trees)]
+    builds = [(None, verify.root_only), *((drafter, tree) for tree in trees)]
     turns = []
     for _ in range(7):
         turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])

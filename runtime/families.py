@@ -171,9 +171,9 @@ class AnyTarget(Target):
         return found | {"attention_mask": masks}
 
     # ------------------------------------------------------------ longrope
-    def room(self, ids):
-        """As Target.room; rows in the cache cannot follow where longrope switches tables."""
-        room = super().room(ids)
+    def remaining(self, ids):
+        """As Target.remaining; rows in the cache cannot follow where longrope switches tables."""
+        room = super().remaining(ids)
         return min(room, self.turn - len(ids) + 1) if self.turn and len(ids) <= self.turn else room
 
     def sync(self, ids, rows=1, same=0):

@@ -131,7 +131,7 @@ def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
     judge, rounds, judged = Judge(drafter, gram), [], []
 
     def review(expand, root):
-        chain, _ = judge.suggest(expand.root, most=min(maxgram.N, expand.room))
+        chain, _ = judge.suggest(expand.root, most=min(maxgram.N, expand.remaining))
         tokens = root.new_tensor([expand.root, *chain])
         parents = list(range(-1, len(chain)))
         expand(tokens, parents)

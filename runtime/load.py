@@ -258,7 +258,7 @@ def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=No
             if max(ids) >= setup.target.config.vocab_size:
                 raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
                                 f"{setup.target.config.vocab_size}")
-            room = setup.target.room(ids)
+            room = setup.target.remaining(ids)
             if room < 1:
                 left_out += 1                                    # and with it what is said behind it
                 break

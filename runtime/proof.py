@@ -7,7 +7,7 @@ never right.  So ask for its first choice along the target's own greedy text, be
 """
 import torch
 
-from verify import generate, no_draft
+from verify import generate, root_only
 
 NEW = 32                 # tokens of text behind each prompt
 
@@ -22,7 +22,7 @@ def proves_itself(target, drafter, prompts, new=NEW, stopping_criteria=()):
 
     def look(expand, root):
         rows.append(expand(root, [-1])[0].cpu())                                       # (V,)
-        return no_draft(expand, root)
+        return root_only(expand, root)
 
     for ids in prompts:
         # Plain decoding, while the drafter says what it would draft after each root

@@ -283,15 +283,15 @@ def test_flags_of_sampling_reach_the_decoding(small):
     how = dict(temperature=1.3, top_k=30, top_p=0.9, seed=7)
     run = bench.Run(args(small, *"--drafter maxgram --temperature 1.3 --top-k 30 --top-p 0.9 --seed 7".split()))
     _, ids, limit = run.prompts[0]
-    wanted = run.decode(None, verify.no_draft, ids, limit).tokens
+    wanted = run.decode(None, verify.root_only, ids, limit).tokens
     for changed in ({}, {"seed": 0}, {"top_k": None}, {"top_p": None}, {"temperature": 0.1}):
-        tokens = verify.generate(run.target, None, verify.no_draft, ids, limit, verify.Sampled(**{**how, **changed})).tokens
+        tokens = verify.generate(run.target, None, verify.root_only, ids, limit, verify.Sampled(**{**how, **changed})).tokens
         assert (tokens == wanted) == (not changed), changed
     run = bench.Run(args(small, "--drafter", "maxgram"))
-    whole = run.decode(None, verify.no_draft, ids, limit).tokens
+    whole = run.decode(None, verify.root_only, ids, limit).tokens
     assert whole == plain(run.model, ids, limit) == bench.library(run, ids, limit).tokens
     run.eos = whole[2]
-    assert run.decode(None, verify.no_draft, ids, limit).tokens == whole[:whole.index(whole[2]) + 1]
+    assert run.decode(None, verify.root_only, ids, limit).tokens == whole[:whole.index(whole[2]) + 1]
 
 @pytest.mark.parametrize("temperature", [0.7, 0])
 def test_what_transformers_is_asked_for(small, monkeypatch, temperature):

@@ -63,7 +63,7 @@ def gemmas(request):
 def begun(model, drafter):
     """A target that has read PROMPT, and its drafter, at the beginning of a round -> target"""
     target = any_target(model)
-    target.watch(drafter.needs)
+    target.capture(drafter.needs)
     drafter.reset()
     target.prefill(PROMPT)
     drafter.begin(target.view())
@@ -109,7 +109,7 @@ def told(model, drafter, at_once):
     target, text, seen, own = any_target(model), PROMPT + written_by(model), [], drafter.expand
 
     def build(expand, root):
-        at, depths = target.cache.length, range(1, 1 + min(3, expand.room))
+        at, depths = target.cache.length, range(1, 1 + min(3, expand.remaining))
         tokens, parents, rows = root.tolist(), [-1], []
         for depth in depths:
             truth = text[at + depth]
@@ -135,7 +135,7 @@ def test_a_chain_is_transformers_own(gemmas):
     target, rounds, drafter = any_target(model), [], gemma4.Drafter(assistant, model)
 
     def build(expand, root):
-        expand.room = 4                                        # as transformers, which does not count what is left
+        expand.remaining = 4                                        # as transformers, which does not count what is left
         tree = cape.chain(expand, root, 4)
         rounds.append((target.ids + root.tolist(), tree.tokens[1:].tolist()))
         return tree
@@ -328,7 +328,7 @@ def test_every_tree_is_lossless(pair, build):
     assert verify.generate(target, drafter, BUILDS[build], PROMPT, NEW).tokens == written_by(model)[:NEW]
     # Sampled, with noise keyed by seed and position: plain sampling's tokens
     rule = verify.Sampled(1.3, top_k=8, seed=1)
-    alone = verify.generate(target, None, verify.no_draft, PROMPT, NEW, rule).tokens
+    alone = verify.generate(target, None, verify.root_only, PROMPT, NEW, rule).tokens
     assert verify.generate(target, drafter, BUILDS[build], PROMPT, NEW, rule).tokens == alone != written_by(model)[:NEW]
 
 def p_value(counts, p):
@@ -358,8 +358,8 @@ def coin(probabilities):
     def rows(tokens, parents):
         return row.repeat(len(tokens), 1)
 
-    nothing = dict.fromkeys(("watch", "view", "reset", "begin", "keep"), lambda *args: None)
-    return SimpleNamespace(needs={}, device=torch.device("cpu"), cache=cache, room=lambda ids: 100, prefill=lambda ids, drafter: row,
+    nothing = dict.fromkeys(("capture", "view", "reset", "begin", "keep"), lambda *args: None)
+    return SimpleNamespace(needs={}, device=torch.device("cpu"), cache=cache, remaining=lambda ids: 100, prefill=lambda ids, drafter: row,
                            forward=rows, expand=rows, commit=commit, **nothing)
 
 @pytest.mark.parametrize("build", [cape.chain, cape.drawn])

@@ -219,7 +219,7 @@ def test_no_tree_is_deeper_than_there_is_room(build):
     table = random_table(1)
     for room in range(7):
         expand = table_expand(table)
-        expand.room = room
+        expand.remaining = room
         tree = build(expand, ROOT_0, 5)
         assert max(map(len, sequences(tree))) == 1 + min(5, room) == 1 + expand.calls
     assert sequences(tree) == sequences(build(table_expand(table), ROOT_0, 5)) or build is cape.drawn

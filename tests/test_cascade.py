@@ -191,7 +191,7 @@ def test_output_is_plain_decodings_over_every_tree(models, neural, gram, K):
     drafter = cascade_of(models[1:1 + neural], K, 2.0 if neural > 1 else 1.0, MaxGram(BIGRAM) if gram else None)
     for prompt in ([1], list(range(12)) * 2, [5] * (CONTEXT - 3), [4] * CONTEXT):
         expected = plain(models[0], prompt, min(10, CONTEXT - len(prompt) + 1))
-        drawn = verify.generate(target, None, verify.no_draft, prompt, 10, rule).tokens
+        drawn = verify.generate(target, None, verify.root_only, prompt, 10, rule).tokens
         for name, build in TREES.items():
             assert verify.generate(target, drafter, build, prompt, 10).tokens == expected, name
             assert verify.generate(target, drafter, build, prompt, 10, rule).tokens == drawn, f"{name}: the target's own draws decide"
@@ -484,7 +484,7 @@ def test_encoder_decoder_chains_are_plain_decodings():
             encoded.update(dict.fromkeys(encoded, 0))
             assert verify.generate(target, drafter, cascade.proposal, prompt, 9).tokens == text
             assert list(encoded.values()) == [1] + [1] * used + [0] * (2 - used), "the encoder runs once a prompt and model"
-            drawn = verify.generate(target, None, verify.no_draft, prompt, 9, rule).tokens
+            drawn = verify.generate(target, None, verify.root_only, prompt, 9, rule).tokens
             assert verify.generate(target, drafter, cascade.proposal, prompt, 9, rule).tokens == drawn
             assert verify.generate(target, drafter, cape.chain, prompt, 9).tokens == text
     for hook in hooks:
@@ -513,8 +513,8 @@ def test_every_stage_reads_the_whole_input():
 def test_an_encoders_input_takes_no_room_from_the_output_and_empties_the_decoders_cache():
     model, prompt = t5(), [5, 6, 7, 8, 9] * 8 + [1]
     target = cascade.EncoderDecoder(model, capacity=10)
-    assert verify.generate(target, None, verify.no_draft, prompt, 8).tokens == plain_t5(model, prompt, 8)[0]
-    assert len(verify.generate(target, None, verify.no_draft, prompt, 99).tokens) == 10
+    assert verify.generate(target, None, verify.root_only, prompt, 8).tokens == plain_t5(model, prompt, 8)[0]
+    assert len(verify.generate(target, None, verify.root_only, prompt, 99).tokens) == 10
     with torch.inference_mode():
         for prompt in ([5, 6, 7, 1], [9, 2, 1], [9, 2, 1]):
             target.encode(prompt)

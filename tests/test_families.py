@@ -101,11 +101,11 @@ def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
     model = sized(name, **more)
     target, prompt = AnyTarget(model), [5] * (places - 3)
     assert target.context == places
-    assert verify.generate(target, None, verify.no_draft, prompt, 20).tokens == plain(model, prompt, 4), "the last token need not be read"
+    assert verify.generate(target, None, verify.root_only, prompt, 20).tokens == plain(model, prompt, 4), "the last token need not be read"
     if target.verifies_trees:
         assert verify.generate(target, None, oracle(target, [5] * 99), prompt, 20).tokens == plain(model, prompt, 4), "nodes beyond the context"
     with pytest.raises(verify.UserError, match=f"context of {places}"):
-        verify.generate(target, None, verify.no_draft, [5] * (places + 1), 1)
+        verify.generate(target, None, verify.root_only, [5] * (places + 1), 1)
 
 def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
     model = tiny("qwen2-mixed", sliding_window=30)
@@ -203,7 +203,7 @@ def test_a_model_spread_over_devices():
 @torch.inference_mode()
 def test_hidden_states_are_shown_as_the_library_numbers_them(name):
     model, target = shared(name), AnyTarget(shared(name))
-    target.watch({"hidden": [1, 3]})
+    target.capture({"hidden": [1, 3]})
     target.prefill([1, 2, 3])
     states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
     for k, rows in target.view().hidden.items():
@@ -222,7 +222,7 @@ def test_any_target_picks_the_class():
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 1:].tolist()
     drafter = HandMade([0, *expected], 0.6)
     drafter.source = lambda ids: None
-    assert verify.generate(target, None, verify.no_draft, prompt, 12).tokens == expected
+    assert verify.generate(target, None, verify.root_only, prompt, 12).tokens == expected
     assert verify.generate(target, drafter, cape.chain, prompt, 12).tokens == expected
     with pytest.raises(verify.UserError, match="verifies chains only"):
         verify.generate(target, drafter, cape.cape, prompt, 12)

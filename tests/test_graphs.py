@@ -61,7 +61,7 @@ def test_trees_logits_are_those_of_exact_shapes(name, how):
         tokens, found = torch.randint(VOCAB, (n,), generator=g), []
         path = max((path_to(node, parents) for node in range(n)), key=len)
         for target in (ours, own):
-            target.watch({"hidden": [1, 2]} if n > 1 else {})
+            target.capture({"hidden": [1, 2]} if n > 1 else {})
             target.prefill(text)
             logits = target.forward(tokens, torch.tensor(parents))
             target.commit(path, tokens[path].tolist())
@@ -124,7 +124,7 @@ def test_large_forwards_beside_small_ones(kind, monkeypatch):
 def test_sampled_output_is_plain_samplings():
     llama = shared("llama", num_hidden_layers=1)
     rule = verify.Sampled(0.8, top_k=7, seed=3)
-    own = verify.generate(verify.Target(llama), None, verify.no_draft, [1, 2], 30, rule).tokens
+    own = verify.generate(verify.Target(llama), None, verify.root_only, [1, 2], 30, rule).tokens
     target = graphs.static(verify.Target(llama))
     assert generate(target, graphs.static(random_drafter(llama, "glide")), cape.cape, [1, 2], 30, rule).tokens == own
     check(model_of("llama"), "vdm", cape.drawn, {"record": False}, rule=rule)
@@ -134,7 +134,7 @@ def test_recordings_serve_other_lengths_and_no_other_needs():
     llama = model_of("llama")
     target, build = graphs.static(verify.Target(llama)), partial(cape.chain, gamma=2)
     drafter = graphs.static(random_drafter(llama, "glide"))
-    assert generate(target, None, verify.no_draft, [1, 2], 30).tokens == plain(llama, [1, 2], 30)
+    assert generate(target, None, verify.root_only, [1, 2], 30).tokens == plain(llama, [1, 2], 30)
     check(llama, "glide", build, {}, static=(target, drafter))
     check(llama, "glide", build, {}, [5, 4, 3], static=(target, drafter))
     assert 1 <= len(drafter.run.recorded) < len(target.run.recorded) <= 5
@@ -160,7 +160,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     def refuse(function, held):
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
     target.run.record = refuse
-    assert generate(target, None, verify.no_draft, [1, 2], 9).tokens == plain(llama, [1, 2], 9)
+    assert generate(target, None, verify.root_only, [1, 2], 9).tokens == plain(llama, [1, 2], 9)
     assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
     assert not target.run.recorded and not target.run.graphs
 

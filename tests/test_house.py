@@ -105,7 +105,7 @@ def test_measure_counts_no_docstring():
 
 @pytest.mark.parametrize("what, count, most", [
     ("figures' scripts", len(files("figures")), 8), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2400),
-    ("tests' lines", sum(len(source(name).splitlines()) for name in files("tests")), 9000),         # (tests/tools/ is tools)
+    ("tests' lines", sum(len(source(name).splitlines()) for name in files("tests")), 9100),         # (tests/tools/ is tools)
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
 def test_budget(what, count, most):
     assert count <= most, f"{count} {what}"

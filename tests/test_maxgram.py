@@ -419,7 +419,7 @@ def test_every_tree_gives_plain_decodings_tokens(name):
     greedy, read, own = plain(model, prompt, 12), [], both.drafter.expand
     both.drafter.expand = lambda tokens, parents: read.append(len(parents)) or own(tokens, parents)
     for rule in (verify.Greedy(), verify.Sampled(0.8, top_p=0.9, seed=3)):
-        expected = verify.generate(target, None, verify.no_draft, prompt, 12, rule).tokens
+        expected = verify.generate(target, None, verify.root_only, prompt, 12, rule).tokens
         assert rule.seed is not None or expected == greedy
         for tree, build in TREES.items():
             read.clear()

@@ -147,7 +147,7 @@ def test_no_tree_is_deeper_than_there_is_room(build):
     sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
     for room in range(12):
         expand = table_expand(sure)
-        expand.room = room
+        expand.remaining = room
         deepest = inspect.signature(build).parameters["depth"].default
         assert len(build(expand, torch.tensor([0])).tokens) == 1 + min(room, deepest) == 1 + expand.calls
 
@@ -254,8 +254,8 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         settings, suggest, room = dict(cost=cost, node_price=price, width=width, depth=depth), None, 99
         build = (pct.pct_cost, pct.graft)[seed // 4 % 2]
         if seed % 3 and build is pct.graft:
-            suggest, expand.root, expand.room = suggesting(seed, table), 0, 2 + seed % 7
-            room, expand.drafter = expand.room, Suggester(suggest, given)
+            suggest, expand.root, expand.remaining = suggesting(seed, table), 0, 2 + seed % 7
+            room, expand.drafter = expand.remaining, Suggester(suggest, given)
         tree = build(expand, torch.tensor([0]), **settings)
         nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price, suggest, room)
         assert {path[1:] for path in given} >= expanded and expand.calls == drafts, "a suggestion may be read in vain"
@@ -297,7 +297,7 @@ def test_graft_without_suggestions_is_pct_cost():
         found = []
         for build, suggest in ((pct.pct_cost, None), (pct.graft, None), (pct.graft, lambda *_: ([], []))):
             expand = path_expand() if seed < 10 else table_expand(table)
-            expand.room = 1 + seed % 12
+            expand.remaining = 1 + seed % 12
             if suggest:
                 expand.root, expand.drafter = seed % 7, SimpleNamespace(suggest=suggest)
             tree = build(expand, torch.tensor([seed % 7]), **settings)
@@ -309,7 +309,7 @@ def test_graft_without_suggestions_is_pct_cost():
 def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
     """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; sixteen at most."""
     expand = table_expand(torch.eye(200, dtype=torch.float64).roll(1, 1))
-    expand.root, expand.room = 0, room
+    expand.root, expand.remaining = 0, room
 
     def suggest(token, parent, most):
         chain = [*suggested][:most] if token == 0 else []

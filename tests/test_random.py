@@ -279,7 +279,7 @@ def grown(build, expand, root):
             offered = words == [token] and lengths[0] >= maxgram.LEAST
         assert 0 <= parent < len(paths) and offered, f"no drafter offered {token} below {above}"
         paths.append(above + (token,))
-    assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.room, "no node is deeper than tokens may follow"
+    assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.remaining, "no node is deeper than tokens may follow"
     return tree
 
 # ---------------------------------------------------------------- deciding a case
@@ -320,12 +320,12 @@ def run(case):
     if model.dtype != torch.float64:
         raise verify.UserError(f"{case['class']} knows no float64, where nothing ties")
     prompt, sampling, eos, (name, settings) = case["prompt"], case["sampling"], case["eos"], case["tree"]
-    limit = min(case["new"], target.room(prompt))
+    limit = min(case["new"], target.remaining(prompt))
     rule = verify.Sampled(**sampling) if sampling else verify.Greedy()
-    undrafted, drafter, build, text = None, None, verify.no_draft, []
+    undrafted, drafter, build, text = None, None, verify.root_only, []
     if case["drafter"] != "none":
         if case["rate"]:
-            undrafted = verify.generate(target, None, verify.no_draft, prompt, case["new"], rule).tokens
+            undrafted = verify.generate(target, None, verify.root_only, prompt, case["new"], rule).tokens
             text = prompt + undrafted
         # Rows of a second layer depend on when they were drafted: a fresh one, shown the same text, has others.
         checked = None if case["drafter"] == "glide 2" else case["checked"]

@@ -38,7 +38,7 @@ def decode(run):
     """The page's data of the first arm."""
     arm = next(arm for arm in bench.arms_of(run) if arm.build)
     _, ids, limit = run.prompts[1]
-    return rounds.arm_data(run, arm, ids, limit, rounds.timed(run.decode(None, verify.no_draft, ids, 2)))
+    return rounds.arm_data(run, arm, ids, limit, rounds.timed(run.decode(None, verify.root_only, ids, 2)))
 
 def path_to(nodes, node):
     """The tokens from the root down to a node."""

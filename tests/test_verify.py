@@ -71,7 +71,7 @@ def test_greedy_output_is_plain_decoding(number, name, length):
     model, new = shared(name), min(14, CONTEXT - length + 1)
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected, target = plain(model, prompt, new), target_of(model)
-    out = verify.generate(target, None, verify.no_draft, prompt, 14)
+    out = verify.generate(target, None, verify.root_only, prompt, 14)
     assert out.tokens == expected and out.runs == [1] * (new - 1), "the baseline: one token a forward"
     for drafter, tree in PAIRS if LONG else PAIRS[number % 11::11]:
         made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
@@ -113,7 +113,7 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     """Every node of a random tree sees its own path and nothing else; a committed path leaves the cache of a fresh prefill."""
     (tokens, parents), target, fresh = random_tree(18, seed), target_of(model), target_of(model)
     prompt = torch.randint(VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
-    target.watch({"hidden": [0, 1, 3]})
+    target.capture({"hidden": [0, 1, 3]})
     target.prefill(prompt)
     logits = target.forward(tokens, torch.tensor(parents))
     paths = [path_to(node, parents) for node in range(18)]
@@ -239,7 +239,7 @@ def test_what_a_builder_sees(llama):
 
     def build(expand, root):
         assert expand.root == root.item() and expand.drafter is drafter
-        seen.append((expand.room, expand(root, [-1])[0]))
+        seen.append((expand.remaining, expand(root, [-1])[0]))
         return verify.Tree(root, torch.tensor([-1]))
     drafter = HandMade([0] * 40, 1.0)
     drafter.temperature = 0.5
@@ -261,7 +261,7 @@ def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
     class Dead(HandMade):
         def expand(self, tokens, parents):
             return super().expand(tokens, parents) - float("inf")
-    expected = generate(llama, None, verify.no_draft, [0, 0, 0], rule=rule).tokens
+    expected = generate(llama, None, verify.root_only, [0, 0, 0], rule=rule).tokens
     for build in BUILDS.values():
         out = generate(llama, Dead([], 0.0), build, [0, 0, 0], rule=rule)
         assert out.tokens == expected and all(step.parents == [-1] for step in out.rounds)
@@ -273,7 +273,7 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
     torch.manual_seed(0)
     model = GPT2LMHeadModel(config).double().eval()
     for prompt in ([1, 2, 3], [1] * 13, [1] * 15, [1] * 16):
-        expected = generate(model, None, verify.no_draft, prompt, 20, rule).tokens
+        expected = generate(model, None, verify.root_only, prompt, 20, rule).tokens
         assert len(expected) == 17 - len(prompt) and (rule or expected == plain(model, prompt, len(expected)))
         for target in (verify.Target(model), verify.Target(model, capacity=100)):
             build = oracle(target, prompt + expected + [1] * 9)
@@ -289,7 +289,7 @@ def test_mistakes_are_named_in_one_sentence(llama):
     for prompt, new, words in (([], 4, "0 tokens"), ([1] * (CONTEXT + 1), 4, f"{CONTEXT + 1} tokens.* context of {CONTEXT}"), ([1], 0, "at least one"),
                                (torch.ones(2, 3, dtype=torch.long), 4, "one sequence"), (torch.ones(1, 2, 3, dtype=torch.long), 4, "one sequence")):
         with pytest.raises(verify.UserError, match=words) as caught:
-            generate(llama, None, verify.no_draft, prompt, new)
+            generate(llama, None, verify.root_only, prompt, new)
         assert "\n" not in str(caught.value)
     assert generate(llama, random_drafter(llama, "glide"), cape.drawn).tokens == plain(llama, PROMPT, 12), "no mistake: a draft like any other"
     for wrong in (dict(temperature=0), dict(temperature=-1), dict(top_k=-1), dict(top_p=7)):
@@ -317,7 +317,7 @@ def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how)
     drafter, differ = random_drafter(model, "glide"), set()
     for seed in range(3 if LONG else 2):
         rule = verify.Sampled(seed=seed, **how)
-        expected = generate(model, None, verify.no_draft, rule=rule).tokens
+        expected = generate(model, None, verify.root_only, rule=rule).tokens
         differ.add(tuple(expected))
         for tree in ("chain", "cape", "pct"):                  # test_random.py draws all others
             assert generate(model, drafter, BUILDS[tree], rule=rule).tokens == expected, tree
@@ -352,7 +352,7 @@ def test_sampled_text_follows_the_target():
     assert abs(sum(exact.values()) - 1) < 1e-6
     target, counts = verify.Target(model), dict.fromkeys(exact, 0)
     for seed in range(n):
-        counts[tuple(verify.generate(target, None, verify.no_draft, prompt, 3, verify.Sampled(0.8, top_k=4, seed=seed)).tokens)] += 1
+        counts[tuple(verify.generate(target, None, verify.root_only, prompt, 3, verify.Sampled(0.8, top_k=4, seed=seed)).tokens)] += 1
     p = chi_square_p(torch.tensor([float(v) for v in counts.values()]), torch.tensor(list(exact.values())) * n)
     assert p > 1e-6, p
 

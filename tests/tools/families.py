@@ -298,7 +298,7 @@ PCT = partial(pct.pct, cost=0.05)
 
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
 CELLS = {
-    "plain": [(lambda model, text: None, verify.no_draft)],
+    "plain": [(lambda model, text: None, verify.root_only)],
     "chain": [(half_right, cape.chain)],
     "tree": [(half_right, cape.cape), (half_right, PCT)],
     "GLIDE": [(glide_drafter, None)],
@@ -313,7 +313,7 @@ def cell(model, target, prompt, expected, decodings):
         drafter = drafter(model, prompt + expected)
         found = verify.generate(target, drafter, build, prompt, NEW).tokens
         # Where a rotary table changes with the length, the output ends before that.
-        meant = expected[:target.room(prompt)]
+        meant = expected[:target.remaining(prompt)]
         assert len(meant) > NEW // 2
         if found != meant:
             same = next((i for i, pair in enumerate(zip(found, meant)) if pair[0] != pair[1]), len(found))
@@ -328,7 +328,7 @@ def tree_logits(model, target, prompt):
     """Logits of a tree's nodes against the uncached forward of each path: tokens would not notice a small error."""
     tokens = torch.arange(VOCAB // 2, VOCAB)[:len(PARENTS)]
     with torch.inference_mode():
-        target.watch({})
+        target.capture({})
         target.prefill(prompt)
         logits = target.forward(tokens, torch.tensor(PARENTS))
         for path in PATHS:

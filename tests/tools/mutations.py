@@ -124,7 +124,7 @@ EDITS["cape"] = [
     ('extras of probability zero are there', 'extra = (joint > 0).sum()', 'extra = (joint >= 0).sum()'),
     ('tokens of probability zero are there', 'drafted = (least > 0).sum()', 'drafted = (least >= 0).sum()'),
     ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, rows[:n])', 'return Tree(tokens, parents, rows)'),
-    ('deeper than there is room', 'return min(gamma, getattr(expand, "room", gamma))', 'return gamma'),
+    ('deeper than there is room', 'return min(gamma, getattr(expand, "remaining", gamma))', 'return gamma'),
     ('logits are taken', 'assert highest < 1.01', 'assert highest < 1e9'),
     ('logarithms are taken', 'assert lowest >= 0', 'assert lowest > -1e9'),
 ]
@@ -178,7 +178,7 @@ EDITS["edd"] = [
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
     ('graft: the chain is deeper than there is room', 'chain, _ = self.suggested(best, min(most, deepest))', 'chain, _ = self.suggested(best, most)'),
-    ('graft: what hangs is deeper than there is room', 'most = min(most, self.expand.room - self.depth[node])', 'pass'),
+    ('graft: what hangs is deeper than there is room', 'most = min(most, self.expand.remaining - self.depth[node])', 'pass'),
     ('graft: always drafts', 'if not alone or worth_drafting(', 'if True or worth_drafting('),
     ('graft: what is left beside the chain is all of p', 'left = [p_j - p_child for', 'left = [p_j for'),
     ('graft: all that is left is found', 's = sum(p[1:]) / sum(p[:-1])', 's = 1'),
@@ -230,7 +230,7 @@ EDITS["pct"] = [
     ('depths are free', 'if gain < r * cost:', 'if False:'),
     ('depths by Eq. 5 alone', 'if gain < r * cost:', 'if gain < cost:'),
     ('drafts are not counted', 'self.drafts += 1', 'self.drafts = max(1, self.drafts)'),
-    ('deeper than there is room', 'return min(depth, getattr(expand, "room", depth))', 'return depth'),
+    ('deeper than there is room', 'return min(depth, getattr(expand, "remaining", depth))', 'return depth'),
     ('logits are taken', 'right = min(c) >= 0 and sum(c) < 1.05', 'right = min(c) >= 0'),
 ]
 
@@ -437,7 +437,7 @@ EDITS["verify"] = [
     ("sampling shows the drafter unwarped", "        return self.warp(logits)\n", "        return logits.softmax(-1)\n",
      "verify::test_what_a_builder_sees"),
     ("a dead row is not a number", ".nan_to_num(0.0)", "", "verify::test_a_row_of_minus_infinity_is_never_followed"),
-    ("the drafter keeps the root alone", "        return path\n\ndef no_draft", "        return path[:1]\n\ndef no_draft",
+    ("the drafter keeps the root alone", "        return path\n\ndef root_only", "        return path[:1]\n\ndef root_only",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
     ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(drafted, kept))", "drafter.keep(path)",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
