@@ -49,7 +49,7 @@ from runtime import families, load
 from training import drafters, jobs
 from training.jobs import place, say
 from training.muon import Muon
-from training.walk import Evaluation
+from training.walk import Evaluation, prompts_of
 
 WORK = Path(__file__).resolve().parent / "work"
 LOGITS = 2 ** 25                                  # numbers: so many logits of a drafter are held at a time
@@ -88,8 +88,8 @@ FLAGS = (
 )
 # Flags that say what a drafter is, and where its config has that
 MADE = {flag: flag for flag in "loss width layers norm block hidden".split()} | {"layer": "layers_read"}
-# Tokens and pieces to learn from; tokens and pieces that are held out; names of the kinds of text
-Data = namedtuple("Data", "tokens pieces held_tokens held kinds")
+# Tokens and pieces to learn from; tokens, pieces and prompts that are held out; names of the kinds of text
+Data = namedtuple("Data", "tokens pieces held_tokens held prompts kinds")
 
 # ---------------------------------------------------------------- the frozen target's forward
 def in_chunks(rows, loss, learn, x, *others):
@@ -370,11 +370,17 @@ def load_data(a, tokenizer, vocab):
     pieces, held = (prepare.pieces_of(rows, a.length) for rows in (index, held_index))
     if pieces[:, 1].sum() <= a.length:
         raise UserError(f"--data has too few tokens for --length {a.length}: more text, or less --length")
-    held = held[held[:, 1] > a.block + 1]                # something of it can be measured
-    if not len(held):
+    shortest = a.block + 2                               # tokens of which something can be measured
+    held = held[held[:, 1] >= shortest]
+    prompts = prompts_of(held_tokens, held_index, a.length, shortest)
+    if not len(held) or not len(prompts):
         say("too little text is held out: drafters are measured on what they are trained on")
         held_tokens, held = tokens, pieces
-    return Data(tokens, pieces, held_tokens, held, meta["kinds"])
+        prompts = prompts_of(tokens, index, a.length, shortest=2)
+    if not len(prompts):
+        raise UserError(f"--length {a.length}: no chat's first answer begins early enough to be measured: "
+                        "more --length")
+    return Data(tokens, pieces, held_tokens, held, prompts, meta["kinds"])
 
 def how_made(a, metrics, **more):
     """What training.json says: the command, seed, tokens seen, date, validation figures."""

@@ -129,10 +129,39 @@ def greedy_temperature(logits, choice):
 
 # ---------------------------------------------------------------- all drafters of a run
 def prompt_size(tokens, most):
-    """Tokens of a held-out piece that are a prompt: up to a chat's first answer, half of a text."""
+    """How many of a document's tokens are a prompt, at most `most` -> that many; 0: the document has none.
+
+    Of a plain text it is half.  Of a chat it is all up to its first answer, so that every prompt is one that
+    people ask: the start of a document, which ends where an answer begins.
+    """
     learned = tokens >= 0
-    size = len(tokens) // 2 if learned.all() else int(learned.argmax())
-    return max(1, min(size, most))
+    if learned.all():
+        return max(1, min(len(tokens) // 2, most))
+    begins = learned[1:] & ~learned[:-1]                 # of token i + 1: an answer begins with it
+    if not begins.any():
+        return 0
+    size = 1 + int(begins.argmax())
+    return size if size <= most else 0
+
+
+def prompts_of(tokens, documents, length, shortest):
+    """Prompts in documents, (n, 3) as prepare.open_split gives them -> start, size, kind: (prompts, 3).
+
+    A chat gives one at most, a plain text one in each piece of `length` tokens that has `shortest` or more.
+    """
+    most = max(1, length - NEW)
+    found = []
+    for document in documents:
+        start, size, kind = document
+        parts = document[None]
+        if (tokens[start:start + size] >= 0).all():
+            parts = prepare.pieces_of(parts, length)
+            parts = parts[parts[:, 1] >= shortest]
+        for start, size, _ in parts:
+            asked = prompt_size(tokens[start:start + size], most)
+            if asked:
+                found.append((start, asked, kind))
+    return np.array(found, "i8").reshape(-1, 3)
 
 
 def figures(total):
@@ -161,23 +190,18 @@ class Evaluation:
             pieces = data.held[data.held[:, 2] == kind]
             chosen = prepare.order(pieces[:, 1], most, 0, 0)[0]
             self.pieces[kind] = pieces[chosen]
-        # Texts for the walk: the target's own, from the beginnings of some pieces
-        chosen = prepare.stratified(data.held, PROMPTS)
-        prompts = [self.prompt(start, size) for start, size, _ in chosen]
+        # Texts for the walk: the target's own, after held-out prompts
+        chosen = prepare.stratified(data.prompts, PROMPTS)
+        prompts = []
+        for start, size, _ in chosen:
+            ids = data.held_tokens[start:start + size]
+            prompts.append(np.where(ids < 0, ~ids, ids).tolist())
         ends = [min(a.length, len(ids) + NEW) for ids in prompts]
         texts = continuations(target, prompts, ends)
         self.texts = []                                                              # (ids, start, kind)
-        for text, given, piece in zip(texts, prompts, chosen):
+        for text, (_, size, kind) in zip(texts, chosen):
             text = torch.tensor(text, device=a.device)
-            kind = piece[2]
-            self.texts.append((text, len(given), kind))
-
-    def prompt(self, start, size):
-        """The prompt that a held-out piece begins with -> ids."""
-        tokens = self.data.held_tokens[start:start + size]
-        most = max(1, self.a.length - NEW)
-        tokens = tokens[:prompt_size(tokens, most)]
-        return np.where(tokens < 0, ~tokens, tokens).tolist()
+            self.texts.append((text, int(size), kind))
 
     @torch.no_grad()
     def __call__(self, models):

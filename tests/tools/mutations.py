@@ -656,6 +656,10 @@ EDITS["training/jobs"] = [
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
+    ("a prompt ends where a question does", "size = 1 + int(begins.argmax())", "size = int(begins.argmax())", "train"),
+    ("a question that is too long is cut", "return size if size <= most else 0", "return min(size, most)", "train"),
+    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():", "if True:", "train"),
+    ("a rejected token is not tested", "            logits.append(row)\n", "            logits += [row] if right else []\n", "train"),
 ]
 EDITS["data/prepare"] = [
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
