@@ -27,7 +27,7 @@ import verify
 from checkpoints import make
 from data import prepare
 from runtime import load
-from training import drafters, jobs, muon, walk
+from training import continuations, drafters, jobs, muon, walk
 
 KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"
@@ -392,8 +392,8 @@ def test_prompts_are_beginnings_of_documents_up_to_an_answer(llama, monkeypatch)
     plain_text = np.where(tokens < 0, ~tokens, tokens)
     assert walk.prompts_of(plain_text, np.array([[5, 50, 1], [60, 6, 0]]), 20, 7).tolist() == [[5, 8, 1], [25, 8, 1], [45, 5, 1]], "at most 20 - 12"
     for silent in (np.array([3, 4, 5, ~6]), ~np.arange(9)):
-        assert walk.prompt_size(silent, 9) == 0, "no answer begins there"
-    assert walk.prompt_size(np.array([3, 4, ~5, 6]), 9) == 3, "a chat may begin with an answer, a prompt not"
+        assert continuations.prompt_size(silent, 9) == 0, "no answer begins there"
+    assert continuations.prompt_size(np.array([3, 4, ~5, 6]), 9) == 3, "a chat may begin with an answer, a prompt not"
 
 def along(text, start, done, recorded):
     """From rounds of verify.generate: drafted tokens and their logits up to the first wrong one of each round, within the text."""
@@ -454,7 +454,7 @@ def test_figures_are_those_of_decoding(llama, monkeypatch):
 def test_language_models_along_a_text(llama):
     """Their forward over the text is the oracle; the target drafts for itself without a mistake."""
     module, start = some_drafter("small", llama), 5
-    text = torch.tensor(walk.continuations(llama, [[1, 2, 3, 4, 5]], [start + 28])[0])
+    text = torch.tensor(continuations.continuations(llama, [[1, 2, 3, 4, 5]], [start + 28])[0])
     right, runs, t = (module.lm(text[None]).logits[0, :-1].argmax(-1) == text[1:]).tolist() + [False], [], start
     while t < len(text) - 1:
         runs.append(min(5, right[t:].index(False)))
@@ -498,11 +498,11 @@ def test_greedy_temperature_is_found_again():
 def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
     """Side by side, each to its own end; an end-of-text token only where the target writes one."""
     model, prompts, ends = shared("llama"), [[1], [2, 3, 4, 5], [6, 7], [8, 9, 10]], [20, 10, 2, 25]
-    texts = walk.continuations(model, prompts, ends)
+    texts = continuations.continuations(model, prompts, ends)
     assert texts == [ids + (plain(model, ids, end - len(ids)) if end > len(ids) else []) for ids, end in zip(prompts, ends)]
     end = texts[0][8]
     monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-    for text, before, ids in zip(walk.continuations(model, prompts, ends), texts, prompts):
+    for text, before, ids in zip(continuations.continuations(model, prompts, ends), texts, prompts):
         assert text == before[:before.index(end, len(ids)) + 1 if end in before[len(ids):] else None]
 
 # ---------------------------------------------------------------- mistakes, and what the documentation says

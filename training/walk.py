@@ -17,54 +17,13 @@ import torch.nn.functional as F
 import glide
 from data import prepare
 from runtime import parts
+from training.continuations import continuations, prompt_size
 from verify import View
 
 CHAIN = 5                                         # drafted tokens a round
 PROMPTS, NEW = 96, 64                             # held-out prompts, and tokens that the target adds to each
 CHECKED = 2 ** 14                                 # held-out tokens whose loss is measured
 LOGITS = 2 ** 25                                  # numbers: so many logits a temperature is fitted to
-
-
-# ---------------------------------------------------------------- the target's own text
-def padded(texts):
-    """Texts [ids] as one batch, padded on the left -> ids, attention mask; (B, T) each."""
-    longest = max(map(len, texts))
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    seen = torch.zeros_like(ids)
-    for row, mask, text in zip(ids, seen, texts):
-        row[longest - len(text):] = torch.tensor(text)
-        mask[longest - len(text):] = 1
-    return ids, seen
-
-
-@torch.no_grad()
-def continuations(target, prompts, ends):
-    """The target's greedy continuations of all prompts, side by side -> [ids], prompts included.
-
-    Text i ends where the target ends it, with an end-of-text token, or when it has ends[i] tokens.
-    """
-    texts = [list(ids) for ids in prompts]
-    eos = target.generation_config.eos_token_id
-    eos = [eos] if isinstance(eos, int) else eos or []
-    active = [i for i, text in enumerate(texts) if len(text) < ends[i]]
-    while active:
-        ids, seen = padded([texts[i] for i in active])
-        ids = ids.to(target.device)
-        seen = seen.to(target.device)
-        # As far as the first of them may go; the others go on afterwards.
-        new = min(ends[i] - len(texts[i]) for i in active)
-        made = target.generate(ids, attention_mask=seen, do_sample=False, max_new_tokens=new,
-                               eos_token_id=eos or None, pad_token_id=0)
-        made = made[:, ids.shape[1]:].tolist()
-        finished = set()
-        for i, row in zip(active, made):
-            for token in row:
-                texts[i].append(token)
-                if token in eos:                         # what follows is padding
-                    finished.add(i)
-                    break
-        active = [i for i in active if i not in finished and len(texts[i]) < ends[i]]
-    return texts
 
 
 # ---------------------------------------------------------------- a drafter along a text
@@ -128,22 +87,6 @@ def greedy_temperature(logits, choice):
 
 
 # ---------------------------------------------------------------- all drafters of a run
-def prompt_size(tokens, most):
-    """How many of a document's tokens are a prompt, at most `most` -> that many; 0: the document has none.
-
-    Of a plain text it is half.  Of a chat it is all up to its first answer, so that every prompt is one that
-    people ask: the start of a document, which ends where an answer begins.
-    """
-    learned = tokens >= 0
-    if learned.all():
-        return max(1, min(len(tokens) // 2, most))
-    begins = learned[1:] & ~learned[:-1]                 # of token i + 1: an answer begins with it
-    if not begins.any():
-        return 0
-    size = 1 + int(begins.argmax())
-    return size if size <= most else 0
-
-
 def prompts_of(tokens, documents, length, shortest):
     """Prompts in documents, (n, 3) as prepare.open_split gives them -> start, size, kind: (prompts, 3).
 

@@ -656,10 +656,18 @@ EDITS["training/jobs"] = [
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
-    ("a prompt ends where a question does", "size = 1 + int(begins.argmax())", "size = int(begins.argmax())", "train"),
-    ("a question that is too long is cut", "return size if size <= most else 0", "return min(size, most)", "train"),
     ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():", "if True:", "train"),
     ("a rejected token is not tested", "            logits.append(row)\n", "            logits += [row] if right else []\n", "train"),
+]
+EDITS["training/continuations"] = [
+    ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
+    ("a resumed file keeps nothing", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "os.truncate(self.path, 0)", "make"),
+    ("any file is gone on with", "            if not ours:\n", "            if False:\n", "make"),
+    ("the library's own top-k where one samples", '"top_k": 0, "top_p": 1.0', '"top_k": 1, "top_p": 1.0', "make"),
+    ("a prompt ends where a question does", "size = 1 + int(begins.argmax())", "size = int(begins.argmax())", "train"),
+    ("a question that is too long is cut", "return size if size <= most else 0", "return min(size, most)", "train"),
+    ("prompts come twice", "and tuple(ids) not in known:", "and True:", "make"),
+    ("a chat's answer is given", "            return chat[:number]\n", "            return chat\n", "make"),
 ]
 EDITS["data/prepare"] = [
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
