@@ -35,20 +35,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import transformers  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from data import early
 
-import maxgram  # noqa: E402
-import train  # noqa: E402
-from data import prepare, read  # noqa: E402
-from data.corpus import EOS, write_corpus  # noqa: E402
-from data.read import UserError  # noqa: E402
-from runtime import grams, load  # noqa: E402
-from training import continuations as written  # noqa: E402
-from training import drafters, jobs  # noqa: E402
+if __name__ == "__main__":
+    early.stops("make.py")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from tqdm import tqdm
+
+import maxgram
+import train
+from data import prepare, read
+from data.corpus import EOS, write_corpus
+from data.read import UserError
+from runtime import grams, load
+from training import continuations as written
+from training import drafters, jobs
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):

@@ -1,6 +1,7 @@
 """How the stand-in is made: what is held out stays out, each step does what it says, interrupted or not."""
 # ruff: noqa: F811
 import json
+import shutil
 import signal
 from array import array
 from types import SimpleNamespace
@@ -72,7 +73,7 @@ def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatc
     refused(capsys, target, "--overwrite", make.main)
     refused(capsys, [*target, "--overwrite"], "stopped after 3 of 5 steps", make.main)
     monkeypatch.setattr(make, "draw", draw)
-    (out / "target" / "training.json").unlink()
+    shutil.rmtree(out / "target")
     assert make.main([*target, "--resume"]) == 0
     assert (out / "target" / "model.safetensors").read_bytes() == whole
     about = json.loads((out / "target" / "training.json").read_text())
@@ -212,15 +213,18 @@ def test_the_loss_of_a_small_model(llama, loss):
     assert model.loss(train.frozen_forward(llama, ids)).item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
 def test_a_saved_language_model_is_whole(small, tmp_path, monkeypatch):
-    """Killed while it is written: the old files are still there, all of them."""
+    """A full disk: the old files are still there, all of them, and nothing half."""
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
     drafters.save_lm(tmp_path / "lm", model, tokenizer, {"a": 1})
     before = {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()}
-    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: [][0])
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
     model.lm_head.weight.data += 1
-    with pytest.raises(IndexError):
+    with pytest.raises(read.UserError, match="No space left on device.*what was there is still there"):
         drafters.save_lm(tmp_path / "lm", model, tokenizer, {"a": 2})
-    assert {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()} == before
+    assert {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()} == before and [p.name for p in tmp_path.iterdir()] == ["lm"]
 
 # ---------------------------------------------------------------- the bigram
 CODE = "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return f(x) + 2\n"

@@ -164,7 +164,12 @@ class Evaluation:
     def metrics(self, name):
         """All that was added up about a drafter."""
         totals = self.totals[name]
-        found = figures(sum(totals.values(), Counter()))
+        # Not a sum of Counters, which leaves out what is not above 0: a loss that is no number, too.
+        whole = Counter()
+        for total in totals.values():
+            for key, value in total.items():
+                whole[key] += value
+        found = figures(whole)
         found["temperature"] = greedy_temperature(*self.rows[name])
         found["by_kind"] = {}
         for kind, total in totals.items():

@@ -577,6 +577,7 @@ EDITS["train"] = [
     ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
     ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
      "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
+    ("weights that are no numbers are saved", "if not finite(module):", "if False:", "train"),
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
     ("the loss of each process is for its own rows", ".sum().item()) / processes", ".sum().item())", "parallel"),
@@ -653,6 +654,10 @@ EDITS["runtime/load"] = [
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
+    ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
+    ("a foreign state is taken", "if damaged or not whole:", "if damaged:", "train"),
+    ("files of unknown origin are replaced", "if any(folder.iterdir()):", "if False:", "train"),
+    ("a folder that cannot be written to is found at the end", "if not place.is_dir() or not", "if False and not", "train"),
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
