@@ -174,8 +174,22 @@ def trained_before(folder, model, tokenizer):
                         "saved, of the same --layers, --width, --vocab and text") from None
 
 
+def check_target(a):
+    """Refuse sizes of which no target can be made."""
+    least = {"vocab": 257, "length": 34}                 # 256 bytes and an end of text; repeated() needs so many
+    for name, smallest in least.items():
+        if getattr(a, name) < smallest:
+            raise UserError(f"--{name} is {getattr(a, name)}: it must be at least {smallest}")
+    if a.width % 32:
+        raise UserError(f"--width is {a.width}: it must be a multiple of 32, the size of a head")
+    for name in ("repeat", "first_share"):
+        if not 0 <= getattr(a, name) <= 1:
+            raise UserError(f"--{name.replace('_', '-')} is {getattr(a, name)}: it must be from 0 to 1")
+
+
 def train_target(a):
     """`make.py target`: the tokenizer and the stand-in from scratch."""
+    check_target(a)
     state = jobs.State(a, ["target"])
     torch.manual_seed(a.seed)
     tokenizer = tokenizer_of(a)

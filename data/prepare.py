@@ -31,10 +31,11 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import read
+from data import files, read
 from data.read import UserError
 
 SPLITS = ("train", "val")
+FILES = {"train.bin", "val.bin", "train.npy", "val.npy", "meta.json"}
 HELD_OUT = 50                                     # every fiftieth document
 AT_ONCE = 2 ** 18                                 # characters that are encoded at once
 KINDS = 16                                        # kinds of text that are told apart; more are "other"
@@ -67,10 +68,10 @@ def in_batches(entries):
         yield some
 
 
-def write_splits(files, paths, tokenizer, template, vocab):
-    """Encode all documents into the open `files` {split: file} -> the splits, and what meta.json says."""
+def write_splits(outputs, paths, tokenizer, template, vocab):
+    """Encode all documents into open files {split: file} -> the splits, and what meta.json says."""
     bad, silent, kinds, eos = [], [], [], tokenizer.eos_token_id
-    splits = {name: Split(file) for name, file in files.items()}
+    splits = {name: Split(file) for name, file in outputs.items()}
     number, entries = 0, read.documents(paths, bad=bad)
     for some in in_batches(tqdm(entries, unit=" documents", desc="prepare", leave=False, disable=None)):
         encoded = read.encode_all([found for _, _, found in some], tokenizer, template)
@@ -86,8 +87,9 @@ def write_splits(files, paths, tokenizer, template, vocab):
                     silent.append(place)
                     continue
                 check_ids(ids, place, vocab)
-                if isinstance(found, str) and eos is not None:
-                    ids = np.append(ids, eos)            # a chat ends as its template says, ids as they do
+                # A chat ends as its template says, ids as they do, a piece of a text not at all.
+                if isinstance(found, str) and getattr(found, "last", True) and eos is not None:
+                    ids = np.append(ids, eos)
                 splits["val" if held else "train"].add(ids, kind, 1 if held else row.get("times", 1))
     for what, places in (("rows without text", bad), ("chats without an answer to learn from", silent)):
         if places:
@@ -128,7 +130,7 @@ def key_of(paths, tokenizer, template):
             content.update(f"{path} ".encode())
             continue
         with open(path, "rb") as file:
-            while block := file.read(read.PIECE):
+            while block := file.read(files.PIECE):
                 content.update(block)
     return content.hexdigest()[:16]
 
@@ -143,21 +145,22 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
     key = key_of(paths, tokenizer, template)
     if is_prepared([folder]) and meta_of(folder)["key"] == key:
         return folder
-    if folder.exists() and not is_prepared([folder]) and any(folder.iterdir()):
+    if folder.exists() and not (folder.is_dir() and FILES >= {file.name for file in folder.iterdir()}):
         raise UserError(f"{folder} holds something else than prepared data: give another --out")
     # Made beside it, and moved there when all is done: a killed preparation leaves nothing half.
     part = Path(f"{folder}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     with open(part / "train.bin", "wb") as train, open(part / "val.bin", "wb") as val:
-        files = {"train": train, "val": val}
-        splits, meta = write_splits(files, paths, tokenizer, template, vocab)
+        outputs = {"train": train, "val": val}
+        splits, meta = write_splits(outputs, paths, tokenizer, template, vocab)
     for name, split in splits.items():
         rows = np.array(split.index, "i8").reshape(-1, 3)
         np.save(part / f"{name}.npy", rows)
         meta[name] = {"tokens": split.tokens, "documents": len(rows)}
     if not meta["train"]["tokens"] + meta["val"]["tokens"]:
-        raise UserError("--data has no text: give files or folders that do")
+        raise UserError("--data has no text, or none that the chat template takes: give files or folders "
+                        "that do")
     meta |= {"key": key, "vocabulary": fingerprint(tokenizer), "template": template}
     (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
@@ -169,21 +172,44 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
 def meta_of(folder):
     """meta.json of a prepared folder."""
     try:
-        return json.loads((Path(folder) / "meta.json").read_text())
-    except (OSError, ValueError) as why:
-        raise UserError(f"{folder} is not prepared ({type(why).__name__}): python data/prepare.py") from None
+        meta = json.loads((Path(folder) / "meta.json").read_text())
+        kinds, key = meta["kinds"], meta["key"]
+        counts = [meta[split][what] for split in SPLITS for what in ("tokens", "documents")]
+        assert isinstance(kinds, list) and isinstance(key, str) and all(type(n) is int for n in counts)
+        assert {"vocabulary", "template"} <= set(meta)
+    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+        raise damaged(folder) from None
+    return meta
+
+
+def damaged(folder):
+    return UserError(f"{folder} is damaged, or was not prepared by python data/prepare.py: prepare it again")
 
 
 def is_prepared(paths):
     """Whether --data names one folder that prepare made."""
-    return len(paths) == 1 and (Path(paths[0]) / "meta.json").is_file()
+    if len(paths) != 1:
+        return False
+    folder = Path(paths[0])
+    return (folder / "meta.json").is_file() and (folder / "train.bin").is_file()
 
 
 def open_split(folder, split):
     """-> tokens (n,) int32, mapped into memory; index (documents, 3): start, length, kind."""
     path = Path(folder) / f"{split}.bin"
-    tokens = np.memmap(path, "i4", "r") if path.stat().st_size else np.zeros(0, "i4")
-    return tokens, np.load(path.with_suffix(".npy"))
+    meta = meta_of(folder)
+    try:
+        size = path.stat().st_size
+        tokens = np.memmap(path, "i4", "r") if size else np.zeros(0, "i4")
+        index = np.load(path.with_suffix(".npy"))
+        assert size == 4 * meta[split]["tokens"] and index.dtype == "i8"
+        assert index.shape == (meta[split]["documents"], 3)
+        start, length, kind = index.T
+        assert (index >= 0).all() and (start + length <= len(tokens)).all()
+        assert (kind < len(meta["kinds"])).all()
+    except (OSError, ValueError, AssertionError):
+        raise damaged(folder) from None
+    return tokens, index
 
 
 def pieces_of(index, length):

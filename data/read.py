@@ -1,6 +1,6 @@
 """What people bring, read: rows of files -> documents to learn from, prompts to ask, chats in one format.
 
-    path     stream_rows(path)                   the rows of a file, one by one
+    path     read_rows(path)                     data/files.py: the rows of a file
     row      document(row)                       text, chat messages or token ids: what is learned from
              question_text(row), conversation(row)      what it asks
     prompts  prompt_rows(paths, limit)           -> [(group, row, name)], evenly over the groups
@@ -12,18 +12,15 @@ Three tables say which rows are known: CHATS and FIELDS (documents), ASKS (quest
 """
 import argparse
 import contextlib
-import gzip
-import importlib
-import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
 import jinja2
 import numpy as np
 
-PIECE = 2 ** 16                                   # characters of a long text that are read at once
+from data.files import Piece, UserError, files_of, first_line, read_rows, stream_rows
+
 CHATS = ("conversations", "conversation", "messages")         # ShareGPT; GLIDE's layout; the hub's
 # Fields that make a document, behind the string that joins them.
 FIELDS = (
@@ -65,10 +62,6 @@ TEMPLATES = {"plain": PLAIN, "vicuna": VICUNA}
 
 
 # ---------------------------------------------------------------- what every program needs
-class UserError(ValueError):
-    """A mistake of the user's, in one sentence."""
-
-
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are one sentence, as all mistakes are here."""
 
@@ -82,11 +75,6 @@ def seed(text):
     if not 0 <= number < 2 ** 63:
         raise ValueError
     return number
-
-
-def first_line(why):
-    """The first line of what an exception says."""
-    return str(why).partition("\n")[0][:150]
 
 
 def write_atomically(path, write):
@@ -103,87 +91,6 @@ def write_atomically(path, write):
         if isinstance(why, UserError):
             raise
         raise UserError(f"{path} cannot be written ({why}): what was there is still there") from None
-
-
-# ---------------------------------------------------------------- files -> rows
-def opened(path):
-    """A file as text, .gz and .zst unpacked.  Only \\n ends a line: JSON strings may hold U+2028."""
-    how = {"encoding": "utf-8", "newline": "\n"}
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", **how)
-    if path.suffix != ".zst":
-        return open(path, **how)
-    for reader in ("zstandard", "compression.zstd"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(reader).open(path, "rt", **how)
-    raise UserError(f"{path} cannot be read: pip install zstandard")
-
-
-def parse(line):
-    """JSON -> what it says, or None."""
-    with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(line)
-
-
-def hub_rows(path):
-    """Rows of a parquet file, or of a data set of the hub, OWNER/NAME or OWNER/NAME:CONFIGURATION."""
-    try:
-        import datasets
-    except ImportError:
-        what = "is parquet" if path.suffix == ".parquet" else "is no file here, maybe a data set of the hub"
-        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or text") from None
-    if path.suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    name, _, configuration = str(path).partition(":")
-    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-
-
-def stream_rows(path):
-    """Yield the rows of a file: JSON's, with None for a bad line; any other file's text in pieces."""
-    path = Path(path)
-    try:
-        if path.suffix == ".parquet" or not path.exists():
-            yield from hub_rows(path)
-            return
-        with opened(path) as file:
-            if ".json" not in path.name:
-                while text := file.read(PIECE) + file.readline():
-                    if text.strip():
-                        yield text
-                return
-            lines = file
-            if ".jsonl" not in path.name:
-                # One list or row; or, whatever the name says, a row a line
-                text = file.read()
-                lines = text.split("\n") if parse(text) is None else [text]
-            for line in filter(str.strip, lines):
-                row = parse(line)
-                yield from row if isinstance(row, list) else [row]
-    except Exception as why:
-        if isinstance(why, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it, or "
-                        "name another file") from None
-
-
-def read_rows(path):
-    """All rows of a file, as a list: none may be bad."""
-    rows = list(stream_rows(path))
-    if None in rows:
-        raise UserError(f"{path} cannot be read as text or JSON lines (row {1 + rows.index(None)}): mend it, "
-                        "or name another file")
-    return rows
-
-
-def files_of(paths, flag):
-    """All files of files and folders, in order, without hidden ones; names of hub data sets as they are."""
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from filter(Path.is_file, sorted(path.rglob("[!.]*")))
-        elif path.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
-            yield path
-        else:
-            raise UserError(f"{flag}: {path} does not exist")
 
 
 # ---------------------------------------------------------------- rows -> documents and questions
@@ -229,6 +136,8 @@ def document(row):
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
+    if isinstance(row.get("text"), Piece):
+        return row["text"]
     if isinstance(row.get("ids"), list):
         return checked(row["ids"])
     if isinstance(row.get("prompt"), list) and isinstance(row.get("answer"), list):
@@ -239,6 +148,17 @@ def document(row):
     for between, *names in FIELDS:
         if names[0] in row:
             return between.join(row[name] for name in names if isinstance(row.get(name), str))
+
+
+def check_row(row):
+    """Refuse a row whose "held_out" or "times" cannot be what they say."""
+    if not isinstance(row, dict):
+        return
+    if not isinstance(row.get("held_out", True), bool):
+        raise UserError(f"\"held_out\" is {row['held_out']!r}: say true or false")
+    times = row.get("times", 1)
+    if type(times) is not int or not 0 <= times < 1000:
+        raise UserError(f"\"times\" is {times!r}: say a whole number below 1000")
 
 
 def documents(paths, flag="--data", bad=None):
@@ -254,6 +174,7 @@ def documents(paths, flag="--data", bad=None):
                 row = {"text": row} if isinstance(row, str) else row
                 place = f"row {number} of {file}"
                 try:
+                    check_row(row)
                     found = document(row)
                 except UserError as why:
                     raise UserError(f"{flag}: {place} cannot be read ({why})") from None
@@ -286,9 +207,18 @@ def template_of(name, tokenizer):
         own = own.get("default")
     if name is None:
         return own or PLAIN
-    if name not in TEMPLATES and not Path(name).is_file():
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if not Path(name).is_file():
         raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a Jinja template")
-    return TEMPLATES.get(name) or Path(name).read_text()
+    try:
+        template = Path(name).read_text(encoding="utf-8")
+        chat_text([{"role": "user", "content": "hi"}], tokenizer, template)
+    except (jinja2.TemplateSyntaxError, UnicodeError, OSError) as why:
+        raise UserError(f"--template: {name} is no Jinja template ({first_line(why)}): mend it") from None
+    except (jinja2.TemplateError, TypeError):            # this chat it refuses, others it may know
+        pass
+    return template
 
 
 def chat_text(messages, tokenizer, template, ask=False):
@@ -349,9 +279,13 @@ def encode_all(found, tokenizer, template):
     parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
     plain = [text for text in found if isinstance(text, str)]
     written = [text for some in parts for text, _ in some]
-    plain_ids, chat_rows = iter(()), iter(())
+    plain_ids, chat_rows = [], iter(())
     if plain:
-        plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"])
+        plain_ids = tokenizer(plain, verbose=False)["input_ids"]
+    # What a tokenizer puts before a text belongs to its first piece alone.
+    later = [text for text in plain if not getattr(text, "first", True)]
+    later_ids = iter(tokenizer(later, add_special_tokens=False, verbose=False)["input_ids"] if later else [])
+    plain_ids = iter(plain_ids)
     if written:
         encoded = tokenizer(written, add_special_tokens=False, verbose=False,
                             return_offsets_mapping=tokenizer.is_fast)
@@ -359,7 +293,8 @@ def encode_all(found, tokenizer, template):
         chat_rows = zip(encoded["input_ids"], ends)
     for one, some in zip(found, parts):
         if isinstance(one, str):
-            ids = np.array(next(plain_ids), "i4")
+            ids = next(plain_ids)
+            ids = np.array(ids if getattr(one, "first", True) else next(later_ids), "i4")
             yield [ids] if one.strip() and len(ids) else []
         elif is_chat(one):
             yield [only_answers(*next(chat_rows), answers, tokenizer) for _, answers in some]

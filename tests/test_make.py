@@ -27,17 +27,6 @@ from training import continuations, drafters
 from runtime.grams import measure_confidence, read_bigram
 
 # ---------------------------------------------------------------- tokenizer, target
-@pytest.mark.parametrize("argv, words", [
-    (["corpus", "--stories", "/no/such"], "--stories: /no/such does not exist"), (["corpus"], "required: --stories"), ([], "required: made"),
-    (["corpse"], "invalid choice: 'corpse'"), (["target"], "required: --data"), (["target", "--data", "/no/such"], "--data: /no/such does not exist"),
-    (["target", "--data", "x", "--steps", "0"], "--steps is 0"), (["target", "--data", "x", "--vocab", "-3"], "--vocab is -3"), (["trigram"], "invalid choice"),
-    (["continuations", "--data", "x", "--target", "/no/such"], "target /no/such does not exist"), (["bigram"], "--corpus")])
-def test_mistakes_are_one_sentence(argv, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert make.main([*argv, *(["--work", "w", "--out", "o"] if argv[:1] == ["target"] else [])]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and err.startswith("make.py: "), err
-
 def test_the_tokenizer_of_a_corpus(tmp_path):
     """A token a digit; trained on what is not held out, and read back where the same text was seen before."""
     tokenizer = make.train_tokenizer(["x = 1234567890\n" * 50], 300)

@@ -82,6 +82,8 @@ def spread(name, dtype, device, revision=None, trust=False):
     if missing:
         raise UserError(f"--shard-target: the files of {name} have no weight called {missing[0]}: leave the "
                         "flag out")
+    if (folder / "generation_config.json").exists():     # its ends of text may be others than config's
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     only_special_tokens(model)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)

@@ -623,13 +623,20 @@ EDITS["checkpoints/make"] = [
 ]
 
 # ---------------------------------------------------------------- beside the nine files
+EDITS["data/files"] = [
+    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
+    ("hidden folders are read", "hidden = any(name.startswith(\".\") for name in names)", "hidden = names[-1].startswith(\".\")", "data"),
+    ("each piece of a text ends it", "piece.first, piece.last = first, not following", "piece.first, piece.last = first, True", "data"),
+    ("a pipe is waited for", "if path.exists() and not path.is_file() and", "if False and", "train::test_mistakes_are_one_sentence"),
+]
 EDITS["data/read"] = [
+    ("a row's numbers are not checked", "                    check_row(row)\n", "", "train::test_mistakes_are_one_sentence"),
+    ("an answer is learned one token late", '(len(before), len(after)), side="right")', '(len(before) + 1, len(after)), side="right")', "data"),
     ("categories are no groups", ' or about.get("category")', "", "data train corpus"),
     ("Vicuna's turns are parted by a blank", "ASSISTANT: {{ turn.content }}</s>{% endif %}",
      "ASSISTANT: {{ turn.content }}</s> {% endif %}", "data train corpus"),
     ("choices are not asked", '("question choices", CHOICES),', "", "data train corpus"),
     ("GLIDE's layout is unknown", '"conversation", "messages")', '"messages")', "data train corpus"),
-    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
     ("a killed write leaves half a file", "        write(part)\n        os.replace(part, path)", "        write(path)",
      "data train corpus"),
     ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}', '{"human": "assistant", "gpt": "user"}', "data train corpus"),
@@ -689,7 +696,11 @@ EDITS["training/continuations"] = [
     ("prompts come twice", "and tuple(ids) not in known:", "and True:", "make"),
     ("a chat's answer is given", "            return chat[:number]\n", "            return chat\n", "make"),
 ]
+EDITS["training/shard"] = [
+    ("other ends of text than the whole model's", 'if (folder / "generation_config.json").exists():', "if False:", "parallel"),
+]
 EDITS["data/prepare"] = [
+    ("an index beyond the tokens", "(start + length <= len(tokens)).all()", "True", "train::test_mistakes_are_one_sentence"),
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
     ("a row's `times` is ignored", 'row.get("times", 1))', "1)", "data train corpus"),
     ("the token file's key ignores content", "                content.update(block)", "                pass",
