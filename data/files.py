@@ -58,16 +58,17 @@ class Piece(str):
 
 def pieces_of_text(file):
     """Yield the text of an open file in pieces of some PIECE characters, which end where a line does."""
-    first = True
-    text = file.read(PIECE) + file.readline()
-    while text:
-        following = file.read(PIECE) + file.readline()
+    waiting = None                                       # the last piece that is not blank
+    while text := file.read(PIECE) + file.readline():
+        if not text.strip():
+            continue
         piece = Piece(text)
-        piece.first, piece.last = first, not following
-        if text.strip():
-            yield piece
-            first = False
-        text = following
+        if waiting is not None:
+            waiting.last = piece.first = False
+            yield waiting
+        waiting = piece
+    if waiting is not None:
+        yield waiting
 
 
 def check_file(path):

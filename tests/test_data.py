@@ -220,12 +220,14 @@ def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, t
 def test_a_long_text_begins_and_ends_once(tmp_path, tokenizer, monkeypatch):
     """However many pieces it is read in: one token before it, where the tokenizer writes one, and one end-of-text."""
     monkeypatch.setattr(files, "PIECE", 60)
-    for name, text in (("a.txt", TEXT), ("b.txt", "add")):
+    for name, text in (("a.txt", TEXT + "\n" * 99), ("b.txt", "add")):
         (tmp_path / name).write_text(text)
     own = copy.deepcopy(tokenizer)
     own._tokenizer.post_processor = TemplateProcessing(single="Ġ $A", special_tokens=[("Ġ", own.convert_tokens_to_ids("Ġ"))])
     found, _ = prepared(tmp_path, own, tmp_path / "a.txt", tmp_path / "b.txt")
-    assert len(found["train"]) + len(found["val"]) > 9 and own.decode(sum((ids for _, ids in found["train"]), [])) == f" {TEXT}<|endoftext|> add<|endoftext|>"
+    assert len(found["train"]) + len(found["val"]) > 9 and [own.decode(ids) for _, ids in found["train"]][-1] == " add<|endoftext|>"
+    text = own.decode(sum((ids for _, ids in found["train"][:-1]), []))
+    assert text.startswith(" def") and text.endswith("<|endoftext|>") and text[1:-13].rstrip() == TEXT.rstrip()
 
 def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
     """Content, tokenizer and template are what counts; a killed preparation leaves nothing half, another's folder stays."""

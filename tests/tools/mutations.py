@@ -626,7 +626,7 @@ EDITS["checkpoints/make"] = [
 EDITS["data/files"] = [
     ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
     ("hidden folders are read", "hidden = any(name.startswith(\".\") for name in names)", "hidden = names[-1].startswith(\".\")", "data"),
-    ("each piece of a text ends it", "piece.first, piece.last = first, not following", "piece.first, piece.last = first, True", "data"),
+    ("each piece of a text ends it", "waiting.last = piece.first = False", "piece.first = False", "data"),
     ("a pipe is waited for", "if path.exists() and not path.is_file() and", "if False and", "train::test_mistakes_are_one_sentence"),
 ]
 EDITS["data/read"] = [
@@ -671,7 +671,7 @@ EDITS["runtime/load"] = [
      'for key in a if key in b and key not in ("probe", "vocabulary"))', "bench calls train real"),
 ]
 EDITS["training/jobs"] = [
-    ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
+    ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
     ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
     ("a foreign state is taken", "if damaged or not whole:", "if damaged:", "train"),
