@@ -20,7 +20,7 @@ def first_line(why):
 
 # ---------------------------------------------------------------- a file's rows
 def opened(path):
-    """A file as text, .gz and .zst unpacked.  Only \\n ends a line: JSON strings may hold U+2028."""
+    """A file as text, .gz and .zst unpacked.  Only \\n ends a line, as JSON may hold U+2028."""
     how = {"encoding": "utf-8", "newline": "\n"}
     if path.suffix == ".gz":
         return gzip.open(path, "rt", **how)
@@ -39,12 +39,15 @@ def parse(line):
 
 
 def hub_rows(path):
-    """Rows of a parquet file, or of a data set of the hub, OWNER/NAME or OWNER/NAME:CONFIGURATION."""
+    """Rows of a parquet file, or of the hub's OWNER/NAME or OWNER/NAME:CONFIGURATION."""
     try:
         import datasets
     except ImportError:
-        what = "is parquet" if path.suffix == ".parquet" else "is no file here, maybe a data set of the hub"
-        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or text") from None
+        what = "is no file here, maybe a data set of the hub"
+        if path.suffix == ".parquet":
+            what = "is parquet"
+        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or "
+                        "text") from None
     if path.suffix == ".parquet":
         return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
     name, _, configuration = str(path).partition(":")
@@ -57,9 +60,12 @@ class Piece(str):
 
 
 def pieces_of_text(file):
-    """Yield the text of an open file in pieces of some PIECE characters, which end where a line does."""
+    """Yield the text of an open file in pieces of some PIECE characters, of whole lines."""
     waiting = None                                       # the last piece that is not blank
-    while text := file.read(PIECE) + file.readline():
+    while True:
+        text = file.read(PIECE) + file.readline()
+        if not text:
+            break
         if not text.strip():
             continue
         piece = Piece(text)
@@ -78,7 +84,7 @@ def check_file(path):
 
 
 def stream_rows(path):
-    """Yield the rows of a file: JSON's, with None for a bad line; any other file's text in pieces."""
+    """Yield the rows of a file: of JSON, None for a bad line; of any other, its text in pieces."""
     path = Path(path)
     check_file(path)
     try:
@@ -100,21 +106,22 @@ def stream_rows(path):
     except Exception as why:
         if isinstance(why, UserError):
             raise
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it, or "
-                        "name another file") from None
+        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend "
+                        "it, or name another file") from None
 
 
 def read_rows(path):
     """All rows of a file, as a list: none may be bad."""
     rows = list(stream_rows(path))
     if None in rows:
-        raise UserError(f"{path} cannot be read as text or JSON lines (row {1 + rows.index(None)}): mend it, "
-                        "or name another file")
+        bad = 1 + rows.index(None)
+        raise UserError(f"{path} cannot be read as text or JSON lines (row {bad}): mend it, or "
+                        "name another file")
     return rows
 
 
 def files_of(paths, flag):
-    """All files of files and folders, in order, without hidden ones; names of hub data sets as they are."""
+    """All files of files and folders, in order, none hidden; names of the hub as they are."""
     for path in map(Path, paths):
         check_file(path)
         if path.is_dir():

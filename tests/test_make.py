@@ -20,6 +20,7 @@ import glide
 import train
 import verify
 from checkpoints import make
+from checkpoints.bigram import load_tokenizer
 from data import corpus, prepare, read
 from maxgram import build_bigram
 from runtime import load
@@ -183,8 +184,8 @@ def test_the_corpus_own_documents_are_continued_where_the_answer_begins(small):
             {"source": "stories", "text": "One day, a. Two. Three"}, {"source": "stories", "text": "One day, a. Two. Three."},
             {"source": "stories", "text": "One day, a. Two. Four."}, {"source": "math", "text": "Question: x\nAnswer: y", "held_out": True}]
     path = dump(small / "corpus.jsonl", [{"held_out": False, **row} for row in rows])
-    tokenizer = make.load_tokenizer(str(small / "model"))
-    parts = make.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
+    tokenizer = load_tokenizer(str(small / "model"))
+    parts = continuations.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
     assert [(kind, tokenizer.decode(ids)) for kind, ids in parts] == [
         ("math", "Question: a + b?\nAnswer:"), ("retell", "a. b.\n\nAgain.\n\n"), ("stories", "One day, a."), ("stories", "One day, a. Two.")]
     parts = [("a", list(range(n))) for n in np.random.default_rng(0).permutation(100)]

@@ -576,7 +576,7 @@ EDITS["train"] = [
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
     ("the loss of each process is for its own labels", "count = max(1, labels) / processes", "count = max(1, labels)", "parallel"),
-    ("an idle process learns", "                                           # the others wait for a forward", " | learn",
+    ("an idle process learns", "learn[:] = False                       # the others", "pass                                   # the others",
      "parallel"),
     ("Ctrl-C in one process stops that one", "if stopped:\n                jobs.stop(", "if signals:\n                jobs.stop(",
      "parallel"),
@@ -617,7 +617,7 @@ EDITS["checkpoints/convert"] = [
     ("the epsilon is not taken", 'settings["num_attention_heads"], settings["rms_norm_eps"]', 'settings["num_attention_heads"], 1e-6', "convert"),
 ]
 
-EDITS["checkpoints/make"] = [
+EDITS["checkpoints/bigram"] = [
     ("held-out documents are counted into the bigram", "            else:\n                yield ids\n",
      "            if True:\n                yield ids\n", "make"),
 ]
@@ -631,7 +631,7 @@ EDITS["data/files"] = [
 ]
 EDITS["data/read"] = [
     ("a row's numbers are not checked", "                    check_row(row)\n", "", "train::test_mistakes_are_one_sentence"),
-    ("an answer is learned one token late", '(len(before), len(after)), side="right")', '(len(before) + 1, len(after)), side="right")', "data"),
+    ("an answer is learned one character late", "np.searchsorted(ends, len(before),", "np.searchsorted(ends, len(before) + 9,", "data"),
     ("categories are no groups", ' or about.get("category")', "", "data train corpus"),
     ("Vicuna's turns are parted by a blank", "ASSISTANT: {{ turn.content }}</s>{% endif %}",
      "ASSISTANT: {{ turn.content }}</s> {% endif %}", "data train corpus"),
