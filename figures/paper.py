@@ -69,7 +69,7 @@ def is_there(text, a):
     """Whether all that the call `text` of --drafter names can be loaded, as far as its folders say."""
     without_settings = re.sub(r"\w+=(\([^)]*\)|[^,)]*)", "", text)
     names = {*re.split(r"[(),\s]+", without_settings)}
-    for name in names - {"", "maxgram", "cascade", "beside", *load.HEIRS}:
+    for name in names - {"", "maxgram", "cascade", "beside", *load.BEYOND}:
         stage = Path(a.checkpoint) / name / "config.json"
         # With a slash it is a folder, or a name on the hub.
         if name not in load.drafters_in(a.checkpoint) and not stage.exists() and "/" not in name:
