@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import edd
@@ -172,12 +173,16 @@ def save(folder, module, tokenizer, about):
 def save_lm(folder, model, tokenizer, about):
     """A language model as Hugging Face saves it, in bfloat16, with training.json, each file atomically."""
     folder, part = Path(folder), Path(f"{folder}.part")
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in part.iterdir():
-        if file.is_dir():                        # say of several chat templates
-            shutil.rmtree(folder / file.name, ignore_errors=True)
-        os.replace(file, folder / file.name)
-    shutil.rmtree(part)
+    try:
+        copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in part.iterdir():
+            if file.is_dir():                    # say of several chat templates
+                shutil.rmtree(folder / file.name, ignore_errors=True)
+            os.replace(file, folder / file.name)
+    except (OSError, SafetensorError) as why:
+        raise UserError(f"{folder} cannot be written ({why}): what was there is still there") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -577,6 +577,7 @@ EDITS["train"] = [
     ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
     ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
      "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
+    ("weights that are no numbers are saved", "if not finite(module):", "if False:", "train"),
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
     ("the loss of each process is for its own rows", ".sum().item()) / processes", ".sum().item())", "parallel"),
@@ -653,9 +654,25 @@ EDITS["runtime/load"] = [
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
+    ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
+    ("a foreign state is taken", "if damaged or not whole:", "if damaged:", "train"),
+    ("files of unknown origin are replaced", "if any(folder.iterdir()):", "if False:", "train"),
+    ("a folder that cannot be written to is found at the end", "if not place.is_dir() or not", "if False and not", "train"),
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
+    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():", "if True:", "train"),
+    ("a rejected token is not tested", "            logits.append(row)\n", "            logits += [row] if right else []\n", "train"),
+]
+EDITS["training/continuations"] = [
+    ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
+    ("a resumed file keeps nothing", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "os.truncate(self.path, 0)", "make"),
+    ("any file is gone on with", "            if not ours:\n", "            if False:\n", "make"),
+    ("the library's own top-k where one samples", '"top_k": 0, "top_p": 1.0', '"top_k": 1, "top_p": 1.0', "make"),
+    ("a prompt ends where a question does", "size = 1 + int(begins.argmax())", "size = int(begins.argmax())", "train"),
+    ("a question that is too long is cut", "return size if size <= most else 0", "return min(size, most)", "train"),
+    ("prompts come twice", "and tuple(ids) not in known:", "and True:", "make"),
+    ("a chat's answer is given", "            return chat[:number]\n", "            return chat\n", "make"),
 ]
 EDITS["data/prepare"] = [
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
