@@ -370,7 +370,10 @@ def write_bigram(a):
             else:
                 yield ids
 
-    bigram = maxgram.build_bigram(counted(), vocab)
+    try:
+        bigram = maxgram.build_bigram(counted(), vocab)
+    except ValueError as why:
+        raise UserError(str(why)) from None
     confidence = grams.measure_confidence(shown(held, len(held)), bigram)
     measured = "not measured, the defaults hold"
     if confidence:
@@ -481,10 +484,7 @@ def run(argv):
         if value is not None and value < least.get(name, 1):
             raise UserError(f"--{name} is {value}: it must be above 0")
     load.check_device(getattr(a, "device", "cpu"))
-    try:
-        MAKE[a.made](a)
-    except maxgram.UserError as why:
-        raise UserError(str(why)) from None
+    MAKE[a.made](a)
 
 
 def main(argv):
