@@ -34,6 +34,7 @@ import cascade
 import maxgram
 import pct
 import verify
+from beyond import graft, priced
 from data import read
 from runtime import clock, families, graphs, load, proof
 from runtime.load import read_call, settings_of
@@ -41,7 +42,7 @@ from verify import UserError
 
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}         # a cascade and Max-Gram write these by themselves
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct, "vct": pct.vct,
-         "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost, "graft": pct.graft,
+         "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost, "graft": graft.graft,
          "eagle2": pct.eagle2}
 PROMPTS = load.ROOT / "data" / "prompts.jsonl"              # the project's own
 LOOK = 9                                                    # of them: a minute or less

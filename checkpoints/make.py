@@ -351,7 +351,10 @@ def write_bigram(a):
             else:
                 yield ids
 
-    bigram = maxgram.build_bigram(counted(), vocab)
+    try:
+        bigram = maxgram.build_bigram(counted(), vocab)
+    except ValueError as why:
+        raise UserError(str(why)) from None
     confidence = grams.measure_confidence(shown(held, len(held)), bigram)
     measured = "not measured, the defaults hold"
     if confidence:
@@ -465,10 +468,7 @@ def run(argv):
     if not getattr(a, "temperature", 0) >= 0:
         raise UserError(f"--temperature is {a.temperature}: it must be 0 or above")
     load.check_device(getattr(a, "device", "cpu"))
-    try:
-        MAKE[a.made](a)
-    except maxgram.UserError as why:
-        raise UserError(str(why)) from None
+    MAKE[a.made](a)
 
 
 def main(argv):

@@ -19,6 +19,7 @@ import torch
 import cape
 import pct
 import verify
+from beyond import priced
 
 # The methods that are timed, and what their time counts as
 TARGET = {"prefill": "prefill", "forward": "verify"}
@@ -265,7 +266,7 @@ def measure_costs(run, label):
     for _ in range(7):
         turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
     # The first turn warms up; where the prompt is answered by one token there are no rounds.
-    cost, price = pct.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
+    cost, price = priced.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
     if not 0.005 <= cost <= 1:
         run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
         return {}

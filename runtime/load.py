@@ -30,6 +30,7 @@ import cascade
 import edd
 import glide
 import maxgram
+from beyond import graft
 from data import read
 from runtime import families, grams, graphs, parts
 from verify import UserError
@@ -462,7 +463,7 @@ def load_beside(setup, *names, bigram=None):
         if (folder / "training.json").exists():
             drafter.temperature = about_drafter(folder).get("validation", {}).get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):
