@@ -43,6 +43,7 @@ NAMED["beside"] = "a neural drafter or a language model, then maxgram"
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
+SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
 PROBES = 32                                       # weights of a model that its fingerprint keeps
 
 # ---------------------------------------------------------------- names as calls
@@ -137,12 +138,17 @@ def only_special_tokens(model):
 def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None, trust=False):
     """(model, tokenizer) as transformers loads them.  UserError where it cannot.
 
+    name: a folder, a hub name, or "smollm2".
     device "auto": spread over what there is, by accelerate.  encoder_decoder: T5 may come too.
     role: what the model is called in an error.  trust: run the model's own code, too.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     give = "give a complete folder or a hub name of a causal language model"
+    if str(name) == "smollm2" and not Path(name).exists():
+        if not SMOLLM2.exists():
+            raise UserError(f"{role} smollm2 is not here yet: run `python checkpoints/smollm2.py` once")
+        name = SMOLLM2
     # A hub name is OWNER/NAME.
     hub = str(name).count("/") == 1 and not Path(name).is_absolute()
     if not Path(name).exists() and not hub:
