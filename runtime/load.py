@@ -45,6 +45,8 @@ CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
 PROBES = 32                                       # weights of a model that its fingerprint keeps
+NEAR = 0.25                                       # relative difference: 4 bits make .08 to .16, a seed 1.4
+ENOUGH = 8                                        # weights that must be near: one may be so by chance
 
 # ---------------------------------------------------------------- names as calls
 Call = namedtuple("Call", "name function words settings label")         # label: the call as tables show it
@@ -211,16 +213,35 @@ def fingerprint(model, tokenizer=None):
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
     return about
 
-def same_target(a, b):
-    """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
+def relation(a, b):
+    """What the targets of two fingerprints are to each other: "the same", "a relative" or "another".
+
+    the same     equal in what both say, weights up to half precision's rounding
+    a relative   of one architecture and vocabulary, weights near: rounded to 4 bits by one of them, or tuned
+                 lightly; 32 weights cannot tell these apart.  A drafter of one drafts for the other, too:
+                 the output stays exact, as the target verifies it; fewer tokens may be accepted.
+    another      all else
+    """
     probes = [about.get("probe") for about in (a, b)]
     if not all(isinstance(probe, dict) for probe in probes):
-        return False                                     # an older format: weights without names
+        return "another"                                 # an older format: weights without names
+    if any(a[key] != b[key] for key in a if key in b and key != "probe"):
+        return "another"
     shared = [name for name in probes[0] if name in probes[1]]
-    mine, its = [[probe[name] for name in shared] for probe in probes]
-    if not shared or not np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
-        return False
-    return all(a[key] == b[key] for key in a if key in b and key != "probe")
+    mine = np.array([probes[0][name] for name in shared])
+    its = np.array([probes[1][name] for name in shared])
+    if not shared:
+        return "another"
+    if np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
+        return "the same"
+    difference = np.linalg.norm(mine - its) / max(np.linalg.norm(its), 1e-30)
+    if len(shared) >= ENOUGH and difference < NEAR:
+        return "a relative"
+    return "another"
+
+def same_target(a, b):
+    """Whether two fingerprints are of one model."""
+    return relation(a, b) == "the same"
 
 # ---------------------------------------------------------------- a target and what goes with it
 class Setup:
@@ -308,8 +329,11 @@ def load_drafter(setup, name, raw=False):
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Asked first: another target's drafter may read layers that are not there.
-    if not same_target(about.get("target", {}), fingerprint(setup.model, setup.tokenizer)):
+    related = relation(about.get("target", {}), fingerprint(setup.model, setup.tokenizer))
+    if related == "another":
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
+    if related == "a relative":
+        setup.notes.append(f"{name} was trained for a relative of this target (rounded otherwise, or tuned)")
     module = glide if about["kind"] in ("glide", "vanilla") else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)

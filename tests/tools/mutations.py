@@ -648,7 +648,11 @@ EDITS["runtime/load"] = [
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
     ("the revision is forgotten", '{"revision": revision,', '{"revision": None,', "bench calls train real"),
     ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
-     'for key in a if key in b and key not in ("probe", "vocabulary"))', "bench calls train real"),
+     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
+    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
+    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
+    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
+    ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
