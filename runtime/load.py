@@ -31,7 +31,7 @@ import edd
 import glide
 import maxgram
 from data import read
-from runtime import families, grams, graphs, parts
+from runtime import families, grams, graphs, linear, parts
 from verify import UserError
 
 BEYOND = ("gemma4", "eagle3")                             # files of beyond/, each of which loads one drafter
@@ -182,6 +182,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     if not placed:
         model = model.to(device)
     only_special_tokens(model)
+    linear.pack(model)
     return model.eval(), tokenizer
 
 # ---------------------------------------------------------------- fingerprints
@@ -339,6 +340,7 @@ def load_drafter(setup, name, raw=False):
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
+    linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
     if setup.graphs:
@@ -351,6 +353,7 @@ def load_heir(kind, setup, name):
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
     drafter = importlib.import_module(f"beyond.{kind}").load(name, setup.model, **more)
+    linear.pack(drafter.model, beside=setup.model)
     if setup.graphs:
         graphs.static(drafter)
     return drafter
@@ -408,6 +411,7 @@ def load_stage(setup, name):
         if mine[i] != its[i]:
             raise UserError(f"{name} has another tokenizer than the target: token {i} is {its[i]!r} there, "
                             f"{mine[i]!r} here; take a model of the target's family")
+    linear.pack(model, beside=setup.model)
     if model.num_parameters() >= setup.model.num_parameters():
         setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
     return model

@@ -654,6 +654,16 @@ EDITS["runtime/load"] = [
     ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
     ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
+EDITS["runtime/linear"] = [
+    ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
+    ("blocks of a weight in another type", "weight.data_ptr(), weight.dtype", "weight.is_cpu"),
+    ("a copy keeps the blocks", "return type(None), ()", "return Blocks, (self.weight,)"),
+    ("blocks where a gradient flows", "blocks is None or torch.is_grad_enabled()", "blocks is None or False"),
+    ("the bias is forgotten", "blocks.tensor, self.bias,", "blocks.tensor, None,"),
+    ("blocks within the cache", "own + others <= CACHE", "own + others < CACHE"),
+    ("the other model leaves the cache alone", "others = 0 if beside is None else bytes_of(linears(beside))", "others = 0"),
+    ("copies of any size", "or own > LARGEST", ""),
+]
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
