@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 import edd
 import glide
+from runtime.linear import PackedLinear
 
 
 def place_of(model):
@@ -199,7 +200,7 @@ class Part:
         return self.module(inputs).to(x.device)
 
 
-class Head(nn.Linear):
+class Head(PackedLinear):
     """A linear head whose logits are scaled and capped as the target's."""
     scale, cap = 1.0, None
 

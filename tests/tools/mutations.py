@@ -647,7 +647,21 @@ EDITS["runtime/load"] = [
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
     ("the revision is forgotten", '{"revision": revision,', '{"revision": None,', "bench calls train real"),
     ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
-     'for key in a if key in b and key not in ("probe", "vocabulary"))', "bench calls train real"),
+     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
+    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
+    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
+    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
+    ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
+]
+EDITS["runtime/linear"] = [
+    ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
+    ("blocks of a weight in another type", "weight.data_ptr(), weight.dtype", "weight.is_cpu"),
+    ("a copy keeps the blocks", "return type(None), ()", "return Blocks, (self.weight,)"),
+    ("blocks where a gradient flows", "blocks is None or torch.is_grad_enabled()", "blocks is None or False"),
+    ("the bias is forgotten", "blocks.tensor, self.bias,", "blocks.tensor, None,"),
+    ("blocks within the cache", "own + others <= CACHE", "own + others < CACHE"),
+    ("the other model leaves the cache alone", "others = 0 if beside is None else bytes_of(linears(beside))", "others = 0"),
+    ("copies of any size", "or own > LARGEST", ""),
 ]
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
