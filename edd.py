@@ -71,6 +71,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import rotate_half
 
 HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
 BLOCKS = (5, 10)                 # appendix B: block lengths are drawn from this range, both ends included
@@ -161,6 +162,17 @@ class DraftModel(nn.Module):
         return self.layer(x, attention_mask=mask, position_ids=position, past_key_values=cache,
                           position_embeddings=turn)
 
+    def keys_values(self, x, position):
+        """What others see of rows x (B, m, D): keys, values (B, H, m, d), without queries, attention, MLP."""
+        attention = self.layer.self_attn
+        x = self.layer.input_layernorm(x)
+        cos, sin = self.target.rotary(x, position)                                     # (1, m, d)
+        heads = (-1, attention.head_dim)
+        k = attention.k_proj(x).unflatten(-1, heads).transpose(1, 2)                   # (B, H, m, d)
+        v = attention.v_proj(x).unflatten(-1, heads).transpose(1, 2)
+        k = k * cos[:, None] + rotate_half(k) * sin[:, None]
+        return k, v
+
     def causal(self, x):
         """All positions at once, each seeing those up to itself.  x (B, T, D) -> (B, T, D)."""
         position = torch.arange(x.shape[1], device=x.device)
@@ -170,6 +182,15 @@ class DraftModel(nn.Module):
 def cross_entropy(head, x, meant):
     """Summed over rows x (m, D); meant: ids (m,), or distributions (m, V)."""
     return F.cross_entropy(head(x).float(), meant, reduction="sum")
+
+class SoftPrompt:
+    """Keys and values (B, H, T, d) of H, in the place of a cache: they come before the tokens' own."""
+
+    def __init__(self, k, v):
+        self.k, self.v = k, v
+
+    def update(self, k, v, *args, **kwargs):
+        return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
 
 class EDD(DraftModel):
     """EDD or VDM: the target's embedding and head, trained on, around one fresh layer."""
@@ -188,15 +209,13 @@ class EDD(DraftModel):
         tokens = self.embed(ids)                                                       # (B, T, D)
         if not self.config.encoding:
             return self.norm(self.causal(tokens))
-        # P_d(T | H), Eq. 2: both go in, hidden states first, each at its own position
-        x = torch.cat((hidden.to(tokens.dtype), tokens), 1)                            # (B, 2T, D)
-        position = torch.arange(T, device=ids.device)[None]
-        position = position.repeat(1, 2)                                               # (1, 2T)
-        # Eq. 3: what a token sees.  Hidden states are keys only; that each sees itself makes no difference.
-        mask = torch.eye(2 * T, dtype=torch.bool)
-        mask[T:] = dual_block_mask(T, block)
-        x = self.rows(x, position, mask.to(ids.device))                                # (B, 2T, D)
-        return self.norm(x[:, T:])
+        # P_d(T | H), Eq. 2: of the hidden states tokens see keys and values alone
+        position = torch.arange(T, device=ids.device)[None]                            # (1, T)
+        soft_prompt = SoftPrompt(*self.keys_values(hidden.to(tokens.dtype), position))
+        # Eq. 3: which of them, and which tokens
+        mask = dual_block_mask(T, block).to(ids.device)                                # (T, 2T)
+        x = self.rows(tokens, position, mask, soft_prompt)
+        return self.norm(x)
 
     def divergence(self, x, target_logits):
         """Eq. 4, summed over rows x (m, D)."""

@@ -27,6 +27,22 @@ def rounding(model):
     """How far two ways to one number may be apart: eager attention takes its softmax in float32."""
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
 
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
+FAMILIES = {
+    "Llama": {},
+    "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
+    "Cohere": dict(logit_scale=0.25),
+    "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
+    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
+    "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+}
+
 # ---------------------------------------------------------------- alone in a project
 @pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
 def test_alone_it_says_what_runtime_parts_makes_it_say(model, name, tmp_path):
@@ -76,6 +92,22 @@ def test_training_equals_decoding(name, block, encoding):
             drafter.keep(list(range(min(block, T - t))))
         if encoding:                                            # the soft prompt matters, or the above says nothing
             assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
+
+@pytest.mark.parametrize("name", [*CLASSES, *FAMILIES])
+def test_the_soft_prompt_is_keys_and_values_alone(name):
+    """The same gradients as where hidden states go through the whole layer, each seeing itself alone, and twice as many rows are computed."""
+    model = shared(name) if name in CLASSES else of_family(name)
+    draft_model, batch = weighty(lambda: fresh(model, "edd"), 1), batch_of(model, text(18, 1).view(2, 9), {2})
+    ids, hidden = batch["ids"], batch["hidden"][2]
+    found = draft_model(ids, hidden, 4)
+    x = torch.cat((hidden, draft_model.embed(ids)), 1)
+    mask = torch.eye(18, dtype=torch.bool)
+    mask[9:] = edd.dual_block_mask(9, 4)
+    expected = draft_model.norm(draft_model.rows(x, torch.arange(9).repeat(1, 2), mask)[:, 9:])
+    torch.testing.assert_close(found, expected, atol=rounding(model) / 100, rtol=0)
+    weights = [p for p in draft_model.layer.parameters()]
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), weights, allow_unused=True) for x in (found, expected))):
+        torch.testing.assert_close(a, b, atol=rounding(model), rtol=1e-3)
 
 # ---------------------------------------------------------------- decoding
 @pytest.mark.parametrize("name", ["glide", "glide 2", "edd", "eagle", "medusa"])
@@ -289,22 +321,6 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     refused("model.safetensors is missing")
 
 # ---------------------------------------------------------------- runtime/parts.py: what the target does, the drafters do
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
-GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
-FAMILIES = {
-    "Llama": {},
-    "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
-    "Cohere": dict(logit_scale=0.25),
-    "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
-    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
-    "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
-    "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
-    "Qwen3Moe": dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
-    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
-    "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
-}
-
 @functools.cache
 def of_family(name):
     """A random target of the family, with norms that matter."""
@@ -416,12 +432,24 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
 
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
 def test_a_part_reads_what_the_target_feeds_it():
-    """x comes in the type of `like`, and what is said goes back to where x lies; a weight that learns is not asked to."""
+    """x comes in the type of `like`, or, for a gradient, keeps its own; a weight that learns is not asked to."""
     part = parts.Part(torch.nn.Linear(3, 2).bfloat16(), torch.zeros(1, dtype=torch.bfloat16))
     x = torch.ones(3, requires_grad=True)
+    assert torch.equal(part(x.detach()), part.module(x.bfloat16())) and part(x).dtype == torch.float32
     part(x).sum().backward()
-    assert part(x).dtype == torch.bfloat16 and x.grad is not None and part.module.weight.grad is None
-    assert torch.equal(part(x), part.module(x.bfloat16())) and part.module.weight.requires_grad
+    torch.testing.assert_close(x.grad, part.module.weight.float().sum(0), atol=0, rtol=0)
+    assert part.module.weight.grad is None and part.module.weight.requires_grad
+
+def test_float16_targets_lose_no_gradient():
+    """A step of 131 072 tokens divides a loss by so much that its gradient vanishes in float16: EAGLE learns as from the same weights in float32."""
+    half, grads = tiny("llama", hidden_size=256).half(), []
+    batch = batch_of(half, text(20)[None], {LAST}) | {"count": 2 ** 17}
+    for model in (half, copy.deepcopy(half).float()):
+        draft_model = fresh(model, "eagle").float()
+        draft_model.load_state_dict(state if grads else (state := draft_model.state_dict()))
+        draft_model.loss(batch).backward()
+        grads.append(draft_model.fc.weight.grad)
+    assert (grads[0] - grads[1]).norm() < 0.01 * grads[1].norm()
 
 def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
     """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
