@@ -21,13 +21,12 @@ from conftest import ROOT, plain, shared, tiny
 from test_corpus import dump
 
 import cape
-import edd
 import glide
 import train
 import verify
 from checkpoints import make
 from data import prepare
-from runtime import load
+from runtime import load, parts
 from training import continuations, drafters, jobs, muon, walk
 
 KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
@@ -353,7 +352,7 @@ def arguments(**more):
     return SimpleNamespace(**{**a, **more})
 
 def test_names_stand_for_their_variants(llama):
-    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, variant in edd.VARIANTS.items()]
+    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in parts.VARIANTS.items()]
     for name, about in (*expected, ("edd-h1", {"hidden": 1}), ("edd", {"hidden": 2, "loss": "kl"}), ("vanilla", {"glimpse": False}),
                         ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-l1", {"layers_read": (1,), "norm": True}),
                         ("glide-top", {"layers_read": (2,), "norm": False}), ("glide-n2", {"layers": 2, "layers_read": (1, 2)}),
