@@ -246,15 +246,18 @@ def library_arms(run):
         arms.append(Arm("prompt lookup", partial(library, run, prompt_lookup_num_tokens=maxgram.N)))
     return arms
 
+def writes_itself(drafter, tree="chain"):
+    """Whether a drafter writes the tree of this name by itself: a sequence drafter's chain."""
+    return hasattr(drafter, "chain") and tree in CHAINS
+
 def builder(run, label, tree):
     """The builder that the call `tree` names, for the drafter `label`; what depends on both is measured."""
-    writes_chains = hasattr(run.drafters[label], "chain")
-    if writes_chains and tree.name in CHAINS:
+    if writes_itself(run.drafters[label], tree.name):
         if tree.settings:
             raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; say {tree.name}")
         return partial(cascade.proposal, drawn=tree.name == "drawn")
     missing, found = settings_of(tree.function).keys() - tree.settings.keys(), {}
-    if missing & {"cost", "node_price"} and not writes_chains:
+    if missing & {"cost", "node_price"} and not writes_itself(run.drafters[label]):
         if label not in run.costs:
             run.costs[label] = clock.measure_costs(run, label)
         found = run.costs[label]
@@ -332,6 +335,9 @@ def speed_figures(arm, base, generate, which):
     tokens = sum(len(out.tokens) for out in outs)
     seconds = sum(out.seconds for out in outs)
     speeds = arm.speeds(base, which)
+    by_prompt = []
+    for speed, out in zip(speeds, outs):
+        by_prompt.append({"speedup": speed, **clock.acceptance(out.total, drafts=arm.build is not None)})
     low, middle, high = torch.tensor(speeds).quantile(torch.tensor([0.25, 0.5, 0.75])).tolist()
     return {
         "tokens": tokens,
@@ -340,7 +346,7 @@ def speed_figures(arm, base, generate, which):
         "speedup": middle,
         "speedup_high": high,
         "speedup_vs_generate": median(arm.speeds(generate, which)),
-        "by_prompt": [{"speedup": speed, **out.by_prompt()} for speed, out in zip(speeds, outs)]}
+        "by_prompt": by_prompt}
 
 def row_of(run, arm, base, generate, group, which, truth=None):
     """A line of the JSON: `arm` on the prompts `which`, beside plain decoding and transformers' own.

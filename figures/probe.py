@@ -164,7 +164,7 @@ def positions(run):
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
-        if hasattr(drafter, "chain"):
+        if bench.writes_itself(drafter):
             build = cascade.proposal
         outs = each_prompt(run, partial(run.decode, drafter, build))
         rounds = [out.rounds for out in outs]
@@ -213,7 +213,7 @@ def optimality(run):
     rows = []
     for label, drafter in run.drafters.items():
         for tree in run.trees:
-            if hasattr(drafter, "chain") and tree.name in bench.CHAINS:
+            if bench.writes_itself(drafter, tree.name):
                 continue                   # it writes its own chains, and tells nobody of distributions
             build = bench.builder(run, label, tree)
             found = tree_optimality(partial(run.decode, drafter), build, run.prompts[:PROMPTS])

@@ -155,15 +155,6 @@ class Record:
         """Average acceptance length: new tokens a round, the bonus token included."""
         return self.total["new"] / max(1, self.total["rounds"])
 
-    def by_prompt(self):
-        """The figures of this decoding alone, for paired comparisons of two arms."""
-        total = self.total
-        accepted = None if total["trees"] else total["accepted"]
-        overlap = total["overlap"] if total["drawn"] else None
-        return {"tau": self.tau, "alpha": ratio(accepted, total["tested"]),
-                "alpha_overlap": ratio(overlap, total["tested"]),
-                "nodes": ratio(total["nodes"], total["rounds"])}
-
 # ---------------------------------------------------------------- figures of a row, from an arm's Records
 def totals(outs):
     """Record.total of all decodings together."""
@@ -181,23 +172,30 @@ def distinct_4grams(outs):
             shares.append(len(set(grams)) / len(grams))
     return ratio(sum(shares), len(shares))
 
+def acceptance(total, drafts=True):
+    """What was drafted and accepted, from sums over rounds.  drafts: False of plain decoding: no tau."""
+    rounds = total["rounds"] if drafts else 0
+    # A tree has no alpha: of siblings at most one can be accepted.
+    accepted = None if total["trees"] else total["accepted"]
+    overlap = total["overlap"] if total["drawn"] else None
+    return {
+        "tau": ratio(total["new"], rounds),
+        "depth": ratio(total["depth"], rounds),
+        "nodes": ratio(total["nodes"], rounds),
+        "draft_forwards": ratio(total["draft_forwards"], rounds),
+        "alpha": ratio(accepted, total["tested"]),
+        "alpha_overlap": ratio(overlap, total["tested"])}
+
 def of_rounds(outs, step, drafts):
     """Averages over all rounds.  drafts: False of plain decoding, which has no tau."""
     total = totals(outs)
     rounds = total["rounds"]
-    drafted = rounds if drafts else 0
-    row = {
-        "time_to_first_token": median(out.total["prefill"] for out in outs) if rounds else None,
-        "tau": ratio(total["new"], drafted),
-        "depth": ratio(total["depth"], drafted),
-        "nodes": ratio(total["nodes"], drafted),
-        "draft_forwards": ratio(total["draft_forwards"], drafted)}
+    row = {"time_to_first_token": median(out.total["prefill"] for out in outs) if rounds else None}
+    row |= acceptance(total, drafts)
     # EDD's alpha: tau over the deepest node
     row["alpha_depth"] = ratio(row["tau"], row["depth"])
-    row["alpha"] = None if total["trees"] else ratio(total["accepted"], total["tested"])
-    row["alpha_overlap"] = ratio(total["overlap"], total["tested"]) if total["drawn"] else None
     spent = sum(total[key] for key in SHARES)
-    row["round_ms"] = ratio(1e3 * spent, drafted)
+    row["round_ms"] = ratio(1e3 * spent, rounds if drafts else 0)
     row["target_ms"] = 1e3 * step
     for key in SHARES:
         row[f"{key}_ms"] = ratio(1e3 * total[key], rounds)
@@ -222,7 +220,10 @@ def of_stages(outs, step, drafter, row):
     alpha = row["alpha"]
     gamma = K[0][0] if K else row["settings"].get("gamma")
     found["c"] = c
-    found["expected_speedup"] = expected_speedup(alpha, c, gamma) if alpha and c and gamma else None
+    found["expected_speedup"] = None
+    # Nothing accepted (alpha = 0) is a figure, too; without a cost or a length there is none.
+    if alpha is not None and c and gamma:
+        found["expected_speedup"] = expected_speedup(alpha, c, gamma)
     if stages:
         found["swi_measured"] = row["tokens"] / (runs[0] + total["draft"] / step)
         # Max-Gram is free.

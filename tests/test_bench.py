@@ -153,7 +153,15 @@ def test_figures_of_a_row_by_hand():
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
     assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
     of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in row["by_prompt"][0]}
-    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None], "nodes": [10 / 4, 3]}
+    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None], "nodes": [10 / 4, 3],
+                       "depth": [10 / 4, 3], "draft_forwards": [10 / 4, 10 / 3]}
+    for out in ours.results.values():
+        out.total.update(accepted=-out.total["accepted"])
+    row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
+    assert row["alpha"] == 0 and row["expected_speedup"] == pytest.approx(1 / (3 * 0.375 + 1)), "nothing accepted is a figure, too"
+    ours.results[1].total["trees"] = 1
+    row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
+    assert row["alpha"] is row["by_prompt"][1]["alpha"] is row["expected_speedup"] is None, "a tree has no alpha"
 
 @pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}), (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
 def test_stages_and_repetitions_by_hand(names, runs, costs):
@@ -293,10 +301,12 @@ def test_flags_of_sampling_reach_the_decoding(small):
     run.eos = whole[2]
     assert run.decode(None, verify.root_only, ids, limit).tokens == whole[:whole.index(whole[2]) + 1]
 
-@pytest.mark.parametrize("temperature", [0.7, 0])
-def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
-    """Its own generate() with the same settings; assisted generation with the stage; prompt lookup with ten tokens."""
-    run = bench.Run(args(small, "--drafter", "cascade(base, maxgram)", "--tree", "chain", *f"--temperature {temperature} --top-k 9 --top-p 0.8".split()))
+@pytest.mark.parametrize("temperature, top_k", [(0.7, 9), (0, 0)])
+def test_what_transformers_is_asked_for(small, monkeypatch, temperature, top_k):
+    """Its own generate() with the same settings, among all tokens without --top-k, where the library's own default is 50; assisted
+    generation with the stage; prompt lookup with ten tokens."""
+    among = ["--top-k", str(top_k)] if top_k else []
+    run = bench.Run(args(small, "--drafter", "cascade(base, maxgram)", "--tree", "chain", *f"--temperature {temperature} --top-p 0.8".split(), *among))
     _, ids, limit = run.prompts[0]
     asked = []
     monkeypatch.setattr(run.model, "generate", lambda given, **how: asked.append(how) or torch.cat((given, given[:, :2]), 1))
@@ -306,7 +316,7 @@ def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
         assert arms[name].decode(ids, limit).tokens == ids[:2]
         how = asked.pop()
         assert how.pop("attention_mask").tolist() == [[1] * len(ids)]
-        assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": 9, "top_p": 0.8, **own}
+        assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": top_k, "top_p": 0.8, **own}
 
 def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     """Whatever the folders say: a repetition penalty, beams, stop strings.  Assisted generation and prompt lookup, too."""

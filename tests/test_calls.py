@@ -13,7 +13,7 @@ import bench
 import cape
 import pct
 import verify
-from runtime import load
+from runtime import grams, load
 from verify import UserError
 
 FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cascade, "cascade": load.load_cascade, "beside": load.load_beside}
@@ -149,6 +149,11 @@ def test_a_language_model_drafts_trees(name):
             stage.keep([0])
         stage.reset()
         assert stage.text == stage.target.ids == []
+
+def test_agreement_is_scored_on_words_that_it_was_not_fitted_to():
+    """In every second hundred of words a long match is right and a short one wrong, in the others the opposite."""
+    judged = [(1 + 4 * (i % 2), 0.01, i % 2 == i // 100 % 2) for i in range(400)]
+    assert grams.fit_agreement(judged, lambda length: 0.5)["log_loss"] > 2
 
 @pytest.mark.long
 def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
