@@ -72,7 +72,7 @@ def measured(run, arms):
     finished = bench.measure(run, arms)
     if finished < len(run.prompts):
         raise KeyboardInterrupt
-    rows = bench.report(run, arms, finished)
+    rows = bench.tables(run, arms, finished)
     for row in rows:
         row.pop("by_prompt", None)
     whole = rows[:len(arms)]               # the rows of all prompts come first

@@ -5,9 +5,10 @@
     out = verify.generate(*timed, build, ids)
     Record(out, clock).total["draft"]                              # seconds
 
-A Timed stands in the place of a target or a drafter, and marks the time before and after each call of some
-methods.  All else is "other": building trees, masks, acceptance, bookkeeping.  Below the clock stand the
-figures of bench.py's rows: of rounds, of a cascade's stages, of what a draft and a node cost.
+A Timed stands in for a target or a drafter, and marks the time before and after each call of some
+methods.  All else is "other": building trees, masks, acceptance, bookkeeping.  Below the clock are
+the figures of bench.py's rows: of speeds, of rounds, of a cascade's stages, of the price of a draft
+and of a node.
 """
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import verify
 TARGET = {"prefill": "prefill", "forward": "verify"}
 DRAFTER = {"begin": "draft", "expand": "draft", "chain": "draft"}
 SHARES = ("draft", "verify", "other")              # of a round's time
-# GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023) is Corollary 4.2 of Cascade: f(alpha, c, gamma).
+# E(Spd.)(alpha, c, gamma) of GLIDE (section 5.1, after Leviathan et al. 2023): Cascade's Corollary 4.2
 expected_speedup = cascade.ewif_speculative
 
 # ---------------------------------------------------------------- seconds
@@ -75,7 +76,7 @@ class Clock:
         return parts
 
 class Timed:
-    """A target or a drafter of which some methods are timed, {method: what}; all else is its own."""
+    """A target or a drafter with timed methods, {method: what}; all else is its own."""
     def __init__(self, inner, clock, methods):
         self.inner = inner
         for name, what in methods.items():
@@ -108,7 +109,7 @@ class Overlap(verify.Sampled):
         return choice
 
 def counts_of(rounds, overlaps=()):
-    """Sums over the rounds of a decoding: new tokens, nodes, depths, accepted and tested tokens ..."""
+    """Sums over the rounds of a decoding: new tokens, nodes, depths, accepted, tested tokens ..."""
     total = Counter()
     # The rule chose once more, before the first round.
     overlaps = list(overlaps)[1:] or [None] * len(rounds)
@@ -117,7 +118,7 @@ def counts_of(rounds, overlaps=()):
         for parent in one.parents[1:]:
             depths.append(depths[parent] + 1)
         drafted = len(depths) - 1
-        # Where the end of the text cut the path, nothing behind the cut was tested.
+        # Where the end of the text cut the path, nothing after the cut was tested.
         accepted = min(len(one.path) - 1, len(one.new))
         rejected = accepted < len(one.new) and accepted < drafted
         tested = accepted + rejected
@@ -133,7 +134,7 @@ class Record:
 
     given: a verify.Output, or the tokens alone.  tokens, rounds: as there.  parts: Clock.parts().
     total: seconds of prefill, draft, verify and other, and sums over the rounds.
-    stage_runs: forwards of each stage of a cascade.  seconds: of all, as whoever called it measured.
+    stage_runs: forwards of each stage of a cascade.  seconds: of all, as the caller measured them.
     """
     def __init__(self, given, clock=None, overlaps=(), stage_runs=()):
         self.tokens, self.rounds = getattr(given, "tokens", given), getattr(given, "rounds", [])
@@ -155,7 +156,7 @@ class Record:
         """Average acceptance length: new tokens a round, the bonus token included."""
         return self.total["new"] / max(1, self.total["rounds"])
 
-# ---------------------------------------------------------------- figures of a row, from an arm's Records
+# ---------------------------------------------------------------- figures of a row, from Records
 def totals(outs):
     """Record.total of all decodings together."""
     total = Counter()
@@ -173,7 +174,7 @@ def distinct_4grams(outs):
     return ratio(sum(shares), len(shares))
 
 def acceptance(total, drafts=True):
-    """What was drafted and accepted, from sums over rounds.  drafts: False of plain decoding: no tau."""
+    """What was drafted and accepted, from sums over rounds.  drafts: False of plain decoding."""
     rounds = total["rounds"] if drafts else 0
     # A tree has no alpha: of siblings at most one can be accepted.
     accepted = None if total["trees"] else total["accepted"]
@@ -185,6 +186,25 @@ def acceptance(total, drafts=True):
         "draft_forwards": ratio(total["draft_forwards"], rounds),
         "alpha": ratio(accepted, total["tested"]),
         "alpha_overlap": ratio(overlap, total["tested"])}
+
+def of_speeds(arm, base, generate, which):
+    """Speeds of a bench.Arm on the prompts `which`, beside plain decoding and generate()."""
+    outs = [arm.results[i] for i in which]
+    tokens = sum(len(out.tokens) for out in outs)
+    speeds = arm.speeds(base, which)
+    quartiles = torch.tensor(speeds).quantile(torch.tensor([0.25, 0.5, 0.75]))
+    low, middle, high = quartiles.tolist()
+    by_prompt = []
+    for speed, out in zip(speeds, outs):
+        by_prompt.append({"speedup": speed, **acceptance(out.total, arm.build is not None)})
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / arm.seconds(which),
+        "speedup_low": low,
+        "speedup": middle,
+        "speedup_high": high,
+        "speedup_vs_generate": median(arm.speeds(generate, which)),
+        "by_prompt": by_prompt}
 
 def of_rounds(outs, step, drafts):
     """Averages over all rounds.  drafts: False of plain decoding, which has no tau."""
@@ -203,7 +223,7 @@ def of_rounds(outs, step, drafts):
     return row
 
 def of_stages(outs, step, drafter, row):
-    """Runs of the target and of a cascade's stages, and what section 5.1 and Corollary 4.2 make of them.
+    """Runs of the target and of a cascade's stages; their SWI, and the speedup to expect of one.
 
     row: alpha, tokens and settings of the same decodings.
     """
@@ -212,7 +232,10 @@ def of_stages(outs, step, drafter, row):
     # A run of the target is a round, or a prompt's prefill, as it is in plain decoding.
     runs = [total["rounds"] + len(outs), *stages]
     K = getattr(drafter, "K", None)
-    found = {"runs": runs if total["rounds"] else None, "stages": getattr(drafter, "names", None), "K": K}
+    found = {
+        "runs": runs if total["rounds"] else None,
+        "stages": getattr(drafter, "names", None),
+        "K": K}
     # One model alone is speculative decoding; the runs of several are not alike.
     c = None
     if len(stages) <= 1:
