@@ -14,21 +14,26 @@ from transformers.generation import BaseStreamer
 
 from runtime import clock
 
-# {column: (format of a row, meaning)}
+# {column: format of a row}
 COLUMNS = {
-    "tok/s": ("{tokens_per_second:.1f}", "new tokens over all seconds, prefill included"),
-    "speedup": ("{speedup:.2f}x [{speedup_low:.2f}-{speedup_high:.2f}]",
-                "over plain decoding, prompt by prompt: median [quartiles]"),
-    "vs generate()": ("{speedup_vs_generate:.2f}x", "over transformers' own: median"),
-    "tau": ("{tau:.2f}", "new tokens a round, the target's own included"),
-    "alpha": ("{alpha:.3f}", "accepted / tested drafted tokens, of chains"),
-    "nodes": ("{nodes:.1f}", "drafted tokens verified a round"),
-    "draft": ("{share_draft:.0%}", "share of a round"),
-    "verify": ("{share_verify:.0%}", "share"),
-    "other": ("{share_other:.0%}", "share: trees, masks, acceptance, bookkeeping"),
-    "ms/round": ("{round_ms:.1f}", "milliseconds"),
-    "lossless": ("{lossless}", "token for token plain decoding's output (-: sampled otherwise)"),
+    "tok/s": "{tokens_per_second:.1f}",
+    "speedup": "{speedup:.2f}x [{speedup_low:.2f}-{speedup_high:.2f}]",
+    "vs generate()": "{speedup_vs_generate:.2f}x",
+    "tau": "{tau:.2f}",
+    "alpha": "{alpha:.3f}",
+    "nodes": "{nodes:.1f}",
+    "draft": "{share_draft:.0%}",
+    "verify": "{share_verify:.0%}",
+    "other": "{share_other:.0%}",
+    "ms/round": "{round_ms:.1f}",
+    "lossless": "{lossless}",
 }
+LEGEND = """\
+tok/s: new tokens over all seconds, prefill included; vs generate(): speedup over transformers' own
+speedup: over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
+tau: new tokens a round, the target's own included; alpha: accepted / tested drafted tokens (chains)
+nodes: drafted tokens verified a round; ms/round, of which draft, verify, other (trees, acceptance ...)
+lossless: token for token plain decoding's output (-: sampled with other noise)"""
 SHOWN = {True: "yes", False: "NO", None: "-"}            # of lossless
 # Keys of a row that are printed under the tables
 FACTS = "c|expected_speedup|alpha_overlap|K|runs|swi_.*|first_divergence"
@@ -57,7 +62,7 @@ def table(names, rows):
         shown = {**row, "lossless": SHOWN[row["lossless"]]}
         if row["tau"] is None:                                      # baselines have no rounds
             shown |= dict.fromkeys(f"share_{key}" for key in clock.SHARES)
-        lines.append([name, *(cell(form, shown) for form, _ in COLUMNS.values())])
+        lines.append([name, *(cell(form, shown) for form in COLUMNS.values())])
     first, *widths = [max(map(len, column)) for column in zip(*lines)]
     text = []
     for name, *cells in lines:
@@ -68,17 +73,15 @@ def table(names, rows):
 # ---------------------------------------------------------------- under the table
 def legend(graphs=False):
     """The columns in a few words each.  graphs: whether our arms replay CUDA graphs."""
-    words = [f"{name}: {meaning}" for name, (_, meaning) in COLUMNS.items()]
     if graphs:
-        words.append("vs generate() compares graphs with transformers' eager forwards")
-    return "; ".join(words)
+        return LEGEND + "\nvs generate() compares graphs with transformers' eager forwards"
+    return LEGEND
 
 def averages(names, rows, base):
     """Which average the speedup is, and what another one says.  base: the baseline's name."""
     plain = rows[names.index(base)]["tokens_per_second"]
     ratios = [f"{name} {row['tokens_per_second'] / plain:.2f}x" for name, row in zip(names, rows)]
-    return ("speedup: median over prompts of each prompt's ratio to the baseline [lower-upper "
-            f"quartile]; ratio of totals, all tokens over all seconds: {', '.join(ratios)}")
+    return f"ratio of totals, all tokens over all seconds, in place of the median: {', '.join(ratios)}"
 
 def slower(names, rows):
     """A note for each drafted arm slower than plain decoding: the reason, and what to do."""

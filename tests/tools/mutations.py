@@ -537,21 +537,20 @@ EDITS["runtime/graphs"] = [
 
 # ---------------------------------------------------------------- the benchmark
 EDITS["bench"] = [
-    ("tokens are held against the fastest plain decoding's", "truth = truth or base", "truth = base",
+    ("tokens are held against the fastest plain decoding's", "report.losses(run, arm, truth or base, which)",
+     "report.losses(run, arm, base, which)",
      "bench::test_tokens_are_held_against_the_exact_ones"),
     ("`drawn` not drawn", 'drawn=tree.name == "drawn"', "drawn=False",
      "bench::test_sampling_runs_and_says_what_it_can_say"),
     ("costs are measured for each tree", "if label not in run.costs:", "if True:", "bench::test_the_whole_grid"),
     ("the first arm is always first", "random.Random(i).sample(arms, len(arms))", "arms",
-     "bench::test_arms_take_turns_in_going_first"),
+     "bench::test_arm_order_is_random_in_each_prompt"),
     ("the slower baseline", "base = min(plain, key=", "base = max(plain, key=",
      "bench::test_the_baseline_is_the_faster_plain_arm"),
     ("speedup upside down", "self.results[i].speed() / base.results[i].speed()",
      "base.results[i].speed() / self.results[i].speed()", "bench::test_figures_of_a_row_by_hand"),
-    ("a difference is lossless", 'row["lossless"] = not wrong if exact else None',
-     'row["lossless"] = True if exact else None', "bench::test_divergence_is_reported_with_its_gap"),
-    ("the gap of another token", "(logits[plain[at]] - logits[ours[at]]).item()",
-     "(logits.max() - logits[ours[at]]).item() + 1", "bench::test_divergence_is_reported_with_its_gap"),
+    ("graphs are timed while they are recorded", "run.prompts if run.a.graphs else run.prompts[:1]", "run.prompts[:1]",
+     "bench::test_arm_order_is_random_in_each_prompt"),
     ("own-confidence is pct", '"own-confidence": pct.own_confidence', '"own-confidence": pct.pct',
      "bench::test_the_whole_grid"),
     ("pct-cost is pct", '"pct-cost": pct.pct_cost', '"pct-cost": pct.pct',
@@ -639,10 +638,20 @@ EDITS["runtime/clock"] = [
      'ratio(ratio(total["draft"], rounds), step)', "bench calls"),
     ("trigrams for 4-grams", "(out.tokens[i:] for i in range(4))", "(out.tokens[i:] for i in range(3))", "bench calls"),
 ]
+EDITS["runtime/report"] = [
+    ("a difference is lossless", "if ours != plain:", "if False:", "bench::test_tokens_are_held_against_the_exact_ones"),
+    ("the gap of another token", "(logits[plain[at]] - logits[ours[at]]).item()",
+     "(logits.max() - logits[ours[at]]).item() + 1", "bench::test_divergence_is_reported_with_its_gap"),
+    ("any arm is slower", 'row["speedup"] >= SLOWER or', "", "bench::test_notes_under_a_table"),
+    ("the target's own token is a node", 'row["nodes"] - (row["tau"] - 1)', 'row["nodes"] - row["tau"]', "bench::test_notes_under_a_table"),
+]
+EDITS["runtime/stage"] = [
+    ("its nodes hang from the text alone", "[k + parent if parent >= 0 else k - 1 for parent", "[k - 1 for parent", "calls"),
+    ("it reads what is committed twice", "        self.unread = []\n        return logits", "        return logits", "calls"),
+    ("it goes on beyond its context", "if len(self.text) + len(self.tokens) > self.target.capacity:", "if False:", "calls"),
+]
 EDITS["runtime/load"] = [
-    ("a stage's nodes hang from the text alone", "[k + parent if parent >= 0 else k - 1 for parent", "[k - 1 for parent", "calls train"),
-    ("a stage reads what is committed twice", "        self.unread = []\n        return logits", "        return logits", "calls train"),
-    ("a stage goes on beyond its context", "if len(self.text) + len(self.tokens) > self.target.capacity:", "if False:", "calls train"),
+    ("another CUDA device is the current one", "        use_device(device)\n", "", "bench::test_the_device_is_the_current_one_and_exact_sums_are_not_reduced"),
     ("k ignored", "K = None if k is None else", "K = None if True else", "bench calls train real"),
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
     ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bench calls train real"),
