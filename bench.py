@@ -22,7 +22,6 @@ import os
 import platform
 import random
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -145,18 +144,20 @@ class Run(load.Setup):
     def __init__(self, argv=None):
         a = self.a = parser().parse_args(argv)
         calls, self.trees = check(a)
+        # What the flags leave open
         if not a.prompts:
             a.prompts = [str(PROMPTS)]
             a.limit = a.limit or LOOK
         if a.threads:
             torch.set_num_threads(a.threads)
         if Path(a.target).is_dir():
+            # Rows name it: without the folders of one machine.
             a.target = os.path.relpath(a.target)
         super().__init__(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
                          a.graphs, rows=EXACT if a.exact else 1)
         a.dtype = str(self.model.dtype).removeprefix("torch.")             # where it was auto
         if a.exact:
-            # Of these sums the order, and so the rounding, depends on the shape.
+            # In these sums the order, and so the rounding, depends on the shape.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.check_target(calls)
@@ -195,8 +196,10 @@ class Run(load.Setup):
             top_p = a.top_p if a.top_p < 1 else None
             rule = clock.Overlap(a.temperature, a.top_k, top_p, a.seed)
         stop = []
+        # The end of the text, as the model's own generation_config names it
         if self.eos is not None:
             stop.append(transformers.EosTokenCriteria(self.eos))
+        # verify.generate knows no clock: it gets a target and a drafter whose calls are timed.
         watch = clock.Clock(self.cuda)
         target = clock.Timed(target or self.target, watch, clock.TARGET)
         timed = drafter and clock.Timed(drafter, watch, clock.DRAFTER)
@@ -253,7 +256,7 @@ def library(run, ids, limit, **more):
     start = 1 if run.target.encoder_decoder else len(ids)
     torch.manual_seed(a.seed)
     ids = torch.tensor([ids], device=run.target.device)
-    # top_k=0 is all tokens; without it the library takes 50.
+    # Sampling is among all tokens with top_k=0; without it the library takes 50.
     with torch.inference_mode():
         found = run.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit,
@@ -272,6 +275,7 @@ def library_arms(run):
             continue
         assisted = partial(library, run, assistant_model=model)
         arms.append(Arm(f"assisted generation ({name})", assisted))
+    # Max-Gram has its counterpart in the library.
     grams = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
     if grams and not run.target.encoder_decoder:
         lookup = partial(library, run, prompt_lookup_num_tokens=maxgram.N)
@@ -321,18 +325,6 @@ def warm_up(run, arms):
         for arm in arms:
             arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit))
 
-def timed(run, arm, ids, limit):
-    """Decode one prompt with one arm -> Record with its seconds."""
-    if run.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    out = arm.decode(ids, limit)
-    if run.cuda:
-        torch.cuda.synchronize()
-        arm.memory = max(arm.memory or 0, torch.cuda.max_memory_allocated())
-    out.seconds = time.perf_counter() - start
-    return out
-
 def measure(run, arms):
     """Decode every prompt with every arm -> how many prompts all have finished.
 
@@ -344,7 +336,7 @@ def measure(run, arms):
         for i, (_, ids, limit) in enumerate(run.prompts):
             # Arm order is random in each prompt: an arm leaves traces for the next one.
             for arm in random.Random(i).sample(arms, len(arms)):
-                arm.results[i] = timed(run, arm, ids, limit)
+                arm.results[i] = clock.measured(arm, ids, limit, run.cuda)
                 bar.update()
             so_far = range(i + 1)
             drafted = [arm for arm in arms if arm.tree]
@@ -382,23 +374,17 @@ def row_of(run, arm, base, generate, group, which, truth=None):
         "transformers": transformers.__version__}
     return row
 
-def groups_of(prompts):
-    """{kind: its prompts' numbers}, all first; kinds are left out where there is one."""
-    kinds = {}
-    for i, (group, _, _) in enumerate(prompts):
-        kinds.setdefault(group, []).append(i)
-    whole = {"all": list(range(len(prompts)))}
-    return whole | kinds if len(kinds) > 1 else whole
-
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- the tables
 def tables(run, arms, finished):
     """Print a table for each kind of prompts, and notes -> rows, those of all prompts first."""
     names = [arm.name for arm in arms]
+    # arms_of puts plain decoding's arms first, and generate() after them.
     plain = [arm for arm in arms if arm.plain]
     generate = arms[len(plain)]
-    groups = groups_of(run.prompts[:finished])
+    groups = report.groups_of(run.prompts[:finished])
+    # Speeds are held against the fastest plain decoding.
     base = min(plain, key=lambda arm: arm.seconds(groups["all"]))
-    # Under --exact rounding may make the fastest plain decoding's tokens others.
+    # Tokens are, too; but under --exact it may round differently, and the exact arm comes first.
     truth = arms[0] if run.a.exact else base
     rows = []
     for group, which in groups.items():

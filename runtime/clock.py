@@ -26,7 +26,7 @@ import verify
 TARGET = {"prefill": "prefill", "forward": "verify"}
 DRAFTER = {"begin": "draft", "expand": "draft", "chain": "draft"}
 SHARES = ("draft", "verify", "other")              # of a round's time
-# E(Spd.)(alpha, c, gamma) of GLIDE (section 5.1, after Leviathan et al. 2023): Cascade's Corollary 4.2
+# GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023) is Corollary 4.2 of Cascade.
 expected_speedup = cascade.ewif_speculative
 
 # ---------------------------------------------------------------- seconds
@@ -155,6 +155,18 @@ class Record:
     def tau(self):
         """Average acceptance length: new tokens a round, the bonus token included."""
         return self.total["new"] / max(1, self.total["rounds"])
+
+def measured(arm, ids, limit, cuda):
+    """Decode one prompt with one bench.Arm -> Record with its seconds; arm.memory is the peak."""
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    out = arm.decode(ids, limit)
+    if cuda:
+        torch.cuda.synchronize()
+        arm.memory = max(arm.memory or 0, torch.cuda.max_memory_allocated())
+    out.seconds = time.perf_counter() - start
+    return out
 
 # ---------------------------------------------------------------- figures of a row, from Records
 def totals(outs):

@@ -32,7 +32,7 @@ LEGEND = """\
 tok/s: new tokens over all seconds, prefill included; vs generate(): speedup over transformers' own
 speedup: over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
 tau: new tokens a round, the target's own included; alpha: accepted / tested drafted tokens (chains)
-nodes: drafted tokens verified a round; ms/round, of which draft, verify, other (trees, acceptance ...)
+nodes: drafted tokens verified a round; draft, verify, other: shares of ms/round (other: trees, mask
 lossless: token for token plain decoding's output (-: sampled with other noise)"""
 SHOWN = {True: "yes", False: "NO", None: "-"}            # of lossless
 # Keys of a row that are printed under the tables
@@ -48,6 +48,14 @@ def is_mistake(why):
     return any(each.__name__ == "UserError" for each in type(why).__mro__)
 
 # ---------------------------------------------------------------- the table
+def groups_of(prompts):
+    """{kind: its prompts' numbers}, all first; kinds are left out where there is one."""
+    kinds = {}
+    for i, (group, _, _) in enumerate(prompts):
+        kinds.setdefault(group, []).append(i)
+    whole = {"all": list(range(len(prompts)))}
+    return whole | kinds if len(kinds) > 1 else whole
+
 def cell(form, row):
     """A cell of the table; a dash where the row has no such figure."""
     try:
@@ -81,7 +89,7 @@ def averages(names, rows, base):
     """Which average the speedup is, and what another one says.  base: the baseline's name."""
     plain = rows[names.index(base)]["tokens_per_second"]
     ratios = [f"{name} {row['tokens_per_second'] / plain:.2f}x" for name, row in zip(names, rows)]
-    return f"ratio of totals, all tokens over all seconds, in place of the median: {', '.join(ratios)}"
+    return f"ratio of totals, all tokens over all seconds, not the median: {', '.join(ratios)}"
 
 def slower(names, rows):
     """A note for each drafted arm slower than plain decoding: the reason, and what to do."""
