@@ -73,7 +73,7 @@ def measured(run, arms):
     finished = bench.measure(run, arms)
     if finished < len(run.prompts):
         raise KeyboardInterrupt
-    rows = bench.report(run, arms, finished)
+    rows = bench.tables(run, arms, finished)
     for row in rows:
         row.pop("by_prompt", None)
     whole = rows[:len(arms)]               # the rows of all prompts come first
@@ -165,7 +165,7 @@ def positions(run):
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
-        if hasattr(drafter, "chain"):
+        if bench.writes_itself(drafter):
             build = cascade.proposal
         outs = each_prompt(run, partial(run.decode, drafter, build))
         rounds = [out.rounds for out in outs]
@@ -214,7 +214,7 @@ def optimality(run):
     rows = []
     for label, drafter in run.drafters.items():
         for tree in run.trees:
-            if hasattr(drafter, "chain") and tree.name in bench.CHAINS:
+            if bench.writes_itself(drafter, tree.name):
                 continue                   # it writes its own chains, and tells nobody of distributions
             build = bench.builder(run, label, tree)
             found = tree_optimality(partial(run.decode, drafter), build, run.prompts[:PROMPTS])
