@@ -50,6 +50,7 @@ EDITS["glide"] = [
     ("nodes glimpse one key too few", "k, v = kv[self.read]", "k, v = [x[:, :, :-1] if mask is None else x for x in kv[self.read]]"),
     ("the target's first layers for its last", "tuple(range(top - layers + 1, top + 1))", "tuple(range(layers))"),
     ("all layers read the same", "self.read = c.layers_read[m]", "self.read = c.layers_read[0]", "convert::test_glide"),
+    ("gradients pass through the target's type", "        k = k.to(q.dtype)\n        v = v.to(q.dtype)\n", "        q = q.to(k.dtype)\n"),
     # rotary embeddings
     ("theta fixed at 10000", "cos, sin = rotary(position.float(), position)", "cos, sin = (x[None] for x in angles(8, length))"),
     ("queries of the glimpse do not turn", "q = self.rotate_query(q, *turn)", "q = q + 0"),
