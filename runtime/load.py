@@ -304,7 +304,7 @@ def load_drafter(setup, name, raw=False):
     # Asked first: another target's drafter may read layers that are not there.
     if not same_target(about.get("target", {}), fingerprint(setup.model, setup.tokenizer)):
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
-    module = glide if about["kind"] in ("glide", "vanilla") else edd
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
