@@ -11,14 +11,17 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, SIZES, VOCAB, plain, random_edd, shared, tiny, weighty
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_house import run_alone
 
 import cape
 import glide
+import pct
 import verify
+from beyond import longspec
 from runtime import parts
 from runtime.families import any_target
+from training import drafters
 
 EXACT = dict(atol=1e-9, rtol=0)
 
@@ -109,27 +112,28 @@ def test_a_drafter_of_another_target_is_refused_in_one_sentence(llama, tmp_path)
         assert "\n" not in str(error.value)
 
 # ---------------------------------------------------------------- training equals decoding
-@pytest.mark.parametrize("layers, glimpse, norm", [(1, True, False), (2, True, True), (1, False, False), (2, False, False)])
-def test_training_equals_decoding_with_the_delayed_cache(model, layers, glimpse, norm):
-    """drafted < 5: accepted tokens that have no row yet (CAPE's extras, a chain's last) are encoded in the next round."""
-    L, T = 5, 20
+@pytest.mark.parametrize("name, layers, glimpse, norm", [
+    ("llama", 1, True, False), ("llama-eager", 2, True, True), ("mistral", 1, True, True), ("qwen2-mixed", 2, True, False), ("llama", 2, False, False)])
+def test_training_equals_decoding_with_the_delayed_cache(name, layers, glimpse, norm):
+    """drafted < 5: accepted tokens without KV entries yet (CAPE's extras, a chain's last) are encoded in the next round."""
+    L, T, model = 5, 20, shared(name)
     draft_model, batch = random_glide(model, layers, glimpse, norm=norm), batch_of(model, text(T)[None])
     ids = batch["ids"][0]
     with torch.no_grad():
         trained = logits_of(draft_model, batch["ids"], batch["kv"])[0]
-    for drafted in (5, 4, 2):
+    for drafted in (5, 2):
         drafter = glide.Drafter(draft_model)
         for t in range(L, T, L):                                  # rounds start where blocks do
             drafter.begin(view(batch, 0 if t == L else t - L, t))
-            rows = torch.cat([drafter.expand(ids[t + i:t + i + 1], [i - 1]) for i in range(drafted)])
-            torch.testing.assert_close(rows, trained[t:t + drafted], **EXACT)
+            logits = torch.cat([drafter.expand(ids[t + i:t + i + 1], [i - 1]) for i in range(drafted)])
+            torch.testing.assert_close(logits, trained[t:t + drafted], **EXACT)
             drafter.keep(list(range(drafted)))
-    if glimpse:                                                   # the glimpse matters, or the test above says nothing
+    if glimpse:                                                   # the glimpse matters, or the test above shows nothing
         other = {m: (k.roll(1, -1), v.roll(1, -1)) for m, (k, v) in batch["kv"].items()}
         with torch.no_grad():
             assert (logits_of(draft_model, batch["ids"], other)[0] - trained)[L:].abs().max() > 0.01
 
-def test_no_row_is_staler_than_in_training(llama):
+def test_no_entry_is_staler_than_in_training(llama):
     """Of a chain of five that is all accepted the last token, six behind the round's keys, begins a block of its own."""
     draft_model, batch = random_glide(llama, 2), batch_of(llama, text(30)[None])
     ids = batch["ids"][0]
@@ -153,22 +157,21 @@ def test_no_row_is_staler_than_in_training(llama):
         torch.testing.assert_close(drafter.store[1, 0, 0, :, :t], second_keys(starts)[:, :t], **EXACT)
         assert (second_keys(starts) - second_keys([s for s in starts if s != 12]))[:, 12].abs().max() > 0.01, "the block matters"
 
-def test_a_long_prompt_is_encoded_in_slices(llama, monkeypatch):
-    """A context longer than what was allocated at first, too: the same logits as in one go."""
-    batch = {"ids": text(1300, 6)[None], "hidden": {}}
-    g = torch.Generator().manual_seed(6)
-    batch["kv"] = {m: tuple(torch.randn(1, 4, 1300, 8, generator=g, dtype=torch.float64) for _ in range(2)) for m in (1, 2)}
-    for layers in (1, 2):
-        rows, ids = [], batch["ids"][0]
-        for SLICE, steps in ((2000, (1200,)), (300, (500, 1200))):
-            monkeypatch.setattr(glide, "CHUNK", SLICE)
-            drafter, before = random_drafter(llama, layers, length=1400), 0
-            for t in steps:
-                drafter.begin(view(batch, before, t))
-                rows.append(drafter.expand(ids[t:t + 1], [-1]))
-                before = t
-        torch.testing.assert_close(rows[0], rows[2], **EXACT)
-    assert drafter.store.shape[-2] > 1200
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_long_prompt_is_encoded_in_chunks(llama, monkeypatch, layers):
+    """A context longer than the first capacity, too: the same logits as in one go."""
+    batch, logits = {"ids": text(1100, 6)[None], "hidden": {}}, []
+    torch.manual_seed(6)
+    batch["kv"] = {m: torch.randn(2, 1, 4, 1100, 8, dtype=torch.float64) for m in (1, 2)}
+    for chunk, steps in ((2000, (1050,)), (300, (500, 1050))):
+        monkeypatch.setattr(glide, "CHUNK", chunk)
+        drafter, before = random_drafter(llama, layers, length=1100), 0
+        for t in steps:
+            drafter.begin(view(batch, before, t))
+            logits.append(drafter.expand(batch["ids"][0, t:t + 1], [-1]))
+            before = t
+    torch.testing.assert_close(logits[0], logits[2], **EXACT)
+    assert drafter.store.shape[-2] > 1050
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_losses_are_what_their_names_say(llama, loss):
@@ -188,36 +191,62 @@ def test_losses_are_what_their_names_say(llama, loss):
             ce = -log_p[b, j, batch["ids"][b, j + 1]]
             total += ce if loss == "ce" else (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).sum()
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
-    assert glide.Config(8, 8, 8).loss == "ce", "checkpoints older than this setting"
 
-def test_a_half_precision_target_loses_no_gradients():
-    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the type of its KV entries."""
-    config = glide.Config(VOCAB, 24, 32, heads=2, target_heads=4, target_head_size=8, layers_read=(0,))
-    torch.manual_seed(0)
-    draft_model = glide.Glide(config, glide.angles(8, 40))
-    ids = text(40)[None]
-    keys, values = torch.randn(2, 1, 2, 40, 8).half()
+@pytest.mark.parametrize("draft_class", [glide.Glide, longspec.LongSpec])
+def test_a_half_precision_target_loses_no_gradients(draft_class):
+    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
+    keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
     gradients = []
-    for kind in (torch.float64, torch.float32):
-        kv = {0: (keys, values)} if kind == torch.float32 else {0: (keys.double(), values.double())}
-        learn = torch.ones(1, 40, dtype=torch.bool)
-        batch = {"ids": ids, "kv": kv, "learn": learn, "count": 2 ** 17, "sum": lambda loss, learn, *rows: loss(*(x[learn] for x in rows))}
-        draft_model.to(kind).zero_grad()
+    for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
+        model = tiny("llama").half().to(target_type)
+        torch.manual_seed(0)
+        draft_model = draft_class.beside(model, draft_class.config_class.for_target(model), 40).to(torch.float32).to(own_type)
+        batch = {"ids": text(40)[None], "kv": {2: (keys.to(target_type), values.to(target_type))}, "count": 2 ** 17,
+                 "learn": torch.ones(1, 40, dtype=torch.bool), "sum": lambda loss, learn, *chosen: loss(*(x[learn] for x in chosen))}
         draft_model.loss(batch).backward()
         gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
     exact, found = gradients
     assert (found - exact).norm() < 1e-3 * exact.norm()
 
-def test_a_tree_of_many_nodes_equals_paths_drafted_alone(llama):
-    """The path below the seventy-first of a frontier (other trees, and what is kept of them: test_edd.py)."""
-    drafter, given = random_drafter(llama), view(batch_of(llama, text(13)[None]), 0, 12)
-    drafter.begin(given)
-    drafter.expand(torch.tensor([1]), [-1])
-    drafter.expand(torch.arange(71) % VOCAB, [0] * 71)
-    row = drafter.expand(torch.tensor([5]), [71])[0]
-    drafter.begin(given)
-    alone = drafter.expand(torch.tensor([1, 70 % VOCAB, 5]), [-1, 0, 1])[2]
-    torch.testing.assert_close(row, alone, **EXACT)
+# ---------------------------------------------------------------- LongSpec: between the target's own embedding and head
+def scaled(name):
+    return other("Gemma", num_attention_heads=4) if name == "gemma" else shared(name)
+
+@pytest.mark.parametrize("name, last_norm", [("llama", True), ("qwen2", False), ("gemma", True)])
+def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_path):
+    """Nothing of the target is trained or saved; what it scales (Gemma's embeddings) is scaled here."""
+    model, batch = scaled(name), batch_of(scaled(name), text(14)[None])
+    config = parts.longspec_config(model, layer=1, last_norm=last_norm, feed_forward=16, window=3)
+    module = weighty(lambda: parts.LongSpec.beside(model, config, 64), 1)
+    with torch.no_grad():
+        found = model(batch["ids"], output_hidden_states=True)
+        torch.testing.assert_close(module.embed(batch["ids"]), found.hidden_states[0], **EXACT)
+        torch.testing.assert_close(module.head(found.hidden_states[-1]), found.logits, **EXACT)
+    model.zero_grad()
+    module.loss(batch).backward()
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in module.parameters())
+    matrices = sum(p.numel() for p in module.parameters() if p.ndim == 2)
+    assert config.multiply_adds() == matrices + VOCAB * 32 and config.layers_read == (1,)
+    save(tmp_path / "new", module, kind="longspec")
+    assert set(load_file(tmp_path / "new" / "model.safetensors")) == {n for n, _ in module.named_parameters()}
+    # Older files of converted ones had copies of the target's matrices, and another kind.
+    module.state_dict = lambda: {**dict(module.named_parameters()), "embed.weight": torch.ones(1), "head.weight": torch.ones(1)}
+    save(tmp_path / "old", module, kind="glide" if not last_norm else "longspec")
+    for folder in ("new", "old"):
+        drafter, _ = parts.load(glide, tmp_path / folder, model)
+        for build in (cape.cape, pct.pct):
+            made = verify.generate(any_target(model), drafter, build, [3, 1, 4], 12)
+            assert made.tokens == plain(model, [3, 1, 4], 12)
+
+def test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py(llama):
+    config = longspec.Config(49152, 576, 1536, heads=9, target_heads=9, target_head_size=64)
+    assert config.multiply_adds() == pytest.approx(2.0e6 + 2.65e6 + 28.3e6, rel=2e-3)
+    assert (config.bias, config.window, config.last_norm, config.norm) == (True, 512, False, True), "LongSpec's own"
+    flags = SimpleNamespace(seed=0, layer=0, norm="no", loss="ce", block=4, length=20)
+    c = drafters.fresh("longspec-f16", llama, flags).config
+    assert (c.feed_forward, c.layers_read, c.norm, c.loss, c.block, c.last_norm) == (16, (0,), False, "ce", 4, True)
+    assert drafters.fresh("longspec", llama, flags).config.feed_forward == llama.config.intermediate_size
 
 # ---------------------------------------------------------------- the layer, written out
 @pytest.mark.parametrize("norm, key_heads", [(False, 1), (True, 2), (False, 4)])
