@@ -1,6 +1,7 @@
 """Published drafters: what is converted says what its published forward, written out here from the published keys, says."""
 import json
 import math
+import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -310,7 +311,7 @@ def test_medusa(folders, tmp_path, name, heads, prefix):
     lossless(model, drafter)
 
 # ---------------------------------------------------------------- files
-@pytest.mark.parametrize("files", [eagle_files, glide_files, longspec_files, medusa_files])
+@pytest.mark.parametrize("files", [eagle_files, longspec_files])
 def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
     """Also in several files, and beside what a training leaves; types stay, a table of rotary angles is no weight."""
     weights, config = files("llama")
@@ -375,10 +376,24 @@ WRONG = {"a key too many": (eagle_files, changed("layers.0.input_layernorm.weigh
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
     "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
+    "scaling in a word": (glide_files, setting(rope_scaling="linear"), "rope_scaling is 'linear', and must be an object"),
+    "a list of parameters": (eagle_files, setting(rope_parameters=[1]), "rope_parameters is [1], and must be an object"),
+    "theta within": (eagle_files, setting(rope_parameters={"rope_theta": "500"}), "rope_theta is '500', and must be a number above 0"),
+    "theta in words": (glide_files, setting(rope_theta="1e4"), "rope_theta is '1e4', and must be a number above 0"),
+    "no heads": (longspec_files, setting(num_attention_heads=0), "num_attention_heads is 0, and must be a count"),
+    "half a head": (eagle_files, setting(num_key_value_heads=2.5), "num_key_value_heads is 2.5, and must be a count"),
+    "no block": (glide_files, setting(block_size=-5), "block_size is -5, and must be a count"),
+    "epsilon is no number": (longspec_files, setting(rms_norm_eps=float("nan")), "rms_norm_eps is nan, and must be a number above 0"),
+    "a width in words": (eagle_files, setting(hidden_size="32"), "hidden_size is '32', and must be a count"),
+    "a bias in words": (eagle_files, setting(bias="no"), "bias is 'no', and must be true or false"),
+    "an embedding without a width": (glide_files, changed("model.embed_tokens.weight", torch.zeros(40)), "model.embed_tokens.weight has shape (40,)"),
+    "an MLP of no size": (longspec_files, changed("mlp.gate_proj.weight", torch.tensor(1.0)), "must be (64, 32)"),
+    "a layer without a number": (glide_files, changed("model.layers.cross_attn.q", FC), "no key model.layers.cross_attn.q"),
+    "infinite weights": (medusa_files, lambda w, c: w["1.1.weight"].fill_(float("inf")), "1.1.weight in "),
     "nothing known": (lambda name: ({"x.weight": FC}, {}), lambda w, c: None, "in no known layout (it has a key x.weight)")}
 
 def check_refused(capsys, out, words, *argv):
-    assert convert.main([*map(str, argv), "--out", str(out), "--device", "cpu"]) == 2
+    assert convert.main(["--device", "cpu", *map(str, argv), "--out", str(out)]) == 2
     said = capsys.readouterr()
     assert words in said.err and said.err.startswith("convert.py: ") and said.err.count("\n") == 1 and "code ran" not in said.out
     assert not out.exists(), "nothing is left behind"
@@ -395,14 +410,17 @@ def test_longspec_stands_beside_targets_that_turn_as_llama_does():
     with pytest.raises(ValueError, match="the target's RoPE has 4 entries of a head, and LongSpec's heads beside it have 8"):
         convert.from_longspec(weights, convert.SILENT | config, other("Glm", partial_rotary_factor=0.5))
 
-def test_files_that_cannot_be_read(folders, tmp_path, capsys):
+def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     source, target = tmp_path / "in", ("--target", folders["llama"])
     weights, config = medusa_files()
 
     def refused(words, *target):
         check_refused(capsys, tmp_path / "out", words, source, *target)
     refused("does not exist: give a folder, or OWNER/NAME", *target)
-    source.mkdir()
+    source.write_text("")
+    refused("is a file: give the folder that holds it", *target)
+    source.unlink()
+    (source / "folder.bin").mkdir(parents=True)
     refused("holds no *.safetensors, *.bin or *.pt", *target)
     more = "cannot be read, or holds more than weights"
     for held, words in (({"0.0.linear.weight": Code()}, more), (["a list"], more), ({"epoch": 3}, "epoch in")):
@@ -414,11 +432,21 @@ def test_files_that_cannot_be_read(folders, tmp_path, capsys):
     written(source, {"2.1.weight": weights["2.1.weight"]}, config, "more.safetensors")
     refused("2.1.weight is in", *target)
     (source / "more.safetensors").unlink()
-    for broken in ("{", "[1, 2]", "3"):
+    for broken in ("{", "[1, 2]", "3", "[" * 9999, '{"small_cfg": "x"}'):
         (source / "config.json").write_text(broken)
         refused("config.json is no JSON object", *target)
     (source / "config.json").unlink()
     refused("/no/such does not exist", "--target", "/no/such")
+    refused("--device x: say cpu, cuda", *target, "--device", "x")
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "out", tmp_path / "file"):
+        assert convert.main([str(source), *map(str, target), "--out", str(out), "--device", "cpu"]) == 2
+        assert re.search("cannot be written|Not a directory|is not empty", capsys.readouterr().err)
+    monkeypatch.setattr(convert, "save_file", lambda weights, path, about: path.write_text("half") and [][0])
+    with pytest.raises(IndexError):                                             # whatever happens while it is written
+        convert.main([str(source), *map(str, target), "--out", str(tmp_path / "out"), "--device", "cpu"])
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}, "nothing is left behind"
+    monkeypatch.undo()
     assert convert.main([str(source), *map(str, target), "--out", str(source), "--device", "cpu"]) == 2
     assert "is not empty: name a new folder" in capsys.readouterr().err
     converted(source, folders["llama"], tmp_path / "out")                       # MEDUSA's config.json says nothing that is needed
