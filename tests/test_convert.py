@@ -292,7 +292,7 @@ def test_longspec(folders, tmp_path, monkeypatch, name, key_heads, window):
             torch.testing.assert_close(rows[i], published(path, kv, [t] * len(path), window)[-1], **NEAR)
     lossless(model, drafter)
 
-@pytest.mark.parametrize("name, heads, prefix", [("llama", 3, ""), ("qwen2", 5, "medusa_head."), ("mistral", 11, "")])
+@pytest.mark.parametrize("name, heads, prefix", [("llama", 3, ""), ("qwen2", 11, "medusa_head.")])
 def test_medusa(folders, tmp_path, name, heads, prefix):
     weights, config = medusa_files(name, heads, prefix)
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
@@ -352,27 +352,19 @@ WRONG = {"a key too many": (eagle_files, changed("layers.0.input_layernorm.weigh
     "a missing key": (eagle_files, lambda w, c: w.pop("layers.0.mlp.up_proj.weight"), "key layers.0.mlp.up_proj.weight, which is missing"),
     "a shape": (eagle_files, changed("fc.weight", FC), r"fc.weight has shape (32, 32), and for this target it must be (32, 64)"),
     "theta": (eagle_files, setting(rope_theta=10000.0), "rope_theta is 10000.0, and must be 500.0 here"),
-    "epsilon": (eagle_files, setting(rms_norm_eps=1e-3), "rms_norm_eps is 0.001"),
-    "activation": (eagle_files, setting(hidden_act="gelu"), "hidden_act is gelu"),
     "heads": (eagle_files, setting(num_attention_heads=8, num_key_value_heads=4), "num_attention_heads is 8"),
-    "key heads": (eagle_files, setting(num_key_value_heads=2), "num_key_value_heads is 2"),
     "size of a head": (eagle_files, setting(head_dim=4), "head_dim is 4"),
     "scaling": (eagle_files, setting(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is {'rope_type': 'linear', 'factor': 2.0}"),
     "another target": (eagle_files, changed("embed_tokens.weight", torch.ones(VOCAB, WIDTH)), "40 of 40 rows of embed_tokens.weight are another target's"),
     "one row": (eagle_files, lambda w, c: w["embed_tokens.weight"][7].mul_(1.1), "1 of 40 rows of embed_tokens.weight"),
-    "another width": (eagle_files, changed("embed_tokens.weight", torch.ones(VOCAB, 8)), "not of width 32"),
     "integers": (eagle_files, changed("fc.weight", FC.char()), "is torch.int8: take floating weights"),
     "a bias": (glide_files, setting(attention_bias=True), "attention_bias is True, and must be False"),
-    "GELU": (glide_files, setting(hidden_act="gelu"), "hidden_act is gelu, and must be silu"),
     "a scaled GLIDE": (glide_files, setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is {'rope_type': 'dynamic'"),
     "a larger target": (glide_files, setting(large_hidden_size=64), "large_hidden_size is 64, and must be 32"),
-    "the target's heads": (glide_files, setting(large_num_attention_heads=2), "large_num_attention_heads is 2, and must be 4"),
     "heads that do not part": (glide_files, setting(num_attention_heads=5), "5 heads and 4 of keys do not part a width of 24"),
     "no embedding": (glide_files, lambda w, c: w.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
     "a word for a number": (glide_files, setting(num_attention_heads="many"), "num_attention_heads is 'many', and must be a count"),
     "LongSpec without a bias": (longspec_files, lambda w, c: w.pop("self_attn.q_proj.bias"), "key self_attn.q_proj.bias, which is missing"),
-    "LongSpec's glimpse": (longspec_files, changed("cross_attn.o_proj.weight", torch.zeros(8, WIDTH)), "must be (32, 32)"),
-    "LongSpec's heads": (longspec_files, setting(num_attention_heads=8), "num_attention_heads is 8, and must be 4"),
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
     "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
@@ -451,30 +443,22 @@ def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     assert "is not empty: name a new folder" in capsys.readouterr().err
     converted(source, folders["llama"], tmp_path / "out")                       # MEDUSA's config.json says nothing that is needed
 
-def test_what_the_hub_does_not_give_is_one_sentence(folders, tmp_path, capsys, monkeypatch):
-    asked = []
-
-    def fails(name, **more):
-        asked.append(more)
-        raise OSError("no\nnetwork")
-    monkeypatch.setattr(convert, "snapshot_download", fails)
-    for only_local, words in ((True, "(it cannot be reached)"), (False, "(OSError)")):
-        monkeypatch.setattr(load, "on_hub", lambda *args: only_local)           # noqa: B023
-        check_refused(capsys, tmp_path / "out", f"o/n cannot be had from the hub {words}", "o/n", "--target", folders["llama"])
-        assert asked.pop()["local_files_only"] == only_local and not asked, "asked once"
-
-def test_from_the_hub_safetensors_come_first(folders, tmp_path, monkeypatch):
-    """Pickled files are only asked for where there are no others."""
+def test_from_the_hub_safetensors_come_first(folders, tmp_path, capsys, monkeypatch):
+    """Pickled files are only asked for where there are no others; no network is one sentence."""
     asked, source = [], written(tmp_path / "in", *medusa_files(), name="medusa_lm_head.pt")
-
-    def downloaded(name, allow_patterns, **more):
-        asked.append(allow_patterns)
-        return str(source if "*.pt" in allow_patterns else tmp_path / "nothing")
     (tmp_path / "nothing").mkdir()
+
+    def downloaded(name, allow_patterns, local_files_only):
+        asked.append(allow_patterns)
+        if local_files_only:
+            raise OSError("no\nnetwork")
+        return str(source if "*.pt" in allow_patterns else tmp_path / "nothing")
     monkeypatch.setattr(convert, "snapshot_download", downloaded)
+    monkeypatch.setattr(load, "on_hub", lambda *args: True)
+    check_refused(capsys, tmp_path / "out", "o/n cannot be had from the hub (it cannot be reached)", "o/n", "--target", folders["llama"])
     monkeypatch.setattr(load, "on_hub", lambda *args: False)
     _, about, _ = converted("o/n", folders["llama"], tmp_path / "out")
-    assert about["source"] == "o/n" and asked == [("*.json", "*.safetensors"), ("*.json", "*.bin", "*.pt")]
+    assert about["source"] == "o/n" and asked[1:] == [("*.json", "*.safetensors"), ("*.json", "*.bin", "*.pt")]
 
 # ---------------------------------------------------------------- a quantised target
 class Int8(nn.Module):
@@ -507,7 +491,7 @@ def draft_model_of(name, model):
     draft_class, drafter_class = parts.KINDS[config.kind]
     return draft_class(config, model), drafter_class
 
-@pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa", "glide"])
+@pytest.mark.parametrize("name", ["edd", "eagle", "medusa", "glide"])
 def test_a_quantised_target_trains_and_decodes(name):
     """Weights are int8: types come from hidden states, and what learns starts at what the target says."""
     model, ids = quantised(tiny("qwen2", **SMALL), torch.float32), torch.arange(VOCAB)
