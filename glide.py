@@ -376,9 +376,9 @@ class Drafter:
         position = slots
         mask = None
         if m > 1 or not all(self.visible[-1]):
-            rows = self.visible[-m:]
-            rows = [row + [False] * (nodes - len(row)) for row in rows]
-            visible = torch.tensor(rows)                                           # (m, nodes)
+            new = self.visible[-m:]
+            padded = [seen + [False] * (nodes - len(seen)) for seen in new]
+            visible = torch.tensor(padded)                                         # (m, nodes)
             visible = visible.to(self.device, non_blocking=True)
             # The prefix is visible, too.  A node sees its ancestors and itself: so deep it is.
             position = self.t - 1 + visible.sum(1)

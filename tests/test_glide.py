@@ -408,20 +408,20 @@ def test_layers_without_keys_of_their_own_are_not_read():
 
 @pytest.mark.parametrize("name, more, message", [
     ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"]), "Lfm2ForCausalLM does not cache keys and values"),
-    ("OpenAIGPTLMHead", {}, "OpenAIGPTLMHeadModel does not cache keys and values in each"),
+    ("OpenAIGPT", {}, "OpenAIGPTLMHeadModel does not cache keys and values in each"),
     ("Gemma4", WIDE, "keys of several sizes"), ("Llama", {}, "heads of odd size: change the width"),
     ("Whisper", {}, "WhisperForCausalLM caches 4 heads, and its configuration says 6"),
 ])
 def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
-    if name == "OpenAIGPTLMHead":
-        config = transformers.OpenAIGPTConfig(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4)
-        model = transformers.OpenAIGPTLMHeadModel(config)
-    elif name == "Whisper":
-        heads = dict(encoder_attention_heads=6, decoder_attention_heads=4, encoder_layers=1, decoder_layers=2)
-        config = transformers.WhisperConfig(vocab_size=VOCAB, d_model=24, max_target_positions=40, pad_token_id=0, **heads)
-        model = transformers.WhisperForCausalLM(config)
+    sizes = dict(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4)
+    if name == "Whisper":
+        sizes = dict(vocab_size=VOCAB, d_model=24, max_target_positions=40, pad_token_id=0, encoder_layers=1, decoder_layers=2,
+                     encoder_attention_heads=6, decoder_attention_heads=4)
+    if name in ("OpenAIGPT", "Whisper"):
+        model_class = transformers.WhisperForCausalLM if name == "Whisper" else transformers.OpenAIGPTLMHeadModel
+        model = model_class(getattr(transformers, f"{name}Config")(**sizes))
     else:
         model = other(name, **more)
     with pytest.raises(ValueError, match=message) as error:
         parts.glide_config(model, 33 if name == "Llama" else 16, layers=2 if name == "Gemma4" else 1)
-    assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name in ("Lfm2", "OpenAIGPTLMHead"))
+    assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name in ("Lfm2", "OpenAIGPT"))

@@ -74,9 +74,7 @@ EDITS["glide"] = [
     ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
     ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
     ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0"),
-    ("confidence is not calibrated", "(logits / self.temperature)", "(logits / 1.0)"),
     ("drafting builds graphs", "    @torch.no_grad()\n    def expand(", "    def expand("),
-    ("another target's drafter is taken", "if config.glimpse and sizes[top:top + 1] != [wanted]:", "if False:"),
     # the paper's constants
     ("paper: L is 5, by default", "block: int = 5", "block: int = 4"),
     ("paper: L is 5, for a target", "glimpse=True, block=5", "glimpse=True, block=4"),
@@ -457,6 +455,7 @@ EDITS["beyond/longspec"] = [
 ]
 
 EDITS["runtime/parts"] = [
+    ("another target's drafter is taken", "if config.glimpse and found != [wanted]:", "if False:", "glide"),
     ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "glide"),
     ("a latent's values are what turns", "return torch.cat((v, k), -1), k", "return torch.cat((v, k), -1), v", "glide"),
     ("longrope by its long table alone", "for end in sorted(min(end or length, length) for end in ends):", "for end in [length]:", "glide"),
