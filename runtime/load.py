@@ -308,7 +308,7 @@ def load_drafter(setup, name, raw=False):
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
     if related == "a relative":
         setup.notes.append(f"{name} was trained for a relative of this target (rounded otherwise, or tuned)")
-    module = glide if about["kind"] in ("glide", "vanilla") else edd
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
