@@ -18,7 +18,6 @@ Nodes behind the verified ones were continued by the drafter and left out by the
 re-ranking, PCT's leaves).  pictures.py draws from docs/rounds.html.  Other flags are bench.py's.
 """
 import json
-import os
 import shlex
 import sys
 from functools import partial
@@ -31,7 +30,7 @@ import torch  # noqa: E402
 import bench  # noqa: E402
 import verify  # noqa: E402
 from data import read  # noqa: E402
-from runtime import clock  # noqa: E402
+from runtime import clock, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -228,8 +227,7 @@ def work(argv):
     p.add_argument("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
     a, flags = p.parse_known_args(argv)
     # A file that cannot be written is refused before anything is decoded.
-    if a.out.is_dir() or not (a.out.parent.is_dir() and os.access(a.out.parent, os.W_OK)):
-        raise UserError(f"--out {a.out}: name a file in a folder that is there and can be written to")
+    load.check_writable("--out", a.out)
     data = page_data(bench.Run(flags), a.prompt)
     data["command"] = "python figures/rounds.py " + shlex.join(argv)
     text = page(data, TEMPLATE.read_text(encoding="utf-8"))

@@ -227,14 +227,3 @@ def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     command = there.pop("command")
     assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
     assert command.endswith(f"--prompt 2 --out {out}")
-
-@pytest.mark.parametrize("argv, said", [(["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
-    (["--prompt", "two"], "invalid int value: 'two'"), (["--prompt", "0"], "--prompt is 0: there are 2 prompts"),
-    (["--prompt", "3"], "--prompt is 3: there are 2 prompts")])
-def test_mistakes_are_one_sentence(run, monkeypatch, tmp_path, capsys, argv, said):
-    monkeypatch.setattr(bench, "Run", lambda flags: run)
-    monkeypatch.chdir(tmp_path)
-    assert rounds.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("figures/rounds.py: ") and said in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())
