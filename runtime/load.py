@@ -268,10 +268,11 @@ def load_drafter(setup, name, raw=False):
     return drafter
 
 def check_drafter(drafter, folder):
-    """Refuse weights that are not finite, and heads that do not divide the width."""
-    finite = all(weights.isfinite().all() for weights in drafter.model.parameters())
-    width = getattr(drafter.config, "width", 0)
-    if not finite or width % getattr(drafter.config, "heads", 1):
+    """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
+    sound = all(weights.isfinite().all() for weights in drafter.model.parameters())
+    if isinstance(drafter, glide.Drafter):
+        sound = sound and drafter.config.width % drafter.config.heads == 0
+    if not sound:
         raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
 
 def load_heir(kind, setup, *names):

@@ -32,7 +32,7 @@ LEGEND = """\
 tok/s: new tokens over all seconds, prefill included; vs generate(): speedup over transformers' own
 speedup: over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
 tau: new tokens a round, the target's own included; alpha: accepted / tested drafted tokens (chains)
-nodes: drafted tokens verified a round; draft, verify, other: shares of a round (other: the rest)
+nodes: drafted tokens verified a round; draft, verify, other (the rest): shares of ms/round
 lossless: token for token plain decoding's output (-: sampled with other noise)"""
 SHOWN = {True: "yes", False: "NO", None: "-"}            # of lossless
 # Keys of a row that are printed under the tables
