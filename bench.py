@@ -35,6 +35,7 @@ import cascade
 import maxgram
 import pct
 import verify
+from beyond import graft, priced
 from data import read
 from runtime import clock, families, graphs, load, prompts, proof, report
 from runtime.calls import check_tree, read_call, settings_of
@@ -43,8 +44,8 @@ from verify import UserError
 # A cascade and Max-Gram write these by themselves.
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct,
-         "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": pct.pct_cost,
-         "graft": pct.graft, "eagle2": pct.eagle2}
+         "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost,
+         "graft": graft.graft, "eagle2": pct.eagle2}
 PROMPTS = load.ROOT / "data" / "prompts.jsonl"           # the project's own
 LOOK = 9                                                 # of them: a minute or less
 MOST_NODES = 512                                         # of a tree, the root counted

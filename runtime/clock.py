@@ -18,21 +18,39 @@ from statistics import median
 import torch
 
 import cape
-import cascade
 import pct
 import verify
+from beyond import priced
 
 # The methods that are timed, and what their time counts as
 TARGET = {"prefill": "prefill", "forward": "verify"}
 DRAFTER = {"begin": "draft", "expand": "draft", "chain": "draft"}
 SHARES = ("draft", "verify", "other")              # of a round's time
-# GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023) is Corollary 4.2 of Cascade.
-expected_speedup = cascade.ewif_speculative
 
 # ---------------------------------------------------------------- seconds
 def ratio(x, y):
     """x / y, or None where there is nothing to divide, or to divide by."""
     return x / y if y and x is not None else None
+
+def expected_speedup(alpha, c, gamma):
+    """GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023), which is Cascade's Corollary 4.2.
+
+    alpha: acceptance rate; c: one drafter forward over one target forward; gamma: drafted tokens.
+    """
+    # (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))
+    tokens = sum(alpha ** i for i in range(gamma + 1))
+    return tokens / (c * gamma + 1)
+
+def swi(tokens, runs, costs):
+    """Standardized walltime improvement (Cascade, section 5.1): 1 for plain decoding.
+
+    tokens = n, all that were generated; runs[0] = count(S, M_t, T), runs[i] = count(S, M_di, T);
+    costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
+    Erratum: "simply the sum of GPU time by all models" describes the denominator.
+    """
+    assert len(runs) == len(costs) and costs[0] == 1, "there is a cost for each model; the target's is 1"
+    # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
+    return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
 class Clock:
     """Seconds of one decoding by what they were spent on.  calls: how often each timed method ran.
@@ -263,7 +281,7 @@ def of_stages(outs, step, drafter, row):
         found["swi_measured"] = row["tokens"] / (runs[0] + total["draft"] / step)
         # Max-Gram is free.
         for how, costs in drafter.costs.items():
-            found[f"swi_{how}"] = cascade.swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
+            found[f"swi_{how}"] = swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
     return found
 
 # ---------------------------------------------------------------- what a step, a draft, a node costs
@@ -284,7 +302,7 @@ def measure_costs(run, label):
     for _ in range(7):
         turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
     # The first turn warms up; where the prompt is answered by one token there are no rounds.
-    cost, price = pct.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
+    cost, price = priced.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
     if not 0.005 <= cost <= 1:
         run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
         return {}

@@ -26,8 +26,9 @@ import cascade
 import edd
 import glide
 import maxgram
+from beyond import graft
 from data import read
-from runtime import families, grams, graphs, parts
+from runtime import families, grams, graphs, linear, parts
 from runtime.calls import read_call
 from runtime.stage import Stage
 from verify import UserError
@@ -37,7 +38,10 @@ BEYOND = ("gemma4", "eagle3")                     # files of beyond/, each loads
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
+SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
 PROBES = 32                                       # weights of a model that its fingerprint keeps
+NEAR = 0.25                                       # relative difference: 4 bits make .08 to .16, a seed 1.4
+ENOUGH = 8                                        # weights that must be near: one may be so by chance
 
 # ---------------------------------------------------------------- models
 def check_device(device, spread=False):
@@ -106,12 +110,17 @@ def only_special_tokens(model):
 def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None, trust=False):
     """(model, tokenizer) as transformers loads them.  UserError where it cannot.
 
+    name: a folder, a hub name, or "smollm2".
     device "auto": spread over what there is, by accelerate.  encoder_decoder: T5 may come too.
     role: what the model is called in an error.  trust: run the model's own code, too.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     give = "give a complete folder or a hub name of a causal language model"
+    if str(name) == "smollm2" and not Path(name).exists():
+        if not SMOLLM2.exists():
+            raise UserError(f"{role} smollm2 is not here yet: run `python checkpoints/smollm2.py` once")
+        name = SMOLLM2
     # A hub name is OWNER/NAME.
     hub = str(name).count("/") == 1 and not Path(name).is_absolute()
     if not Path(name).exists() and not hub:
@@ -143,6 +152,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     if not placed:
         model = model.to(device)
     only_special_tokens(model)
+    linear.pack(model)
     return model.eval(), tokenizer
 
 # ---------------------------------------------------------------- fingerprints
@@ -174,16 +184,35 @@ def fingerprint(model, tokenizer=None):
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
     return about
 
-def same_target(a, b):
-    """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
+def relation(a, b):
+    """What the targets of two fingerprints are to each other: "the same", "a relative" or "another".
+
+    the same     equal in what both say, weights up to half precision's rounding
+    a relative   of one architecture and vocabulary, weights near: rounded to 4 bits by one of them, or tuned
+                 lightly; 32 weights cannot tell these apart.  A drafter of one drafts for the other, too:
+                 the output stays exact, as the target verifies it; fewer tokens may be accepted.
+    another      all else
+    """
     probes = [about.get("probe") for about in (a, b)]
     if not all(isinstance(probe, dict) for probe in probes):
-        return False                                     # an older format: weights without names
+        return "another"                                 # an older format: weights without names
+    if any(a[key] != b[key] for key in a if key in b and key != "probe"):
+        return "another"
     shared = [name for name in probes[0] if name in probes[1]]
-    mine, its = [[probe[name] for name in shared] for probe in probes]
-    if not shared or not np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
-        return False
-    return all(a[key] == b[key] for key in a if key in b and key != "probe")
+    mine = np.array([probes[0][name] for name in shared])
+    its = np.array([probes[1][name] for name in shared])
+    if not shared:
+        return "another"
+    if np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
+        return "the same"
+    difference = np.linalg.norm(mine - its) / max(np.linalg.norm(its), 1e-30)
+    if len(shared) >= ENOUGH and difference < NEAR:
+        return "a relative"
+    return "another"
+
+def same_target(a, b):
+    """Whether two fingerprints are of one model."""
+    return relation(a, b) == "the same"
 
 # ---------------------------------------------------------------- a target and what goes with it
 class Setup:
@@ -253,14 +282,18 @@ def load_drafter(setup, name, raw=False):
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Asked first: another target's drafter may read layers that are not there.
-    if not same_target(about.get("target", {}), fingerprint(setup.model, setup.tokenizer)):
+    related = relation(about.get("target", {}), fingerprint(setup.model, setup.tokenizer))
+    if related == "another":
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
+    if related == "a relative":
+        setup.notes.append(f"{name} was trained for a relative of this target (rounded otherwise, or tuned)")
     module = glide if about["kind"] in ("glide", "vanilla") else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
     check_drafter(drafter, folder)
+    linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
     if setup.graphs:
@@ -284,6 +317,7 @@ def load_heir(kind, setup, *names):
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
     drafter = importlib.import_module(f"beyond.{kind}").load(name, setup.model, **more)
+    linear.pack(drafter.model, beside=setup.model)
     if setup.graphs:
         graphs.static(drafter)
     return drafter
@@ -348,6 +382,7 @@ def load_stage(setup, name):
             raise UserError(f"{name} has another tokenizer than the target: token {i} is "
                             f"{its[i]!r} there, {mine[i]!r} here; take a model of the target's "
                             "family")
+    linear.pack(model, beside=setup.model)
     if model.num_parameters() >= setup.model.num_parameters():
         setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
     return model
@@ -395,7 +430,7 @@ def load_beside(setup, *names, bigram=None):
             validation = about_drafter(folder).get("validation", {})
             drafter.temperature = validation.get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

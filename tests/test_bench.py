@@ -312,7 +312,7 @@ def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     assert bench.builder(run, "glide", size).keywords == {"size": 1}
     for measured, found in (((0.2, 0.1), {"cost": 0.2, "node_price": 0.5}), ((1e-6, 0.1), {"node_price": 0.5})):
         run.costs.clear()
-        monkeypatch.setattr(bench.pct, "costs_of", lambda turns, measured=measured: measured)
+        monkeypatch.setattr(bench.priced, "costs_of", lambda turns, measured=measured: measured)
         assert bench.builder(run, "glide", priced).keywords == found
     assert "cannot be" in run.notes[-1] and str(bench.pct.COST) in run.notes[-1] and bench.builder(run, "glide", pct).keywords == {}
     totals = [run.decode(run.drafters["glide"], cape.cape, ids, limit).total for _, ids, limit in run.prompts]

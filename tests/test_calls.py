@@ -13,6 +13,7 @@ import bench
 import cape
 import pct
 import verify
+from beyond import graft
 from runtime import calls, grams, load
 from verify import UserError
 
@@ -175,7 +176,7 @@ def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
     for _, ids, limit in run.prompts:
         plain = run.decode(None, verify.root_only, ids, limit).tokens
         for label in names:
-            out = run.decode(run.drafters[label], pct.graft, ids, limit)
+            out = run.decode(run.drafters[label], graft.graft, ids, limit)
             assert out.tokens == plain and out.total["draft_forwards"] > 0, label
 
 def test_flags():
