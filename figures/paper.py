@@ -61,7 +61,7 @@ def write_json(path, value):
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
-    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments with the flags, which win, behind).
+    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which win).
 
     work: the folder that stands for work/.
     """

@@ -399,7 +399,7 @@ def load_gram(setup, bigram=None):
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
-        # Nobody asked for the checkpoint's: another target goes without one.
+        # The checkpoint's is a default: another target goes without one.
         setup.notes.append(f"no bigram: {why}")
         return maxgram.MaxGram()
 

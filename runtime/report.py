@@ -162,7 +162,7 @@ def progress(bar, done, prompts, speeds):
 def losses(run, arm, truth, which):
     """{"lossless": whether all tokens are those of the arm `truth`, "first_divergence": where not}.
 
-    Both None where tokens are sampled with other noise, so that nobody can expect the same.
+    Both None where tokens are sampled with other noise, so that others are expected.
     """
     # A chain sampled from the drafter gives the target's distribution, but not the tokens of plain
     # sampling.  All other arms of ours do: their noise is keyed by position.
