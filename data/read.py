@@ -288,7 +288,12 @@ def template_of(name, tokenizer):
         return own or PLAIN
     if name not in TEMPLATES and not Path(name).is_file():
         raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a Jinja template")
-    return TEMPLATES.get(name) or Path(name).read_text()
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise UserError(f"--template {name} cannot be read as text: name a file with a Jinja template") from None
 
 
 def chat_text(messages, tokenizer, template, ask=False):
@@ -302,7 +307,7 @@ def chat_ids(messages, tokenizer, template=None, ask=True):
     template = template or template_of(None, tokenizer)
     try:
         text = chat_text(messages, tokenizer, template, ask)
-    except jinja2.TemplateError as why:
+    except Exception as why:                             # a template is a program, with any mistake of one
         raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or give "
                         "another --template") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
