@@ -705,7 +705,7 @@ EDITS["figures/paper"] = [
 EDITS["docs/any_project"] = [
     ("a node sees the tree before it", "sees[t + node] |= sees[t + parents[node]]", "sees[t + node] |= sees[t + node - 1]", "cape::test_any_project"),
     ("positions follow the order of the nodes", "position = sees.sum(1) - 1 ", "position = torch.arange(t + n) ", "cape::test_any_project"),
-    ("the root's children are accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), 1 if node == 0 and len(tokens) > 1 else None)", "cape::test_any_project"),
+    ("the next node is accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), node + 1 if node + 1 < len(tokens) else None)", "cape::test_any_project"),
     ("paths forget the text", "path = before + [token]", "path = before[-1:] + [token]", "cape::test_any_project"),
 ]
 EDITS["figures/ewif"] = [
