@@ -719,11 +719,11 @@ EDITS["figures/ewif"] = [
      "paper::test_a_prediction_by_hand"),
 ]
 EDITS["figures/probe"] = [
-    ("a model that reviews is horizontal", 'not any(any(tokens) for tokens in row["K"][1:])', "True",
+    ("a model that reviews is horizontal", "return not reviews and", "return",
      "paper::test_a_prediction_by_hand"),
     ("the drafted token alone is judged", "zip(one.tokens[1:], confidences, one.new)", "zip(one.tokens[1:], confidences, one.tokens[1:])",
      "analysis::test_calibration_judges_up_to_the_first_rejection"),
-    ("what the end cut off was rejected", "judged = drafted if len(one.new) > accepted else accepted", "judged = drafted",
+    ("what the end cut off was rejected", "judged = accepted if ended else drafted", "judged = drafted",
      "analysis::test_positions_against_a_count_by_hand"),
 ]
 EDITS["figures/rounds"] = [
