@@ -80,7 +80,7 @@ def measured(run, arms):
     finished = bench.measure(run, arms)
     if finished < len(run.prompts):
         raise KeyboardInterrupt
-    rows = bench.report(run, arms, finished)
+    rows = bench.tables(run, arms, finished)
     for row in rows:
         row.pop("by_prompt", None)
     whole = rows[:len(arms)]               # the rows of all prompts come first
@@ -176,7 +176,7 @@ def positions(run):
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
-        if hasattr(drafter, "chain"):
+        if bench.writes_itself(drafter):
             build = cascade.proposal
         outs = each_prompt(run, partial(run.decode, drafter, build))
         rounds = [out.rounds for out in outs]
@@ -229,7 +229,7 @@ def optimality(run):
     rows = []
     for label, drafter in run.drafters.items():
         for tree in run.trees:
-            if hasattr(drafter, "chain") and tree.name in bench.CHAINS:
+            if bench.writes_itself(drafter, tree.name):
                 continue                   # it writes its own chain, without expand
             build = bench.builder(run, label, tree)
             share = tree_optimality(partial(run.decode, drafter), build, run.prompts[:PROMPTS])
@@ -366,8 +366,8 @@ def advice(rows, readable):
     most = max(row["before"] for row in rows[1:])
     near = [row["drafter"] for row in rows[1:] if row["before"] > most - NEAR]
     return [
-        f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} there "
-        f"(uniform attention: {best['uniform']:.3f})",
+        f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} there"
+        f" (uniform attention: {best['uniform']:.3f})",
         f"EDD: --hidden, one of {' '.join(near)}: there the token before is still named; from the "
         f"token itself one can tell {rows[0]['before']:.2f} (hidden_states[0], the embedding)"]
 
