@@ -777,6 +777,11 @@ EDITS["docs/any_project"] = [
     ("the next node is accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), node + 1 if node + 1 < len(tokens) else None)", "cape::test_any_project"),
     ("paths forget the text", "path = before + [token]", "path = before[-1:] + [token]", "cape::test_any_project"),
 ]
+EDITS["figures/batches"] = [
+    ("the drafter computes one copy", "first.project = partial(self.repeat_states, first.project)", "pass", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
+    ("copies may differ", "self.differ = self.differ + differ.sum()", "pass", "analysis::test_copies_that_differ_are_refused"),
+    ("a batch after one that did not fit", "except torch.OutOfMemoryError:", "except ZeroDivisionError:", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
+]
 EDITS["figures/ewif"] = [
     ('Theorem 4.1 as equation 6 prints it', 'return 1 + (x - 1) * geometric(alpha * x, k)', 'return x + (x - 1) * geometric(alpha * x, k)'),
     ('Corollary 4.2 with one draft too few', 'return geometric(alpha, k) / (c * k + 1)', 'return geometric(alpha, k - 1) / (c * k + 1)'),
