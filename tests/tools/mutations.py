@@ -786,8 +786,13 @@ EDITS["figures/paper"] = [
 EDITS["docs/any_project"] = [
     ("a node sees the tree before it", "sees[t + node] |= sees[t + parents[node]]", "sees[t + node] |= sees[t + node - 1]", "cape::test_any_project"),
     ("positions follow the order of the nodes", "position = sees.sum(1) - 1 ", "position = torch.arange(t + n) ", "cape::test_any_project"),
-    ("the root's children are accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), 1 if node == 0 and len(tokens) > 1 else None)", "cape::test_any_project"),
+    ("the next node is accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), node + 1 if node + 1 < len(tokens) else None)", "cape::test_any_project"),
     ("paths forget the text", "path = before + [token]", "path = before[-1:] + [token]", "cape::test_any_project"),
+]
+EDITS["figures/batches"] = [
+    ("the drafter computes one copy", "first.project = partial(self.repeat_states, first.project)", "pass", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
+    ("copies may differ", "self.differ = self.differ + differ.sum()", "pass", "analysis::test_copies_that_differ_are_refused"),
+    ("a batch after one that did not fit", "except torch.OutOfMemoryError:", "except ZeroDivisionError:", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
 ]
 EDITS["figures/ewif"] = [
     ('Theorem 4.1 as equation 6 prints it', 'return 1 + (x - 1) * geometric(alpha * x, k)', 'return x + (x - 1) * geometric(alpha * x, k)'),
@@ -800,11 +805,11 @@ EDITS["figures/ewif"] = [
      "paper::test_a_prediction_by_hand"),
 ]
 EDITS["figures/probe"] = [
-    ("a model that reviews is horizontal", 'not any(any(tokens) for tokens in row["K"][1:])', "True",
+    ("a model that reviews is horizontal", "return not reviews and", "return",
      "paper::test_a_prediction_by_hand"),
     ("the drafted token alone is judged", "zip(one.tokens[1:], confidences, one.new)", "zip(one.tokens[1:], confidences, one.tokens[1:])",
      "analysis::test_calibration_judges_up_to_the_first_rejection"),
-    ("what the end cut off was rejected", "judged = drafted if len(one.new) > accepted else accepted", "judged = drafted",
+    ("what the end cut off was rejected", "judged = accepted if ended else drafted", "judged = drafted",
      "analysis::test_positions_against_a_count_by_hand"),
 ]
 EDITS["figures/rounds"] = [
