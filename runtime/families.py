@@ -85,22 +85,6 @@ def within_window(mask, window, position, slots):
     return mask & (distance < window)
 
 
-def prepare(device):
-    """Settings of torch under which a target on this device decodes."""
-    # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length, 23 to
-    # 440 ms: in decoding every round has a new one.  (check_prefer_cudnn_attention in ATen's sdp_utils.cpp)
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # Streams, events, graphs and torch.cuda's figures are the current device's.
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)
-
-
-def exact_sums():
-    """--exact: matrix products in half precision sum in float32, whatever their size."""
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-
-
 class StackedCache(TreeCache):
     """A TreeCache whose layers lie in one tensor for each size and device (a model may be spread).
 
@@ -168,7 +152,9 @@ class AnyTarget(Target):
                             "'eager'")
         super().__init__(model, capacity)
         self.device = device_of(model)
-        prepare(self.device)
+        # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length (23
+        # to 440 ms), and every round has a new one: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # The type of hidden states: weights may be quantised, and of no floating type.
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
