@@ -588,25 +588,37 @@ EDITS["bench"] = [
 
 # ---------------------------------------------------------------- training
 EDITS["train"] = [
-    # what rows ask
-    ("paper: block length", '("block", int, 5,', '("block", int, 4,', "train"),
-    ("paper: one layer", '("layers", int, 1,', '("layers", int, 2,', "train"),
-    ("paper: the layer that EDD reads", '("hidden", int, edd.HIDDEN,', '("hidden", int, -3,', "train"),
-    ("paper: AdamW's betas", "betas=(0.9, 0.95)", "betas=(0.9, 0.999)",
-     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
     ("half a cosine ends at half the rate", "return 0.5 * (1 + math.cos(math.pi *",
      "return 0.5 * (1 + math.cos(0.5 * math.pi *", "train"),
     ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
     ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
      "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
-    ("weights that are no numbers are saved", "if not finite(module):", "if False:", "train"),
+    ("weights that are no numbers are saved", "if not all(torch.isfinite(weight).all()", "if not all(True",
+     "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
-    ("the loss of each process is for its own rows", ".sum().item()) / processes", ".sum().item())", "parallel"),
-    ("Ctrl-C in one process stops that one", "if stopped:\n                stop(", "if asked:\n                stop(",
+    ("the loss of each process is for its own labels", "count = max(1, labels) / processes", "count = max(1, labels)", "parallel"),
+    ("an idle process learns", "                                           # the others wait for a forward", " | learn",
      "parallel"),
+    ("Ctrl-C in one process stops that one", "if stopped:\n                jobs.stop(", "if signals:\n                jobs.stop(",
+     "parallel"),
+]
+EDITS["training/flags"] = [
+    ("paper: block length", '("block", int, 5,', '("block", int, 4,', "train"),
+    ("paper: one layer", '("layers", int, 1,', '("layers", int, 2,', "train"),
+    ("paper: the layer that EDD reads", '("hidden", int, edd.HIDDEN,', '("hidden", int, -3,', "train"),
+    ("training uphill", "if not 0 < value < MOST:", "if not value < MOST:", "train make"),
+]
+EDITS["training/frozen"] = [
     ('all layers are kept', 'if self.wanted is None or layer_idx in self.wanted:',
      'if True:', 'parallel::test_the_target_keeps_what_somebody_reads'),
+    ("hidden states of the layer before", "layers[k].register_forward_pre_hook", "layers[k - 1].register_forward_pre_hook",
+     "parallel::test_the_target_keeps_what_somebody_reads"),
+]
+EDITS["training/muon"] = [
+    ("paper: AdamW's betas", "betas=(0.9, 0.95)", "betas=(0.9, 0.999)",
+     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
+    ("Phi-3's q, k and v are one matrix", "return [rows - 2 * kv, kv, kv]", "return [rows]", "train"),
 ]
 
 # ---------------------------------------------------------------- making the stand-in
@@ -716,8 +728,11 @@ EDITS["training/jobs"] = [
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
-    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():", "if True:", "train"),
-    ("a rejected token is not tested", "            logits.append(row)\n", "            logits += [row] if right else []\n", "train"),
+    ("a temperature is fitted to the first texts", "> int(self.seen * share):", "> int(self.seen * share) and len(self.choice) < FITTED:",
+     "train::test_greedy_temperature_is_found_again"),
+    ("the search stops short", "low = middle + 1", "low = middle + 1 if middle % 2 else high", "train::test_greedy_temperature_is_found_again"),
+    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():\n", "if True:\n", "train"),
+    ("a rejected token is not tested", "            found.right.append(right)\n", "            found.right.extend([right] * right)\n", "train"),
 ]
 EDITS["training/continuations"] = [
     ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
