@@ -27,6 +27,7 @@ import edd
 import glide
 import maxgram
 from beyond import graft
+from beyond.running import Running
 from data import read
 from runtime import families, grams, graphs, linear, parts
 from runtime.calls import read_call
@@ -277,8 +278,11 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False):
-    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature."""
+def load_drafter(setup, name, raw=False, running=False):
+    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature.
+
+    running: its temperature is fitted along each text (beyond/running.py).
+    """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Asked first: another target's drafter may read layers that are not there.
@@ -298,7 +302,7 @@ def load_drafter(setup, name, raw=False):
         drafter.temperature = 1.0
     if setup.graphs:
         graphs.static(drafter)
-    return drafter
+    return Running(drafter) if running else drafter
 
 def check_drafter(drafter, folder):
     """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""

@@ -247,6 +247,13 @@ EDITS["beyond/graft"] = [
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
     ('the committed text is not shown', '        self.gram.commit(view.tokens)\n', ''),
     ('the mixture without its maximum', 'return w.clamp(min=0)', 'return w'),
+    ('agreement with a drafter that has no prediction', 'w = torch.where(none, confidence, self.weight(p, lengths))', 'w = self.weight(p, lengths)'),
+]
+EDITS["beyond/running"] = [
+    ('the next root is forgotten', 'following = torch.cat((self.following, root))', 'following = self.following', 'graft'),
+    ('a step without its slope', 'gradient = slope * (y - c) / variance', 'gradient = -(y - c) / variance', 'graft'),
+    ('nothing is learned of how sure it is', 'self.information = self.information + information.nan_to_num(0.0).sum()', 'pass', 'graft'),
+    ('the last text is remembered', '        self.temperature = getattr(self.drafter, "temperature", 1.0)\n', '        self.temperature = getattr(self, "temperature", self.drafter.temperature)\n', 'graft'),
 ]
 
 # ---------------------------------------------------------------- Cascade
