@@ -283,8 +283,8 @@ def factor(ours, targets, what):
 class Part:
     """A part of the target, called with x of any type, on any device; its weights get no gradient.
 
-    Where x needs a gradient, the part is computed in the type of x: in float16 a gradient below 6e-8
-    is zero.  Weights that are quantised, sharded or offloaded are used as they are.
+    Where x needs a gradient, the part is computed in the type of x: in float16 a gradient below
+    6e-8 is zero.  Weights that are quantised, sharded or offloaded are used as they are.
     """
 
     def __init__(self, module, like):
@@ -362,12 +362,13 @@ class AnyDraftModel(edd.DraftModel):
         try:
             self.study(model, decoder)
         except (AttributeError, LookupError, TypeError, ValueError) as why:
-            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as "
-                             f"Llama's; {type(model).__name__} is built otherwise ({why})") from None
+            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used "
+                             f"as Llama's; {type(model).__name__} is built otherwise "
+                             f"({why})") from None
 
     @torch.no_grad()
     def study(self, model, decoder):
-        """Run the target once: for its scales, the type of its states, a proof of how it uses them."""
+        """Run the target once, for its scales and types, and to prove how it uses its parts."""
         target = self.target
         target.rotary = own_copy(decoder.rotary_emb)
         if "layer_type" in signature(target.rotary.forward).parameters:
@@ -470,8 +471,8 @@ def load(module, folder, model, length=None):
     folder = Path(folder)
     for name in ("training.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or "
-                             "name its folder with --checkpoint")
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py "
+                             "or name its folder with --checkpoint")
     try:
         if module is not glide:
             config = json.loads((folder / "training.json").read_text())["config"]
