@@ -215,7 +215,11 @@ class Layer(nn.Module):
         q = q.unflatten(-1, (self.c.target_heads, -1))
         q = q.transpose(1, 2)                                                                # (B, h, T, d_k)
         q = self.rotate_query(q, *turn)
-        q = q.to(k)
+        # The cache may lie on another device.  Its type gives way, not the query's: gradients of a mean over
+        # many tokens are too small for float16.
+        q = q.to(k.device)
+        k = k.to(q.dtype)
+        v = v.to(q.dtype)
         # Heads that share a key (grouped queries) are further rows of one query: no key is repeated.
         group = self.c.target_heads // k.shape[1]
         q = q.unflatten(1, (-1, group))

@@ -35,6 +35,11 @@ from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
+from data import early
+
+if __name__ == "__main__":
+    early.stops("train.py")
+
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -49,11 +54,13 @@ from runtime import families, load
 from training import drafters, jobs
 from training.jobs import place, say
 from training.muon import Muon
-from training.walk import Evaluation
+from training.walk import Evaluation, prompts_of
 
 WORK = Path(__file__).resolve().parent / "work"
 LOGITS = 2 ** 25                                  # numbers: so many logits of a drafter are held at a time
 WARMUP, CLIP = 0.025, 1.0                         # a fraction of the steps; the largest norm of a gradient
+LOWER = "lower --lr and go on with --resume"
+MOST = 1e37                                       # a flag's number: float32 has no tenfold of it
 TRIALS = 5                                        # steps that --dtype auto times of each type
 FUSED = {"qkv": 3, "up": 2}                       # matrices that stand side by side in one weight of GLIDE's
 # The flags that all training has, checkpoints/make.py's too: name, type or choices, default, meaning.
@@ -88,8 +95,8 @@ FLAGS = (
 )
 # Flags that say what a drafter is, and where its config has that
 MADE = {flag: flag for flag in "loss width layers norm block hidden".split()} | {"layer": "layers_read"}
-# Tokens and pieces to learn from; tokens and pieces that are held out; names of the kinds of text
-Data = namedtuple("Data", "tokens pieces held_tokens held kinds")
+# Tokens and pieces to learn from; tokens, pieces and prompts that are held out; names of the kinds of text
+Data = namedtuple("Data", "tokens pieces held_tokens held prompts kinds")
 
 # ---------------------------------------------------------------- the frozen target's forward
 def in_chunks(rows, loss, learn, x, *others):
@@ -258,6 +265,10 @@ def faster_type(losses, models, learners, a):
     say(", ".join(f"{name} {took:.2f} s a step" for name, took in seconds.items()))
     return min(seconds, key=seconds.get)
 
+def finite(module):
+    """Whether all weights are numbers."""
+    return all(torch.isfinite(weight).all() for weight in module.parameters())
+
 def fit(models, losses, evaluate, a, state):
     """Train the modules {name: module} with the flags `a` -> {name: last evaluation}.
 
@@ -280,6 +291,9 @@ def fit(models, losses, evaluate, a, state):
     with jobs.interruptible() as asked, bar:
         for step in bar:
             if step in (start, a.steps) or step % a.every == 0:
+                for name, module in models.items():
+                    if not finite(module):
+                        stop(f"step {step}: the last update made weights of {name} infinite: {LOWER}")
                 rate = log.rate()
                 together.eval()
                 metrics = evaluate()
@@ -294,7 +308,7 @@ def fit(models, losses, evaluate, a, state):
             for (name, module), loss in zip(models.items(), values):
                 norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
                 if not math.isfinite(loss + norm):
-                    advice = "lower --lr and go on with --resume" if step > start else "no --lr mends that"
+                    advice = LOWER if step > start else "no --lr mends that"
                     stop(f"step {step}: loss of {name} is {loss}, the gradient {norm}: {advice}")
             # Saved before the update: these weights gave a finite loss, so going on from them works.
             if step % a.every == 0 or stopped:
@@ -326,8 +340,9 @@ def add_flags(parser, names):
 def check(a):
     """Refuse flags that cannot work."""
     for name in ("batch", "micro", "length", "lr", "width", "layers", "block", "every"):
-        if getattr(a, name, None) is not None and not getattr(a, name) > 0:
-            raise UserError(f"--{name} is {getattr(a, name)}: it must be above 0")
+        value = getattr(a, name, None)
+        if value is not None and not 0 < value < MOST:
+            raise UserError(f"--{name} is {value}: it must be above 0, and below {MOST}")
     if a.steps is not None and a.steps < (0 if a.init else 1):
         raise UserError(f"--steps is {a.steps}: it must be above 0 (or 0 with --init, to measure alone)")
     if a.length <= a.block + 1:
@@ -370,11 +385,17 @@ def load_data(a, tokenizer, vocab):
     pieces, held = (prepare.pieces_of(rows, a.length) for rows in (index, held_index))
     if pieces[:, 1].sum() <= a.length:
         raise UserError(f"--data has too few tokens for --length {a.length}: more text, or less --length")
-    held = held[held[:, 1] > a.block + 1]                # something of it can be measured
-    if not len(held):
+    shortest = a.block + 2                               # tokens of which something can be measured
+    held = held[held[:, 1] >= shortest]
+    prompts = prompts_of(held_tokens, held_index, a.length, shortest)
+    if not len(held) or not len(prompts):
         say("too little text is held out: drafters are measured on what they are trained on")
         held_tokens, held = tokens, pieces
-    return Data(tokens, pieces, held_tokens, held, meta["kinds"])
+        prompts = prompts_of(tokens, index, a.length, shortest=2)
+    if not len(prompts):
+        raise UserError(f"--length {a.length}: no chat's first answer begins early enough to be measured: "
+                        "more --length")
+    return Data(tokens, pieces, held_tokens, held, prompts, meta["kinds"])
 
 def how_made(a, metrics, **more):
     """What training.json says: the command, seed, tokens seen, date, validation figures."""
@@ -436,7 +457,6 @@ def run(argv):
         models[name], before[name] = load_drafter(name, target, mine, a)
     forward = partial(frozen_forward, target, **read_by(models))
     evaluate = partial(Evaluation(forward, target, data, a), models)
-    Path(a.out).mkdir(parents=True, exist_ok=True)       # a folder that cannot be is found before the work
     metrics = fit(models, losses_of(models, forward, data, a), evaluate, a, state)
     for name, model in models.items() if place()[0] == 0 else ():
         folder = Path(a.out) / name

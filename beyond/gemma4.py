@@ -36,7 +36,8 @@ from contextlib import contextmanager
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from data.read import first_line
+from beyond.eagle import ready
+from beyond.eagle3 import first_line
 from verify import UserError
 
 
@@ -105,18 +106,18 @@ class Drafter:
 
     @torch.no_grad()
     def expand(self, tokens, parents):
-        """One forward, if no parent is in the same call.  tokens (m,), parents [m ints] -> logits (m, V)"""
-        tokens, logits = tokens.to(self.embed.weight.device), []
+        """A forward for each generation of the nodes.  tokens (m,), parents [m] -> logits (m, V)"""
+        tokens = tokens.to(self.embed.weight.device)
+        logits = []
         while parents:
-            # The first nodes whose parents' states are known
-            nodes = len(self.states) - 1
-            known = [parent < nodes for parent in parents] + [False]
-            count = known.index(False)
-            above = self.states[[parent + 1 for parent in parents[:count]]]            # (count, D)
-            rows = self.forward(tokens[:count], above)                                 # (count, D_assistant)
-            self.states = torch.cat((self.states, self.model.post_projection(rows)))
-            logits.append(self.head(rows))
-            tokens, parents = tokens[count:], parents[count:]
+            # The nodes whose parents' states are known
+            count = ready(parents, len(self.states) - 1)
+            above = self.states[[parent + 1 for parent in parents[:count]]]    # (count, D)
+            x = self.forward(tokens[:count], above)                            # (count, D_assistant)
+            self.states = torch.cat((self.states, self.model.post_projection(x)))
+            logits.append(self.head(x))
+            tokens = tokens[count:]
+            parents = parents[count:]
         return torch.cat(logits)
 
     def forward(self, tokens, above):

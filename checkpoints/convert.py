@@ -3,7 +3,7 @@
     python checkpoints/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 --out my-eagle
     python bench.py --target lmsys/vicuna-7b-v1.3 --checkpoint my-eagle --drafter eagle --tree eagle2
 
-The idea.  The published architectures are those of edd.py and glide.py.  Weights get their names there, what
+The idea.  The published architectures are those of beyond/ and glide.py.  Weights get their names there, what
 must be the target's is compared with it, and the first thing that does not fit is named (docs/public.md).
 
     layout      told by the key         its keys, without .weight (a prefix before all of them is dropped)
@@ -29,7 +29,7 @@ import torch  # noqa: E402
 from huggingface_hub import snapshot_download  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
-import edd  # noqa: E402
+from beyond import eagle, medusa  # noqa: E402
 from data import read  # noqa: E402
 from runtime import load  # noqa: E402
 from runtime.parts import Eagle, Glide, glide_config  # noqa: E402
@@ -170,7 +170,7 @@ def check_embedding(table, target):
 def from_eagle(weights, settings, target):
     """EAGLE-1.  The layer is of the target's class, so its settings must be the target's."""
     c = target.config.get_text_config()
-    config = edd.Config.for_target(target, bias=settings.get("bias", True), **edd.VARIANTS["eagle"])
+    config = eagle.Config.for_target(target, bias=settings.get("bias", True))
     check_embedding(weights.pop("embed_tokens.weight", None), target)
     parts = {}
     for name, weight in Eagle(config, target).state_dict().items():
@@ -286,7 +286,7 @@ def from_medusa(weights, settings, target):
         if re.match(r"\d+\.[1-9]\d*\.linear\.", key):
             raise UserError(f"{key}: medusa_num_layers is above 1: take one whose heads have one layer")
     heads = {key.split(".")[0] for key in weights if re.match(r"\d+\.0\.linear\.", key)}
-    config = edd.Config.for_target(target, heads=len(heads), **edd.VARIANTS["medusa"])
+    config = medusa.Config.for_target(target, heads=len(heads))
     V, D = config.vocab, config.width
     parts = {}
     for h in range(config.heads):

@@ -214,13 +214,26 @@ def conversation(row):
     return messages
 
 
+def checked(ids):
+    """Token ids of a row, a list, as they are; a UserError where they cannot be ids."""
+    if all(type(id) is int and 0 <= id < 2 ** 31 for id in ids):
+        return ids
+    raise UserError("token ids are whole numbers from 0, in one list")
+
+
 def document(row):
-    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known."""
+    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known.
+
+    An id comes as its complement ~id where nothing is learned from it: in a prompt.
+    """
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
     if isinstance(row.get("ids"), list):
-        return row["ids"]
+        return checked(row["ids"])
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("answer"), list):
+        # What a target wrote: make.py continuations
+        return [~id for id in checked(row["prompt"])] + checked(row["answer"])
     if "question" in row:
         return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
     for between, *names in FIELDS:
@@ -239,7 +252,11 @@ def documents(paths, flag="--data", bad=None):
         try:
             for number, row in enumerate(stream_rows(file), 1):
                 row = {"text": row} if isinstance(row, str) else row
-                place, found = f"row {number} of {file}", document(row)
+                place = f"row {number} of {file}"
+                try:
+                    found = document(row)
+                except UserError as why:
+                    raise UserError(f"{flag}: {place} cannot be read ({why})") from None
                 if found is not None:
                     yield place, row, found
                     continue
@@ -300,7 +317,7 @@ def encode(found, tokenizer, template=None, special_tokens=True):
     if is_chat(found):
         return chat_ids(found, tokenizer, template, ask=False)
     if not isinstance(found, str):
-        return found
+        return [~id if id < 0 else id for id in found]
     return tokenizer(found, add_special_tokens=special_tokens, verbose=False)["input_ids"]
 
 

@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import compare  # noqa: E402
 import pictures  # noqa: E402
 import probe  # noqa: E402
-from compare import LESS, LEVEL, markdown, name_of, read_rows, unique  # noqa: E402
+from compare import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique  # noqa: E402
 
 import bench  # noqa: E402
 from data import read  # noqa: E402
@@ -69,7 +69,7 @@ def is_there(text, a):
     """Whether all that the call `text` of --drafter names can be loaded, as far as its folders say."""
     without_settings = re.sub(r"\w+=(\([^)]*\)|[^,)]*)", "", text)
     names = {*re.split(r"[(),\s]+", without_settings)}
-    for name in names - {"", "maxgram", "cascade", "beside", *load.HEIRS}:
+    for name in names - {"", "maxgram", "cascade", "beside", *load.BEYOND}:
         stage = Path(a.checkpoint) / name / "config.json"
         # With a slash it is a folder, or a name on the hub.
         if name not in load.drafters_in(a.checkpoint) and not stage.exists() and "/" not in name:
@@ -167,7 +167,7 @@ def head(folder, name, **places):
     return text.rstrip()
 
 def verdict(folder, claim):
-    """-> (HELD, FAILED, LEVEL or OPEN; the figures; the reason)."""
+    """-> (HELD, FAILED, LEVEL, UNTESTED or OPEN; the figures; the reason)."""
     found = [each for spec in claim.get("holds", []) for each in compare.judged(folder, spec)]
     figures = "; ".join(each.words for each in found if each.words)
     verdicts = {each.verdict for each in found}
@@ -177,8 +177,9 @@ def verdict(folder, claim):
         return FAILED, figures, claim.get("reason", "")
     if None in verdicts or not found:
         return OPEN, figures, "; ".join(unique(each.missing for each in found if each.missing))
-    if LEVEL in verdicts:
-        return LEVEL, figures, claim.get("reason", "")
+    for undecided in (LEVEL, UNTESTED):
+        if undecided in verdicts:
+            return undecided, figures, claim.get("reason", "")
     return HELD, figures, ""
 
 def claims_table(judged):
@@ -190,9 +191,10 @@ def claims_table(judged):
     return markdown(lines, len(lines[0]))
 
 def counted(judged):
-    """"12 held, 3 level, 5 not held"."""
+    """"12 held, 3 level, 5 not held", and what is not counted: "; 2 untested"."""
     count = Counter(said for _, (said, _, _) in judged)
-    return ", ".join(f"{count[said]} {said}" for said in (HELD, LEVEL, FAILED))
+    words = ", ".join(f"{count[said]} {said}" for said in (HELD, LEVEL, FAILED))
+    return f"{words}; {count[UNTESTED]} untested" if count[UNTESTED] else words
 
 def claims_page(folder):
     """docs/results/ -> the text of docs/claims.md: what matters, the rest folded, then what stays open."""

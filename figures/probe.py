@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import compare  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+from ewif import ewif_of, table_1  # noqa: E402
 from rounds import listening, nodes_of  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
@@ -72,7 +73,7 @@ def measured(run, arms):
     finished = bench.measure(run, arms)
     if finished < len(run.prompts):
         raise KeyboardInterrupt
-    rows = bench.report(run, arms, finished)
+    rows = bench.tables(run, arms, finished)
     for row in rows:
         row.pop("by_prompt", None)
     whole = rows[:len(arms)]               # the rows of all prompts come first
@@ -164,7 +165,7 @@ def positions(run):
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
-        if hasattr(drafter, "chain"):
+        if bench.writes_itself(drafter):
             build = cascade.proposal
         outs = each_prompt(run, partial(run.decode, drafter, build))
         rounds = [out.rounds for out in outs]
@@ -213,7 +214,7 @@ def optimality(run):
     rows = []
     for label, drafter in run.drafters.items():
         for tree in run.trees:
-            if hasattr(drafter, "chain") and tree.name in bench.CHAINS:
+            if bench.writes_itself(drafter, tree.name):
                 continue                   # it writes its own chains, and tells nobody of distributions
             build = bench.builder(run, label, tree)
             found = tree_optimality(partial(run.decode, drafter), build, run.prompts[:PROMPTS])
@@ -221,35 +222,6 @@ def optimality(run):
     return rows, ["arm", "optimality"]
 
 # ---------------------------------------------------------------- expected walltime improvement
-# alpha of FLAN-T5-small and -base (Leviathan et al. 2023); weights in millions: small, base, XXL
-ALPHAS = {"CNN/DM": {"small": 0.65, "base": 0.73}, "EnDe": {"small": 0.75, "base": 0.80}}
-WEIGHTS, TARGET = {"small": 77, "base": 248}, 11_300
-# Table 1: data set, {model: its tokens}
-TABLE_1 = (
-    ("CNN/DM", {"small": 9}), ("CNN/DM", {"base": 8}), ("CNN/DM", {"base": 5, "small": 3}),
-    ("EnDe", {"small": 12}), ("EnDe", {"base": 11}), ("EnDe", {"base": 5, "small": 8}),
-)
-
-def expected(counts, alphas, costs):
-    """Theorem 4.5.  counts: {model: tokens that it drafts}, in order; alphas, costs: {model: value}."""
-    writers = []
-    for name, count in counts.items():
-        writers += [name] * count
-    return cascade.ewif_horizontal([alphas[name] for name in writers], [costs[name] for name in writers])
-
-def row_of(drafter, counts, value):
-    k1, k2 = [*counts.values(), None][:2]
-    return {"drafter": drafter, "k1": k1, "k2": k2, "ewif": value}
-
-def table_1():
-    """Table 1, a row each."""
-    costs = {name: weights / TARGET for name, weights in WEIGHTS.items()}
-    rows = []
-    for data, counts in TABLE_1:
-        value = expected(counts, ALPHAS[data], costs)
-        rows.append(row_of(f"{data} ({', '.join(counts)})", counts, value))
-    return rows
-
 def predicted(rows):
     """bench.py's rows of cascades -> the same with "ewif"; None where Theorem 4.5 does not say it."""
     alone = {row["stages"][0]: row for row in rows if len(row["stages"]) == 1}
@@ -264,8 +236,9 @@ def predicted(rows):
                 if name not in alone:
                     raise UserError(f"{row['drafter']} needs its models alone beside it: add "
                                     f'"cascade({name}, k=5)"')
-            value = expected(counts, alphas, costs)
-        found.append({**row, **row_of(row["drafter"], counts, value)})
+            value = ewif_of(counts, alphas, costs)
+        k1, k2 = [*counts.values(), None][:2]
+        found.append({**row, "k1": k1, "k2": k2, "ewif": value})
     return found
 
 def ewif(run):

@@ -180,7 +180,7 @@ def arm_data(run, arm, ids, limit, plain):
 
     def build(expand, root):
         tree = arm.build(expand, root)
-        words.append(getattr(drafter, "words", None))
+        words.append(getattr(drafter, "predicted", None))
         return tree
     out = timed(run.decode(drafter, listening(build, heard), ids, limit))
     first, rounds = rounds_of(run, out, heard, words, ids)

@@ -7,16 +7,13 @@
     load_drafter(setup, "glide")
     load_cascade(setup, "base", "small", "maxgram", k=(8, 13, 1))
 
-Drafters and trees are named as their functions would be called (read_call).  The keywords of load_drafter and
-load_cascade are what a user may set: "glide(raw=True)".
+Drafters and trees are named as their functions would be called (runtime/calls.py).  The keywords of
+load_drafter and load_cascade are what a user may set: "glide(raw=True)".
 """
-import ast
 import hashlib
 import importlib
-import inspect
 import json
-import re
-from collections import namedtuple
+import os
 from functools import partial
 from pathlib import Path
 
@@ -30,15 +27,14 @@ import cascade
 import edd
 import glide
 import maxgram
+from beyond import graft
 from data import read
 from runtime import families, grams, graphs, linear, parts
+from runtime.calls import read_call
+from runtime.stage import Stage
 from verify import UserError
 
-BEYOND = ("gemma4", "eagle3")                             # files of beyond/, each of which loads one drafter
-# What the words in a call name
-NAMED = dict.fromkeys(BEYOND, "the hub name or folder of one")
-NAMED["cascade"] = "names of models, the largest first"
-NAMED["beside"] = "a neural drafter or a language model, then maxgram"
+BEYOND = ("gemma4", "eagle3")                     # files of beyond/, each loads one drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -48,61 +44,36 @@ PROBES = 32                                       # weights of a model that its 
 NEAR = 0.25                                       # relative difference: 4 bits make .08 to .16, a seed 1.4
 ENOUGH = 8                                        # weights that must be near: one may be so by chance
 
-# ---------------------------------------------------------------- names as calls
-Call = namedtuple("Call", "name function words settings label")         # label: the call as tables show it
-
-def settings_of(function):
-    """{setting: default} of a function that the command line can call."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "generator"}
-
-def read_call(text, functions, what):
-    """`pct(width=7, leaf=0)` -> Call("pct", pct.pct, [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)").
-
-    Settings are Python literals; words name models, and may hold slashes, dots and dashes.
-    """
-    written = re.sub(r"\s", "", text)
-    for opening, closing in ("()", "[]"):
-        open_ones = written.count(opening) - written.count(closing)
-        if open_ones > 0:
-            raise UserError(f"{text}: a closing bracket {closing} is missing")
-        if open_ones < 0:
-            raise UserError(f"{text}: an opening bracket {opening} is missing")
-    name, bracket, inside = written.partition("(")
-    name = name.replace("_", "-")
-    if name not in functions:
-        raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
-    # Commas part the arguments, except within brackets.
-    arguments = re.findall(r"(?:\([^)]*\)|\[[^]]*\]|[^,()[\]])+", inside.removesuffix(")"))
-    words, settings = [], {}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        try:
-            settings[key] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            words.append(argument)
-    takes = settings_of(functions[name])
-    once = len(words) + len(settings) == len(arguments)
-    known = settings.keys() <= takes.keys() and not any("=" in word.partition("(")[0] for word in words)
-    if inside.endswith(")") != bool(bracket) or not once or not known or bool(words) != (name in NAMED):
-        models = [NAMED[name]] if name in NAMED else []
-        listed = ", ".join(models + [f"{key}={value!r}" for key, value in takes.items()])
-        raise UserError(f"{text}: {name} takes {listed or 'no settings'}")
-    label = f"{name}({', '.join(arguments)})" if arguments else name
-    return Call(name, functions[name], words, settings, label)
-
 # ---------------------------------------------------------------- models
 def check_device(device, spread=False):
     """Refuse a --device that is none, or is not there.  spread: "auto" may be said, too."""
     if spread and device == "auto":
         return
+    known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
         raise UserError(f"--device {device}: say {known}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: say {known}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: CUDA devices are counted from 0, and "
+                        f"{torch.cuda.device_count()} are here")
+
+def use_device(device):
+    """Make a CUDA device the current one: events, streams and graphs are of the current device."""
+    if device != "auto" and torch.device(device).type == "cuda":
+        torch.cuda.set_device(torch.device(device))
+
+def check_writable(flag, path):
+    """Refuse a file that could not be written, before anything else is done."""
+    path = Path(path)
+    there = path.absolute().parent
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{flag} {path}: name a file in a folder that is there and can be "
+                        "written to")
 
 def on_hub(name, revision, role):
     """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
@@ -248,12 +219,13 @@ def same_target(a, b):
 class Setup:
     """A target, loaded, and all that one needs to know to load drafters beside it.
 
-    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the folder of the drafters;
+    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the drafters' folder.
     stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
-    graphs: CUDA graphs; rows: fewest rows of a forward of the target; trust: run models' own code, too.
+    graphs: CUDA graphs; rows: fewest tokens of a forward of the target; trust: run models' code.
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
                  graphs=False, rows=1):
+        use_device(device)
         self.checkpoint, self.graphs = checkpoint, graphs
         self.dtype, self.device, self.trust = dtype, device, trust
         self.stages, self.notes = {}, []
@@ -274,26 +246,27 @@ class Setup:
         return target
 
 def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):
-    """Files of prompts -> [(group, ids, new tokens that there is room for, at most `most`)].
+    """Files of prompts -> [(group, ids, new tokens that fit the context, at most `most`)].
 
-    limit: of rows, evenly over their groups; answer(ids) -> text: of the target, to a question that the
-    file leaves open before another one.  form, ask, system: as data.read takes them.
+    limit: of rows, evenly over their groups.  answer(ids) -> text: the target's own, to a question
+    that the file leaves open before another one.  form, ask, system: as data.read takes them.
     """
     form = read.template_of(form, setup.tokenizer)
     prompts, left_out = [], 0
-    for group, row, name in tqdm(read.prompt_rows(paths, limit), "prompts", leave=False, disable=None):
+    rows = read.prompt_rows(paths, limit)
+    for group, row, name in tqdm(rows, "prompts", leave=False, disable=None):
         for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
             if max(ids) >= setup.target.config.vocab_size:
                 raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
                                 f"{setup.target.config.vocab_size}")
-            room = setup.target.remaining(ids)
-            if room < 1:
-                left_out += 1                                    # and with it what is said behind it
+            remaining = setup.target.remaining(ids)
+            if remaining < 1:
+                left_out += 1                                    # and all further turns of this row
                 break
-            prompts.append((group, ids, min(most, room)))
+            prompts.append((group, ids, min(most, remaining)))
     if not prompts:
-        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most {setup.target.context} "
-                        "tokens, the target's context")
+        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most "
+                        f"{setup.target.context} tokens, the target's context")
     if left_out:
         setup.notes.append(f"{left_out} prompts longer than the context left out")
     return prompts
@@ -359,18 +332,20 @@ def load_heir(kind, setup, name):
     return drafter
 
 # ---------------------------------------------------------------- cascades
-def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True, bigram=None):
+def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True,
+                 bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
-    names: folders of the checkpoint, other folders or hub names of language models, the largest first,
-    maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model, the target's is 1.
-    stop: when a stage has added enough (cascade.py).
-    matching: False: Max-Gram by its bigram alone.  bigram: a file of it, in place of the checkpoint's.
+    names: folders of the checkpoint, other folders or hub names of language models, the largest
+    first, maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
+    where the target's is 1.  stop: when a stage has added enough (cascade.py).
+    matching: False: Max-Gram by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
-    if "maxgram" in names[:-1] or len(set(names)) < len(names) or costs and len(costs) != len(neural):
-        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, maxgram "
-                        "last; give a cost for each model, or none")
+    misplaced = "maxgram" in names[:-1] or len(set(names)) < len(names)
+    if misplaced or costs and len(costs) != len(neural):
+        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
+                        "maxgram last; give a cost for each model, or none")
     if isinstance(k, int):
         k = [k]
     K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
@@ -385,7 +360,7 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
     drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab, stop)
-    # For SWI: a stage costs as its number of weights, or as given.
+    # For SWI: a stage costs its share of the target's weights, or what is given.
     drafter.names, drafter.costs = list(names), {"ms": weights}
     if costs:
         drafter.costs["given"] = costs
@@ -409,8 +384,9 @@ def load_stage(setup, name):
     its = {i: token for token, i in tokenizer.get_vocab().items()}
     for i in sorted(mine.keys() & its.keys()):
         if mine[i] != its[i]:
-            raise UserError(f"{name} has another tokenizer than the target: token {i} is {its[i]!r} there, "
-                            f"{mine[i]!r} here; take a model of the target's family")
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is "
+                            f"{its[i]!r} there, {mine[i]!r} here; take a model of the target's "
+                            "family")
     linear.pack(model, beside=setup.model)
     if model.num_parameters() >= setup.model.num_parameters():
         setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
@@ -422,8 +398,9 @@ def load_gram(setup, bigram=None):
     if not bigram and not path.exists():
         return maxgram.MaxGram()
     vocab = setup.target.config.vocab_size
+    fingerprinted = vocabulary_fingerprint(setup.tokenizer)
     try:
-        return maxgram.MaxGram(*grams.read_bigram(path, vocab, vocabulary_fingerprint(setup.tokenizer)))
+        return maxgram.MaxGram(*grams.read_bigram(path, vocab, fingerprinted))
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
@@ -436,46 +413,6 @@ def bigram_path(setup, bigram=None):
     return Path(bigram or Path(setup.checkpoint) / "bigram.json")
 
 # ---------------------------------------------------------------- a drafter beside Max-Gram
-class Stage:
-    """A language model that drafts trees, by verify.py's contract: it reads all of a tree at each depth."""
-    needs = {}
-    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
-
-    def __init__(self, target):
-        self.target = target
-        self.reset()
-
-    def reset(self):
-        """Forget the sequence."""
-        self.target.reset()
-        self.text, self.unread = [], []
-
-    def begin(self, view):
-        """A round starts.  What was committed since the last one is read with its first nodes."""
-        self.text += view.tokens.tolist()
-        self.unread += view.tokens.tolist()
-        self.tokens, self.parents = [], []
-        if len(self.unread) == len(self.text) < self.target.capacity:
-            self.target.sync(self.text)                          # a prompt, which may be long
-            self.unread = []
-
-    def expand(self, tokens, parents):
-        """tokens (m,), parents [m ints] -> logits (m, V); -inf where the model's context ends."""
-        self.tokens += tokens.tolist()
-        self.parents += parents
-        if len(self.text) + len(self.tokens) > self.target.capacity:
-            return torch.full((len(parents), self.target.vocab), -torch.inf, device=tokens.device)
-        k = len(self.unread)
-        # The unread text is a chain, the tree hangs from its end.
-        above = list(range(-1, k - 1)) + [k + parent if parent >= 0 else k - 1 for parent in self.parents]
-        logits = self.target.forward(torch.tensor(self.unread + self.tokens), torch.tensor(above))
-        self.target.commit(list(range(k)), self.unread)
-        self.unread = []
-        return logits[-len(parents):].to(tokens.device)
-
-    def keep(self, path):
-        """What was accepted comes back in the next view."""
-
 def load_beside(setup, *names, bigram=None):
     """A neural drafter beside Max-Gram, for any tree: beside(edd, maxgram).
 
@@ -485,18 +422,20 @@ def load_beside(setup, *names, bigram=None):
     inner, *rest = names
     name = inner.partition("(")[0].replace("_", "-")
     if rest != ["maxgram"] or name in ("maxgram", "cascade", "beside"):
-        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language model, then "
-                        "maxgram")
+        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language "
+                        "model, then maxgram")
     known = loaders(setup.checkpoint)
     if name in known:
         drafter = called(setup, read_call(inner, known, "drafter"))
     else:
-        drafter = Stage(setup.wrap(stage_of(setup, inner), setup.target.context, setup.target.vocab))
+        model = stage_of(setup, inner)
+        drafter = Stage(setup.wrap(model, setup.target.context, setup.target.vocab))
         folder = Path(setup.checkpoint) / inner
         if (folder / "training.json").exists():
-            drafter.temperature = about_drafter(folder).get("validation", {}).get("temperature", 1.0)
+            validation = about_drafter(folder).get("validation", {})
+            drafter.temperature = validation.get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

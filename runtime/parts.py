@@ -4,9 +4,11 @@
     drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
     config = parts.glide_config(model, width=512, norm=True)
     draft_model = parts.Glide.beside(model, config, length=2048)
-    draft_class, drafter_class = parts.KINDS["eagle"]                  # in the place of edd.KINDS
+    config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
+    draft_class, drafter_class = parts.KINDS[config.kind]
 
-glide.py and edd.py alone serve Llama, Mistral, Qwen2.  The classes here override a few methods, for
+glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The classes
+here override a few methods, for
     rotary tables     that differ by layer (Gemma 3) or by the length of the text (longrope, dynamic NTK),
                       turn a part of a head (Phi), are complex (DeepSeek V2), or do not exist (GPT-2)
     latent attention  whose cache holds a latent and a rotated part (DeepSeek): a glimpse reads them as one
@@ -15,6 +17,7 @@ glide.py and edd.py alone serve Llama, Mistral, Qwen2.  The classes here overrid
     weights           that are quantised, or that accelerate brings from elsewhere when a module runs
 """
 import copy
+import json
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -26,6 +29,7 @@ from transformers import DynamicCache
 
 import edd
 import glide
+from beyond import eagle, medusa
 from runtime.linear import PackedLinear
 
 
@@ -180,24 +184,43 @@ def factor(ours, targets, what):
     """The number c of targets = c ours, up to rounding; ValueError where there is none."""
     share = targets.cpu().double() / ours.cpu().double()       # (Apple's GPUs know no double)
     c = share.nanmedian()
-    off = (share / c - 1).abs().nanmedian()        # in half precision MoE routing can flip for single tokens
+    # The median: in half precision MoE routing can flip for single tokens.
+    off = (share / c - 1).abs().nanmedian()
     if not off < torch.finfo(ours.dtype).eps ** 0.5:
         raise ValueError(f"its {what} are made otherwise")
     return c.item()
 
 
 class Part:
-    """A part of the target, called with x of any type, on any device; its weights get no gradient."""
+    """A part of the target, called with x of any type, on any device; its weights get no gradient.
+
+    Where x needs a gradient, the part is computed in the type of x: in float16 a gradient below 6e-8
+    is zero.  Weights that are quantised, sharded or offloaded are used as they are.
+    """
 
     def __init__(self, module, like):
         self.module, self.like = module, like
 
     def __call__(self, x):
-        inputs = x.to(self.like)
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
-            weights = {name: p.detach() for name, p in self.module.named_parameters()}
-            return torch.func.functional_call(self.module, weights, inputs).to(x.device)
-        return self.module(inputs).to(x.device)
+        learns = torch.is_grad_enabled() and x.requires_grad
+        with torch.set_grad_enabled(learns):
+            return self.frozen(x, learns).to(x.device)
+
+    def frozen(self, x, learns):
+        """The module's output, on its own device."""
+        weights = {name: p.detach() for name, p in self.module.named_parameters()}
+        if learns and weights and all(is_plain(p) for p in weights.values()):
+            weights = {name: p.to(x.dtype) for name, p in weights.items()}
+            return torch.func.functional_call(self.module, weights, x.to(self.like.device))
+        x = x.to(self.like)
+        if learns and any(p.requires_grad for p in self.module.parameters()):
+            return torch.func.functional_call(self.module, weights, x)
+        return self.module(x)
+
+
+def is_plain(p):
+    """Is a weight neither quantised nor sharded nor offloaded?"""
+    return p.is_floating_point() and not p.is_meta and not hasattr(p, "__tensor_flatten__")
 
 
 class Head(PackedLinear):
@@ -214,27 +237,48 @@ def capped(logits, cap):
 
 
 def own_copy(module):
-    """A copy without what accelerate hangs on a module to bring inputs, and weights that are not there."""
+    """A copy without accelerate's hook and forward, whose offloaded weights are allocated."""
     hook = getattr(module, "_hf_hook", None)
     twin = copy.deepcopy(module, {id(hook): hook})
     vars(twin).pop("forward", None)
     return twin.to_empty(device="cpu") if any(p.is_meta for p in twin.parameters()) else twin
 
 
+class EntriesFound(Exception):
+    """A layer has asked its cache."""
+
+
+class Entries:
+    """In the place of a layer's cache: takes keys and values, and ends the layer's forward."""
+
+    def update(self, k, v, *args, **kwargs):
+        self.k, self.v = k, v
+        raise EntriesFound
+
+
 class AnyDraftModel(edd.DraftModel):
-    """A draft model for any target whose decoder has layers, norm and rotary_emb, as Llama's has."""
+    """A draft model for any target whose decoder has layers, norm and rotary_emb, as Llama's."""
+
+    def keys_values(self, x, position):
+        """As edd.DraftModel.keys_values, by the layer's own code, up to where it asks its cache."""
+        entries = Entries()
+        try:
+            self.run_layer(x, position, None, entries)
+        except EntriesFound:
+            return entries.k, entries.v
+        raise ValueError("its layers keep no keys and values")
 
     def take(self, model, decoder):
         """As edd.DraftModel.take; ValueError where the target's parts are used in another way."""
         try:
             self.study(model, decoder)
         except (AttributeError, LookupError, TypeError, ValueError) as why:
-            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as Llama's; "
-                             f"{type(model).__name__} is built otherwise ({why})") from None
+            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as "
+                             f"Llama's; {type(model).__name__} is built otherwise ({why})") from None
 
     @torch.no_grad()
     def study(self, model, decoder):
-        """Run the target once: for its scales, the type of its states, a proof that parts are used so."""
+        """Run the target once: for its scales, the type of its states, a proof of how it uses them."""
         target = self.target
         target.rotary = own_copy(decoder.rotary_emb)
         if "layer_type" in signature(target.rotary.forward).parameters:
@@ -250,7 +294,7 @@ class AnyDraftModel(edd.DraftModel):
             for hook in hooks:
                 hook.remove()
         states = states[-len(hooks):]                          # (some norm the embeddings, too)
-        # Ours lies where the states lie that it reads, and is of their type: weights may be quantised.
+        # Device and type of the drafter are those of its hidden states: weights may be quantised.
         target.like = states[self.config.hidden]
         # x = scale embed(t)
         target.embedding = model.get_input_embeddings()
@@ -283,15 +327,17 @@ class AnyDraftModel(edd.DraftModel):
         return nn.Embedding.from_pretrained(target.embed(ids).to(target.like), freeze=False)
 
     def own_head(self, lm_head):
-        """What the target's head says of unit vectors, less its bias: its weights, which may be quantised."""
+        """The target's head, which may be quantised: its weights are the logits of unit vectors."""
         target, width = self.target, self.config.width
-        units = torch.eye(width + 1, width).to(target.like)                            # (D + 1, D)
-        said = target.raw_head(units).to(target.like)                                  # (D + 1, V)
+        # The last vector is zero, whose logits are the bias.
+        units = torch.eye(width + 1, width).to(target.like)                    # (D + 1, D)
+        logits = target.raw_head(units).to(target.like)                        # (D + 1, V)
+        weight, bias = (logits[:-1] - logits[-1]).T, logits[-1]
         has_bias = getattr(lm_head, "bias", None) is not None
-        head = Head(*said[1:].shape, bias=has_bias, device="meta")
-        head.weight = nn.Parameter((said[:-1] - said[-1]).T.contiguous())
+        head = Head(width, len(bias), bias=has_bias, device="meta")
+        head.weight = nn.Parameter(weight.contiguous())
         if has_bias:
-            head.bias = nn.Parameter(said[-1])
+            head.bias = nn.Parameter(bias)
         head.scale, head.cap = target.scale, target.cap
         return head
 
@@ -300,28 +346,47 @@ class EDD(AnyDraftModel, edd.EDD):
     pass
 
 
-class Eagle(AnyDraftModel, edd.Eagle):
+class Eagle(AnyDraftModel, eagle.Eagle):
     pass
 
 
-class Medusa(AnyDraftModel, edd.Medusa):
+class Medusa(AnyDraftModel, medusa.Medusa):
     pass
 
 
-KINDS = {"edd": (EDD, edd.Drafter), "eagle": (Eagle, edd.EagleDrafter), "medusa": (Medusa, edd.MedusaDrafter)}
+# What config.kind in a checkpoint means: the draft model, and what decodes with it
+KINDS = {
+    "edd": (EDD, edd.Drafter),
+    "eagle": (Eagle, eagle.Drafter),
+    "medusa": (Medusa, medusa.Drafter),
+}
+# What a name on the command line means: the file, and settings of its Config
+VARIANTS = {name: (edd, settings) for name, settings in edd.VARIANTS.items()}
+VARIANTS |= {name: (eagle, settings) for name, settings in eagle.VARIANTS.items()}
+VARIANTS |= {name: (medusa, settings) for name, settings in medusa.VARIANTS.items()}
+
+
+def config_of(name, model, **more):
+    """The Config of a name on the command line, for a target.  more: what the name leaves open."""
+    file, settings = VARIANTS[name]
+    return file.Config.for_target(model, **{**more, **settings})
 
 
 # ---------------------------------------------------------------- from a checkpoint
 def load(module, folder, model, length=None):
-    """glide.load or edd.load (module) of any family; a ValueError in one sentence where that fails."""
+    """glide.load or edd.load (module), for a target of any family.
+
+    Raises ValueError, in one sentence, where that fails.
+    """
     folder = Path(folder)
     for name in ("training.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or name "
-                             "its folder with --checkpoint")
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or "
+                             "name its folder with --checkpoint")
     try:
-        if module is edd:
-            return edd.load(folder, model, kinds=KINDS)
+        if module is not glide:
+            config = json.loads((folder / "training.json").read_text())["config"]
+            return edd.load(folder, model, *KINDS[config.get("kind", edd.Config.kind)])
         c = model.config.get_text_config()
         length = length or getattr(c, "max_position_embeddings", None) or 2048
         drafter, about = glide.load(folder, model, length, Glide)
@@ -331,7 +396,8 @@ def load(module, folder, model, length=None):
             raise
         last = str(why).rpartition("\n")[2]
         reason = f"{type(why).__name__}: {last.strip()[:100]}"
-        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it again") from None
+        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it "
+                         "again") from None
     if drafter.config.vocab != c.vocab_size:
         temperature = drafter.temperature
         drafter = OtherVocabulary(drafter.model, c.vocab_size)

@@ -366,7 +366,7 @@ def coin(probabilities):
 def test_transformers_47932_is_not_ours(build):
     """p = (.6, .4), q = (.9, .1): drafts by argmax with q as if they had been drawn give .667 of token 0, not .6."""
     p, q, count = (0.6, 0.4), (0.9, 0.1), 2000
-    ours, tbeyond = torch.zeros(2, 2, dtype=torch.float64)
+    ours, theirs = torch.zeros(2, 2, dtype=torch.float64)
     for seed in range(count // 50):
         out = verify.generate(coin(p), coin(q), partial(build, gamma=2), [0], 51, verify.Sampled(seed=seed))
         # The first token was not drafted for.
@@ -376,9 +376,9 @@ def test_transformers_47932_is_not_ours(build):
     drafted = torch.tensor([[1, 0]])                           # a root, and the argmax
     for _ in range(count):
         valid, _ = _speculative_sampling(drafted, torch.tensor([[q]]).log(), 1, torch.tensor([[p, p]]).log())
-        tbeyond[valid[0, 0]] += 1
-    assert p_value(tbeyond, torch.tensor(p, dtype=torch.float64)) < 1e-6
-    assert p_value(tbeyond, torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)) > 1e-3
+        theirs[valid[0, 0]] += 1
+    assert p_value(theirs, torch.tensor(p, dtype=torch.float64)) < 1e-6
+    assert p_value(theirs, torch.tensor([2 / 3, 1 / 3], dtype=torch.float64)) > 1e-3
 
 # ---------------------------------------------------------------- a drafter proves itself
 class Reciting:

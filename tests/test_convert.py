@@ -21,6 +21,7 @@ import edd
 import glide
 import pct
 import verify
+from beyond import eagle
 from checkpoints import convert
 from runtime import load, parts
 from runtime.families import any_target
@@ -337,7 +338,7 @@ def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
 def test_checkpoints_older_than_these_settings_load():
     old = glide.Config(VOCAB, 16, 32, 1, 2, 5, True, 4, 8, layers_read=[2])
     assert (old.bias, old.last_norm, old.window) == (False, True, 0)
-    assert (old.eps, old.theta, old.glimpse_theta, old.norm, old.loss) == (1e-6, 10000.0, 0, False, "ce") and edd.Config(12, 32, 1, kind="eagle").bias
+    assert (old.eps, old.theta, old.glimpse_theta, old.norm, old.loss) == (1e-6, 10000.0, 0, False, "ce") and eagle.Config(12, 32, 1).bias
     tables = glide.target_angles(TARGETS["llama"], 20)
     assert torch.equal(glide.Glide(old, tables).target_table, torch.stack(tables)), "queries turn by the target's own table"
 
@@ -483,7 +484,7 @@ def draft_model_of(name, model):
     if name == "glide":
         config = parts.glide_config(model, 16, norm=True)
         return parts.Glide.beside(model, config, 100), glide.Drafter
-    config = edd.Config.for_target(model, **{"hidden": 2, **edd.VARIANTS[name]})
+    config = parts.config_of(name, model, hidden=2)
     draft_class, drafter_class = parts.KINDS[config.kind]
     return draft_class(config, model), drafter_class
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, shared, tiny, weighty
+from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
 from safetensors.torch import save_file
 from test_glide import batch_of, other, rows_and_confidence, save, text, view
 from test_verify import path_to
@@ -18,26 +18,45 @@ import cape
 import edd
 import glide
 import verify
+from beyond import eagle, medusa
 from runtime import load, parts
 from runtime.families import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
 
+ALONE = {"edd": (edd.EDD, edd.Drafter), "eagle": (eagle.Eagle, eagle.Drafter), "medusa": (medusa.Medusa, medusa.Drafter)}
+
 def rounding(model):
     """How far two ways to one number may be apart: eager attention takes its softmax in float32."""
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
+
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
+GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
+FAMILIES = {
+    "Llama": {},
+    "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
+    "Cohere": dict(logit_scale=0.25),
+    "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
+    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
+    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
+    "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3Moe": dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
+    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
+    "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
+}
 
 # ---------------------------------------------------------------- alone in a project
 @pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
 def test_alone_it_says_what_runtime_parts_makes_it_say(model, name, tmp_path):
     """Llama, Mistral, Qwen2: the same start, the same rows; confidence is calibrated, and nothing asks for gradients."""
-    settings = {"hidden": 2, **edd.VARIANTS[name]}
-    config = edd.Config.for_target(model, **settings)
-    ours, any_family = (kinds[config.kind][0](config, model).state_dict() for kinds in (edd.KINDS, parts.KINDS))
+    config = parts.config_of(name, model, hidden=2)
+    alone, drafter_class = ALONE[config.kind]
+    ours, any_family = (draft_class(config, model).state_dict() for draft_class in (alone, parts.KINDS[config.kind][0]))
     for key in [key for key in ours if key.startswith(("embed", "head", "norm", "w."))]:
         torch.testing.assert_close(ours[key], any_family[key])
-    save(tmp_path, random_edd(model, **settings), kind=name, validation={"temperature": 0.7})
-    drafters = edd.load(tmp_path, model)[0], parts.load(edd, tmp_path, model)[0]
+    save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
+    drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
     torch.testing.assert_close(*rows_and_confidence(drafters, batch_of(model, text(12)[None], {2, LAST})))
 
 # ---------------------------------------------------------------- equations 3 and 4
@@ -77,6 +96,22 @@ def test_training_equals_decoding(name, block, encoding):
         if encoding:                                            # the soft prompt matters, or the above says nothing
             assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
 
+@pytest.mark.parametrize("name", [*CLASSES, *FAMILIES])
+def test_the_soft_prompt_is_keys_and_values_alone(name):
+    """The same gradients as where hidden states go through the whole layer, each seeing itself alone, and twice as many rows are computed."""
+    model = shared(name) if name in CLASSES else of_family(name)
+    draft_model, batch = weighty(lambda: fresh(model, "edd"), 1), batch_of(model, text(18, 1).view(2, 9), {2})
+    ids, hidden = batch["ids"], batch["hidden"][2]
+    found = draft_model(ids, hidden, 4)
+    x = torch.cat((hidden, draft_model.embed(ids)), 1)
+    mask = torch.eye(18, dtype=torch.bool)
+    mask[9:] = edd.dual_block_mask(9, 4)
+    expected = draft_model.norm(draft_model.run_layer(x, torch.arange(9).repeat(1, 2), mask)[:, 9:])
+    torch.testing.assert_close(found, expected, atol=rounding(model) / 100, rtol=0)
+    weights = [p for p in draft_model.layer.parameters()]
+    for a, b in zip(*(torch.autograd.grad(x.square().sum(), weights, allow_unused=True) for x in (found, expected))):
+        torch.testing.assert_close(a, b, atol=rounding(model), rtol=1e-3)
+
 # ---------------------------------------------------------------- decoding
 @pytest.mark.parametrize("name", ["glide", "glide 2", "edd", "eagle", "medusa"])
 def test_rows_of_a_tree_equal_paths_drafted_alone(model, name):
@@ -98,7 +133,7 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
     """Rows that go through the layer (MEDUSA: its first head; GLIDE: of nodes only), and what a round says, whatever was rejected before."""
     drafter, passed = random_drafter(model, name), []
     fresh, of_glide = type(drafter)(drafter.model), name in ("glide", "vanilla")
-    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0] if of_glide else drafter.model.layer
+    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if of_glide else drafter.model.layer.mlp
     tolerance = 1e-9 if of_glide else rounding(model)
     g, batch = torch.Generator().manual_seed(5), batch_of(model, text(36, 5)[None], {2, LAST})
     ids, t, before = batch["ids"][0], 4, 0
@@ -109,10 +144,7 @@ def test_a_round_costs_the_committed_and_the_drafted_rows(model, name):
         root = drafter.expand(ids[t:t + 1], [-1])
         drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
         lone = drafter.expand(ids[t + 2:t + 3], [2])
-        committed = t - before - (name == "eagle" and before == 0)          # EAGLE has no row for the first token
-        first = [committed + 1] if before else [committed, 1]               # a prompt goes by itself
-        expected = [1] if name == "medusa" else [1, 2, 1] if of_glide else [*first, 2, 1]
-        assert passed == expected, "rows of a round depend on what is new, not on the context"
+        assert passed == ([1] if name == "medusa" else [1, 2, 1]), "committed tokens cost keys and values alone, once"
         hook.remove()
         fresh.reset()
         fresh.begin(view(batch, 0, t))
@@ -126,23 +158,22 @@ def test_rows_outgrow_their_first_allocation_and_rounds_without_expand_lose_noth
     """The same distributions as in one go, by a tree, too; a builder may propose the root alone without asking."""
     hidden = torch.randn(1, 1300, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     batch = {"ids": text(1300, 6)[None], "kv": {}, "hidden": {2: hidden}}
-    drafter, fresh, masks = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama)), []
+    drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
     for before, t in ((0, 500), (500, 501), (501, 1200)):
         drafter.begin(view(batch, before, t))
         if t != 501:
             row = drafter.expand(batch["ids"][0, t:t + 1], [-1])
         drafter.keep([])
-    fresh.model.layer.register_forward_pre_hook(lambda layer, args, more: masks.append(more["attention_mask"]), with_kwargs=True)
     fresh.begin(view(batch, 0, 1200))
     torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 1200:1202], [-1, 0])[:1], atol=1e-6, rtol=0)
-    assert drafter.cache.kept[0].shape[2] > 1200 and [mask is None for mask in masks] == [True, False], "a prompt takes no mask"
+    assert drafter.cache.kept["keys"].shape[2] > 1200
 
 # ---------------------------------------------------------------- losses, and what learns
-@pytest.mark.parametrize("kinds", [edd.KINDS, parts.KINDS])
-@pytest.mark.parametrize("name", list(edd.VARIANTS))
+@pytest.mark.parametrize("kinds", [ALONE, parts.KINDS])
+@pytest.mark.parametrize("name", list(parts.VARIANTS))
 def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, name, kinds):
     llama.zero_grad()
-    config = edd.Config.for_target(llama, **{"hidden": 2, **edd.VARIANTS[name]})
+    config = parts.config_of(name, llama, hidden=2)
     draft_model = weighty(lambda: kinds[config.kind][0](config, llama), 1)
     batch = batch_of(llama, text(40).view(2, 20), {draft_model.config.hidden})
     draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)}).backward()
@@ -180,7 +211,7 @@ def test_it_is_the_targets_own_layer_with_its_embedding_and_head(model):
     own = copy.deepcopy(model)
     own.config.initializer_range = 0.05
     own.get_decoder().norm.weight.data.fill_(3.0)
-    for kinds in (edd.KINDS, parts.KINDS):
+    for kinds in (ALONE, parts.KINDS):
         draft_model = kinds["edd"][0](edd.Config.for_target(own, 2), own)
         layer = own.get_decoder().layers[-1]
         assert type(draft_model.layer) is type(layer)
@@ -222,7 +253,7 @@ def test_eagle_drafts_as_it_trains_and_does_not_roll_back(model):
 def test_eagles_loss(width):
     """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's distribution."""
     model = tiny("llama", hidden_size=width)
-    batch, draft_model = batch_of(model, text(9, 4)[None], {LAST}), random_edd(model, **edd.VARIANTS["eagle"])
+    batch, draft_model = batch_of(model, text(9, 4)[None], {LAST}), random_named(model, "eagle")
     f = batch["hidden"][LAST][0]
     with torch.no_grad():
         predicted = draft_model(batch["ids"], f[None])[0]
@@ -237,11 +268,11 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     batch = batch_of(llama, text(40, 1).view(2, 20), {LAST})
     ids, f = batch["ids"], batch["hidden"][LAST]
     with torch.no_grad():
-        draft_model = edd.Medusa(edd.Config.for_target(llama, **edd.VARIANTS["medusa"]), llama)
+        draft_model = medusa.Medusa(medusa.Config.for_target(llama), llama)
         assert len(draft_model.heads) == 5
         for head, x in zip(draft_model.heads, draft_model(f)):
             torch.testing.assert_close(head(x), batch["logits"])          # untrained: every head says what the target does
-        draft_model = random_edd(llama, **edd.VARIANTS["medusa"])
+        draft_model = random_named(llama, "medusa")
         found, loss = [], 0
         for k, (head, w) in enumerate(zip(draft_model.heads, draft_model.w)):
             z = f @ w.weight.T + w.bias.normal_()
@@ -251,7 +282,7 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
         torch.testing.assert_close(draft_model.loss(batch).double(), loss, atol=1e-5, rtol=1e-5)
         short = {"ids": ids[:, :4], "hidden": {LAST: f[:, :4]}, "learn": batch["learn"][:, :4]}
         assert draft_model.loss({**batch, **short}).isfinite()
-        drafter = edd.MedusaDrafter(draft_model)
+        drafter = medusa.Drafter(draft_model)
         drafter.begin(view(batch, 0, 8))
         rows = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
         for row, logits in zip(rows[[0, 1, 3, 4, 5]], found):
@@ -289,22 +320,6 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     refused("model.safetensors is missing")
 
 # ---------------------------------------------------------------- runtime/parts.py: what the target does, the drafters do
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
-GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
-FAMILIES = {
-    "Llama": {},
-    "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
-    "Cohere": dict(logit_scale=0.25),
-    "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
-    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
-    "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
-    "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
-    "Qwen3Moe": dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
-    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
-    "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
-}
-
 @functools.cache
 def of_family(name):
     """A random target of the family, with norms that matter."""
@@ -326,7 +341,8 @@ def forward_of(name):
     return batch, *read[-3:]
 
 def fresh(model, kind, **more):
-    return parts.KINDS[kind][0](edd.Config.for_target(model, **({"hidden": 2} | edd.VARIANTS[kind]), **more), model)
+    config = parts.config_of(kind, model, hidden=2, **more)
+    return parts.KINDS[kind][0](config, model)
 
 def divergence(p_logits, q_logits):
     """The largest KL(p || q) of any row."""
@@ -391,9 +407,9 @@ def test_in_half_precision_the_scales_are_found_and_nobody_is_refused(name, dtyp
 ])
 def test_a_family_that_is_built_otherwise_is_refused_in_one_sentence(name, own, why):
     model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
-    for kind, (draft_class, _) in parts.KINDS.items():
+    for kind in parts.KINDS:
         with pytest.raises(ValueError, match=why) as refusal:
-            draft_class(edd.Config.for_target(model, 2, kind=kind), model)
+            fresh(model, kind)
         assert "is built otherwise (" in str(refusal.value) and "\n" not in str(refusal.value)
     assert not parts.Glide.start_from(SimpleNamespace(embed=model.get_input_embeddings()), model), "GLIDE starts at random there"
 
@@ -416,12 +432,24 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
 
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
 def test_a_part_reads_what_the_target_feeds_it():
-    """x comes in the type of `like`, and what is said goes back to where x lies; a weight that learns is not asked to."""
+    """x comes in the type of `like`, or, for a gradient, keeps its own; a weight that learns is not asked to."""
     part = parts.Part(torch.nn.Linear(3, 2).bfloat16(), torch.zeros(1, dtype=torch.bfloat16))
     x = torch.ones(3, requires_grad=True)
+    assert torch.equal(part(x.detach()), part.module(x.bfloat16())) and part(x).dtype == torch.float32
     part(x).sum().backward()
-    assert part(x).dtype == torch.bfloat16 and x.grad is not None and part.module.weight.grad is None
-    assert torch.equal(part(x), part.module(x.bfloat16())) and part.module.weight.requires_grad
+    torch.testing.assert_close(x.grad, part.module.weight.float().sum(0), atol=0, rtol=0)
+    assert part.module.weight.grad is None and part.module.weight.requires_grad
+
+def test_float16_targets_lose_no_gradient():
+    """A step of 131 072 tokens divides a loss by so much that its gradient vanishes in float16: EAGLE learns as from the same weights in float32."""
+    half, grads = tiny("llama", hidden_size=256).half(), []
+    batch = batch_of(half, text(20)[None], {LAST}) | {"count": 2 ** 17}
+    for model in (half, copy.deepcopy(half).float()):
+        draft_model = fresh(model, "eagle").float()
+        draft_model.load_state_dict(state if grads else (state := draft_model.state_dict()))
+        draft_model.loss(batch).backward()
+        grads.append(draft_model.fc.weight.grad)
+    assert (grads[0] - grads[1]).norm() < 0.01 * grads[1].norm()
 
 def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
     """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
@@ -450,7 +478,7 @@ def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
     modules = ["model.embed_tokens", "model.rotary_emb", "model.norm", *(f"model.layers.{i}" for i in range(3))]
     places = dict.fromkeys(modules, "cpu") | {"lm_head": "disk", apart: "disk"}
     spread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
-    module, draft_model = (glide, random_glide(whole, 2)) if name == "glide" else (edd, random_edd(whole, **edd.VARIANTS[name]))
+    module, draft_model = (glide, random_glide(whole, 2)) if name == "glide" else (edd, random_named(whole, name))
     save(tmp_path / "drafter", draft_model.float(), kind=name)
     assert load.same_target(load.fingerprint(whole), load.fingerprint(spread))
     runs = []

@@ -190,6 +190,24 @@ def test_losses_are_what_their_names_say(llama, loss):
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
     assert glide.Config(8, 8, 8).loss == "ce", "checkpoints older than this setting"
 
+def test_a_half_precision_target_loses_no_gradients():
+    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the type of its KV entries."""
+    config = glide.Config(VOCAB, 24, 32, heads=2, target_heads=4, target_head_size=8, layers_read=(0,))
+    torch.manual_seed(0)
+    draft_model = glide.Glide(config, glide.angles(8, 40))
+    ids = text(40)[None]
+    keys, values = torch.randn(2, 1, 2, 40, 8).half()
+    gradients = []
+    for kind in (torch.float64, torch.float32):
+        kv = {0: (keys, values)} if kind == torch.float32 else {0: (keys.double(), values.double())}
+        learn = torch.ones(1, 40, dtype=torch.bool)
+        batch = {"ids": ids, "kv": kv, "learn": learn, "count": 2 ** 17, "sum": lambda loss, learn, *rows: loss(*(x[learn] for x in rows))}
+        draft_model.to(kind).zero_grad()
+        draft_model.loss(batch).backward()
+        gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
+    exact, found = gradients
+    assert (found - exact).norm() < 1e-3 * exact.norm()
+
 def test_a_tree_of_many_nodes_equals_paths_drafted_alone(llama):
     """The path below the seventy-first of a frontier (other trees, and what is kept of them: test_edd.py)."""
     drafter, given = random_drafter(llama), view(batch_of(llama, text(13)[None]), 0, 12)

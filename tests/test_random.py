@@ -31,6 +31,7 @@ import cascade
 import maxgram
 import pct
 import verify
+from beyond import graft, priced
 from runtime import graphs
 from runtime.families import AnyTarget
 
@@ -107,7 +108,7 @@ def drawn_tree(rng, drafter, sampled):
     }[name]
 
 def builder(name, settings):
-    function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name)
+    function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name, None) or getattr(priced, name, None) or getattr(graft, name)
     return partial(function, **settings)
 
 def drawn_drafter(rng, kind, vocab, layers, context):
@@ -276,7 +277,7 @@ def grown(build, expand, root):
             offered = not rows or rows[above][token] > 0
         else:
             words, lengths = expand.drafter.inner.gram.propose(above, 1)
-            offered = words == [token] and lengths[0] >= maxgram.LEAST
+            offered = words == [token] and lengths[0] >= graft.LEAST
         assert 0 <= parent < len(paths) and offered, f"no drafter offered {token} below {above}"
         paths.append(above + (token,))
     assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.remaining, "no node is deeper than tokens may follow"
@@ -303,7 +304,7 @@ def drafter_of(case):
             drafter = drafter_class(draft_model)
         drafter.temperature = how["temperature"]
         if kind in BESIDE:
-            drafter = maxgram.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
+            drafter = graft.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
         return drafter
     return make
 

@@ -3,7 +3,7 @@
     glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
     glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
     glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
-    edd, vdm, eagle, medusa ...    edd.VARIANTS
+    edd, vdm, eagle, medusa ...    parts.VARIANTS
     base, small                    language models, stages of a cascade
 """
 import copy
@@ -17,10 +17,12 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import edd
 import glide
+from beyond import eagle, medusa
 from data.read import UserError, write_atomically
 from runtime import load, parts
 from verify import Target
@@ -33,7 +35,7 @@ DRAFTERS = {
     "glide-top": (glide, {"layer": None, "norm": False}),
     "vanilla": (glide, {"glimpse": False}),
 }
-DRAFTERS |= {name: (edd, variant) for name, variant in edd.VARIANTS.items()}
+DRAFTERS |= parts.VARIANTS
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
 # What a letter before a number stands for.
 NUMBERED = {
@@ -66,9 +68,9 @@ def fresh(name, target, a):
         layers, width = settings
         lm = llama(c.vocab_size, layers, width, c.max_position_embeddings, c.eos_token_id)
         return SmallLM(lm.to(a.device), a.loss)
-    if file is edd:
+    if file in (edd, eagle, medusa):
         settings = {"hidden": a.hidden, "loss": a.loss, **settings}
-        config = edd.Config.for_target(target, **settings)
+        config = file.Config.for_target(target, **settings)
         draft_class, _ = parts.KINDS[config.kind]
         return draft_class(config, target).float()
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes", "loss": a.loss}
@@ -172,12 +174,16 @@ def save(folder, module, tokenizer, about):
 def save_lm(folder, model, tokenizer, about):
     """A language model as Hugging Face saves it, in bfloat16, with training.json, each file atomically."""
     folder, part = Path(folder), Path(f"{folder}.part")
-    copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
-    tokenizer.save_pretrained(part)
-    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in part.iterdir():
-        if file.is_dir():                        # say of several chat templates
-            shutil.rmtree(folder / file.name, ignore_errors=True)
-        os.replace(file, folder / file.name)
-    shutil.rmtree(part)
+    try:
+        copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
+        tokenizer.save_pretrained(part)
+        (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in part.iterdir():
+            if file.is_dir():                    # say of several chat templates
+                shutil.rmtree(folder / file.name, ignore_errors=True)
+            os.replace(file, folder / file.name)
+    except (OSError, SafetensorError) as why:
+        raise UserError(f"{folder} cannot be written ({why}): what was there is still there") from None
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

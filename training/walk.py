@@ -17,54 +17,13 @@ import torch.nn.functional as F
 import glide
 from data import prepare
 from runtime import parts
+from training.continuations import continuations, prompt_size
 from verify import View
 
 CHAIN = 5                                         # drafted tokens a round
 PROMPTS, NEW = 96, 64                             # held-out prompts, and tokens that the target adds to each
 CHECKED = 2 ** 14                                 # held-out tokens whose loss is measured
 LOGITS = 2 ** 25                                  # numbers: so many logits a temperature is fitted to
-
-
-# ---------------------------------------------------------------- the target's own text
-def padded(texts):
-    """Texts [ids] as one batch, padded on the left -> ids, attention mask; (B, T) each."""
-    longest = max(map(len, texts))
-    ids = torch.zeros(len(texts), longest, dtype=torch.long)
-    seen = torch.zeros_like(ids)
-    for row, mask, text in zip(ids, seen, texts):
-        row[longest - len(text):] = torch.tensor(text)
-        mask[longest - len(text):] = 1
-    return ids, seen
-
-
-@torch.no_grad()
-def continuations(target, prompts, ends):
-    """The target's greedy continuations of all prompts, side by side -> [ids], prompts included.
-
-    Text i ends where the target ends it, with an end-of-text token, or when it has ends[i] tokens.
-    """
-    texts = [list(ids) for ids in prompts]
-    eos = target.generation_config.eos_token_id
-    eos = [eos] if isinstance(eos, int) else eos or []
-    active = [i for i, text in enumerate(texts) if len(text) < ends[i]]
-    while active:
-        ids, seen = padded([texts[i] for i in active])
-        ids = ids.to(target.device)
-        seen = seen.to(target.device)
-        # As far as the first of them may go; the others go on afterwards.
-        new = min(ends[i] - len(texts[i]) for i in active)
-        made = target.generate(ids, attention_mask=seen, do_sample=False, max_new_tokens=new,
-                               eos_token_id=eos or None, pad_token_id=0)
-        made = made[:, ids.shape[1]:].tolist()
-        finished = set()
-        for i, row in zip(active, made):
-            for token in row:
-                texts[i].append(token)
-                if token in eos:                         # what follows is padding
-                    finished.add(i)
-                    break
-        active = [i for i in active if i not in finished and len(texts[i]) < ends[i]]
-    return texts
 
 
 # ---------------------------------------------------------------- a drafter along a text
@@ -128,11 +87,24 @@ def greedy_temperature(logits, choice):
 
 
 # ---------------------------------------------------------------- all drafters of a run
-def prompt_size(tokens, most):
-    """Tokens of a held-out piece that are a prompt: up to a chat's first answer, half of a text."""
-    learned = tokens >= 0
-    size = len(tokens) // 2 if learned.all() else int(learned.argmax())
-    return max(1, min(size, most))
+def prompts_of(tokens, documents, length, shortest):
+    """Prompts in documents, (n, 3) as prepare.open_split gives them -> start, size, kind: (prompts, 3).
+
+    A chat gives one at most, a plain text one in each piece of `length` tokens that has `shortest` or more.
+    """
+    most = max(1, length - NEW)
+    found = []
+    for document in documents:
+        start, size, kind = document
+        parts = document[None]
+        if (tokens[start:start + size] >= 0).all():
+            parts = prepare.pieces_of(parts, length)
+            parts = parts[parts[:, 1] >= shortest]
+        for start, size, _ in parts:
+            asked = prompt_size(tokens[start:start + size], most)
+            if asked:
+                found.append((start, asked, kind))
+    return np.array(found, "i8").reshape(-1, 3)
 
 
 def figures(total):
@@ -161,23 +133,18 @@ class Evaluation:
             pieces = data.held[data.held[:, 2] == kind]
             chosen = prepare.order(pieces[:, 1], most, 0, 0)[0]
             self.pieces[kind] = pieces[chosen]
-        # Texts for the walk: the target's own, from the beginnings of some pieces
-        chosen = prepare.stratified(data.held, PROMPTS)
-        prompts = [self.prompt(start, size) for start, size, _ in chosen]
+        # Texts for the walk: the target's own, after held-out prompts
+        chosen = prepare.stratified(data.prompts, PROMPTS)
+        prompts = []
+        for start, size, _ in chosen:
+            ids = data.held_tokens[start:start + size]
+            prompts.append(np.where(ids < 0, ~ids, ids).tolist())
         ends = [min(a.length, len(ids) + NEW) for ids in prompts]
         texts = continuations(target, prompts, ends)
         self.texts = []                                                              # (ids, start, kind)
-        for text, given, piece in zip(texts, prompts, chosen):
+        for text, (_, size, kind) in zip(texts, chosen):
             text = torch.tensor(text, device=a.device)
-            kind = piece[2]
-            self.texts.append((text, len(given), kind))
-
-    def prompt(self, start, size):
-        """The prompt that a held-out piece begins with -> ids."""
-        tokens = self.data.held_tokens[start:start + size]
-        most = max(1, self.a.length - NEW)
-        tokens = tokens[:prompt_size(tokens, most)]
-        return np.where(tokens < 0, ~tokens, tokens).tolist()
+            self.texts.append((text, int(size), kind))
 
     @torch.no_grad()
     def __call__(self, models):
@@ -197,7 +164,12 @@ class Evaluation:
     def metrics(self, name):
         """All that was added up about a drafter."""
         totals = self.totals[name]
-        found = figures(sum(totals.values(), Counter()))
+        # Not a sum of Counters, which leaves out what is not above 0: a loss that is no number, too.
+        whole = Counter()
+        for total in totals.values():
+            for key, value in total.items():
+                whole[key] += value
+        found = figures(whole)
         found["temperature"] = greedy_temperature(*self.rows[name])
         found["by_kind"] = {}
         for kind, total in totals.items():

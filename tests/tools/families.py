@@ -25,7 +25,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
 
 import cape
-import edd
 import glide
 import pct
 import verify
@@ -284,7 +283,7 @@ def glide_drafter(model, text):
 
 
 def edd_drafter(model, text, variant="edd"):
-    config = edd.Config.for_target(model, **{"hidden": -2, **edd.VARIANTS[variant]})
+    config = parts.config_of(variant, model, hidden=-2)
     draft_model, drafter = parts.KINDS[config.kind]
     return drafter(weighty(draft_model(config, model), model))
 
