@@ -9,7 +9,7 @@ vocabulary, so the output is exactly the same: a rare token costs a rejection, n
 
     shorten(drafter.model, words)       # words: the first k ids of a list by falling frequency
     python bench.py --drafter glide "glide(words=8192)"      # by the words.json of the checkpoint
-    python checkpoints/make.py words --corpus TEXT --tokenizer TARGET --out words.json
+    python checkpoints/smollm2.py words --data TEXT --target TARGET --out words.json
 
     symbol    shape       name here
     V_high    (k,)        words: ids of tokens
@@ -22,13 +22,35 @@ heads, and the target's own, by which EAGLE drafts.
     python -m beyond.words        # the demo
 """
 import copy
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from verify import UserError
+
+def frequent_words(path, k, vocabulary):
+    """The first k ids of a words.json; UserError where it has no k words of this vocabulary.
+
+    The file: {"vocabulary": fingerprint, "words": [ids, the most frequent first]}.
+    """
+    if type(k) is not int or k < 1:
+        raise UserError(f"words={k!r}: give how many words may be drafted")
+    if not Path(path).exists():
+        raise UserError(f"words={k}: there is no {path}; write it by checkpoints/smollm2.py words")
+    try:
+        found = json.loads(Path(path).read_text())
+        words, its = found["words"], found["vocabulary"]
+    except (ValueError, LookupError, TypeError):
+        raise UserError(f"words={k}: {path} holds no list of words: write it again") from None
+    if its != vocabulary:
+        raise UserError(f"words={k}: the words of {path} are of another vocabulary: write it again")
+    if k > len(words):
+        raise UserError(f"words={k}: {path} has {len(words)} words")
+    return words[:k]
 
 class ShortHead(nn.Module):
     """Logits of some words, x (..., D) -> (..., V): -inf for all others.
@@ -41,6 +63,7 @@ class ShortHead(nn.Module):
         self.register_buffer("words", words, persistent=False)
 
     def forward(self, x):
+        """x (..., D) -> logits (..., V)"""
         of_words = self.head(x)                                                # (..., k)
         shape = (*of_words.shape[:-1], self.vocab)
         logits = of_words.new_full(shape, float("-inf"))
@@ -48,9 +71,9 @@ class ShortHead(nn.Module):
 
 def rows_of(head, words):
     """A linear head with the rows of the words alone.  UserError where it has no such rows."""
-    weight = getattr(head, "weight", None)
-    if not isinstance(head, nn.Linear) or not weight.is_floating_point() or weight.is_meta:
-        raise UserError("words: the draft head is quantised or not here: draft all words")
+    floating = isinstance(head, nn.Linear) and head.weight.is_floating_point()
+    if not floating or head.weight.is_meta:
+        raise UserError("words: the draft head is quantised, or not in memory: draft all words")
     # A copy of the head, in which other parameters stand for its own.
     memo = {}
     for parameter in head.parameters():
@@ -64,13 +87,16 @@ def shorten(model, words):
     """Let a draft model draft these words alone.  words: list of ids, or (k,)."""
     words = torch.as_tensor(words)
     heads = getattr(model, "heads", None)
-    if heads is not None:                              # MEDUSA: one for each depth
+    if heads is not None:
+        # MEDUSA: one for each depth
         for i, head in enumerate(heads):
             heads[i] = ShortHead(rows_of(head, words), words, head.out_features)
-    elif hasattr(model, "head"):                       # GLIDE and EDD
+    elif hasattr(model, "head"):
+        # GLIDE and EDD
         head = model.head
         model.head = ShortHead(rows_of(head, words), words, head.out_features)
-    else:                                              # EAGLE
+    else:
+        # EAGLE
         shorten_targets(model, words)
 
 def shorten_targets(model, words):
@@ -79,7 +105,8 @@ def shorten_targets(model, words):
     if hasattr(target, "raw_head"):
         # target.head scales and caps what raw_head gives.
         vocab = target.lm_head.out_features
-        target.raw_head = model.short_rows = rows_of(target.lm_head, words)
+        model.short_rows = rows_of(target.lm_head, words)
+        target.raw_head = model.short_rows
         head = target.head
     else:
         weight = target.head.keywords["weight"]
