@@ -28,6 +28,7 @@ import glide
 import maxgram
 from beyond import graft
 from beyond.running import Running
+from beyond.words import frequent_words, shorten
 from data import read
 from runtime import families, grams, graphs, linear, parts
 from runtime.calls import read_call
@@ -278,10 +279,12 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False, running=False):
-    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature.
+def load_drafter(setup, name, raw=False, running=False, words=None):
+    """A trained drafter of the checkpoint.
 
+    raw: its confidence as it is, without temperature.
     running: its temperature is fitted along each text (beyond/running.py).
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py).
     """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
@@ -297,6 +300,10 @@ def load_drafter(setup, name, raw=False, running=False):
     except ValueError as why:
         raise UserError(str(why)) from None
     check_drafter(drafter, folder)
+    if words is not None:
+        path = Path(setup.checkpoint) / "words.json"
+        vocabulary = vocabulary_fingerprint(setup.tokenizer)
+        shorten(drafter.model, frequent_words(path, words, vocabulary))
     linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0

@@ -715,6 +715,13 @@ EDITS["runtime/load"] = [
     ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
     ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
+EDITS["beyond/words"] = [
+    ("other words are as likely as an even one", 'new_full(shape, float("-inf"))', "new_zeros(shape)"),
+    ("rows of other words", "index_copy(-1, self.words.to(x.device), of_words)", "index_copy(-1, self.words.flip(0).to(x.device), of_words)"),
+    ("the target loses its head", "target.raw_head = model.short_rows", "target.lm_head.weight = model.short_rows.weight"),
+    ("words of another vocabulary", "if its != vocabulary:", "if False:"),
+    ("MEDUSA's last head drafts all", "for i, head in enumerate(heads):", "for i, head in enumerate(heads[:-1]):"),
+]
 EDITS["runtime/linear"] = [
     ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
     ("blocks of a weight in another type", "weight.data_ptr(), weight.dtype", "weight.is_cpu"),
