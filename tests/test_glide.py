@@ -119,6 +119,7 @@ def test_training_equals_decoding_with_the_delayed_cache(name, layers, glimpse, 
     L, T, model = 5, 20, shared(name)
     draft_model, batch = random_glide(model, layers, glimpse, norm=norm), batch_of(model, text(T)[None])
     ids = batch["ids"][0]
+    assert draft_model.config.norm == norm
     with torch.no_grad():
         trained = logits_of(draft_model, batch["ids"], batch["kv"])[0]
     for drafted in (5, 2):
