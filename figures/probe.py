@@ -335,7 +335,7 @@ def named_before(states, texts):
 def lookup(run):
     if run.target.encoder_decoder or len(run.prompts) < 4:
         raise UserError("lookup wants a decoder-only target, and at least four prompts")
-    readable = len(parts.cached_rows(run.model))               # layers that GLIDE can read
+    readable = len(parts.cached_kv(run.model))                 # layers that GLIDE can read
     outs = each_prompt(run, partial(run.decode, None, verify.root_only))
     texts, states, masses, uniforms = [], [], [], []           # of each prompt
     for (_, ids, _), out in zip(run.prompts, outs):
