@@ -21,6 +21,7 @@ from copy import deepcopy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+
 def expand_after(text, drafter):
     """What a builder calls in one round: a function.  text: list of ids, the root the last."""
     paths = []                                    # of each node: the text up to it

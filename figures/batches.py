@@ -50,7 +50,7 @@ class Copies:
         model.register_forward_pre_hook(self.repeat_input, with_kwargs=True)
         model.register_forward_hook(lambda module, args, out: self.compare(out.logits))
         drafter.model.head.register_forward_hook(lambda module, args, out: self.compare(out))
-        # The first layer's queries, keys and values are of `count` copies, and so is what comes after.
+        # The first layer's queries, keys and values are of all copies, and so is what comes after.
         first = drafter.model.layers[0]
         first.project = partial(self.repeat_states, first.project)
 

@@ -21,6 +21,7 @@ import batches  # noqa: E402
 import compare  # noqa: E402
 import probe  # noqa: E402
 
+
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
     needs = {}
