@@ -3,11 +3,11 @@ import copy
 
 import pytest
 import torch
+from conftest import plain, random_edd, random_glide, tiny
 
 import cape
 import glide
 import verify
-from conftest import plain, random_edd, random_glide, tiny
 from runtime import linear, parts
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -673,11 +673,6 @@ EDITS["runtime/load"] = [
      "bench calls train real"),
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
     ("the revision is forgotten", '{"revision": revision,', '{"revision": None,', "bench calls train real"),
-    ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
-     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
-    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
-    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
-    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
     ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
 EDITS["beyond/words"] = [
@@ -686,6 +681,13 @@ EDITS["beyond/words"] = [
     ("the target loses its head", "target.raw_head = model.short_rows", "target.lm_head.weight = model.short_rows.weight"),
     ("words of another vocabulary", "if its != vocabulary:", "if False:"),
     ("MEDUSA's last head drafts all", "for i, head in enumerate(heads):", "for i, head in enumerate(heads[:-1]):"),
+]
+EDITS["runtime/fingerprints"] = [
+    ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
+     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
+    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
+    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
+    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
 ]
 EDITS["runtime/linear"] = [
     ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
