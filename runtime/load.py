@@ -1,4 +1,4 @@
-"""From a name on the command line to a model, a tokenizer, a drafter, a cascade, prompts.
+"""From a name on the command line to a model, a tokenizer, a drafter, a cascade.
 
     model, tokenizer = load_target("lmsys/vicuna-7b-v1.5", "float16", "cuda")
     same_target(fingerprint(model), about_drafter(Path("my-glide/glide"))["target"])
@@ -20,13 +20,13 @@ import huggingface_hub
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
 
 import cascade
 import edd
 import glide
 import maxgram
 from beyond import graft
+from beyond.running import Running
 from beyond.words import frequent_words, shorten
 from data import read
 from runtime import families, grams, graphs, linear, parts
@@ -164,7 +164,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
 class Setup:
     """A target, loaded, and all that one needs to know to load drafters beside it.
 
-    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the drafters' folder.
+    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: drafters' folder.
     stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
     graphs: CUDA graphs; rows: fewest tokens of a forward of the target; trust: run models' code.
     """
@@ -190,42 +190,22 @@ class Setup:
             graphs.static(target, rows, record=self.graphs)
         return target
 
-def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):
-    """Files of prompts -> [(group, ids, new tokens that fit the context, at most `most`)].
-
-    limit: of rows, evenly over their groups.  answer(ids) -> text: the target's own, to a question
-    that the file leaves open before another one.  form, ask, system: as data.read takes them.
-    """
-    form = read.template_of(form, setup.tokenizer)
-    prompts, left_out = [], 0
-    rows = read.prompt_rows(paths, limit)
-    for group, row, name in tqdm(rows, "prompts", leave=False, disable=None):
-        for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
-            if max(ids) >= setup.target.config.vocab_size:
-                raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
-                                f"{setup.target.config.vocab_size}")
-            remaining = setup.target.remaining(ids)
-            if remaining < 1:
-                left_out += 1                                    # and all further turns of this row
-                break
-            prompts.append((group, ids, min(most, remaining)))
-    if not prompts:
-        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most "
-                        f"{setup.target.context} tokens, the target's context")
-    if left_out:
-        setup.notes.append(f"{left_out} prompts longer than the context left out")
-    return prompts
-
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
     """What train.py wrote about the drafter in a folder: its training.json."""
+    damaged = UserError(f"the drafter in {folder} is damaged: train or copy it again")
     try:
         about = json.loads((folder / "training.json").read_text())
-        float(about.get("validation", {}).get("temperature", 1.0))
-        about["kind"], about.get("target", {}).items()
-        return about
+        temperature = float(about.get("validation", {}).get("temperature", 1.0))
+        probe = about.get("target", {}).get("probe", {})
+        weights = list(probe.values()) if isinstance(probe, dict) else []
+        numbers = np.isfinite(np.array(weights, dtype=float)).all()
+        about["kind"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
+        raise damaged from None
+    if not numbers or not 0 < temperature < np.inf:
+        raise damaged
+    return about
 
 def kind_of(folder):
     """Which kind of drafter a folder holds: glide, vanilla, edd ..."""
@@ -243,10 +223,11 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False, words=None):
+def load_drafter(setup, name, raw=False, running=False, words=None):
     """A trained drafter of the checkpoint.
 
     raw: its confidence as it is, without temperature.
+    running: its temperature is fitted along each text (beyond/running.py).
     words: so many of the most frequent tokens alone are drafted (beyond/words.py).
     """
     folder = drafters_in(setup.checkpoint)[name]
@@ -258,11 +239,12 @@ def load_drafter(setup, name, raw=False, words=None):
     if related == "a relative":
         setup.notes.append(f"{name} was trained for a relative of this target "
                            "(rounded otherwise, or tuned)")
-    module = glide if about["kind"] in ("glide", "vanilla") else edd
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
+    check_drafter(drafter, folder)
     if words is not None:
         path = Path(setup.checkpoint) / "words.json"
         vocabulary = vocabulary_fingerprint(setup.tokenizer)
@@ -272,10 +254,21 @@ def load_drafter(setup, name, raw=False, words=None):
         drafter.temperature = 1.0
     if setup.graphs:
         graphs.static(drafter)
-    return drafter
+    return Running(drafter) if running else drafter
 
-def load_heir(kind, setup, name):
+def check_drafter(drafter, folder):
+    """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
+    sound = all(weights.isfinite().all() for weights in drafter.model.parameters())
+    if isinstance(drafter, glide.Drafter):
+        sound = sound and drafter.config.width % drafter.config.heads == 0
+    if not sound:
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
+
+def load_heir(kind, setup, *names):
     """A published drafter, by hub name or folder: gemma4(google/gemma-4-E2B-it-assistant)."""
+    if len(names) != 1:
+        raise UserError(f"{kind}({', '.join(names)}): name one hub name or folder")
+    (name,) = names
     more = {}
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
@@ -300,6 +293,10 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
     if misplaced or costs and len(costs) != len(neural):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
                         "maxgram last; give a cost for each model, or none")
+    numbers = all(isinstance(cost, (int, float)) and 0 <= cost < np.inf for cost in costs or [])
+    if not numbers:
+        raise UserError(f"cascade({', '.join(names)}): costs={costs}: a cost is a number from 0 "
+                        "on, where one run of the target costs 1")
     if isinstance(k, int):
         k = [k]
     K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
@@ -358,7 +355,7 @@ def load_gram(setup, bigram=None):
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
-        # Nobody asked for the checkpoint's: another target goes without one.
+        # The checkpoint's is a default: another target goes without one.
         setup.notes.append(f"no bigram: {why}")
         return maxgram.MaxGram()
 

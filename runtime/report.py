@@ -32,7 +32,7 @@ LEGEND = """\
 tok/s: new tokens over all seconds, prefill included; vs generate(): speedup over transformers' own
 speedup: over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
 tau: new tokens a round, the target's own included; alpha: accepted / tested drafted tokens (chains)
-nodes: drafted tokens verified a round; draft, verify, other: shares of ms/round (other: trees, mask
+nodes: drafted tokens verified a round; draft, verify, other (the rest): shares of ms/round
 lossless: token for token plain decoding's output (-: sampled with other noise)"""
 SHOWN = {True: "yes", False: "NO", None: "-"}            # of lossless
 # Keys of a row that are printed under the tables
@@ -162,7 +162,7 @@ def progress(bar, done, prompts, speeds):
 def losses(run, arm, truth, which):
     """{"lossless": whether all tokens are those of the arm `truth`, "first_divergence": where not}.
 
-    Both None where tokens are sampled with other noise, so that nobody can expect the same.
+    Both None where tokens are sampled with other noise, so that others are expected.
     """
     # A chain sampled from the drafter gives the target's distribution, but not the tokens of plain
     # sampling.  All other arms of ours do: their noise is keyed by position.
