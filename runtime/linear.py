@@ -26,7 +26,7 @@ would round differently, and the same command should give the same tokens.
 Left alone are weights on another device, quantised ones, small ones, and those of other types than
 float32 and (where the CPU has instructions for it) bfloat16; models so large that a copy might not
 fit into memory; whatever needs a gradient.  No parameter is added and no name changes.  A copied
-module has no blocks, and blocks of a weight that was written to are no longer used.
+module has no blocks, and those of a weight that is trained or written to are no longer used.
 """
 import argparse
 import platform
@@ -72,8 +72,11 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x):
         """x (..., in) -> (..., out)"""
+        training = torch.is_grad_enabled()
+        if training and self.weight.requires_grad:
+            self.blocks = None                   # fused optimisers write without a trace
         blocks = self.blocks
-        if blocks is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if blocks is None or training or torch.compiler.is_compiling():
             return super().forward(x)
         if not blocks.are_of(self.weight):
             return super().forward(x)
