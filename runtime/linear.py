@@ -2,7 +2,7 @@
 
     pack(model)                              # each nn.Linear of it; same results, up to rounding
     pack(drafter.model, beside=model)
-    python -m runtime.linear --target work/smollm2      # ms of a forward of n nodes, without and with
+    python -m runtime.linear --target work/smollm2      # ms of forwards, without and with
 
 Verification multiplies a few rows, one a node, by all weights of the target.  The weights are read
 once however few the rows are, so on a device that waits for memory many rows cost what one costs.
