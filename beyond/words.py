@@ -32,6 +32,7 @@ from torch import nn
 
 from verify import UserError
 
+
 def frequent_words(path, k, vocabulary):
     """The first k ids of a words.json; UserError where it has no k words of this vocabulary.
 

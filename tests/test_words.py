@@ -4,18 +4,18 @@ import json
 import shutil
 
 import pytest
+import test_drawn
 import torch
+from conftest import VOCAB, plain, random_drafter, shared
+from test_bench import args, check_mistake, rows_of, small  # noqa: F401
 
 import bench
 import cape
 import pct
-import test_drawn
 import verify
 from beyond.words import ShortHead, shorten
 from checkpoints import smollm2
-from conftest import VOCAB, plain, random_drafter, shared
 from runtime import load, parts
-from test_bench import args, check_mistake, rows_of, small  # noqa: F401
 
 PROMPT, NEW = [3, 1, 4, 1, 5], 24
 WORDS = [7, 2, 5, 3]

