@@ -33,7 +33,8 @@ Nodes have two numbers: the place in the Tree, and the place among all nodes tha
 The target predicts 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2 are committed, the
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
-A drafter moves what it is given to its own device, and may answer from there.  It has
+A drafter moves what it is given to its own device, and may answer from there; a builder that knows
+tokens on the host gives expand a CPU tensor, which costs a drafter that reads them no sync.  It has
     needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states]};
                              "source": called with the ids that an encoder reads, where there is one
     reset()                  a new sequence
@@ -73,6 +74,7 @@ Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 View = namedtuple("View", "tokens length kv hidden")
 # One round of an Output, lists: new tokens; accepted nodes, root first; the tree
 Round = namedtuple("Round", "new path tokens parents")
+FEW = 8                  # nodes of a tree, so few that its depth is not asked for
 CHUNK = 512              # tokens of a prompt in one forward; cache entries to spare for trees
 
 class UserError(ValueError):
@@ -203,7 +205,7 @@ class Target:
         # A lone node, and a text from its first token, need no mask: the model's own is causal.
         position, mask = slots, None
         if parents is None and cached:
-            parents = torch.arange(-1, n - 1)
+            parents = torch.arange(-1, n - 1, device=self.device)
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             depth = seen.sum(1) - 1
@@ -367,7 +369,8 @@ class Sampled:
             generator = stream(self.seed, f"accept {first}", logits.device)
             return accept_drawn(tree, p_target, generator)
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        deepest = depth.max().item()                           # (a device-to-host sync)
+        # A few draws more cost less than a device-to-host sync.
+        deepest = depth.max().item() if len(depth) > FEW else len(depth) - 1
         noise = []
         for d in range(deepest + 1):
             noise.append(keyed_noise(self.seed, first + d, logits.shape[1], logits.device))
@@ -415,7 +418,6 @@ class Expand:
         self.tokens, self.parents = [], []                     # by expand_index
 
     def __call__(self, tokens, parents):
-        tokens = tokens.to(self.device)
         self.tokens.append(tokens)
         self.parents += parents
         logits = self.drafter.expand(tokens, parents)                                  # (m, V)
@@ -451,10 +453,13 @@ def read_prompt(target, input_ids, max_new_tokens):
     return ids, limit
 
 def to_lists(*tensors):
-    """Tensors (n,) of one device as lists, by one device-to-host sync."""
-    sizes = [len(tensor) for tensor in tensors]
-    parts = torch.cat(tensors).cpu().split(sizes)
-    return [part.tolist() for part in parts]
+    """Tensors (n,) as lists: those on a device by one device-to-host sync."""
+    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
+    if on_device:
+        sizes = [len(tensor) for tensor in on_device]
+        copies = iter(torch.cat(on_device).cpu().split(sizes))
+        tensors = [next(copies) if x.device.type != "cpu" else x for x in tensors]
+    return [tensor.tolist() for tensor in tensors]
 
 @torch.inference_mode()
 def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, stopping_criteria=(),
@@ -494,8 +499,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         choice = rule.choose(tree, logits, first)                                      # (n,)
 
         # Accept: walk down while the target's choice is a child.
-        drafted = torch.cat((root[:0], *expand.tokens))                    # none is a tensor, too
-        tokens, parents, chosen, drafted = to_lists(tree.tokens, tree.parents, choice, drafted)
+        tokens, parents, chosen, *drafted = to_lists(
+            tree.tokens, tree.parents, choice, *expand.tokens)
         assert tokens[0] == new[-1], "a tree begins with the root"
         ordered = all(parent < node for node, parent in enumerate(parents))
         assert ordered, "a tree has parents before their children"
@@ -506,7 +511,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         target.commit(path, accepted)
         root = choice[path[-1]:][:1]
         if drafter:
-            drafter.keep(expand.path(drafted, accepted))
+            drafter.keep(expand.path(sum(drafted, []), accepted))
         new = out.add(new)
         out.rounds.append(Round(new, path, tokens, parents))
         out.runs.append(len(new))

@@ -446,7 +446,7 @@ EDITS["verify"] = [
     ("a dead row is not a number", ".nan_to_num(0.0)", "", "verify::test_a_row_of_minus_infinity_is_never_followed"),
     ("the drafter keeps the root alone", "        return path\n\ndef root_only", "        return path[:1]\n\ndef root_only",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
-    ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(drafted, accepted))", "drafter.keep(path)",
+    ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(sum(drafted, []), accepted))", "drafter.keep(path)",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
     ("a prompt that fills the context is refused", "return self.capacity - len(ids) + 1", "return self.capacity - len(ids)",
      "verify::test_greedy_output_is_plain_decoding"),
