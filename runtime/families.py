@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from cascade import EncoderDecoder
 from data.read import first_line
+from runtime.attention import NAME as FOLDED
 from verify import Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
@@ -147,7 +148,7 @@ class AnyTarget(Target):
 
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in (None, "sdpa", "eager", FOLDED):
             raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or "
                             "'eager'")
         super().__init__(model, capacity)
