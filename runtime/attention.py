@@ -7,9 +7,11 @@ query heads that share a key head become more queries of that head:
 
     Q (1, H_kv G, n, d) -> (1, H_kv, G n, d), and the mask (1, 1, n, keys) -> (1, 1, G n, keys)
 
-    fold_queries(model)       # before any_target(model), which then proves it at load
+    fold_queries(model)       # any_target does it on a CPU, and proves the model afterwards
 
-Opt-in: nobody has measured it on a GPU.
+On a CPU of one core a layer of Llama-3-8B's shape, 16 nodes after 4 096 tokens, took a seventh of the
+time and 2 MB for 135 MB, to the same bits.  On a GPU, where it leaves fewer blocks to run side by side,
+nobody has measured it: there it is called by hand.
 """
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -35,6 +37,13 @@ def folded_attention(module, query, key, value, attention_mask, scaling=None, dr
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     out = out.reshape(1, heads, n, -1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def has_groups(model):
+    """Whether several query heads of a model share a key head."""
+    config = model.config.get_text_config()
+    shared = getattr(config, "num_key_value_heads", None)
+    return bool(shared) and shared < config.num_attention_heads
 
 
 def fold_queries(model):

@@ -12,7 +12,7 @@ from test_verify import HandMade, oracle
 
 import cape
 import verify
-from runtime import attention
+from runtime.attention import fold_queries
 from runtime.families import AnyEncoderDecoder, AnyTarget, StackedCache, any_target
 
 DOCS = ROOT / "docs" / "families.md"
@@ -109,13 +109,13 @@ def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
         verify.generate(target, None, verify.root_only, [5] * (places + 1), 1)
 
 def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
-    model = tiny("qwen2-mixed", sliding_window=30)
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     before = dict(vars(model.config))
     target = AnyTarget(model)
     assert target.verifies_trees and vars(model.config) == before and target.windows == {"full_attention": None, "sliding_attention": 30}
 
     monkeypatch.setattr("runtime.families.within_window", lambda mask, *_: mask)
-    model = tiny("qwen2-mixed", sliding_window=30)
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     # A mask without windows: only chains by the model's own mask are right.
     assert not AnyTarget(model).verifies_trees and vars(model.config) == before
 
@@ -129,7 +129,8 @@ def test_a_target_is_proven_once():
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2-mixed"])
 def test_grouped_queries_are_folded_and_no_key_is_copied(name, monkeypatch):
     """Logits of a tree are those of repeated keys; SDPA reads the cache itself, by the cache's own strides."""
-    own, folded = AnyTarget(tiny(name)), AnyTarget(attention.fold_queries(tiny(name)))
+    own, folded = AnyTarget(tiny(name)), AnyTarget(tiny(name))
+    own.model.set_attn_implementation("sdpa")
     shapes, sdpa = [], torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
                         lambda q, k, v, attn_mask=None, **how: shapes.append((q.shape[1:3], k.shape[1], attn_mask)) or sdpa(q, k, v, attn_mask=attn_mask, **how))

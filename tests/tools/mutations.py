@@ -521,6 +521,11 @@ EDITS["runtime/families"] = [
     ("an encoder-decoder is a decoder", "kind = AnyEncoderDecoder if model.config.is_encoder_decoder else AnyTarget",
      "kind = AnyTarget", "families"),
 ]
+EDITS["runtime/attention"] = [
+    ("queries of a group see another's mask", "repeat(1, 1, groups, 1)", "repeat_interleave(groups, 2)", "families"),
+    ("folded masks are padded in each layer", "F.pad(mask, (0, -keys % 8))", "mask", "families"),
+    ("a CPU repeats keys", '    model.set_attn_implementation(NAME)\n', "", "families"),
+]
 EDITS["runtime/graphs"] = [
     ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool",
      "padded = torch.ones(size, total, dtype=torch.bool", "graphs"),
