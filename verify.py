@@ -33,8 +33,7 @@ Nodes have two numbers: the place in the Tree, and the place among all nodes tha
 The target predicts 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2 are committed, the
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
-A drafter moves what it is given to its own device, and may answer from there; a builder that knows
-tokens on the host gives expand a CPU tensor, which costs a drafter that reads them no sync.  It has
+A drafter moves what it is given to its own device, and may answer from there.  It has
     needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states]};
                              "source": called with the ids that an encoder reads, where there is one
     reset()                  a new sequence
@@ -54,9 +53,8 @@ Differences from the paper:
     is keyed by (seed, position), so the output is plain sampling's with the same seed.
  3. Under greedy decoding a builder gets softmax(logits / temperature): calibrated confidences.
 
-To use it alone: generate(Target(model), drafter, build, ids).tokens are the new ids.
-
-    python verify.py      # the demo: a random Llama, and a builder that knows the answer
+    out = generate(Target(model), drafter, build, ids)       # to use it alone; out.tokens: new ids
+    python verify.py                                         # the demo: a random Llama
 """
 import hashlib
 from collections import namedtuple
@@ -69,8 +67,8 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
-# What a drafter is shown: tokens (k,), committed since the last view; length: of all that is
-# committed; kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)} of the tokens
+# What a drafter is shown.  tokens (k,): committed since the last view; length: of all committed;
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of tokens
 View = namedtuple("View", "tokens length kv hidden")
 # One round of an Output, lists: new tokens; accepted nodes, root first; the tree
 Round = namedtuple("Round", "new path tokens parents")
@@ -298,11 +296,10 @@ def accept(tokens, parents, choice):
     return path, [choice[node] for node in path]
 
 def accept_drawn(tree, p_target, generator):
-    """Speculative sampling of a chain (Leviathan et al. 2023): the output follows p_target (n, V).
+    """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,).
 
     Node i + 1, sampled from p_draft[i], passes with probability min(1, p_target[i] / p_draft[i]) of
-    its token; else one is sampled from norm(max(0, p_target[i] - p_draft[i])).  -> (n,): the token
-    after each node.
+    its token; else one is sampled from norm(max(0, p_target[i] - p_draft[i])): it follows p_target.
     """
     drafted = tree.tokens[1:, None]                                                    # (n - 1, 1)
     # min(1, p_target / p_draft)
@@ -314,8 +311,7 @@ def accept_drawn(tree, p_target, generator):
     # norm(max(0, p_target - p_draft)); p_target where both are equal
     residual = (p_target - p_draft).clamp(min=0)
     residual = residual + 1e-30 * p_target
-    # With E_x ~ Exp(1), the x of largest p(x) / E_x is a sample of p, as in torch.multinomial,
-    # which first checks p: two device-to-host syncs.
+    # An exponential race, as in torch.multinomial, which first checks p: two device-to-host syncs
     noise = torch.empty_like(residual).exponential_(generator=generator)
     sampled = (residual / noise).argmax(-1)                                            # (n,)
     return torch.where(accepted, tree.tokens.roll(-1), sampled)
@@ -418,6 +414,7 @@ class Expand:
         self.tokens, self.parents = [], []                     # by expand_index
 
     def __call__(self, tokens, parents):
+        tokens = tokens.to(self.device)
         self.tokens.append(tokens)
         self.parents += parents
         logits = self.drafter.expand(tokens, parents)                                  # (m, V)
@@ -428,13 +425,10 @@ class Expand:
     def path(self, tokens, accepted):
         """The expand_indices of accepted tokens, root first.  tokens: a list, by expand_index."""
         child = children(tokens, self.parents)
-        path, node = [], -1
+        path = [-1]
         for token in accepted:
-            node = child.get((node, token))
-            if node is None:
-                break
-            path.append(node)
-        return path
+            path.append(child.get((path[-1], token)))
+        return [node for node in path[1:] if node is not None]
 
 def root_only(expand, root):
     """The tree of plain decoding: the root alone."""
@@ -453,13 +447,10 @@ def read_prompt(target, input_ids, max_new_tokens):
     return ids, limit
 
 def to_lists(*tensors):
-    """Tensors (n,) as lists: those on a device by one device-to-host sync."""
-    on_device = [tensor for tensor in tensors if tensor.device.type != "cpu"]
-    if on_device:
-        sizes = [len(tensor) for tensor in on_device]
-        copies = iter(torch.cat(on_device).cpu().split(sizes))
-        tensors = [next(copies) if x.device.type != "cpu" else x for x in tensors]
-    return [tensor.tolist() for tensor in tensors]
+    """Tensors (n,) of one device as lists, by one device-to-host sync."""
+    sizes = [len(tensor) for tensor in tensors]
+    parts = torch.cat(tensors).cpu().split(sizes)
+    return [part.tolist() for part in parts]
 
 @torch.inference_mode()
 def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, stopping_criteria=(),
@@ -526,8 +517,7 @@ def main():
     config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     target = Target(LlamaForCausalLM(config))
     text = [3, 1, 4, 1, 5]
-    # Plain decoding by the model's own forward: no cache, no mask of ours
-    for _ in range(40):
+    for _ in range(40):                                        # no cache, no mask of ours
         text.append(target.model(torch.tensor([text])).logits[0, -1].argmax().item())
 
     def oracle(expand, root):

@@ -444,7 +444,7 @@ EDITS["verify"] = [
     ("sampling shows the drafter unwarped", "        return self.warp(logits)\n", "        return logits.softmax(-1)\n",
      "verify::test_what_a_builder_sees"),
     ("a dead row is not a number", ".nan_to_num(0.0)", "", "verify::test_a_row_of_minus_infinity_is_never_followed"),
-    ("the drafter keeps the root alone", "        return path\n\ndef root_only", "        return path[:1]\n\ndef root_only",
+    ("the drafter keeps the root alone", "return [node for node in path[1:] if node", "return [node for node in path[1:2] if node",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
     ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(sum(drafted, []), accepted))", "drafter.keep(path)",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
