@@ -53,9 +53,8 @@ Differences from the paper:
     is keyed by (seed, position), so the output is plain sampling's with the same seed.
  3. Under greedy decoding a builder gets softmax(logits / temperature): calibrated confidences.
 
-To use it alone: generate(Target(model), drafter, build, ids).tokens are the new ids.
-
-    python verify.py      # the demo: a random Llama, and a builder that knows the answer
+    out = generate(Target(model), drafter, build, ids)       # to use it alone; out.tokens: new ids
+    python verify.py                                         # the demo: a random Llama
 """
 import hashlib
 from collections import namedtuple
@@ -68,11 +67,12 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
-# What a drafter is shown: tokens (k,), committed since the last view; length: of all that is
-# committed; kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)} of the tokens
+# What a drafter is shown.  tokens (k,): committed since the last view; length: of all committed;
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of tokens
 View = namedtuple("View", "tokens length kv hidden")
 # One round of an Output, lists: new tokens; accepted nodes, root first; the tree
 Round = namedtuple("Round", "new path tokens parents")
+FEW = 8                  # nodes of a tree, so few that its depth is not asked for
 CHUNK = 512              # tokens of a prompt in one forward; cache entries to spare for trees
 
 class UserError(ValueError):
@@ -203,7 +203,7 @@ class Target:
         # A lone node, and a text from its first token, need no mask: the model's own is causal.
         position, mask = slots, None
         if parents is None and cached:
-            parents = torch.arange(-1, n - 1)
+            parents = torch.arange(-1, n - 1, device=self.device)
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             depth = seen.sum(1) - 1
@@ -296,11 +296,10 @@ def accept(tokens, parents, choice):
     return path, [choice[node] for node in path]
 
 def accept_drawn(tree, p_target, generator):
-    """Speculative sampling of a chain (Leviathan et al. 2023): the output follows p_target (n, V).
+    """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,).
 
     Node i + 1, sampled from p_draft[i], passes with probability min(1, p_target[i] / p_draft[i]) of
-    its token; else one is sampled from norm(max(0, p_target[i] - p_draft[i])).  -> (n,): the token
-    after each node.
+    its token; else one is sampled from norm(max(0, p_target[i] - p_draft[i])): it follows p_target.
     """
     drafted = tree.tokens[1:, None]                                                    # (n - 1, 1)
     # min(1, p_target / p_draft)
@@ -312,8 +311,7 @@ def accept_drawn(tree, p_target, generator):
     # norm(max(0, p_target - p_draft)); p_target where both are equal
     residual = (p_target - p_draft).clamp(min=0)
     residual = residual + 1e-30 * p_target
-    # With E_x ~ Exp(1), the x of largest p(x) / E_x is a sample of p, as in torch.multinomial,
-    # which first checks p: two device-to-host syncs.
+    # An exponential race, as in torch.multinomial, which first checks p: two device-to-host syncs
     noise = torch.empty_like(residual).exponential_(generator=generator)
     sampled = (residual / noise).argmax(-1)                                            # (n,)
     return torch.where(accepted, tree.tokens.roll(-1), sampled)
@@ -367,7 +365,8 @@ class Sampled:
             generator = stream(self.seed, f"accept {first}", logits.device)
             return accept_drawn(tree, p_target, generator)
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        deepest = depth.max().item()                           # (a device-to-host sync)
+        # A few draws more cost less than a device-to-host sync.
+        deepest = depth.max().item() if len(depth) > FEW else len(depth) - 1
         noise = []
         for d in range(deepest + 1):
             noise.append(keyed_noise(self.seed, first + d, logits.shape[1], logits.device))
@@ -426,13 +425,10 @@ class Expand:
     def path(self, tokens, accepted):
         """The expand_indices of accepted tokens, root first.  tokens: a list, by expand_index."""
         child = children(tokens, self.parents)
-        path, node = [], -1
+        path = [-1]
         for token in accepted:
-            node = child.get((node, token))
-            if node is None:
-                break
-            path.append(node)
-        return path
+            path.append(child.get((path[-1], token)))
+        return [node for node in path[1:] if node is not None]
 
 def root_only(expand, root):
     """The tree of plain decoding: the root alone."""
@@ -494,8 +490,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         choice = rule.choose(tree, logits, first)                                      # (n,)
 
         # Accept: walk down while the target's choice is a child.
-        drafted = torch.cat((root[:0], *expand.tokens))                    # none is a tensor, too
-        tokens, parents, chosen, drafted = to_lists(tree.tokens, tree.parents, choice, drafted)
+        tokens, parents, chosen, *drafted = to_lists(
+            tree.tokens, tree.parents, choice, *expand.tokens)
         assert tokens[0] == new[-1], "a tree begins with the root"
         ordered = all(parent < node for node, parent in enumerate(parents))
         assert ordered, "a tree has parents before their children"
@@ -506,7 +502,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         target.commit(path, accepted)
         root = choice[path[-1]:][:1]
         if drafter:
-            drafter.keep(expand.path(drafted, accepted))
+            drafter.keep(expand.path(sum(drafted, []), accepted))
         new = out.add(new)
         out.rounds.append(Round(new, path, tokens, parents))
         out.runs.append(len(new))
@@ -521,8 +517,7 @@ def main():
     config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     target = Target(LlamaForCausalLM(config))
     text = [3, 1, 4, 1, 5]
-    # Plain decoding by the model's own forward: no cache, no mask of ours
-    for _ in range(40):
+    for _ in range(40):                                        # no cache, no mask of ours
         text.append(target.model(torch.tensor([text])).logits[0, -1].argmax().item())
 
     def oracle(expand, root):

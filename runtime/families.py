@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from cascade import EncoderDecoder
 from data.read import first_line
+from runtime import attention as folding
 from verify import Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
@@ -148,9 +149,11 @@ class AnyTarget(Target):
 
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in (None, "sdpa", "eager", folding.NAME):
             raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or "
                             "'eager'")
+        if attention == "sdpa" and model.device.type == "cpu" and folding.has_groups(model):
+            folding.fold_queries(model)
         super().__init__(model, capacity)
         self.device = device_of(model)
         # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length (23

@@ -31,15 +31,15 @@ def pretended():
 
 def test_the_tokens_are_the_cpus(pretended):
     """Nothing ran over two devices, and nothing in float64."""
-    assert len(pretended) == 10
+    assert len(pretended) == 13
     for name, row in pretended.items():
         assert row["tokens"] == row["expected"] and len(row["tokens"]) == 14, name
 
 @pytest.mark.parametrize("name, reads, copies", [
     ("glide x chain", 2, 1), ("glide x cape", 2, 2), ("vanilla x cape", 2, 2), ("glide x cape, sampled", 3, 2), ("glide x drawn", 2, 1),
-    ("edd x pct", 1 + DEPTH, 10), ("edd x eagle2", 1 + DEPTH, 10), ("maxgram", 2, 2)])
+    ("edd x pct", 1 + DEPTH, 6), ("edd x eagle2", 1 + DEPTH, 7), ("cascade", 5, 5), ("mixture x cape", 7, 4), ("mixture x graft", 7, 8), ("maxgram", 2, 2)])
 def test_what_the_host_waits_for_in_a_round(pretended, name, reads, copies):
-    """Reads: the tree as it is built (of PCT each depth), of a sampled one its depth, the acceptance."""
+    """Reads: the tree as it is built (of PCT each depth, of a sampled one its depth), the reviews of a cascade, the acceptance."""
     row = pretended[name]
     once = 3                                       # the first token; CAPE's tables
     assert row["read"] <= reads * row["rounds"] + 2, row["lines"]

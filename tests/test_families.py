@@ -12,6 +12,7 @@ from test_verify import HandMade, oracle
 
 import cape
 import verify
+from runtime.attention import fold_queries
 from runtime.families import AnyEncoderDecoder, AnyTarget, StackedCache, any_target
 
 DOCS = ROOT / "docs" / "families.md"
@@ -108,13 +109,13 @@ def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
         verify.generate(target, None, verify.root_only, [5] * (places + 1), 1)
 
 def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
-    model = tiny("qwen2-mixed", sliding_window=30)
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     before = dict(vars(model.config))
     target = AnyTarget(model)
     assert target.verifies_trees and vars(model.config) == before and target.windows == {"full_attention": None, "sliding_attention": 30}
 
     monkeypatch.setattr("runtime.families.within_window", lambda mask, *_: mask)
-    model = tiny("qwen2-mixed", sliding_window=30)
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     # A mask without windows: only chains by the model's own mask are right.
     assert not AnyTarget(model).verifies_trees and vars(model.config) == before
 
@@ -124,6 +125,24 @@ def test_a_target_is_proven_once():
     with llama.register_forward_hook(lambda *_: calls.append(1)):
         AnyTarget(llama, capacity=7)
     assert not calls
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2-mixed"])
+def test_grouped_queries_are_folded_and_no_key_is_copied(name, monkeypatch):
+    """Logits of a tree are those of repeated keys; SDPA reads the cache itself, by the cache's own strides."""
+    own, folded = AnyTarget(tiny(name)), AnyTarget(tiny(name))
+    own.model.set_attn_implementation("sdpa")
+    shapes, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, attn_mask=None, **how: shapes.append((q.shape[1:3], k.shape[1], attn_mask)) or sdpa(q, k, v, attn_mask=attn_mask, **how))
+    logits = []
+    for target in (folded, own):
+        target.capture({})
+        target.prefill([1, 2, 3, 4, 5, 6, 7])
+        shapes.clear()
+        logits.append(target.forward(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 2])))
+        assert all(heads[0] == held == (2 if target is folded else 4) for heads, held, _ in shapes)
+        assert all(heads[1] == mask.shape[2] and mask.stride(2) % 8 == 0 for heads, _, mask in shapes)
+    torch.testing.assert_close(*logits, atol=1e-9, rtol=0)
 
 def test_cudnn_attention_is_off_where_a_target_is_made():
     """It would build a plan for each length."""

@@ -444,9 +444,9 @@ EDITS["verify"] = [
     ("sampling shows the drafter unwarped", "        return self.warp(logits)\n", "        return logits.softmax(-1)\n",
      "verify::test_what_a_builder_sees"),
     ("a dead row is not a number", ".nan_to_num(0.0)", "", "verify::test_a_row_of_minus_infinity_is_never_followed"),
-    ("the drafter keeps the root alone", "        return path\n\ndef root_only", "        return path[:1]\n\ndef root_only",
+    ("the drafter keeps the root alone", "return [node for node in path[1:] if node", "return [node for node in path[1:2] if node",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
-    ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(drafted, accepted))", "drafter.keep(path)",
+    ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(sum(drafted, []), accepted))", "drafter.keep(path)",
      "verify::test_duplicates_and_the_two_orders_of_nodes"),
     ("a prompt that fills the context is refused", "return self.capacity - len(ids) + 1", "return self.capacity - len(ids)",
      "verify::test_greedy_output_is_plain_decoding"),
@@ -534,6 +534,11 @@ EDITS["runtime/families"] = [
     ("cuDNN plans each length", "torch.backends.cuda.enable_cudnn_sdp(False)", "pass", "families"),
     ("an encoder-decoder is a decoder", "kind = AnyEncoderDecoder if model.config.is_encoder_decoder else AnyTarget",
      "kind = AnyTarget", "families"),
+]
+EDITS["runtime/attention"] = [
+    ("queries of a group see another's mask", "repeat(1, 1, groups, 1)", "repeat_interleave(groups, 2)", "families"),
+    ("folded masks are padded in each layer", "F.pad(mask, (0, -keys % 8))", "mask", "families"),
+    ("a CPU repeats keys", '    model.set_attn_implementation(NAME)\n', "", "families"),
 ]
 EDITS["runtime/graphs"] = [
     ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool",
