@@ -229,8 +229,9 @@ def test_notes_under_a_table():
     assert "takes 1.4 plain steps" in found[0] and "gives 1.2 tokens; of 9.0 nodes verified 8.8 are not accepted" in found[0]
     assert "fewer nodes" in found[0] and "a smaller drafter" in found[1]
     trees = [SimpleNamespace(name=name.partition("(")[0], label=name) for name in ("chain", "pct(width=3)", "drawn", "cape")]
-    (note,) = report.chains_only(made_up_run(drafters={"edd": object(), "maxgram": SimpleNamespace(chain=None)}, trees=trees))
-    assert note.startswith("maxgram ") and "pct(width=3), cape" in note and "chain," not in note
+    drafters = {"edd": object(), "maxgram": SimpleNamespace(stages=[]), "cascade(base)": SimpleNamespace(stages=[1])}
+    (note,) = report.chains_only(made_up_run(drafters=drafters, trees=trees))
+    assert note.startswith("cascade(base) ") and "pct(width=3), cape" in note and "chain," not in note
 
 class Bar(contextlib.nullcontext):
     """tqdm's, on a terminal or not."""
