@@ -57,7 +57,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept, accept_drawn, generate, root_only
+from verify import CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate, root_only
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # the longest chain that is drafted for a tree builder
@@ -240,11 +240,12 @@ class EncoderDecoder(Target):
         """The prompt takes no position of the decoder, but its start token takes one."""
         return self.capacity
 
-    def prefill(self, ids, drafter=None):
+    def prefill(self, ids, new_tokens=0):
         """Read the prompt, and show it to the drafter -> logits (V,) of the first token."""
         self.encode(ids)
-        if drafter is not None:
-            drafter.source(ids)
+        if "source" in self.needs:
+            self.needs["source"](ids)
+        self.cache.reserve(1 + new_tokens + CHUNK)
         start = self.model.generation_config.decoder_start_token_id
         return self.sync([start])[-1]
 
@@ -254,8 +255,8 @@ class EncoderDecoder(Target):
         ids = torch.tensor([ids], device=self.device)
         encoder = self.model.get_encoder()
         self.encoded = encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
-        # The second cache is filled with cross-attention's keys and values at the first step.
-        self.caches = EncoderDecoderCache(self.cache, DynamicCache())
+        # run() sets the first cache; the first step fills the second one, of cross-attention.
+        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward, of a chain."""
@@ -265,12 +266,12 @@ class EncoderDecoder(Target):
                             "positions by the cache, not by depth in a tree): use --tree chain")
         return super().forward(tokens, parents, logits_to_keep)
 
-    def run(self, keys, tokens, position, slots, mask):
+    def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run.  The decoder knows a chain's positions and mask by itself."""
-        self.cache.slots, self.cache.read = slots, keys
+        self.caches.self_attention_cache = StepCache(self.cache, slots, keys)
         out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
                          past_key_values=self.caches, use_cache=True)
-        return [out.logits[0, -self.keep:]]
+        return [out.logits[0, -logits_to_keep:]]
 
 # ---------------------------------------------------------------- the drafter
 def table2(k, neural, gram):
@@ -308,7 +309,6 @@ def checked(K, n):
 
 class Cascade:
     """A sequence drafter for verify.generate; the contract is at the top of verify.py."""
-    needs = {}
 
     def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None, stop="own"):
         """targets: a verify.Target for each model, the largest first.  gram: a MaxGram, or None.
@@ -321,6 +321,7 @@ class Cascade:
             raise UserError(f"lenience is {lenience}: it must be at least 1, which is none")
         if stop not in ("own", "sum"):
             raise UserError(f"stop is {stop!r}: say 'own' or 'sum'")
+        self.needs = {"source": self.source}
         self.stages = list(targets)
         self.gram = gram
         self.draft_list = self.stages if gram is None else [*self.stages, gram]

@@ -254,15 +254,22 @@ class Beside:
 
         rows, predicted, lengths: lists (k,).
         """
-        rows, predicted = torch.tensor([rows, predicted], device=logits.device)
-        predicted = predicted[:, None]                                           # (k, 1)
-        own = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
-        own = own / self.temperature                                             # (k, V)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        confidence = [self.gram.confidence_of(length) for length in lengths]
+        # One tensor of floats, one host-to-device copy: they hold every integer below 2^24.
+        columns = [rows, predicted, lengths, confidence]
+        columns = torch.tensor(columns, dtype=dtype, device=logits.device)[:, :, None]
+        rows, predicted = columns[:2].long()                                     # (k, 1) each
+        lengths, confidence = columns[2:]                                        # (k, 1) each
+        rows = rows[:, 0]
+        own = logits[rows].to(dtype) / self.temperature                          # (k, V)
         # Where the drafter has no prediction its row is -inf: there any token is as likely.
         none = own.isneginf().all(1, keepdim=True)                               # (k, 1)
         log_p = own.masked_fill(none, 0.0).log_softmax(1)
         p = log_p.gather(1, predicted).exp()                                     # (k, 1)
-        w = self.weight(p, lengths)                                              # (k, 1)
+        w = confidence
+        if self.agreement is not None:
+            w = torch.where(none, confidence, self.weight(p, lengths))
         # Eq. 1: (1 - w) p_draft, and for the predicted token w more
         rho = p + w * (1 - p)
         mixture = log_p + torch.log1p(-w)
@@ -271,14 +278,11 @@ class Beside:
         return logits.index_copy(0, rows, mixture)
 
     def weight(self, p, lengths):
-        """w of Eq. 2 (k, 1), from p (k, 1) and the matches' lengths: list (k,)."""
-        if self.agreement is None:
-            confidence = [self.gram.confidence_of(length) for length in lengths]
-            return p.new_tensor(confidence)[:, None]
+        """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
         a, b, c = self.agreement
-        length = p.new_tensor(lengths).clamp(max=LENGTHS)[:, None]
+        lengths = lengths.clamp(max=LENGTHS)
         p = p.clamp(1e-6, 1 - 1e-6)
-        rho = torch.sigmoid(a + b * length + c * torch.logit(p))
+        rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
         # rho = (1 - w) p + w, unless the drafter is surer by itself
         w = (rho - p) / (1 - p)
         return w.clamp(min=0)

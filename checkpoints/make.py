@@ -53,7 +53,7 @@ from data.corpus import EOS, write_corpus
 from data.read import UserError
 from runtime import grams, load
 from training import continuations as written
-from training import drafters, jobs
+from training import drafters, flags, jobs
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
@@ -193,14 +193,18 @@ def train_target(a):
         logits = forward(input_ids=ids[:, :-1], use_cache=False).logits
         return logits.flatten(0, 1).float(), ids[:, 1:].flatten()
 
-    def losses(step):
+    def loss(step):
         tokens = parts[step >= change]
         ids = draw(tokens, a.batch, a.length + 1, a.seed, step, eos)
         if step < change:
             ids = repeated(ids, round(a.repeat * a.batch), a.seed, step)
         logits, after = next_tokens(ids)
-        a.spent += after.numel()
-        yield {"target": F.cross_entropy(logits, after)}
+        return {"target": F.cross_entropy(logits, after)}
+
+    def steps(step):
+        """A step is one forward."""
+        a.spent += a.batch * a.length
+        return [functools.partial(loss, step)]
 
     @torch.no_grad()
     def evaluate():
@@ -220,7 +224,7 @@ def train_target(a):
         again = (logits.argmax(-1) == after).float().unflatten(0, (a.batch, -1))[:, a.length // 2:]
         return {"target": found | {"alpha_again": again.mean().item()}}
 
-    metrics = train.fit({"target": model}, losses, evaluate, a, state)
+    metrics = train.fit({"target": model}, steps, evaluate, a, state)
     corpus_tokens = [len(part) for part in parts]
     about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
     drafters.save_lm(Path(a.out) / "target", model, tokenizer, about)
@@ -245,9 +249,7 @@ def write_continuations(a):
         raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
     a.shard_target = False
     target, tokenizer = train.load_target(a)
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or a.length
-    if a.length > context:
-        raise UserError(f"--length {a.length} is more than the target's context of {context}")
+    train.check_length(a, target)
     batches = written.batches_of(given_parts(a, tokenizer), a.batch, a.seed)
     mine = load.fingerprint(target, tokenizer)
     decides = json.dumps([mine, batches, a.length, a.seed, a.temperature])
@@ -401,9 +403,9 @@ def fit_agreement(a):
 
 # ---------------------------------------------------------------- command line
 def add_flags(p, *names):
-    """--data, and those of train.py's flags that are named."""
+    """--data, and those of training's flags that are named."""
     p.add_argument("--data", nargs="+", required=True, help="files or folders of text, chats or token ids")
-    train.add_flags(p, names)
+    flags.add_flags(p, names)
 
 
 def parser():
@@ -460,14 +462,10 @@ MAKE = {"corpus": write_corpus, "target": train_target, "continuations": write_c
 def run(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python checkpoints/make.py", *argv])
-    least = {"steps": 0 if getattr(a, "init", None) else 1}
-    for name in ("steps", "batch", "length", "vocab", "layers", "width", "every", "prompts", "tokens"):
-        value = getattr(a, name, None)
-        if value is not None and value < least.get(name, 1):
-            raise UserError(f"--{name} is {value}: it must be above 0")
-    if not getattr(a, "temperature", 0) >= 0:
+    above_0 = ("batch", "length", "lr", "vocab", "layers", "width", "every", "prompts", "tokens")
+    flags.check(a, above_0, least_steps=0 if getattr(a, "init", None) else 1)
+    if not 0 <= getattr(a, "temperature", 0) < flags.MOST:
         raise UserError(f"--temperature is {a.temperature}: it must be 0 or above")
-    load.check_device(getattr(a, "device", "cpu"))
     MAKE[a.made](a)
 
 

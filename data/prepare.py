@@ -226,6 +226,11 @@ def parts_of(pieces, tokens):
     return parts
 
 
+def labels_in(tokens, pieces):
+    """How many tokens of pieces (n, 3) are learned from: all but a piece's first, and those only read."""
+    return sum(int((tokens[start + 1:start + size] >= 0).sum()) for start, size, _ in pieces)
+
+
 def gather(tokens, pieces):
     """-> ids (B, T) of B pieces, padded on the right; learn (B, T): row i predicts a learned i + 1."""
     found = torch.full((len(pieces), pieces[:, 1].max()), ~0)

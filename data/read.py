@@ -345,13 +345,6 @@ def chat_parts(chat, tokenizer, template):
     return [(after, [(before, after)]) for before, after in answers]
 
 
-def same(a, b):
-    """How many ids of two lists are equal, from the first on."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
-    return int(differ[0]) if len(differ) else n
-
-
 def encode_all(found, tokenizer, template):
     """Documents -> for each a list of id arrays, mostly one; [] for what the template refuses, or is empty.
 
@@ -360,29 +353,50 @@ def encode_all(found, tokenizer, template):
     """
     parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
     plain = [text for text in found if isinstance(text, str)]
-    written = [text for some in parts for whole, answers in some for text in (whole, *sum(answers, ()))]
-    rows = []
-    for texts, special in ((plain, True), (written, False)):
-        ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
-        rows.append(iter(ids))
+    written = [text for some in parts for text, _ in some]
+    plain_ids, chat_rows = iter(()), iter(())
+    if plain:
+        plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"])
+    if written:
+        encoded = tokenizer(written, add_special_tokens=False, verbose=False,
+                            return_offsets_mapping=tokenizer.is_fast)
+        ends = encoded.get("offset_mapping", [None] * len(written))
+        chat_rows = zip(encoded["input_ids"], ends)
     for one, some in zip(found, parts):
         if isinstance(one, str):
-            ids = np.array(next(rows[0]), "i4")
+            ids = np.array(next(plain_ids), "i4")
             yield [ids] if one.strip() and len(ids) else []
         elif is_chat(one):
-            yield [only_answers(rows[1], answers) for _, answers in some]
+            yield [only_answers(*next(chat_rows), answers, tokenizer) for _, answers in some]
         else:
             yield [np.array(one, "i4")] if one else []
 
 
-def only_answers(rows, answers):
-    """Take a chat's ids, then those around each answer, from `rows` -> ids, ~id where nothing is learned."""
-    ids = np.array(next(rows), "i4")
+def only_answers(ids, offsets, answers, tokenizer):
+    """A chat's ids, ~id where nothing is learned.
+
+    offsets: of each token the characters (start, end) that it stands for; None: the tokenizer cannot say.
+    answers: [(the text up to an answer, and with it)].
+    """
+    ids = np.array(ids, "i4")
     learn = np.zeros(len(ids), bool)
-    for _ in answers:
-        before, after = next(rows), next(rows)
-        learn[same(ids, before):same(ids, after)] = True
+    for before, after in answers:
+        if offsets is None:
+            encoded = tokenizer([before, after], add_special_tokens=False, verbose=False)
+            first, last = (same(ids, text) for text in encoded["input_ids"])
+        else:
+            # From the first token that goes beyond the text before, to the last that ends with the answer
+            ends = np.maximum.accumulate(np.array(offsets)[:, 1])
+            first, last = np.searchsorted(ends, (len(before), len(after)), side="right")
+        learn[first:last] = True
     return np.where(learn, ids, ~ids)
+
+
+def same(a, b):
+    """How many ids of two lists are equal, from the first on."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
+    return int(differ[0]) if len(differ) else n
 
 
 # ---------------------------------------------------------------- rows -> prompts

@@ -212,10 +212,10 @@ def llama8():
     return tiny("llama", num_hidden_layers=8)
 
 DRAFTS = {
-    "draft vocabulary": dict(heads=4, key_heads=2, words=(0, 2, 3, 5, 6, 9, 11)), "all words": dict(heads=4, key_heads=4, words=None),
+    "draft vocabulary": dict(heads=4, key_heads=2, words=(0, 2, 3, 5, 6, 9, 11)), "all words": dict(heads=4, key_heads=4, norm_before_residual=True),
     "own embeddings": dict(heads=2, key_heads=1, words=(1, 2, 4, 5, 8), width=16)}
 
-def published(heads, key_heads, words=None, width=WIDTH, d=8, inner=40, seed=3):
+def published(heads, key_heads, words=None, width=WIDTH, d=8, inner=40, seed=3, **more):
     """Random weights, named as the published ones, and their config.json."""
     torch.manual_seed(seed)
     attn, mlp, rows = "midlayer.self_attn", "midlayer.mlp", len(words or range(VOCAB))
@@ -232,7 +232,7 @@ def published(heads, key_heads, words=None, width=WIDTH, d=8, inner=40, seed=3):
         weights["embed_tokens.weight"] = torch.randn(VOCAB, width, dtype=torch.float64)
     config = dict(model_type="llama", hidden_size=width, intermediate_size=inner, num_attention_heads=heads, num_key_value_heads=key_heads,
                   head_dim=d, num_hidden_layers=1, rms_norm_eps=1e-5, vocab_size=VOCAB, rope_theta=5e3, draft_vocab_size=VOCAB)
-    return weights, config
+    return weights, config | more
 
 def written(folder, weights, config, suffix="bin"):
     (folder / "config.json").write_text(json.dumps(config))
@@ -267,7 +267,8 @@ def spoken(weights, config, embed, states, ids, path):
         scores = torch.einsum("ihd,jhd->hij", q, k) / d ** 0.5
         future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
         mixed = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, float("-inf")).softmax(-1), v).flatten(1)
-        y = state + linear(mixed, "midlayer.self_attn.o_proj")
+        residual = norm(state, "midlayer.hidden_norm") if config.get("norm_before_residual") else state
+        y = residual + linear(mixed, "midlayer.self_attn.o_proj")
         z = norm(y, "midlayer.post_attention_layernorm")
         y = y + linear(F.silu(linear(z, "midlayer.mlp.gate_proj")) * linear(z, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
         if token is not None:
@@ -281,7 +282,7 @@ def test_eagle3_is_the_published_forward(tmp_path, llama8, name, at_once):
     weights, config = published(**DRAFTS[name])
     drafter = eagle3.load(written(tmp_path, weights, config, "bin" if at_once else "safetensors"), llama8)
     assert drafter.needs == {"hidden": list(STATES)}
-    words = list(DRAFTS[name]["words"] or range(VOCAB))
+    words = list(DRAFTS[name].get("words") or range(VOCAB))
     for ids, tokens, parents, logits in told(llama8, drafter, at_once):
         with torch.no_grad():
             hidden = llama8(torch.tensor([ids]), output_hidden_states=True).hidden_states
@@ -295,9 +296,10 @@ def test_which_layers_are_read():
     assert gemma4.source_layers(gemma_config(2)) == {"sliding_attention": 3, "full_attention": 2}
     assert gemma4.source_layers(gemma_config(0)) == {"sliding_attention": 4, "full_attention": 5}
     assert eagle3.layers_of({}, 32) == [2, 16, 29]
-    # lmsys/Qwen3-235B-A22B-EAGLE3, made with SGLang, which counts layers: the official choice of 94
-    said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 46, 90]}}
-    assert eagle3.layers_of(said, 94) == eagle3.layers_of({}, 94)
+    # lmsys/Qwen3-235B-A22B-EAGLE3 counts layers, others hidden states (sglang#25454): the official choice of 94
+    for ids in ([1, 46, 90], [2, 47, 91]):
+        said = {"eagle_aux_hidden_state_layer_ids": ids}
+        assert eagle3.layers_of(said, 94) == eagle3.layers_of({"eagle_config": said}, 94) == eagle3.layers_of({}, 94) == [2, 47, 91]
 
 @pytest.mark.parametrize("change, words", [(lambda w: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
     (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight is \(32, 95\), not \(32, 96\)"),
@@ -305,12 +307,32 @@ def test_which_layers_are_read():
     (lambda w: w["d2t"].add_(1), "d2t and t2d name different words"),
     (lambda w: w.update({"t2d": w["t2d"][:-1]}), r"t2d is \(11,\), not \(12,\)"), (lambda w: w.clear(), "fc.weight is missing"),
     (lambda w: w.update({"fc.weight": SimpleNamespace()}), "cannot be read"),      # it is read as weights alone
+    (lambda w: w.pop("d2t"), "d2t is missing"), (lambda w: (w.pop("d2t"), w.pop("t2d")), "lm_head has 7 tokens, and d2t, which says which, is missing"),
+    (lambda w: (w["d2t"].add_(1), w.pop("t2d")), "d2t names tokens from 1 to 12"),
+    # of config.json
+    *[({"eagle_aux_hidden_state_layer_ids": ids}, words) for ids, words in (([0, -2], "not three layers"), ([1, 3], "not three layers"),
+      ([2, -3, 4], "the target has 8 layers"), ([1, 3, 7], "the target has 8 layers"), ([0, 3, 7], "the target has 8 layers"), ([2, 3, "4"], "not three"))],
+    ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads evenly"), ({"num_attention_heads": 0}, "0 attention heads"),
+    ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "a width of 32 does not divide into 5 heads"),
+    ({"rope_scaling": "linear"}, "does not fit"), ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
 ])
-def test_the_first_weight_that_does_not_fit_is_named(tmp_path, llama8, change, words):
+def test_the_first_thing_that_does_not_fit_is_named(tmp_path, llama8, change, words):
     weights, config = published(**DRAFTS["draft vocabulary"])
-    change(weights)
-    with pytest.raises(verify.UserError, match=words):
+    if callable(change):
+        change(weights)
+    else:
+        config |= change
+    with pytest.raises(verify.UserError, match=words) as error:
         eagle3.load(written(tmp_path, weights, config), llama8)
+    assert "\n" not in str(error.value)
+
+def test_a_draft_vocabulary_is_known_by_d2t_alone(tmp_path, llama8):
+    weights, config = published(**DRAFTS["draft vocabulary"])
+    del weights["t2d"]
+    drafter = eagle3.load(written(tmp_path, weights, config | {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]}), llama8)
+    begun(llama8, drafter)
+    assert drafter.needs == {"hidden": [3, 4, 5]}
+    assert drafter.expand(torch.tensor([1]), [-1])[0].isfinite().nonzero()[:, 0].tolist() == [*DRAFTS["draft vocabulary"]["words"]]
 
 # ---------------------------------------------------------------- both: lossless
 @pytest.fixture(scope="module", params=["gemma4", "eagle3"])

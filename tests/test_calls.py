@@ -57,7 +57,7 @@ def test_settings_are_the_functions_own():
         assert not {"expand", "root", "generator"} & set(calls.settings_of(function)), name
     assert calls.settings_of(partial(cape.chain, gamma=3)) == {"gamma": 3}, "of a builder: what it has been given"
     assert set(calls.settings_of(load.load_cascade)) == {"k", "lenience", "costs", "stop", "matching", "bigram"}
-    assert set(calls.settings_of(load.load_drafter)) == {"raw"} and set(calls.settings_of(load.load_beside)) == {"bigram"}
+    assert set(calls.settings_of(load.load_drafter)) == {"raw", "running", "words"} and set(calls.settings_of(load.load_beside)) == {"bigram"}
 
 LISTED = [f"{key}={value}" for key, value in calls.settings_of(pct.pct).items()]
 
@@ -66,7 +66,7 @@ LISTED = [f"{key}={value}" for key, value in calls.settings_of(pct.pct).items()]
     ("pct(width=7)x", LISTED), ("pct(width=7))(", LISTED),
     ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade()", ["names of models"]),
     ("cascade(k=3)", ["names of models"]), ("cascade(base, depth=3)", ["lenience=1.0"]), ("cascade(base, k=x)", ["k=None"]),
-    ("glide(width=3)", ["glide takes raw=False"]), ("glide(base)", ["glide takes raw=False"]), ("maxgram(base)", ["maxgram takes"]),
+    ("glide(width=3)", ["glide takes raw=False, running=False"]), ("glide(base)", ["glide takes raw=False"]), ("maxgram(base)", ["maxgram takes"]),
     ("beside", ["beside takes a neural drafter or a language model, then maxgram, bigram=None"]), ("beside(edd, k=3)", ["beside takes a neural drafter"]),
     *((text, FUNCTIONS) for text in ("", "bush", "pct width", "beam8", "pct,cape", "pct=3")),
     *((text, [f"{text}: a closing bracket ) is missing"]) for text in ("pct(width=7", "pct(width=(1, 2)", "cascade(base, k=(8, 13)", "pct(")),

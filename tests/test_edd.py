@@ -11,7 +11,7 @@ import torch
 import transformers
 from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
 from safetensors.torch import save_file
-from test_glide import batch_of, other, rows_and_confidence, save, text, view
+from test_glide import batch_of, other, tree_logits, save, text, view
 from test_verify import path_to
 
 import cape
@@ -57,7 +57,7 @@ def test_alone_it_says_what_runtime_parts_makes_it_say(model, name, tmp_path):
         torch.testing.assert_close(ours[key], any_family[key])
     save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
     drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
-    torch.testing.assert_close(*rows_and_confidence(drafters, batch_of(model, text(12)[None], {2, LAST})))
+    torch.testing.assert_close(*tree_logits(drafters, batch_of(model, text(12)[None], {2, LAST})))
 
 # ---------------------------------------------------------------- equations 3 and 4
 @pytest.mark.parametrize("seed", range(8))

@@ -380,10 +380,10 @@ def run(case):
 
 def outcome(number):
     """-> (the rounds that accepted something, None), or (0, what is wrong), or (None, why a family was refused)."""
-    case, own = {"case": number}, (verify.Expand, verify.SLICE, verify.Target.slice_size)
+    case, own = {"case": number}, (verify.Expand, verify.CHUNK, verify.Target.chunk_size)
     try:
         case = drawn_case(number)
-        verify.Expand, verify.SLICE, verify.Target.slice_size = Expand, case["slice"], case["slice"]
+        verify.Expand, verify.CHUNK, verify.Target.chunk_size = Expand, case["slice"], case["slice"]
         return run(case), None
     except Exception as why:                                             # noqa: BLE001
         settings = "\n".join(f"    {key}: {value}" for key, value in case.items())
@@ -392,7 +392,7 @@ def outcome(number):
         ours = isinstance(why, verify.UserError) or isinstance(why, ValueError) and place.parent in (ROOT, ROOT / "runtime")
         return None if ours and case.get("sizes", 0) is None else 0, f"case {number}\n{settings}\n    " + "\n    ".join(lines[-16:])
     finally:
-        verify.Expand, verify.SLICE, verify.Target.slice_size = own
+        verify.Expand, verify.CHUNK, verify.Target.chunk_size = own
 
 def check(count, seed):
     """Run `count` cases, print those that fail -> (accepted rounds, what is wrong with each that fails)."""

@@ -17,8 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain, shared, tiny
+import torch.nn.functional as F
+from conftest import ROOT, SIZES, plain, shared, tiny
 from test_corpus import dump
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import cape
 import glide
@@ -27,7 +29,8 @@ import verify
 from checkpoints import make
 from data import prepare
 from runtime import load, parts
-from training import continuations, drafters, jobs, muon, walk
+from training import continuations, drafters, frozen, jobs, muon, walk
+from training import flags as flags_of_training
 
 KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"
@@ -65,11 +68,11 @@ def interrupt(monkeypatch, at, how):
     """Something happens in the middle of the `at`-th step of training, counted from 1 -> what undoes that."""
     gradients, calls = train.add_gradients, []
 
-    def interrupting(losses, *given):
+    def interrupting(forwards, *given):
         calls.append(1)
         if len(calls) == at:
             how()
-        return gradients(losses, *given)
+        return gradients(forwards, *given)
     monkeypatch.setattr(train, "add_gradients", interrupting)
     return lambda: monkeypatch.setattr(train, "add_gradients", gradients)
 
@@ -138,7 +141,7 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, m
     refused(capsys, flags(small, tmp_path / "elsewhere", names=["vanilla"]), "is no folder that can be written to")
     # States
     shutil.rmtree(mine)
-    fit({"vanilla": torch.nn.Linear(40, 40)}, lambda step: iter([{"vanilla": torch.zeros((), requires_grad=True)}]), tmp_path / "work", steps=1)
+    fit({"vanilla": torch.nn.Linear(40, 40)}, lambda step: [lambda: {"vanilla": torch.zeros((), requires_grad=True)}], tmp_path / "work", steps=1)
     whole = torch.load(state, weights_only=True)
     data = bytearray(state.read_bytes())
     data[data.index(whole["models"]["vanilla.weight"].numpy().tobytes()) + 99] ^= 4
@@ -155,7 +158,7 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, m
         torch.save({**whole, "setting": jobs.settings(a), **change}, state)
         module = torch.nn.Linear(40, 40)
         with pytest.raises(train.UserError, match="is damaged, or no state"):
-            jobs.State(a, []).restore(a, torch.nn.ModuleDict({"vanilla": module}), train.optimizers(module, "adamw"))
+            jobs.State(a, []).restore(a, torch.nn.ModuleDict({"vanilla": module}), muon.optimizers(module, "adamw"))
 
 @pytest.mark.parametrize("program", ["train.py", "checkpoints/make.py", "data/prepare.py"])
 def test_ctrl_c_while_packages_load(program, tmp_path):
@@ -229,7 +232,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
             found = {name: m(torch.ones(1, 1)).square().sum() for name, m in models.items()}
             if step == at:
                 found["b"] = bad(models["b"].weight).sum()
-            yield found
+            return [lambda: found]
         return losses
     for bad, at in ((lambda w: (w * 0).sqrt(), 3), (lambda w: w * math.nan, 3), (lambda w: w + math.inf, 3), (lambda w: w * math.nan, 0)):
         models = {name: torch.nn.Linear(1, 1) for name in ("a", "b")}
@@ -241,7 +244,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
     module = torch.nn.Linear(1, 1, bias=False)
     module.weight.data.fill_(3e38)
     with pytest.raises(train.UserError, match="step 1: the last update made weights of b infinite: lower --lr and go on with --resume"):
-        fit({"b": module}, lambda step: iter([{"b": -1e-30 * module.weight.sum()}]), tmp_path, steps=1, lr=1e36)
+        fit({"b": module}, lambda step: [lambda: {"b": -1e-30 * module.weight.sum()}], tmp_path, steps=1, lr=1e36)
     assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 0
 
 def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
@@ -249,7 +252,7 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     models = {name: torch.nn.Linear(2, 1, bias=False).double() for name in ("a", "b")}
     slopes = {"a": torch.tensor([3.0, 4.0], dtype=torch.float64), "b": torch.tensor([0.6, 0.0], dtype=torch.float64)}
     scales, start = [1.0, 0.1, 20.0, 0.01, 3.0, 0.5], {name: m.weight.detach().clone() for name, m in models.items()}
-    fit(models, lambda step: iter([{name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}]), tmp_path)
+    fit(models, lambda step: [lambda: {name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}], tmp_path)
     for name, m in models.items():
         w, mean, square = start[name], 0.0, 0.0
         for step, scale in enumerate(scales):
@@ -265,14 +268,18 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
 def test_muon_takes_matrices_that_share_a_weight_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; embedding, head and norms learn by AdamW."""
     module = drafters.fresh("glide", llama, arguments())
-    adamw, by_muon = train.optimizers(module, "muon")
+    adamw, by_muon = muon.optimizers(module, "muon")
     rest, held = {id(p) for p in adamw.param_groups[0]["params"]}, {id(w): n for w, n in by_muon.weights}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest and len(rest) + len(held) == len(list(module.parameters()))
-    assert [held[id(getattr(module.layers[0], name).weight)] for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
-    assert [len(o.param_groups[0]["params"]) for o in train.optimizers(module, "adamw")] == [len(list(module.parameters()))]
+    assert [len(held[id(getattr(module.layers[0], name).weight)]) for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
+    torch.manual_seed(0)
+    phi = Phi3ForCausalLM(Phi3Config(**SIZES, num_key_value_heads=2))                    # heads of 8, of k and v half as many
+    sizes = {tuple(rows) for w, rows in muon.optimizers(drafters.fresh("edd", phi, arguments()), "muon")[1].weights}
+    assert {(32, 16, 16), (48, 48), (32,)} <= sizes
+    assert [len(o.param_groups[0]["params"]) for o in muon.optimizers(module, "adamw")] == [len(list(module.parameters()))]
     fused, alone, how = torch.nn.Parameter(torch.randn(12, 6)), torch.nn.Parameter(torch.randn(4, 6)), dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
     parts = [torch.nn.Parameter(part.clone()) for part in (*fused.detach().chunk(3), alone.detach())]
-    ours, theirs = muon.Muon([(fused, 3), (alone, 1)], **how), torch.optim.Muon(parts, **how)
+    ours, theirs = muon.Muon([(fused, [4, 4, 4]), (alone, [4])], **how), torch.optim.Muon(parts, **how)
     for _ in range(3):
         fused.grad, alone.grad = torch.randn(12, 6), torch.randn(4, 6)
         for part, grad in zip(parts, (*fused.grad.chunk(3), alone.grad)):
@@ -375,6 +382,7 @@ def test_a_step_shows_all_drafters_the_same(llama):
         def __init__(self):
             super().__init__()
             self.config, self.scale = SimpleNamespace(loss="kl"), torch.nn.Parameter(torch.ones(()))
+            self.drafter = lambda: SimpleNamespace(needs={})
 
         def loss(self, batch):
             assert batch["block"] is None and torch.is_autocast_enabled("cpu"), "drafters train in bfloat16"
@@ -384,10 +392,10 @@ def test_a_step_shows_all_drafters_the_same(llama):
             return self.scale * 1.0
     models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16", seed=6)
     first, second = (prepare.order(pieces[:, 1], 5 * 40, 7, epoch) for epoch in (0, 1))
-    losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
+    steps = train.Steps(models, partial(frozen.frozen_forward, model, **frozen.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
     for step, chosen in ((1, first[1]), (len(first), second[0]), (len(first) + 2, second[2])):
         seen.clear()
-        train.add_gradients(losses(step), models, a)
+        train.add_gradients(steps(step), models, a)
         draws, sums, learned, counts = zip(*seen)
         assert len(seen) > 2 and set(draws) == {np.random.default_rng([9, step]).integers(10 ** 9)}
         assert sum(sums) == 2 * sum(ids[i:i + n].sum() for i, n, _ in pieces[chosen]) and set(counts) == {sum(learned) / 2} == {sum(pieces[chosen, 1] - 1)}
@@ -419,7 +427,7 @@ def evaluation_of(llama, modules, tokens, documents, length=36, micro=64):
     a, held = arguments(micro=micro, length=length), prepare.pieces_of(documents, length)
     prompts = walk.prompts_of(tokens, documents, length, 7)
     data = SimpleNamespace(held=held[held[:, 1] >= 7], held_tokens=tokens, prompts=prompts, kinds=["a", "b"])
-    forward = partial(train.frozen_forward, llama, **{**train.read_by(modules), "logits": True})
+    forward = partial(frozen.frozen_forward, llama, **{**frozen.read_by(modules), "logits": True})
     return walk.Evaluation(forward, llama, data, a)
 
 def test_prompts_are_beginnings_of_documents_up_to_an_answer(llama, monkeypatch):
@@ -450,7 +458,7 @@ def along(text, start, done, recorded):
                 break
             right = token == text[t + 1 + i]
             rows.append(logits[i])
-            choice.append(torch.tensor(text[t + 1 + i]))
+            choice.append(text[t + 1 + i])
             tested, accepted = tested + 1, accepted + right
         t += len(round.new)
         rounds += 1
@@ -505,9 +513,9 @@ def test_language_models_along_a_text(llama):
         runs.append(min(5, right[t:].index(False)))
         t += runs[-1] + 1
     nothing = {"kv": {}, "hidden": {}}
-    rounds = walk.walk(module.drafter(), nothing, text, start)[2]
+    rounds = walk.walk(module.drafter(), nothing, text, start).accepted
     assert rounds == runs[:len(rounds)] and len(rounds) >= len(runs) - 1 > 0 and sum(rounds) > 0
-    assert walk.walk(drafters.SmallLM(llama).drafter(), nothing, text, start)[2] == [5] * 4
+    assert walk.walk(drafters.SmallLM(llama).drafter(), nothing, text, start).accepted == [5] * 4
 
 def test_evaluation_is_of_all_kinds_evenly(llama, monkeypatch):
     """Figures by kind add up to those over all; the temperature is fitted on rows along drafted chains alone."""
@@ -533,14 +541,27 @@ def test_evaluation_is_of_all_kinds_evenly(llama, monkeypatch):
     modules["glide"].norm.weight.data.fill_(math.nan)
     assert math.isnan(evaluation({"glide": modules["glide"]})["glide"]["held_out_loss"])
 
-def test_greedy_temperature_is_found_again():
-    """Choices drawn from softmax(logits / T): the fit finds T, also far from 1."""
+def test_greedy_temperature_is_found_again(monkeypatch):
+    """Choices sampled from softmax(logits / T): the fit finds T, also far from 1, as a search of the whole grid does; from a sample of the tokens, too."""
     g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(6000, 8, generator=g)
-    for t in (0.35, 0.5, 1.0, 1.4, 2.5, 3.8):
+    logits = 3 * torch.randn(4000, 8, generator=g)
+    for t in (0.35, 1.0, 2.5, 3.8):
         choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
-        assert abs(walk.greedy_temperature(list(logits), list(choice)) - t) <= 0.05 * max(1, t)
+        found = walk.greedy_temperature(list(logits), choice.tolist())
+        assert abs(found - t) <= 0.06 * max(1, t)
+        assert found == min(walk.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
     assert walk.greedy_temperature([], []) == 1
+    muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
+    assert walk.greedy_temperature([*logits, muted], [*choice.tolist(), 5]) == found, "a choice that it cannot predict"
+    # Of a large vocabulary some tokens are kept, evenly: not fewer than FITTED
+    monkeypatch.setattr(walk, "LOGITS", 8 * 99)
+    monkeypatch.setattr(walk, "FITTED", 1000)
+    sample = walk.Sample(3500)
+    for i in range(0, 4000, 40):
+        sample.add(logits[i:i + 40], range(i, i + 40))
+    assert 1000 <= len(sample.choice) <= 1000 * 4000 / 3500 + 1 and np.diff(sample.choice).max() == 4
+    assert all(map(torch.equal, sample.logits, logits[sample.choice]))
+    assert walk.greedy_temperature(sample.logits, choice[sample.choice].tolist()) == pytest.approx(found, rel=0.2)
 
 def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
     """Side by side, each to its own end; an end-of-text token only where the target writes one."""
@@ -588,4 +609,4 @@ def test_the_commands_in_the_documentation():
             a = known[script].parse_args(words[words.index(script) + 1:])
             assert all(drafters.named(name) for name in getattr(a, "what", ()))
             tried += 1
-    assert tried > 9 and load.CHECKPOINTS not in [*map(type(ROOT), (default for name, _, default, _ in train.FLAGS if name in ("out", "work")))]
+    assert tried > 9 and load.CHECKPOINTS not in [*map(type(ROOT), (default for name, _, default, _ in flags_of_training.FLAGS if name in ("out", "work")))]

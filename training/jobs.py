@@ -68,6 +68,11 @@ def meet():
         dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=9)))
 
 
+def stop(why):
+    """End the run with a sentence.  All processes come here, and one says why."""
+    raise UserError(why) if place()[0] == 0 else SystemExit(2)
+
+
 def mean(values, device):
     """The mean over all processes of some numbers, in one message -> floats."""
     values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
