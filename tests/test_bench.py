@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, plain, tiny
-from test_cascade import t5 as random_t5
 from test_glide import save as save_drafter
 
 import bench
@@ -538,8 +537,10 @@ def t5(tmp_path_factory):
     """A small random T5 target and two stages of the real class, with a tokenizer, saved as Hugging Face does."""
     folder = tmp_path_factory.mktemp("t5")
     for name, layers, seed in (("target", 3, 0), ("base", 2, 1), ("small", 1, 2)):
-        model = random_t5(seed, vocab_size=300, num_layers=layers, num_decoder_layers=layers, eos_token_id=None).float()
-        save(folder / name, model, tokenizer_of(TEXT, 300))
+        torch.manual_seed(seed)
+        config = transformers.T5Config(vocab_size=300, d_model=16, d_kv=4, d_ff=32, num_layers=layers, num_decoder_layers=layers, num_heads=4,
+                                       pad_token_id=0, eos_token_id=None, decoder_start_token_id=0, tie_word_embeddings=False)
+        save(folder / name, transformers.T5ForConditionalGeneration(config).eval(), tokenizer_of(TEXT, 300))
     return folder
 
 def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
