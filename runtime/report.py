@@ -112,13 +112,14 @@ def slower(names, rows):
     return notes
 
 def chains_only(run):
-    """A note for each drafter that writes a chain by itself and was given other trees."""
+    """A note for each cascade of models that was given other trees than its own chain."""
     notes = []
     for label, drafter in run.drafters.items():
         others = [tree.label for tree in run.trees if tree.name not in ("chain", "drawn")]
-        if hasattr(drafter, "chain") and others:
-            notes.append(f"{label} predicts nothing beside its own chain: {', '.join(others)} can "
-                         "only shorten it; --tree chain is enough")
+        # Max-Gram alone has no stages: a tree that prices nodes shortens its chain where it should.
+        if getattr(drafter, "stages", None) and others:
+            notes.append(f"{label} drafts its own chain: {', '.join(others)} takes as long to draft "
+                         "and gains nothing; --tree chain is enough")
     return notes
 
 def facts(run, names, rows, base):

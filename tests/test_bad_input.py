@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_bench import small  # noqa: F401
+from test_bench import small, tokenizer_of  # noqa: F401
 
 import bench
 
@@ -66,6 +66,18 @@ def a_folder_for(file):
         (folder / file).mkdir()
     return edit
 
+SOURCE = (ROOT / "cape.py").read_text()
+
+def other_tokenizer(folder):
+    tokenizer_of(SOURCE, 900).save_pretrained(folder)
+
+def several(*makes):
+    """All of these."""
+    def make(folder):
+        for each in makes:
+            each(folder)
+    return make
+
 # ---------------------------------------------------------------- the table
 CASES = []
 
@@ -87,7 +99,10 @@ for flags, words in {
         "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'", "--tree cape cape": "name each once",
         "--tree chain(": "closing bracket", "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
         "--tree cape(gamma=1000000)": "cannot hold", "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(width='a')": "pct(width='a')",
-        "--tree pct(depth=-1)": "depth is -1", "--tree vct(width=60,depth=60)": "more than 512 nodes", "--tree pct(cost=2)": "between 0 and 1",
+        "--tree pct(depth=-1)": "depth is -1", "--tree pct(width=0)": "width is 0",
+        "--tree cape(gamma=33)": "chain of 33", "--tree cape(sizes=(3,1))": "edges need", "--tree cape(edges=(0.6,0.3,0.8))": "ascend",
+        "--tree cape(sizes=(3,1,-1,2))": "fewer than no", "--tree beam(gamma=100,width=8)": "800 nodes exceed", "--tree chain(gamma=1.5)": "chain(gamma=1.5)",
+        "--tree own-confidence(own=7)": "between 0 and 1", "--tree pct_cost(node_price=-1)": "not below zero", "--tree vct(width=60,depth=60)": "more than 512 nodes", "--tree pct(cost=2)": "between 0 and 1",
         "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'", "--drafter base": "called 'base'",
         "--drafter maxgram(3)": "maxgram takes", "--drafter maxgram(k=3)": "take 0 number", "--drafter maxgram(bigram=3)": "bigram=3",
         "--drafter maxgram(bigram='none.json')": "bigram='none.json'", "--drafter maxgram(bigram='/')": "cannot be read",
@@ -99,7 +114,8 @@ for flags, words in {
         "--drafter cascade(base,lenience=0.9)": "lenience is 0.9", "--drafter cascade(base,costs=0.1)": "cascade(base, costs=0.1)",
         "--drafter cascade(base,costs=('a',))": "a cost is a number", "--drafter cascade(base,costs=(-1,))": "a cost is a number",
         "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model", "--drafter cascade(base,bigram=x.json)": "bigram=None",
-        "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
+        "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(maxgram,edd)": "name one drafter of trees",
+        "--drafter beside(edd,glide)": "name one drafter of trees", "--drafter beside(cascade(base),maxgram)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
         "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False", "--drafter gemma4": "the hub name or folder of one",
         "--drafter gemma4(MODEL)": "drafts for a Gemma 4", "--drafter eagle3(a,b)": "name one hub name", "--drafter eagle3(MODEL)": "fc.weight is missing",
         "--target /no/such/model": "does not exist", "--target DRAFTERS": "cannot be loaded", "--target PROMPTS": "cannot be loaded",
@@ -124,10 +140,7 @@ bench_py("--prompts T/p.jsonl.gz", "cannot be read", text("p.jsonl.gz", b"\x1f\x
 bench_py("--prompts T/p.parquet", "pip install datasets", text("p.parquet", b"PAR1"))
 for content, words in {"{% for": "refuses the messages", "{{ x.y.z }}": "refuses the messages", "{{ 1 / 0 }}": "refuses the messages",
                        b"\xff\xfe": "cannot be read as text"}.items():
-    def both(folder, content=content):
-        text("p.jsonl", '{"turns": ["a", "b"]}')(folder)
-        text("t.jinja", content)(folder)
-    bench_py("--prompts T/p.jsonl --template T/t.jinja", words, both)
+    bench_py("--prompts T/p.jsonl --template T/t.jinja", words, several(text("p.jsonl", '{"turns": ["a", "b"]}'), text("t.jinja", content)))
 
 # A drafter's folder
 GLIDE = "--checkpoint T --drafter glide"
@@ -137,7 +150,7 @@ for content in (b"{", b"[]", b"{}", b"3", b"\xff\xfe{}"):
 for changes in (dict(validation=3), dict(validation={"temperature": "x"}), dict(validation={"temperature": 0}), dict(validation={"temperature": float("nan")}),
                 dict(target=3), dict(target={"probe": {"a": "x"}}), dict(config=lambda config: {**config, "heads": 3})):
     bench_py(GLIDE, DAMAGED, copied("drafters/glide", about("training.json", **changes)))
-for change in ({"heads": 0}, {"width": 7}, {"layers": 0}, {"alien": 1}):
+for change in ({"heads": 0}, {"width": 7}, {"layers": 0}):
     bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", config=lambda config, change=change: {**config, **change})))
 bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", config=3)))
 bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", kind="alien")))
@@ -160,6 +173,10 @@ for edit in (written("config.json", b"{"), written("config.json", b"{}"), writte
     bench_py("--target T/model", "cannot be loaded", copied("model", edit))
 for edit in (written("config.json", b"{"), written("model.safetensors", b"")):
     bench_py("--checkpoint T --drafter cascade(base)", "the stage", copied("drafters/base", edit))
+bench_py("--target T/model --prompts T/p.txt", "vocabulary is 300", several(copied("model", other_tokenizer), text("p.txt", SOURCE[:100])))
+bench_py("--checkpoint T --drafter cascade(base)", "another tokenizer than the target", copied("drafters/base", other_tokenizer))
+bench_py("--checkpoint T --drafter beside(base,maxgram,bigram='T/b.json')", "its agreement with base is not three numbers",
+         several(copied("drafters/base", lambda folder: None), text("b.json", json.dumps({"bigram": [0] * 300, "agreement": {"base": {"weights": "abc"}}}))))
 for content, words in {"[": "cannot be read", '{"bigram": 3}': "no array of token ids", "[999]": "another vocabulary", b"\xff": "cannot be read",
                        json.dumps({"bigram": [0] * 300, "confidence": "x"}): "its confidence"}.items():
     bench_py("--drafter maxgram(bigram='T/b.json')", words, text("b.json", content))

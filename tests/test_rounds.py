@@ -134,8 +134,8 @@ def compare(theirs, ours, text, temperature):
     named = {"accepted": len(path) > 1, "rejected": n > len(path), "left out": left}
     return {kind for kind, found in named.items() if found}
 
-def test_the_names_of_tokens_keep_their_space():
-    """A tokenizer that drops the space of a first token, as sentencepiece's do."""
+def test_texts_of_tokens():
+    """A tokenizer may drop the space of a first token, as sentencepiece's do; of a character of two tokens the first is held back."""
     words = {1: " a", 2: " dog", 3: "s"}
 
     def spaceless(text, **more):
@@ -143,9 +143,6 @@ def test_the_names_of_tokens_keep_their_space():
     spaceless.decode = lambda ids: "".join(words[i] for i in ids).removeprefix(" ")
     name = rounds.namer(spaceless)
     assert [name(i) for i in words] == [" a", " dog", "s"]
-
-def test_half_characters_wait_for_their_other_half():
-    """Each character is two tokens long, and stands where its second token does; the prompt's half is completed by the text."""
     half = SimpleNamespace(decode=lambda ids, **more: "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2))
     spell = rounds.speller(half)
     assert [spell([0] * n) for n in (3, 1, 1, 2, 0, 3)] == ["é", "é", "", "é", "", "éé"]
@@ -205,7 +202,7 @@ NASTY = ["</script><img src=x onerror=alert(1)>", "<!--", "<script>", '"', "'", 
          "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", rounds.PLACEHOLDER]
 
 def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
-    data = {"target": NASTY[0], "arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
+    data = {"arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
     text = rounds.page(data, TEMPLATE)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
     assert data_in(text) == data

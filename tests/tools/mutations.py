@@ -699,6 +699,11 @@ EDITS["runtime/report"] = [
     ("any arm is slower", 'row["speedup"] >= SLOWER or', "", "bench::test_notes_under_a_table"),
     ("the target's own token is a node", 'row["nodes"] - (row["tau"] - 1)', 'row["nodes"] - row["tau"]', "bench::test_notes_under_a_table"),
 ]
+EDITS["runtime/calls"] = [
+    ("a bracket may stay open", "if open_ones > 0:", "if False:", "bad_input calls"),
+    ("a setting may be given twice", "twice = len(words) + len(settings) < len(arguments)", "twice = False", "calls"),
+    ("any tree can be built", "assert nodes < most,", "assert True,", "bad_input calls"),
+]
 EDITS["runtime/stage"] = [
     ("its nodes hang from the text alone", "[k + parent if parent >= 0 else k - 1 for parent", "[k - 1 for parent", "calls"),
     ("it reads what is committed twice", "        self.unread = []\n        return logits", "        return logits", "calls"),
@@ -708,7 +713,9 @@ EDITS["runtime/load"] = [
     ("another CUDA device is the current one", "        use_device(device)\n", "", "bench::test_the_device_is_the_current_one_and_exact_sums_are_not_reduced"),
     ("k ignored", "K = None if k is None else", "K = None if True else", "bench calls train real"),
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
-    ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bench calls train real"),
+    ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bad_input"),
+    ("weights that are not finite", "sound = all(weights.isfinite().all() for", "sound = all(True for", "bad_input"),
+    ("a drafter's temperature of zero", "not 0 < temperature < np.inf", "False", "bad_input"),
     ("a gated model is looked for here", "if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):", "if False:",
      "bench calls train real"),
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
