@@ -74,9 +74,9 @@ EDITS["glide"] = [
     ("the tree's mask ends at 64 nodes", "            sees = sees.to(self.device, non_blocking=True)\n", "            sees[:, 64:] = False\n            sees[:, -m:] |= torch.eye(m, dtype=torch.bool)\n",
      "glide::test_a_tree_of_many_nodes_equals_paths_drafted_alone"),
     ("a node's position counts from one", "position = self.t - 1 + sees.sum(1)", "position = self.t + sees.sum(1)"),
-    ("a chain at once sees all of itself", "if m > 1 or len(self.lines[-1]) < nodes or self.config.window:", "if len(self.lines[-1]) < nodes:", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted rows are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted rows come from one place before", "rows = torch.tensor(path, device=self.device) + self.t", "rows = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a chain at once sees all of itself", "if m > 1 or len(self.lines[-1]) < nodes or self.config.window:", "if len(self.lines[-1]) < nodes:", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted rows are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted rows come from one place before", "rows = torch.tensor(path, device=self.device) + self.t", "rows = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
     ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0"),
     ("confidence is not calibrated", "(logits / self.temperature)", "(logits / 1.0)"),
     ("drafting builds graphs", "    @torch.no_grad()\n    def expand(", "    def expand("),
@@ -139,7 +139,7 @@ EDITS["edd"] = [
     ("cross entropy unshifted", 'labels = batch["ids"].roll(-1, 1)', 'labels = batch["ids"]'),
     ("the soft prompt comes last", "return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)", "return torch.cat((k, self.k), 2), torch.cat((v, self.v), 2)"),
     ("the soft prompt's keys do not rotate", "k = k * cos[:, None] + rotate_half(k) * sin[:, None]", "k = k + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
-    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_the_soft_prompt"),
+    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
     ("vdm is an EDD", '"vdm": {"encoding": False}', '"vdm": {}'),
     ("edd-ce learns by KL", '"edd-ce": {"loss": "ce"}', '"edd-ce": {}'),
     ("vdm-ce learns by KL", '"vdm-ce": {"encoding": False, "loss": "ce"}', '"vdm-ce": {"encoding": False}'),
@@ -186,6 +186,22 @@ EDITS["beyond/medusa"] = [
     ("heads count from the root's parent", "[len(path) - 1 for path in", "[len(path) for path in", "edd"),
     ("paper: five heads", "HEADS = 5 ", "HEADS = 4 ", "edd"),
     ("paper: decay", "DECAY = 0.8 ", "DECAY = 0.9 ", "edd"),
+]
+EDITS["beyond/eagle3"] = [
+    ("layers are always counted as hidden states", "[i + 1 for i in ids] if ids[0] == 1 else ids", "ids", "beyond"),
+    ("layer ids at the top are ignored", "ids = config.get(name) or (", "ids = (", "beyond"),
+    ("two layers will do", "if not whole or len(ids) != 3:", "if not whole:", "beyond"),
+    ("layers beyond the target's", "or max(found) >= layers:", "or False:", "beyond"),
+    ("the residual stream is never normed", "if self.norm_before_residual:", "if False:", "beyond"),
+    ("tokens outside the draft vocabulary are drafted", "self.vocab), float(\"-inf\"))", "self.vocab), 0.0)", "beyond"),
+    ("heads that do not divide", "or heads % key_heads:", "or False:", "beyond"),
+    ("d2t may name any token", "if len(words) and (", "if False and (", "beyond"),
+]
+EDITS["beyond/gemma4"] = [
+    ("a sliding layer sees one token less", "own.sliding_window + 1", "own.sliding_window", "beyond"),
+    ("nodes have the position of the last committed token", "self.position = view.length", "self.position = view.length - 1", "beyond"),
+    ("layers without entries of their own are read", "config.num_hidden_layers - config.num_kv_shared_layers", "config.num_hidden_layers", "beyond"),
+    ("children read the assistant's own state", "self.model.post_projection(x)", "x.new_zeros(len(x), self.states.shape[1])", "beyond"),
 ]
 
 # ---------------------------------------------------------------- PCT and its baselines
