@@ -12,7 +12,6 @@ from safetensors.torch import save_file
 from test_verify import BUILDS, chi_square_p, path_to
 from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig
 
-import cape
 import verify
 from beyond import eagle3, gemma4
 from runtime.families import any_target

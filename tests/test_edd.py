@@ -68,7 +68,8 @@ def test_dual_block_mask_entry_by_entry():
         # Hidden states strictly before the block; tokens of the own block up to itself
         assert torch.equal(edd.dual_block_mask(T, L), torch.cat((k < start, (start <= k) & (k <= i)), 1))
 
-@pytest.mark.parametrize("name, block, encoding", [("llama", 3, True), ("llama-eager", 7, True), ("mistral", 5, True), ("qwen2", 5, False), ("qwen2-mixed", 5, True),
+@pytest.mark.parametrize("name, block, encoding", [
+    ("llama", 3, True), ("llama-eager", 7, True), ("mistral", 5, True), ("qwen2", 5, False), ("qwen2-mixed", 5, True),
     ("Gemma2", 5, True), ("DeepseekV3", 5, True), ("GptOss", 5, True), ("GptOss", 5, False), ("Granite", 5, True)])
 def test_training_equals_decoding(name, block, encoding):
     """Rounds that begin where blocks do: the dual-block forward's logits; soft-capping, sinks, keys and values of different sizes."""
@@ -349,8 +350,9 @@ def test_what_a_family_s_parts_say(name):
         torch.testing.assert_close(own.causal(last), normed, atol=1e-5, rtol=1e-5)
     hook.remove()
 
-@pytest.mark.parametrize("name, dtype, expected", [("Llama", torch.bfloat16, (1, 1)), ("Llama", torch.float32, (1, 1)), ("Mixtral", torch.bfloat16, (1, 1)),
-    ("Gemma2", torch.bfloat16, (1, 1)), ("Cohere", torch.bfloat16, (1, 1 / 4)), ("Granite", torch.float32, (3, 1 / 4)), ("MiniCPM3", torch.bfloat16, (1, 1 / 4))])
+@pytest.mark.parametrize("name, dtype, expected", [
+    ("Llama", torch.bfloat16, (1, 1)), ("Llama", torch.float32, (1, 1)), ("Mixtral", torch.bfloat16, (1, 1)), ("Gemma2", torch.bfloat16, (1, 1)),
+    ("Cohere", torch.bfloat16, (1, 1 / 4)), ("Granite", torch.float32, (3, 1 / 4)), ("MiniCPM3", torch.bfloat16, (1, 1 / 4))])
 def test_in_half_precision_the_scales_are_found_and_nobody_is_refused(name, dtype, expected):
     model, ids = copy.deepcopy(of_family(name)).to(dtype), torch.arange(5)
     draft_model = fresh(model, "edd")
@@ -402,7 +404,7 @@ def test_float16_targets_lose_no_gradient():
     half, grads = tiny("llama", hidden_size=256).half(), []
     batch = batch_of(half, text(20)[None], {LAST}) | {"count": 2 ** 17}
     for model in (half, copy.deepcopy(half).float()):
-        draft_model = weighty(lambda: fresh(model, "eagle").float(), 1)
+        draft_model = weighty(functools.partial(fresh, model, "eagle"), 1).float()
         draft_model.loss(batch).backward()
         grads.append(draft_model.fc.weight.grad)
     assert (grads[0] - grads[1]).norm() < 0.01 * grads[1].norm()

@@ -165,7 +165,7 @@ EDITS["edd"] = [
 ]
 EDITS["beyond/eagle"] = [
     ("the target's head learns", "weight = model.get_output_embeddings().weight.detach()", "weight = model.get_output_embeddings().weight", "edd"),
-    ("the target's embedding learns", "        with torch.no_grad():\n            embedded", "        if True:\n            embedded", "edd"),
+    ("the target's embedding learns", "        with torch.no_grad():\n            return", "        if True:\n            return", "edd"),
     ("EAGLE reads EDD's layer", "for_target(cls, model, hidden=-1,", "for_target(cls, model, hidden=2,", "convert::test_eagle"),
     ("it reads the feature that it predicts", "self.inputs(ids[:, 1:], feature[:, :-1])", "self.inputs(ids[:, 1:], feature[:, 1:])", "edd"),
     ("its regression is L2", "F.smooth_l1_loss(", "F.mse_loss(", "edd"),
