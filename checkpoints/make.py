@@ -35,19 +35,25 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import transformers  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+from data import early
 
-import maxgram  # noqa: E402
-import train  # noqa: E402
-from data import prepare, read  # noqa: E402
-from data.corpus import EOS, SOURCES, sentence_ends, write_corpus  # noqa: E402
-from data.read import UserError  # noqa: E402
-from runtime import grams, load  # noqa: E402
-from training import drafters, jobs, walk  # noqa: E402
+if __name__ == "__main__":
+    early.stops("make.py")
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import transformers
+from tqdm import tqdm
+
+import maxgram
+import train
+from data import prepare, read
+from data.corpus import EOS, write_corpus
+from data.read import UserError
+from runtime import grams, load
+from training import continuations as written
+from training import drafters, flags, jobs
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
@@ -187,14 +193,18 @@ def train_target(a):
         logits = forward(input_ids=ids[:, :-1], use_cache=False).logits
         return logits.flatten(0, 1).float(), ids[:, 1:].flatten()
 
-    def losses(step):
+    def loss(step):
         tokens = parts[step >= change]
         ids = draw(tokens, a.batch, a.length + 1, a.seed, step, eos)
         if step < change:
             ids = repeated(ids, round(a.repeat * a.batch), a.seed, step)
         logits, after = next_tokens(ids)
-        a.spent += after.numel()
-        yield {"target": F.cross_entropy(logits, after)}
+        return {"target": F.cross_entropy(logits, after)}
+
+    def steps(step):
+        """A step is one forward."""
+        a.spent += a.batch * a.length
+        return [functools.partial(loss, step)]
 
     @torch.no_grad()
     def evaluate():
@@ -214,7 +224,7 @@ def train_target(a):
         again = (logits.argmax(-1) == after).float().unflatten(0, (a.batch, -1))[:, a.length // 2:]
         return {"target": found | {"alpha_again": again.mean().item()}}
 
-    metrics = train.fit({"target": model}, losses, evaluate, a, state)
+    metrics = train.fit({"target": model}, steps, evaluate, a, state)
     corpus_tokens = [len(part) for part in parts]
     about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
     drafters.save_lm(Path(a.out) / "target", model, tokenizer, about)
@@ -222,81 +232,54 @@ def train_target(a):
 
 
 # ---------------------------------------------------------------- what the target writes itself
-def given_text(source, text):
-    """What stands before the answer in a document of the corpus, as in the default prompts."""
-    if source == "retell":
-        return text[:text.rindex("\n\n") + 2]
-    if source == "math":
-        return text[:text.index("\nAnswer:") + len("\nAnswer:")]
-    # Of a story its first sentence, or the first two
-    ends = sentence_ends(text)
-    return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]
-
-
 def given_parts(a, tokenizer, held_out=False):
-    """What continuations begin with -> [(kind of text, ids)], of all documents that may be learned from, or
-    of those held out.
-
-    Of the corpus' own documents that ends where the answer begins, of a chat where its first answer does, of
-    any other text in the middle.  None is longer than three quarters of --length.
-    """
-    found, template = [], read.template_of(a.template, tokenizer)
-    for number, (place, row, document) in enumerate(read.documents(a.data), 1):
-        if row.get("held_out", number % prepare.HELD_OUT == 0) != held_out:
-            continue
-        kind = read.kind_of_text(row, place.split(" of ", 1)[-1])
-        if row.get("source") in SOURCES:
-            ids = read.encode(given_text(row["source"], document), tokenizer)
-        else:
-            tokens = next(iter(next(read.encode_all([document], tokenizer, template))), np.zeros(0, "i4"))
-            ids = np.where(tokens < 0, ~tokens, tokens)[:walk.prompt_size(tokens, a.length * 3 // 4)].tolist()
-        if 0 < len(ids) <= a.length * 3 // 4:
-            found.append((kind, ids))
-    if not found:
-        raise UserError(f"--data has no document to begin with in {a.length * 3 // 4} tokens: more --length, "
-                        "or more text")
-    return found
-
-
-def batches_of(parts, batch, seed):
-    """Lists of some `batch` parts of like length, at random, always the same for the same seed."""
-    parts = sorted(parts, key=lambda part: len(part[1]))
-    batches = [parts[i:i + batch] for i in range(0, len(parts), batch)]
-    return [batches[i] for i in np.random.default_rng(seed + 2).permutation(len(batches))]
+    """Prompts in --data of at most three quarters of --length -> [(kind of text, ids)]."""
+    template = read.template_of(a.template, tokenizer)
+    return written.prompts_in(a.data, tokenizer, template, a.length * 3 // 4, held_out)
 
 
 def write_continuations(a):
-    """`make.py continuations`: data for a second stage, {"ids": [...], "source": kind} a document.
+    """`make.py continuations`: what a target writes after prompts, for a second stage of training.
 
-    A document is its given part and the target's greedy continuation of that: to the end-of-text token,
-    where the target writes one, or to --length tokens.
+    An answer goes to the end-of-text token, where the target writes one, or to --length tokens with its
+    prompt.  Each batch is appended when it is written; --resume goes on after the last one.
     """
-    out, rows = Path(a.out), []
+    out = Path(a.out)
     if out.exists() and not a.overwrite and not a.resume:
         raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
-    target, tokenizer = load.load_target(a.target, "auto", a.device,
-                                         revision=a.revision, trust=a.trust_remote_code)
-    batches = batches_of(given_parts(a, tokenizer), a.batch, a.seed)
-    steps = min(a.steps, len(batches))                     # of the same text it would write the same again
+    a.shard_target = False
+    target, tokenizer = train.load_target(a)
+    train.check_length(a, target)
+    batches = written.batches_of(given_parts(a, tokenizer), a.batch, a.seed)
+    mine = load.fingerprint(target, tokenizer)
+    decides = json.dumps([mine, batches, a.length, a.seed, a.temperature])
+    run = hashlib.sha256(decides.encode()).hexdigest()[:12]
     out.parent.mkdir(parents=True, exist_ok=True)
-    if a.resume and out.exists():
-        rows = out.read_text().splitlines()[:-1]           # the last line may be cut
+    if a.overwrite and not a.resume:
+        out.unlink(missing_ok=True)
+    file = written.Written(out, run)
+    steps = min(a.steps, len(batches))                     # of the same prompts it would write the same again
     start, kept = 0, 0
-    while start < steps and kept + len(batches[start]) <= len(rows):
+    while start < steps and kept + len(batches[start]) <= len(file.ends):
         kept += len(batches[start])
         start += 1
-    with open(out, "w") as file, tqdm(total=steps, initial=start, unit="batch", dynamic_ncols=True) as bar:
-        file.writelines(row + "\n" for row in rows[:kept])
-        for step in range(start, steps):
-            kinds, given = zip(*batches[step])
+    if start < steps:
+        file.keep(kept)
+    bar = tqdm(range(start, steps), total=steps, initial=start, unit="batch", dynamic_ncols=True)
+    try:
+        for step in bar:
             began = time.perf_counter()
-            made = walk.continuations(target, given, [a.length] * len(given))
-            for kind, ids in zip(kinds, made):
-                file.write(json.dumps({"ids": ids, "source": kind}) + "\n")
-            file.flush()
-            tokens = sum(map(len, made)) - sum(map(len, given))
+            torch.manual_seed(int(np.random.default_rng([a.seed, step]).integers(2 ** 62)))
+            kinds, given = zip(*batches[step])
+            texts = written.continuations(target, given, [a.length] * len(given), a.temperature)
+            rows = []
+            for kind, prompt, ids in zip(kinds, given, texts):
+                rows.append({"source": kind, "prompt": prompt, "answer": ids[len(prompt):]})
+            file.add(rows)
+            tokens = sum(len(row["answer"]) for row in rows)
             bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
-            bar.update()
+    except KeyboardInterrupt:
+        raise UserError(f"stopped after {step} of {steps} batches: the same with --resume goes on") from None
     print(f"saved {out}")
 
 
@@ -370,7 +353,10 @@ def write_bigram(a):
             else:
                 yield ids
 
-    bigram = maxgram.build_bigram(counted(), vocab)
+    try:
+        bigram = maxgram.build_bigram(counted(), vocab)
+    except ValueError as why:
+        raise UserError(str(why)) from None
     confidence = grams.measure_confidence(shown(held, len(held)), bigram)
     measured = "not measured, the defaults hold"
     if confidence:
@@ -417,9 +403,9 @@ def fit_agreement(a):
 
 # ---------------------------------------------------------------- command line
 def add_flags(p, *names):
-    """--data, and those of train.py's flags that are named."""
+    """--data, and those of training's flags that are named."""
     p.add_argument("--data", nargs="+", required=True, help="files or folders of text, chats or token ids")
-    train.add_flags(p, names)
+    flags.add_flags(p, names)
 
 
 def parser():
@@ -451,6 +437,7 @@ def parser():
     c = command("continuations", "what a target writes itself, for a second stage of training")
     add_flags(c, *"target revision trust-remote-code template out resume overwrite steps batch length seed "
               "device".split())
+    c.add_argument("--temperature", type=float, default=0.0, help="0: greedy; otherwise sampled, by --seed")
     c.set_defaults(out=str(ROOT / "work" / "continuations.jsonl"), steps=100, batch=64)
 
     c = command("bigram", "Max-Gram's bigram, and how often its matches are right")
@@ -475,16 +462,11 @@ MAKE = {"corpus": write_corpus, "target": train_target, "continuations": write_c
 def run(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python checkpoints/make.py", *argv])
-    least = {"steps": 0 if getattr(a, "init", None) else 1}
-    for name in ("steps", "batch", "length", "vocab", "layers", "width", "every", "prompts", "tokens"):
-        value = getattr(a, name, None)
-        if value is not None and value < least.get(name, 1):
-            raise UserError(f"--{name} is {value}: it must be above 0")
-    load.check_device(getattr(a, "device", "cpu"))
-    try:
-        MAKE[a.made](a)
-    except maxgram.UserError as why:
-        raise UserError(str(why)) from None
+    above_0 = ("batch", "length", "lr", "vocab", "layers", "width", "every", "prompts", "tokens")
+    flags.check(a, above_0, least_steps=0 if getattr(a, "init", None) else 1)
+    if not 0 <= getattr(a, "temperature", 0) < flags.MOST:
+        raise UserError(f"--temperature is {a.temperature}: it must be 0 or above")
+    MAKE[a.made](a)
 
 
 def main(argv):

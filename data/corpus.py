@@ -28,11 +28,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it can be imported from anywhere
 
-from tqdm import tqdm  # noqa: E402
+from tqdm import tqdm
 
-from data import read  # noqa: E402
-from data.read import UserError  # noqa: E402
-from data.words import (  # noqa: E402
+from data import read
+from data.read import UserError
+from data.words import (
     ADJECTIVES, AFTER_HIM, AGAIN, ANIMALS, ANIMAL_SOUNDS, COLOURED, COLOURS, COMPOUND, DETERMINERS,
     FAMILY, GENDER, GROUP, IRREGULAR, MAYBE_HIM, NAMES, OTHER, PEOPLE, SAID, TO_BOY, TO_GIRL,
     WISH_SAID, WISH_SHORTER,

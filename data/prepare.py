@@ -20,14 +20,19 @@ import sys
 from array import array
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))          # so that it runs from anywhere
+
+from data import early
+
+if __name__ == "__main__":
+    early.stops("prepare.py")
+
 import numpy as np
 import torch
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))          # so that it runs from anywhere
-
-from data import read  # noqa: E402
-from data.read import UserError  # noqa: E402
+from data import read
+from data.read import UserError
 
 SPLITS = ("train", "val")
 HELD_OUT = 50                                     # every fiftieth document
@@ -221,6 +226,11 @@ def parts_of(pieces, tokens):
     return parts
 
 
+def labels_in(tokens, pieces):
+    """How many tokens of pieces (n, 3) are learned from: all but a piece's first, and those only read."""
+    return sum(int((tokens[start + 1:start + size] >= 0).sum()) for start, size, _ in pieces)
+
+
 def gather(tokens, pieces):
     """-> ids (B, T) of B pieces, padded on the right; learn (B, T): row i predicts a learned i + 1."""
     found = torch.full((len(pieces), pieces[:, 1].max()), ~0)
@@ -267,6 +277,7 @@ def run(argv):
 
 def main(argv=None):
     """Exit status: 0; 2 after one sentence about a mistake."""
+    early.raises()
     try:
         run(argv)
     except (UserError, OSError) as why:

@@ -214,13 +214,26 @@ def conversation(row):
     return messages
 
 
+def checked(ids):
+    """Token ids of a row, a list, as they are; a UserError where they cannot be ids."""
+    if all(type(id) is int and 0 <= id < 2 ** 31 for id in ids):
+        return ids
+    raise UserError("token ids are whole numbers from 0, in one list")
+
+
 def document(row):
-    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known."""
+    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known.
+
+    An id comes as its complement ~id where nothing is learned from it: in a prompt.
+    """
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
     if isinstance(row.get("ids"), list):
-        return row["ids"]
+        return checked(row["ids"])
+    if isinstance(row.get("prompt"), list) and isinstance(row.get("answer"), list):
+        # What a target wrote: make.py continuations
+        return [~id for id in checked(row["prompt"])] + checked(row["answer"])
     if "question" in row:
         return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
     for between, *names in FIELDS:
@@ -239,7 +252,11 @@ def documents(paths, flag="--data", bad=None):
         try:
             for number, row in enumerate(stream_rows(file), 1):
                 row = {"text": row} if isinstance(row, str) else row
-                place, found = f"row {number} of {file}", document(row)
+                place = f"row {number} of {file}"
+                try:
+                    found = document(row)
+                except UserError as why:
+                    raise UserError(f"{flag}: {place} cannot be read ({why})") from None
                 if found is not None:
                     yield place, row, found
                     continue
@@ -271,7 +288,12 @@ def template_of(name, tokenizer):
         return own or PLAIN
     if name not in TEMPLATES and not Path(name).is_file():
         raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a Jinja template")
-    return TEMPLATES.get(name) or Path(name).read_text()
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        raise UserError(f"--template {name} cannot be read as text: name a file with a Jinja template") from None
 
 
 def chat_text(messages, tokenizer, template, ask=False):
@@ -285,7 +307,7 @@ def chat_ids(messages, tokenizer, template=None, ask=True):
     template = template or template_of(None, tokenizer)
     try:
         text = chat_text(messages, tokenizer, template, ask)
-    except jinja2.TemplateError as why:
+    except Exception as why:                             # a template is a program, with any mistake of one
         raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or give "
                         "another --template") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -300,7 +322,7 @@ def encode(found, tokenizer, template=None, special_tokens=True):
     if is_chat(found):
         return chat_ids(found, tokenizer, template, ask=False)
     if not isinstance(found, str):
-        return found
+        return [~id if id < 0 else id for id in found]
     return tokenizer(found, add_special_tokens=special_tokens, verbose=False)["input_ids"]
 
 
@@ -323,13 +345,6 @@ def chat_parts(chat, tokenizer, template):
     return [(after, [(before, after)]) for before, after in answers]
 
 
-def same(a, b):
-    """How many ids of two lists are equal, from the first on."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
-    return int(differ[0]) if len(differ) else n
-
-
 def encode_all(found, tokenizer, template):
     """Documents -> for each a list of id arrays, mostly one; [] for what the template refuses, or is empty.
 
@@ -338,29 +353,50 @@ def encode_all(found, tokenizer, template):
     """
     parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
     plain = [text for text in found if isinstance(text, str)]
-    written = [text for some in parts for whole, answers in some for text in (whole, *sum(answers, ()))]
-    rows = []
-    for texts, special in ((plain, True), (written, False)):
-        ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
-        rows.append(iter(ids))
+    written = [text for some in parts for text, _ in some]
+    plain_ids, chat_rows = iter(()), iter(())
+    if plain:
+        plain_ids = iter(tokenizer(plain, verbose=False)["input_ids"])
+    if written:
+        encoded = tokenizer(written, add_special_tokens=False, verbose=False,
+                            return_offsets_mapping=tokenizer.is_fast)
+        ends = encoded.get("offset_mapping", [None] * len(written))
+        chat_rows = zip(encoded["input_ids"], ends)
     for one, some in zip(found, parts):
         if isinstance(one, str):
-            ids = np.array(next(rows[0]), "i4")
+            ids = np.array(next(plain_ids), "i4")
             yield [ids] if one.strip() and len(ids) else []
         elif is_chat(one):
-            yield [only_answers(rows[1], answers) for _, answers in some]
+            yield [only_answers(*next(chat_rows), answers, tokenizer) for _, answers in some]
         else:
             yield [np.array(one, "i4")] if one else []
 
 
-def only_answers(rows, answers):
-    """Take a chat's ids, then those around each answer, from `rows` -> ids, ~id where nothing is learned."""
-    ids = np.array(next(rows), "i4")
+def only_answers(ids, offsets, answers, tokenizer):
+    """A chat's ids, ~id where nothing is learned.
+
+    offsets: of each token the characters (start, end) that it stands for; None: the tokenizer cannot say.
+    answers: [(the text up to an answer, and with it)].
+    """
+    ids = np.array(ids, "i4")
     learn = np.zeros(len(ids), bool)
-    for _ in answers:
-        before, after = next(rows), next(rows)
-        learn[same(ids, before):same(ids, after)] = True
+    for before, after in answers:
+        if offsets is None:
+            encoded = tokenizer([before, after], add_special_tokens=False, verbose=False)
+            first, last = (same(ids, text) for text in encoded["input_ids"])
+        else:
+            # From the first token that goes beyond the text before, to the last that ends with the answer
+            ends = np.maximum.accumulate(np.array(offsets)[:, 1])
+            first, last = np.searchsorted(ends, (len(before), len(after)), side="right")
+        learn[first:last] = True
     return np.where(learn, ids, ~ids)
+
+
+def same(a, b):
+    """How many ids of two lists are equal, from the first on."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
+    return int(differ[0]) if len(differ) else n
 
 
 # ---------------------------------------------------------------- rows -> prompts

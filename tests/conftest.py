@@ -47,11 +47,10 @@ def tiny(name, seed=0, **more):
 shared = lru_cache(maxsize=None)(tiny)
 
 def target_of(model, capacity=None):
-    """verify.Target, or what stands in its place where layers are of two kinds."""
+    """verify.Target, or what stands in its place where layers have a sliding window."""
     import verify
     from runtime import families
-    mixed = len(set(getattr(model.config, "layer_types", None) or "1")) > 1
-    return families.AnyTarget(model, capacity) if mixed else verify.Target(model, capacity)
+    return (families.AnyTarget if getattr(model.config, "sliding_window", None) else verify.Target)(model, capacity)
 
 def weighty(make, seed):
     """The draft model that make() gives, with weights large enough that every part matters."""

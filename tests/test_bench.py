@@ -24,7 +24,7 @@ import cascade
 import edd
 import glide
 import verify
-from runtime import clock, load
+from runtime import clock, load, report
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 
@@ -128,8 +128,8 @@ def arm_of(name, *outs, **how):
     return arm
 
 def made_up_run(**more):
-    a = SimpleNamespace(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False)
-    return SimpleNamespace(**{"a": a, "cuda": False, "drafters": {}, "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
+    a = SimpleNamespace(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False, graphs=False)
+    return SimpleNamespace(**{"a": a, "cuda": False, "target": None, "drafters": {}, "trees": [], "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
 
 def test_figures_of_a_row_by_hand():
     """Two prompts of 9 and 13 new tokens; a plain step takes 0.1 s."""
@@ -153,7 +153,15 @@ def test_figures_of_a_row_by_hand():
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
     assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
     of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in row["by_prompt"][0]}
-    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None], "nodes": [10 / 4, 3]}
+    assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "alpha_overlap": [None, None], "nodes": [10 / 4, 3],
+                       "depth": [10 / 4, 3], "draft_forwards": [10 / 4, 10 / 3]}
+    for out in ours.results.values():
+        out.total.update(accepted=-out.total["accepted"])
+    row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
+    assert row["alpha"] == 0 and row["expected_speedup"] == pytest.approx(1 / (3 * 0.375 + 1)), "nothing accepted is a figure, too"
+    ours.results[1].total["trees"] = 1
+    row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
+    assert row["alpha"] is row["by_prompt"][1]["alpha"] is row["expected_speedup"] is None, "a tree has no alpha"
 
 @pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}), (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
 def test_stages_and_repetitions_by_hand(names, runs, costs):
@@ -172,52 +180,86 @@ def test_stages_and_repetitions_by_hand(names, runs, costs):
     else:
         assert row["swi_given"] == 7 / (3 + 0.25 * 2) and row["c"] is row["expected_speedup"] is None
 
+def differs_from(monkeypatch):
+    """Outputs that differ are said to differ from these tokens."""
+    monkeypatch.setattr(report, "divergence", lambda target, ids, ours, plain: {"from": plain})
+
 def test_the_baseline_is_the_faster_plain_arm(capsys, monkeypatch):
     """Not the fastest arm of that name: a drafter called plain-x is none.  The text says how speedups are averaged, and what differs."""
-    monkeypatch.setattr(bench, "divergence", lambda run, arm, base, i: f"of {base.name}")
+    differs_from(monkeypatch)
     slow, fast = (arm_of(name, *(made_up([(0, 0)] * 4, seconds, prompt=i) for i in range(2)), plain=True)
                   for name, seconds in (("plain", 1.0), ("plain, two queries", 0.5)))
     library = arm_of("generate()", made_up([(0, 0)] * 4, 1.0), made_up([(0, 0)] * 4, 1.0, prompt=7))
     ours = arm_of("plain-x", made_up([(1, 1), (1, 1)], 0.25), made_up([(1, 1), (1, 1)], 0.125, prompt=1), tree="chain", build=cape.chain)
-    rows = bench.report(made_up_run(), [slow, fast, library, ours], 2)
+    rows = bench.tables(made_up_run(), [slow, fast, library, ours], 2)
     assert [row["speedup"] for row in rows if row["group"] == "all"] == [0.5, 1, 0.5, 3]
     assert [row["prompts"] for row in rows if row["drafter"] == "plain-x"] == [2, 1, 1], "all, and each group"
     out = capsys.readouterr().out
-    assert "baseline: plain, two queries" in out and re.search(r"generate\(\): .*first_divergence of plain, two queries", out)
+    assert "baseline: plain, two queries" in out and re.search(r"generate\(\): .*first_divergence {'prompt': 1, 'from': \[100, ", out)
     assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True]
-    (line,) = [line for line in out.splitlines() if line.startswith("speedup: median over prompts of each prompt's ratio")]
+    (line,) = [line for line in out.splitlines() if line.startswith("ratio of totals")]
     assert "plain 0.50x, " in line and "plain-x x chain 2.67x" in line, "10 tokens in 0.375 s, beside 10 in 1"
+    assert all(re.search(rf"\b{re.escape(column)}", report.legend()) for column in report.COLUMNS) and out.count(report.legend()) == 1
+    assert "eager" not in report.legend() and "eager" in report.legend(graphs=True)
 
 def test_tokens_are_held_against_the_exact_ones(monkeypatch):
-    """Where rounding makes the fastest plain decoding say something else, an arm that says it has lost.  Under sampling a drawn
-    chain may say something else, plain decoding may not."""
+    """Where rounding makes the fastest plain decoding predict something else, an arm that does so has lost.  Under sampling a chain
+    sampled from the drafter may differ, plain decoding may not."""
     run = made_up_run()
-    monkeypatch.setattr(bench, "divergence", lambda run, arm, base, i: base.name)
+    differs_from(monkeypatch)
     exact, fast, ours = (arm_of(name, made_up([(0, 0)] * 4, 1.0), plain=True) for name in ("plain", "plain, not exact", "ours"))
     drawn = arm_of("plain-x", made_up([(1, 1)], 1.0, drawn=1), tree="drawn", build=cape.drawn)
-    fast.results[0].tokens = [7, 7, 7, 7]
-    for temperature, arm, base, truth, lossless, divergence in (
-            (0, ours, fast, exact, True, None), (0, fast, fast, exact, False, "plain"), (0, ours, fast, None, False, "plain, not exact"),
-            (1, drawn, fast, None, None, None), (1, fast, exact, None, False, "plain")):
+    right, wrong = exact.results[0].tokens, [7, 7, 7, 7]
+    fast.results[0].tokens = wrong
+    for temperature, arm, base, truth, lossless, other in (
+            (0, ours, fast, exact, True, None), (0, fast, fast, exact, False, right), (0, ours, fast, None, False, wrong),
+            (1, drawn, fast, None, None, None), (1, fast, exact, None, False, right)):
         run.a.temperature = temperature
         row = bench.row_of(run, arm, base, exact, "all", [0], truth)
-        assert (row["lossless"], row["first_divergence"]) == (lossless, divergence)
+        assert (row["lossless"], row["first_divergence"]) == (lossless, other and {"prompt": 0, "from": other})
 
-def test_arms_take_turns_in_going_first(monkeypatch):
-    """After a warm-up any order comes up, so nobody always follows the same; the bar carries the running speedup."""
-    run, order, seen = made_up_run(), [], []
+def test_notes_under_a_table():
+    """Why an arm is slower than plain decoding, and what to do; and which trees a sequence drafter cannot fill."""
+    def row(tree="chain", speedup=0.8, draft=0.1, **more):
+        return {"tree": tree, "speedup": speedup, "round_ms": 14.0, "target_ms": 10.0, "share_draft": draft, "share_verify": 0.6,
+                "tau": 1.2, "nodes": 9.0, **more}
+    found = report.slower(["plain", "a", "b", "c"], [row(tree=None), row(), row(draft=0.7), row(speedup=1.0)])
+    assert len(found) == 2 and all(note.startswith(f"{name} is slower than plain decoding") for name, note in zip("ab", found))
+    assert "takes 1.4 plain steps" in found[0] and "gives 1.2 tokens; of 9.0 nodes verified 8.8 are not accepted" in found[0]
+    assert "fewer nodes" in found[0] and "a smaller drafter" in found[1]
+    trees = [SimpleNamespace(name=name.partition("(")[0], label=name) for name in ("chain", "pct(width=3)", "drawn", "cape")]
+    (note,) = report.chains_only(made_up_run(drafters={"edd": object(), "maxgram": SimpleNamespace(chain=None)}, trees=trees))
+    assert note.startswith("maxgram ") and "pct(width=3), cape" in note and "chain," not in note
 
-    class Bar(contextlib.nullcontext):
-        update, set_postfix_str = lambda self: None, lambda self, text: seen.append(text)
-    monkeypatch.setattr(bench, "tqdm", lambda **_: Bar(Bar()))
+class Bar(contextlib.nullcontext):
+    """tqdm's, on a terminal or not."""
+    def __init__(self, disable=False):
+        self.seen, self.disable = [], disable
+        super().__init__(self)
+        self.update, self.set_postfix_str = lambda: None, self.seen.append
 
-    def arm(name, tree=None):
-        return bench.Arm(name, lambda ids, limit: order.append(name) or clock.Record([1]), tree)
-    run.prompts = [("a", [1], 9)] * 40
-    assert bench.measure(run, [arm("a"), arm("b", "chain"), arm("c", "cape")]) == 40
-    turns = [tuple(order[i:i + 3]) for i in range(0, len(order), 3)]
-    assert turns[0] == ("a", "b", "c") and len(turns) == 41 and set(turns[1:]) == set(permutations("abc"))
-    assert len(seen) == 40 and all(re.fullmatch(r"b x chain \d+\.\d\dx, c x cape \d+\.\d\dx", text) for text in seen)
+def test_arm_order_is_random_in_each_prompt(monkeypatch, capsys):
+    """After a warm-up any order comes up; the bar carries the running speedup, or without a terminal a line a prompt.  With graphs
+    all prompts are decoded once before, at full length."""
+    run, order = made_up_run(), []
+    run.prompts = [("a", [1], 50)] * 40
+
+    def measured(bar):
+        def arm(name, tree=None):
+            return bench.Arm(name, lambda ids, limit: order.append((name, limit)) or clock.Record([1]), tree)
+        monkeypatch.setattr(bench, "tqdm", lambda **_: bar)
+        order.clear()
+        assert bench.measure(run, [arm("a"), arm("b", "chain"), arm("c", "cape")]) == 40
+        return [tuple(order[i:i + 3]) for i in range(0, len(order), 3)], bar.seen, capsys.readouterr().err.splitlines()
+    turns, seen, lines = measured(Bar())
+    names = [tuple(name for name, _ in turn) for turn in turns]
+    assert names[0] == ("a", "b", "c") and {limit for _, limit in turns[0]} == {bench.WARM_UP} and len(turns) == 41
+    assert set(names[1:]) == set(permutations("abc")) and {limit for turn in turns[1:] for _, limit in turn} == {50}
+    assert len(seen) == 40 and all(re.fullmatch(r"b x chain \d+\.\d\dx, c x cape \d+\.\d\dx", text) for text in seen) and not lines
+    run.a.graphs = True
+    turns, seen, lines = measured(Bar(disable=True))
+    assert len(turns) == 80 and {limit for turn in turns for _, limit in turn} == {50} and not seen
+    assert len(lines) == 40 and re.fullmatch(r"prompt 3 of 40; fastest so far: [bc] x c\w+ \d+\.\d\dx", lines[2])
 
 # ---------------------------------------------------------------- the clock
 def test_the_clock_says_what_time_was_spent_on(monkeypatch):
@@ -270,7 +312,7 @@ def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     assert bench.builder(run, "glide", size).keywords == {"size": 1}
     for measured, found in (((0.2, 0.1), {"cost": 0.2, "node_price": 0.5}), ((1e-6, 0.1), {"node_price": 0.5})):
         run.costs.clear()
-        monkeypatch.setattr(bench.pct, "costs_of", lambda turns, measured=measured: measured)
+        monkeypatch.setattr(bench.priced, "costs_of", lambda turns, measured=measured: measured)
         assert bench.builder(run, "glide", priced).keywords == found
     assert "cannot be" in run.notes[-1] and str(bench.pct.COST) in run.notes[-1] and bench.builder(run, "glide", pct).keywords == {}
     totals = [run.decode(run.drafters["glide"], cape.cape, ids, limit).total for _, ids, limit in run.prompts]
@@ -293,10 +335,12 @@ def test_flags_of_sampling_reach_the_decoding(small):
     run.eos = whole[2]
     assert run.decode(None, verify.root_only, ids, limit).tokens == whole[:whole.index(whole[2]) + 1]
 
-@pytest.mark.parametrize("temperature", [0.7, 0])
-def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
-    """Its own generate() with the same settings; assisted generation with the stage; prompt lookup with ten tokens."""
-    run = bench.Run(args(small, "--drafter", "cascade(base, maxgram)", "--tree", "chain", *f"--temperature {temperature} --top-k 9 --top-p 0.8".split()))
+@pytest.mark.parametrize("temperature, top_k", [(0.7, 9), (0, 0)])
+def test_what_transformers_is_asked_for(small, monkeypatch, temperature, top_k):
+    """Its own generate() with the same settings, among all tokens without --top-k, where the library's own default is 50; assisted
+    generation with the stage; prompt lookup with ten tokens."""
+    among = ["--top-k", str(top_k)] if top_k else []
+    run = bench.Run(args(small, "--drafter", "cascade(base, maxgram)", "--tree", "chain", *f"--temperature {temperature} --top-p 0.8".split(), *among))
     _, ids, limit = run.prompts[0]
     asked = []
     monkeypatch.setattr(run.model, "generate", lambda given, **how: asked.append(how) or torch.cat((given, given[:, :2]), 1))
@@ -306,7 +350,7 @@ def test_what_transformers_is_asked_for(small, monkeypatch, temperature):
         assert arms[name].decode(ids, limit).tokens == ids[:2]
         how = asked.pop()
         assert how.pop("attention_mask").tolist() == [[1] * len(ids)]
-        assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": 9, "top_p": 0.8, **own}
+        assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": top_k, "top_p": 0.8, **own}
 
 def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     """Whatever the folders say: a repetition penalty, beams, stop strings.  Assisted generation and prompt lookup, too."""
@@ -406,18 +450,15 @@ def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch,
 def test_divergence_is_reported_with_its_gap(small):
     """A wrong output on purpose: the first wrong token is named, and the gap is that of the model's own logits."""
     run = bench.Run(args(small, "--drafter", "maxgram"))
-    i, ids = 1, run.prompts[1][1]
+    ids = run.prompts[1][1]
     right = plain(run.model, ids, 6)
     for at in (4, 0):
         wrong = right[:at] + [(right[at] + 1) % 300] + right[at + 1:]
-        base, arm = ({i: clock.Record(tokens)} for tokens in (right, wrong))
         with torch.no_grad():
             logits = run.model(torch.tensor([ids + right[:at]])).logits[0, -1]
         gap = pytest.approx((logits[right[at]] - logits[wrong[at]]).item(), abs=1e-4)
-        base, arm = SimpleNamespace(results=base), SimpleNamespace(results=arm)
-        assert bench.divergence(run, arm, base, i) == {"prompt": i, "token": at, "logit_gap": gap}
-    arm.results[i].tokens = right[:4]
-    assert bench.divergence(run, arm, base, i) == {"prompt": i, "token": 4, "logit_gap": None}, "one is the other's beginning"
+        assert report.divergence(run.target, ids, wrong, right) == {"token": at, "logit_gap": gap}
+    assert report.divergence(run.target, ids, right[:4], right) == {"token": 4, "logit_gap": None}, "one is the other's beginning"
 
 def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     """The README's main command, small, from another folder: the shipped weights, token for token; and what --show prints."""
@@ -441,7 +482,7 @@ def test_the_screen_brackets_what_was_drafted_and_accepted(small, capsys, monkey
     ids = tokenizer("a b aé€b")["input_ids"]
     assert tokenizer.decode(ids[:-1]) + "b" == "a b aé€b" and len(ids) > 8, "characters of several tokens each"
     for left, right in (("[", "]"), ("\033[32m", "\033[0m")):
-        screen = bench.Screen(tokenizer)
+        screen = report.Screen(tokenizer)
         for value in ([[1, 2]], ids[:1], ids[1:4], ids[4:6], ids[6:]):                       # the prompt is not shown
             screen.put(torch.tensor(value))
         screen.end()
@@ -478,59 +519,13 @@ def test_prompts_by_the_flags(small, tmp_path, capsys):
     run = bench.Run(["--drafter", "maxgram", "--device", "cpu"])
     assert [group for group, _, _ in run.prompts] == ["story", "retell", "math"] * (bench.LOOK // 3)
 
-def test_prompt_mistakes(small, tmp_path, capsys):
-    path, long = tmp_path / "p.jsonl", '{"prompt": "%s"}' % ("x y " * 200)
-    argv = args(small, "--drafter", "maxgram", "--prompts", str(path))
-    for text, words in (("", "holds no prompt of at most 64"), ('{"prompt": ""}', "is empty"), (long, "holds no prompt of at most 64"),
-                        ('{"sentence": 1}', "row 1 of "), ('"a"\n{"x": 1}', "row 2 of "), ('{"prompt": ', "cannot be read")):
-        path.write_text(text)
-        check_mistake(argv, words, capsys)
-    path.write_text(long)
-    run = bench.Run([*argv, str(small / "prompts.jsonl")])
+def test_prompts_longer_than_the_context_are_left_out(small, tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "%s"}' % ("x y " * 200))
+    run = bench.Run(args(small, "--drafter", "maxgram", "--prompts", str(path), str(small / "prompts.jsonl")))
     assert len(run.prompts) == 3 and run.notes == ["1 prompts longer than the context left out"]
 
-# ---------------------------------------------------------------- mistakes
-@pytest.mark.parametrize("more, words", [
-    (["--drafter", "bush"], "called 'bush'"), (["--tree", "bush"], "there is no tree called 'bush'"), (["--tree", "chain(gamma=0)"], "gamma is 0"),
-    (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"), (["--limit", "0"], "--limit is 0"),
-    (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--top-p", "nan"], "--top-p is nan"),
-    (["--top-p", "7"], "--top-p is 7"), (["--template", "lama"], "--template lama: say plain vicuna, or name a file"),
-    (["--top-k", "0"], "--top-k is 0"), (["--threads", "0"], "--threads is 0"), (["--tree", "drawn"], "give --temperature above 0"),
-    (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
-    (["--prompts", "/no/such"], "/no/such"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
-    (["--device", "cuda"], "no CUDA device"), (["--graphs"], "--graphs: "), (["--nonsense"], "unrecognized arguments"),
-    (["--json", "/no/such/r.jsonl"], "--json /no/such/r.jsonl: name a file"), (["--json", "/tmp"], "--json /tmp: name a file"),
-    (["--drafter", "base"], "called 'base'"), (["--device", "x"], "say cpu, cuda"), (["--target", "a b/c"], "no name of the hub's"),
-    (["--drafter", "cascade(maxgram, base)"], "maxgram last"), (["--drafter", "cascade(base, base)"], "every stage once"),
-    (["--drafter", "cascade(base, k=(1, 2))"], "take 1 number"), (["--drafter", "cascade(base, small, k=(5, 4, 1))"], "never falls"),
-    (["--drafter", "cascade(base, stop='never')"], "say 'own' or 'sum'"), (["--drafter", "cascade(base, k='x')"], "cascade(base, k='x')"),
-    (["--drafter", "cascade(base, lenience=0.9)"], "lenience is 0.9"), (["--drafter", "cascade(base, costs=0.1)"], "cascade(base, costs=0.1)"),
-    (["--drafter", "cascade(base, small, costs=(0.1,))"], "a cost for each model"), (["--tree", "cape", "cape"], "name each once"),
-    (["--drafter", "maxgram", "--tree", "chain(gamma=3)"], "of its own length"), (["--drafter", "cascade(nowhere)"], "the stage nowhere does not exist"),
-    (["--drafter", "maxgram(bigram='none.json')"], "bigram='none.json'"), (["--drafter", "cascade(base, bigram=x.json)"], "bigram=None")])
-def test_mistakes_are_one_sentence(small, capsys, more, words):
-    if words == "no CUDA device" and torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    check_mistake(args(small, *more), words, capsys)
-
-def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
-    def refused(words, edit, *more):
-        shutil.rmtree(tmp_path / "glide", ignore_errors=True)
-        shutil.copytree(small / "drafters" / "glide", tmp_path / "glide")
-        edit(tmp_path / "glide" / "model.safetensors", tmp_path / "glide" / "training.json")
-        check_mistake(args(small, "--checkpoint", str(tmp_path), *more), words, capsys)
-    about = json.loads((small / "drafters" / "glide" / "training.json").read_text())
-    refused("is damaged", lambda weights, _: weights.write_bytes(weights.read_bytes()[:-100]))
-    refused("model.safetensors is missing", lambda weights, _: weights.unlink())
-    for text in ("{", "[]", "{}", "3"):
-        refused("is damaged", lambda _, path, text=text: path.write_text(text))
-        check_mistake(args(small, "--checkpoint", str(tmp_path / "glide")), "is damaged", capsys)
-    # Of another target, one with fewer layers than GLIDE would read; an older fingerprint, whose weights have no names; none
-    for model in ("other", "drafters/small"):
-        refused("was made for another target: train one for this", lambda *_: None, "--target", str(small / model))
-    for target in ({**about["target"], "probe": list(about["target"]["probe"].values())}, {}):
-        refused("was made for another target", lambda _, path, target=target: path.write_text(json.dumps({**about, "target": target})))
-
+# ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
     """Called by its kind, or by its folder's name; raw: without the temperature that was fitted."""
     shutil.copytree(small / "drafters" / "edd", tmp_path / "mine")
@@ -616,3 +611,20 @@ def test_whose_bigram_is_read(small, tmp_path, capsys):
         check_mistake([*argv, named], words, capsys)
         run = bench.Run([*argv, "maxgram"])
         assert not any(run.drafters["maxgram"].gram.bigram or []) and "no bigram" in run.notes[-1]
+
+def test_the_device_is_the_current_one_and_exact_sums_are_not_reduced(small, monkeypatch):
+    """Before anything is loaded: events and graphs are of the current device."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(load.Setup, "load", lambda self, name, **more: seen.append(name) or exit())
+    with pytest.raises(SystemExit):
+        load.Setup("a model", "a checkpoint", device="cuda:1")
+    assert seen == [torch.device("cuda:1"), "a model"]
+    monkeypatch.undo()
+    matmul, names = torch.backends.cuda.matmul, ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
+    for name in names:
+        setattr(matmul, name, True)
+    bench.Run(args(small, "--drafter", "maxgram", "--exact"))
+    assert not any(getattr(matmul, name) for name in names)
+    for name in names:
+        setattr(matmul, name, True)                    # PyTorch's default

@@ -103,6 +103,17 @@ def test_answers_are_learned_where_a_template_writes_earlier_turns_otherwise(tok
     assert first == ("<user>add a|<assistant>(thought) a + b|", "(thought) a + b|")
     assert second == ("<user>add a|<assistant>a + b|<user>return|<assistant>(thought) return b|", "(thought) return b|")
 
+def test_a_chat_is_tokenised_once(tokenizer):
+    """However many turns it has; a tokenizer that knows no characters of its tokens finds the same answers by the texts before them."""
+    chat, seen = CHAT * 20, []
+    counts = {"__call__": lambda self, texts, **more: seen.extend(texts) or type(tokenizer).__call__(tokenizer, texts, **more)}
+    counting = copy.copy(tokenizer)
+    counting.__class__ = type("Counting", (type(tokenizer),), counts)
+    (part,), = read.encode_all([chat], counting, HIS)
+    assert len(seen) == 1 and (part >= 0).sum() == 20 * sum(len(tokenizer(turn["content"] + "|")["input_ids"]) for turn in CHAT[1::2])
+    (_, answers), = read.chat_parts(chat, tokenizer, HIS)
+    assert np.array_equal(read.only_answers(np.where(part < 0, ~part, part), None, answers, tokenizer), part)
+
 def test_formats_by_name(tokenizer, tmp_path):
     """A template that writes the first token itself: the tokenizer must not add another."""
     own = copy.deepcopy(tokenizer)
@@ -293,6 +304,8 @@ def test_pieces_are_documents_or_parts_of_them():
     ids, learn = prepare.gather(tokens, prepare.pieces_of(index, 4)[[2, 0, 1]])
     assert ids[0, :2].tolist() == [8, 9] and ids[1].tolist() == [0, 1, 2, 3], "a row each, padded on the right"
     assert learn.int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], "nothing from padding, nor what is only read"
+    pieces = prepare.pieces_of(index, 4)
+    assert prepare.labels_in(tokens, pieces) == prepare.gather(tokens, pieces)[1].sum() == 14
 
 def pieces_at_random(n=1000):
     rng = np.random.default_rng(0)

@@ -104,7 +104,7 @@ def test_measure_counts_no_docstring():
     assert measure(text) == (14 / 4, 25, {"f": 2, "g": 2})
 
 @pytest.mark.parametrize("what, count, most", [
-    ("figures' scripts", len(files("figures")), 8), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2400),
+    ("figures' scripts", len(files("figures")), 12), ("figures' lines", sum(len(source(name).splitlines()) for name in files("figures")), 2400),
     ("tests' lines", sum(len(source(name).splitlines()) for name in files("tests")), 9100),         # (tests/tools/ is tools)
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
 def test_budget(what, count, most):

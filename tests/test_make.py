@@ -1,6 +1,7 @@
 """How the stand-in is made: what is held out stays out, each step does what it says, interrupted or not."""
 # ruff: noqa: F811
 import json
+import shutil
 import signal
 from array import array
 from types import SimpleNamespace
@@ -22,7 +23,7 @@ from checkpoints import make
 from data import corpus, prepare, read
 from maxgram import build_bigram
 from runtime import load
-from training import drafters
+from training import continuations, drafters
 from runtime.grams import measure_confidence, read_bigram
 
 # ---------------------------------------------------------------- tokenizer, target
@@ -72,7 +73,7 @@ def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatc
     refused(capsys, target, "--overwrite", make.main)
     refused(capsys, [*target, "--overwrite"], "stopped after 3 of 5 steps", make.main)
     monkeypatch.setattr(make, "draw", draw)
-    (out / "target" / "training.json").unlink()
+    shutil.rmtree(out / "target")
     assert make.main([*target, "--resume"]) == 0
     assert (out / "target" / "model.safetensors").read_bytes() == whole
     about = json.loads((out / "target" / "training.json").read_text())
@@ -111,27 +112,62 @@ def continue_flags(small, tmp_path, rows, *more):
     return ["continuations", "--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
             "--out", str(tmp_path / "written.jsonl"), "--data", str(dump(tmp_path / "given.jsonl", rows)), *more]
 
+def rows_by_start(rows):
+    return sorted((row["prompt"], row["answer"], row["source"]) for row in rows)
+
 def test_continuations_are_the_targets_own(small, tmp_path, capsys):
-    """Each prompt as if it were alone, to --length; a cut run goes on; what is there is not replaced in silence."""
-    given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)), "source": "ab"[i % 2]} for i in range(12)]
-    argv, written = continue_flags(small, tmp_path, given, "--steps", "4"), tmp_path / "written.jsonl"
+    """Each prompt as if it were alone, to --length; what is learned from is the answer; no prompt comes twice."""
+    given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]} for i in range(12)]
+    argv, out = continue_flags(small, tmp_path, given), tmp_path / "written.jsonl"
     assert make.main(argv) == 0
-    rows, starts = read.read_rows(written), [row["ids"][:len(row["ids"]) // 2] for row in given]
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    assert len(rows) == 12 and sorted(row["source"] for row in rows) == ["a"] * 6 + ["b"] * 6
-    for row in rows:
-        start = max((ids for ids in starts if row["ids"][:len(ids)] == ids), key=len)
-        starts.remove(start)
-        assert len(row["ids"]) == 24 and row["ids"][len(start):] == plain(model, start, 24 - len(start))
-    whole = written.read_bytes()
+    expected = {}
+    for row in given:
+        prompt = row["ids"][:len(row["ids"]) // 2]
+        expected.setdefault(tuple(prompt), (prompt, plain(model, prompt, 24 - len(prompt)), row["source"]))
+    rows = read.read_rows(out)
+    assert rows_by_start(rows) == sorted(expected.values()) and len(rows) == 5
+    folder = prepare.prepare([out], tokenizer, tmp_path / "ready")
+    tokens, index = prepare.open_split(folder, "train")
+    assert len(index) == 5
+    for row, (start, size, _) in zip(rows, index):
+        assert tokens[start:start + size].tolist() == [~id for id in row["prompt"]] + row["answer"], "no end of a text that has none"
     refused(capsys, argv, "written.jsonl exists: go on with it by --resume, or give --overwrite", make.main)
-    written.write_bytes(whole[:len(whole) // 2])                   # cut off in the middle of a row
-    assert make.main([*argv, "--resume"]) == 0 and written.read_bytes() == whole
-    meta = prepare.meta_of(prepare.prepare([written], tokenizer, tmp_path / "ready"))
-    assert meta["train"] == {"tokens": 12 * 24, "documents": 12}, "ids as they are: no end of a text that has none"
+    refused(capsys, [*argv, "--length", "65", "--resume"], "context of 64", make.main)
+
+@pytest.mark.parametrize("temperature", ["0", "0.7"])
+def test_continuations_go_on_where_they_were_killed(small, tmp_path, monkeypatch, capsys, temperature):
+    """The same rows as in one go, greedy and sampled; whole batches stay whatever happens; what is not this run's is never cut."""
+    given, out = [{"ids": list(range(7 + i, 19 + i))} for i in range(12)], tmp_path / "written.jsonl"
+    argv = continue_flags(small, tmp_path, given, "--temperature", temperature)
+    assert make.main(argv) == 0
+    whole = out.read_bytes()
+    lines, writes = whole.splitlines(keepends=True), continuations.Written.add
+    assert len(lines) == 12 and make.main([*argv, "--resume"]) == 0 and out.read_bytes() == whole
+    for size in (0, 30, len(lines[0]), sum(map(len, lines[:7])) + 9):        # nothing, half a row, a row, two batches and more
+        out.write_bytes(whole[:size])
+        assert make.main([*argv, "--resume"]) == 0 and out.read_bytes() == whole
+    # Killed while it writes the next batch
+    out.write_bytes(b"".join(lines[:6]))
+
+    def killed(file, rows):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(continuations.Written, "add", killed)
+    refused(capsys, [*argv, "--resume"], "stopped after 2 of 4 batches: the same with --resume goes on", make.main)
+    assert out.read_bytes() == b"".join(lines[:6])
+    monkeypatch.setattr(continuations.Written, "add", writes)
+    for stranger in (b"a poem\n", b"".join(lines[:3]) + b'{"text": "mine"}', lines[0].replace(b'"run": "', b'"run": "0')):
+        out.write_bytes(stranger)
+        refused(capsys, [*argv, "--resume"], "holds something else than what this command writes", make.main)
+        assert out.read_bytes() == stranger
+    out.write_bytes(whole)
+    for more in (["--seed", "1"], ["--length", "30"], ["--batch", "4"], ["--temperature", "0.9"]):
+        refused(capsys, [*argv, *more, "--resume"], "holds something else", make.main)
+    assert out.read_bytes() == whole and make.main([*argv, "--overwrite", "--seed", "1"]) == 0
+    assert (rows_by_start(map(json.loads, lines))[0][1] == rows_by_start(read.read_rows(out))[0][1]) == (temperature == "0"), "sampled by --seed"
 
 def test_a_continuation_ends_where_the_text_does(small, tmp_path, monkeypatch):
-    """With an end-of-text token where the target writes one, and there alone.  Of a text half is given, of a chat the question."""
+    """With an end-of-text token where the target writes one, and there alone.  Of a text half is given, of chats and files of questions the first question."""
     loading, ends = load.load_target, []
 
     def loaded(*args, **more):
@@ -140,31 +176,33 @@ def test_a_continuation_ends_where_the_text_does(small, tmp_path, monkeypatch):
         model.generation_config.eos_token_id = plain(model, prompt[:len(prompt) // 2], 3)[-1]
         ends.append(model.generation_config.eos_token_id)
         return model, tokenizer
-    data = [{"text": "def add(a, b):\n"}, {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "a"}]}]
+    data = [{"text": "def add(a, b):\n"}, {"messages": [{"role": "user", "content": "add"}, {"role": "assistant", "content": "a"}]},
+            {"turns": ["return", "b"]}]
     monkeypatch.setattr(load, "load_target", loaded)
-    assert make.main(continue_flags(small, tmp_path, data, "--steps", "1", "--template", "plain")) == 0
+    assert make.main(continue_flags(small, tmp_path, data, "--template", "plain")) == 0
     model, tokenizer = loading(small / "model", "float32", "cpu")
-    rows = sorted((row["ids"] for row in read.read_rows(tmp_path / "written.jsonl")), key=len)
-    text, chat = (tokenizer(given)["input_ids"] for given in ("def add(a, b):\n", "USER: add\n\nASSISTANT:"))
-    for ids, prompt in zip(rows, (text[:len(text) // 2], chat)):
+    rows = {tuple(row["prompt"]): row["answer"] for row in read.read_rows(tmp_path / "written.jsonl")}
+    text, *chats = (tokenizer(given)["input_ids"] for given in ("def add(a, b):\n", "USER: add\n\nASSISTANT:", "USER: return\n\nASSISTANT:"))
+    assert set(rows) == set(map(tuple, (text[:len(text) // 2], *chats)))
+    for prompt, answer in rows.items():
         made = plain(model, prompt, 24 - len(prompt))
-        assert ids == prompt + (made[:made.index(ends[0]) + 1] if ends[0] in made else made)
-    assert rows[0][-1] == ends[0]
+        assert answer == (made[:made.index(ends[0]) + 1] if ends[0] in made else made)
+    assert rows[tuple(text[:len(text) // 2])][-1] == ends[0]
 
 def test_the_corpus_own_documents_are_continued_where_the_answer_begins(small):
     rows = [{"source": "math", "text": "Question: a + b?\nAnswer: a + b\n#### b"}, {"source": "retell", "text": "a. b.\n\nAgain.\n\na. b."},
             {"source": "stories", "text": "One day, a. Two. Three"}, {"source": "stories", "text": "One day, a. Two. Three."},
-            {"source": "math", "text": "Question: x\nAnswer: y", "held_out": True}]
+            {"source": "stories", "text": "One day, a. Two. Four."}, {"source": "math", "text": "Question: x\nAnswer: y", "held_out": True}]
     path = dump(small / "corpus.jsonl", [{"held_out": False, **row} for row in rows])
     tokenizer = make.load_tokenizer(str(small / "model"))
     parts = make.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
     assert [(kind, tokenizer.decode(ids)) for kind, ids in parts] == [
         ("math", "Question: a + b?\nAnswer:"), ("retell", "a. b.\n\nAgain.\n\n"), ("stories", "One day, a."), ("stories", "One day, a. Two.")]
     parts = [("a", list(range(n))) for n in np.random.default_rng(0).permutation(100)]
-    batches = make.batches_of(parts, 8, 0)
+    batches = continuations.batches_of(parts, 8, 0)
     assert sorted(len(ids) for batch in batches for _, ids in batch) == list(range(100)) and len(batches) == 13
     assert all(max(len(ids) for _, ids in batch) - min(len(ids) for _, ids in batch) <= 7 for batch in batches), "of like length"
-    assert batches == make.batches_of(parts, 8, 0) != make.batches_of(parts, 8, 1), "in a random order"
+    assert batches == continuations.batches_of(parts, 8, 0) != continuations.batches_of(parts, 8, 1), "in a random order"
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_the_loss_of_a_small_model(llama, loss):
@@ -175,15 +213,18 @@ def test_the_loss_of_a_small_model(llama, loss):
     assert model.loss(train.frozen_forward(llama, ids)).item() == pytest.approx(expected.mean().item(), abs=1e-5)
 
 def test_a_saved_language_model_is_whole(small, tmp_path, monkeypatch):
-    """Killed while it is written: the old files are still there, all of them."""
+    """A full disk: the old files are still there, all of them, and nothing half."""
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
     drafters.save_lm(tmp_path / "lm", model, tokenizer, {"a": 1})
     before = {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()}
-    monkeypatch.setattr(tokenizer, "save_pretrained", lambda folder: [][0])
+
+    def full(folder):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(tokenizer, "save_pretrained", full)
     model.lm_head.weight.data += 1
-    with pytest.raises(IndexError):
+    with pytest.raises(read.UserError, match="No space left on device.*what was there is still there"):
         drafters.save_lm(tmp_path / "lm", model, tokenizer, {"a": 2})
-    assert {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()} == before
+    assert {p.name: p.read_bytes() for p in (tmp_path / "lm").iterdir()} == before and [p.name for p in tmp_path.iterdir()] == ["lm"]
 
 # ---------------------------------------------------------------- the bigram
 CODE = "def f(x):\n    return x + 1\n\n\ndef g(x):\n    return f(x) + 2\n"

@@ -157,7 +157,7 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     own = [tokens[0]] + [each["own"] for each in arm["rounds"]]
     end = next(token for token in accepted if token not in own)
     monkeypatch.setattr(run, "eos", end)
-    monkeypatch.setattr(run.drafters["glide"], "words", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
+    monkeypatch.setattr(run.drafters["glide"], "predicted", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
     last = (arm := decode(run))["rounds"][-1]
     assert all(each["gram"] == [i for i in range(1, each["verified"]) if each["tokens"][i] == end] for each in arm["rounds"]) and last["gram"]
     assert last["own"] is last["choice"] is None and last["bonus"] == "" and last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
@@ -227,14 +227,3 @@ def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     command = there.pop("command")
     assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
     assert command.endswith(f"--prompt 2 --out {out}")
-
-@pytest.mark.parametrize("argv, said", [(["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
-    (["--prompt", "two"], "invalid int value: 'two'"), (["--prompt", "0"], "--prompt is 0: there are 2 prompts"),
-    (["--prompt", "3"], "--prompt is 3: there are 2 prompts")])
-def test_mistakes_are_one_sentence(run, monkeypatch, tmp_path, capsys, argv, said):
-    monkeypatch.setattr(bench, "Run", lambda flags: run)
-    monkeypatch.chdir(tmp_path)
-    assert rounds.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("figures/rounds.py: ") and said in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from functools import partial
@@ -16,8 +17,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain, shared, tiny
+import torch.nn.functional as F
+from conftest import ROOT, SIZES, plain, shared, tiny
 from test_corpus import dump
+from transformers import Phi3Config, Phi3ForCausalLM
 
 import cape
 import glide
@@ -26,7 +29,8 @@ import verify
 from checkpoints import make
 from data import prepare
 from runtime import load, parts
-from training import drafters, jobs, muon, walk
+from training import continuations, drafters, frozen, jobs, muon, walk
+from training import flags as flags_of_training
 
 KINDS = ["glide", "vanilla", "edd", "vdm-ce", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"
@@ -64,11 +68,11 @@ def interrupt(monkeypatch, at, how):
     """Something happens in the middle of the `at`-th step of training, counted from 1 -> what undoes that."""
     gradients, calls = train.add_gradients, []
 
-    def interrupting(losses, *given):
+    def interrupting(forwards, *given):
         calls.append(1)
         if len(calls) == at:
             how()
-        return gradients(losses, *given)
+        return gradients(forwards, *given)
     monkeypatch.setattr(train, "add_gradients", interrupting)
     return lambda: monkeypatch.setattr(train, "add_gradients", gradients)
 
@@ -120,8 +124,47 @@ def test_nothing_is_lost_in_silence(small, tmp_path, monkeypatch, capsys):
     assert train.main([*argv, "--overwrite"]) == 0 and saved(tmp_path, ["glide"]) != weights
     again = tmp_path / "again"
     assert train.main(flags(small, again, "--overwrite", names=["vanilla"])) == 0, "an unfinished run gives way when told to"
-    (again / "work" / "state.pt").write_bytes(b"half a file")
-    refused(capsys, flags(small, again, "--resume", names=["glide"]), "cannot be read")
+
+def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, monkeypatch):
+    """Files of unknown origin in --out, damaged and foreign states in --work, folders that cannot be written to: found at the start."""
+    argv, mine, state = flags(small, tmp_path, names=["vanilla"]), tmp_path / "vanilla", tmp_path / "work" / "state.pt"
+    mine.mkdir()
+    (mine / "model.safetensors").write_bytes(b"precious")
+    refused(capsys, argv, "holds files that no training.json accounts for: give another --out, or --overwrite")
+    for text in ("[]", "{", '{"command": "another"}'):
+        (mine / "training.json").write_text(text)
+        refused(capsys, argv, "give another --out, or --overwrite")
+    assert (mine / "model.safetensors").read_bytes() == b"precious"
+    refused(capsys, flags(small, mine / "training.json", names=["vanilla"]), "is no folder that can be written to")
+    monkeypatch.setattr(os, "access", lambda path, how: "elsewhere" not in str(path))
+    (tmp_path / "elsewhere").mkdir()
+    refused(capsys, flags(small, tmp_path / "elsewhere", names=["vanilla"]), "is no folder that can be written to")
+    # States
+    shutil.rmtree(mine)
+    fit({"vanilla": torch.nn.Linear(40, 40)}, lambda step: [lambda: {"vanilla": torch.zeros((), requires_grad=True)}], tmp_path / "work", steps=1)
+    whole = torch.load(state, weights_only=True)
+    data = bytearray(state.read_bytes())
+    data[data.index(whole["models"]["vanilla.weight"].numpy().tobytes()) + 99] ^= 4
+    changes = [{"learners": None}, {"step": "1"}, {"models": []}]
+    foreign = [{}, [], torch.zeros(3), *({**whole, **change} for change in changes), {key: whole[key] for key in whole if key != "run"}]
+    for found in (bytes(data), b"half a file", *foreign):
+        state.write_bytes(found) if isinstance(found, bytes) else torch.save(found, state)
+        before = state.read_bytes()
+        refused(capsys, argv, "cannot be read" if found == b"half a file" else "is damaged, or no state of a training run: --overwrite begins anew")
+        refused(capsys, [*argv, "--resume"], "--overwrite begins anew")
+        assert state.read_bytes() == before
+    a = SimpleNamespace(work=str(tmp_path / "work"), out=str(tmp_path), resume=True, overwrite=False, dtype="float32", command="x")
+    for change in ({"learners": []}, {"models": {}}):
+        torch.save({**whole, "setting": jobs.settings(a), **change}, state)
+        module = torch.nn.Linear(40, 40)
+        with pytest.raises(train.UserError, match="is damaged, or no state"):
+            jobs.State(a, []).restore(a, torch.nn.ModuleDict({"vanilla": module}), muon.optimizers(module, "adamw"))
+
+@pytest.mark.parametrize("program", ["train.py", "checkpoints/make.py", "data/prepare.py"])
+def test_ctrl_c_while_packages_load(program, tmp_path):
+    (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
+    done = subprocess.run([sys.executable, ROOT / program], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"{program.split('/')[-1]}: interrupted\n")
 
 def leave(argv):
     """Run train.py in this process, a fork of the test's, and end with it, whatever happens."""
@@ -189,7 +232,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
             found = {name: m(torch.ones(1, 1)).square().sum() for name, m in models.items()}
             if step == at:
                 found["b"] = bad(models["b"].weight).sum()
-            yield found
+            return [lambda: found]
         return losses
     for bad, at in ((lambda w: (w * 0).sqrt(), 3), (lambda w: w * math.nan, 3), (lambda w: w + math.inf, 3), (lambda w: w * math.nan, 0)):
         models = {name: torch.nn.Linear(1, 1) for name in ("a", "b")}
@@ -197,13 +240,19 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
             fit(models, losses_of(models, bad, at), tmp_path)
         assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 2, "the last one whose loss was finite"
         assert all(torch.isfinite(p).all() for m in models.values() for p in m.parameters())
+    # A last update that overflows is never saved as finished.
+    module = torch.nn.Linear(1, 1, bias=False)
+    module.weight.data.fill_(3e38)
+    with pytest.raises(train.UserError, match="step 1: the last update made weights of b infinite: lower --lr and go on with --resume"):
+        fit({"b": module}, lambda step: [lambda: {"b": -1e-30 * module.weight.sum()}], tmp_path, steps=1, lr=1e36)
+    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 0
 
 def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     """Betas 0.9 and 0.95 (the official code's), decay 0.01, a norm of at most 1 for each drafter: written out."""
     models = {name: torch.nn.Linear(2, 1, bias=False).double() for name in ("a", "b")}
     slopes = {"a": torch.tensor([3.0, 4.0], dtype=torch.float64), "b": torch.tensor([0.6, 0.0], dtype=torch.float64)}
     scales, start = [1.0, 0.1, 20.0, 0.01, 3.0, 0.5], {name: m.weight.detach().clone() for name, m in models.items()}
-    fit(models, lambda step: iter([{name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}]), tmp_path)
+    fit(models, lambda step: [lambda: {name: scales[step] * (m.weight * slopes[name]).sum() for name, m in models.items()}], tmp_path)
     for name, m in models.items():
         w, mean, square = start[name], 0.0, 0.0
         for step, scale in enumerate(scales):
@@ -219,14 +268,18 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
 def test_muon_takes_matrices_that_share_a_weight_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; embedding, head and norms learn by AdamW."""
     module = drafters.fresh("glide", llama, arguments())
-    adamw, by_muon = train.optimizers(module, "muon")
+    adamw, by_muon = muon.optimizers(module, "muon")
     rest, held = {id(p) for p in adamw.param_groups[0]["params"]}, {id(w): n for w, n in by_muon.weights}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest and len(rest) + len(held) == len(list(module.parameters()))
-    assert [held[id(getattr(module.layers[0], name).weight)] for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
-    assert [len(o.param_groups[0]["params"]) for o in train.optimizers(module, "adamw")] == [len(list(module.parameters()))]
+    assert [len(held[id(getattr(module.layers[0], name).weight)]) for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
+    torch.manual_seed(0)
+    phi = Phi3ForCausalLM(Phi3Config(**SIZES, num_key_value_heads=2))                    # heads of 8, of k and v half as many
+    sizes = {tuple(rows) for w, rows in muon.optimizers(drafters.fresh("edd", phi, arguments()), "muon")[1].weights}
+    assert {(32, 16, 16), (48, 48), (32,)} <= sizes
+    assert [len(o.param_groups[0]["params"]) for o in muon.optimizers(module, "adamw")] == [len(list(module.parameters()))]
     fused, alone, how = torch.nn.Parameter(torch.randn(12, 6)), torch.nn.Parameter(torch.randn(4, 6)), dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
     parts = [torch.nn.Parameter(part.clone()) for part in (*fused.detach().chunk(3), alone.detach())]
-    ours, theirs = muon.Muon([(fused, 3), (alone, 1)], **how), torch.optim.Muon(parts, **how)
+    ours, theirs = muon.Muon([(fused, [4, 4, 4]), (alone, [4])], **how), torch.optim.Muon(parts, **how)
     for _ in range(3):
         fused.grad, alone.grad = torch.randn(12, 6), torch.randn(4, 6)
         for part, grad in zip(parts, (*fused.grad.chunk(3), alone.grad)):
@@ -275,7 +328,7 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     refused(capsys, flags(small, third, "--init", str(first), names=["vanilla"]), "no drafter in")
     for more, words in (("--layer 0", "not made with --layer 0"), ("--hidden -1", "not made with --hidden -1"), ("--layer 9", "cannot be read")):
         refused(capsys, flags(small, third, "--init", str(first), *more.split(), names=names), words)
-    refused(capsys, flags(small, third, "--out", str(first / "edd" / "training.json" / "x")), "Not a directory")
+    refused(capsys, flags(small, third, "--out", str(first / "edd" / "training.json" / "x")), "is no folder that can be written to")
     # Nothing but measuring
     assert train.main(flags(small, third, "--init", str(second), "--steps", "0", names=names)) == 0
     about = about_of(third, "edd")
@@ -329,6 +382,7 @@ def test_a_step_shows_all_drafters_the_same(llama):
         def __init__(self):
             super().__init__()
             self.config, self.scale = SimpleNamespace(loss="kl"), torch.nn.Parameter(torch.ones(()))
+            self.drafter = lambda: SimpleNamespace(needs={})
 
         def loss(self, batch):
             assert batch["block"] is None and torch.is_autocast_enabled("cpu"), "drafters train in bfloat16"
@@ -338,10 +392,10 @@ def test_a_step_shows_all_drafters_the_same(llama):
             return self.scale * 1.0
     models, a = {"a": Looks(), "b": Looks()}, arguments(batch=5, micro=80, spent=0, dtype="bfloat16", seed=6)
     first, second = (prepare.order(pieces[:, 1], 5 * 40, 7, epoch) for epoch in (0, 1))
-    losses = train.losses_of(models, partial(train.frozen_forward, model, **train.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
+    steps = train.Steps(models, partial(frozen.frozen_forward, model, **frozen.read_by(models)), SimpleNamespace(tokens=ids, pieces=pieces), a)
     for step, chosen in ((1, first[1]), (len(first), second[0]), (len(first) + 2, second[2])):
         seen.clear()
-        train.add_gradients(losses(step), models, a)
+        train.add_gradients(steps(step), models, a)
         draws, sums, learned, counts = zip(*seen)
         assert len(seen) > 2 and set(draws) == {np.random.default_rng([9, step]).integers(10 ** 9)}
         assert sum(sums) == 2 * sum(ids[i:i + n].sum() for i, n, _ in pieces[chosen]) and set(counts) == {sum(learned) / 2} == {sum(pieces[chosen, 1] - 1)}
@@ -355,73 +409,168 @@ def some_drafter(name, model):
         torch.nn.init.normal_(p, std=0.25) if p.ndim == 2 else None
     return module
 
-@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "eagle", "medusa", "small"])
-def test_a_walk_is_what_decoding_does(llama, name):
-    """The rounds of verify.generate with a chain of five, without the target; MEDUSA and EAGLE draft by themselves."""
-    module, accepted = some_drafter(name, llama), 0
-    drafter = walk.drafter_of(module)
-    for start in (2, 5, 11):
-        ids = torch.randint(12, (start,), generator=torch.Generator().manual_seed(start)).tolist()
-        text = torch.tensor(walk.continuations(llama, [ids], [start + 28])[0])
-        reads = {"hidden": drafter.needs.get("hidden", ()), "kv": drafter.needs.get("kv", ())}
-        logits, choice, rounds = walk.walk(drafter, train.frozen_forward(llama, text[None], **reads), text, start)
-        if name == "small":                                          # its forward over the text is the oracle: no builder drafts with it
-            right, runs, t = (module.lm(text[None]).logits[0, :-1].argmax(-1) == text[1:]).tolist() + [False], [], start
-            while t < len(text) - 1:
-                runs.append(min(5, right[t:].index(False)))
-                t += runs[-1] + 1
-        else:
-            done = verify.generate(verify.Target(llama), drafter, cape.chain, ids, 28)
-            assert done.tokens == text[start:].tolist()
-            runs = [len(round.new) - 1 for round in done.rounds]
-        assert rounds == runs[:len(rounds)] and len(rounds) >= len(runs) - 1 > 0
-        right = [bool(row.argmax() == token) for row, token in zip(logits, choice)]
-        assert sum(rounds) <= sum(right) and len(right) <= 27 and all(token in text[start:] for token in choice)
-        accepted += sum(rounds)
-    assert accepted > 2, "a drafter that is never right would show nothing"
-    assert walk.walk(drafters.SmallLM(llama).drafter(), {"kv": {}, "hidden": {}}, text, start)[2] == [5] * 4, "the target drafts for itself"
+def chats_at_random(documents, seed=0):
+    """Tokens of chats, ~id where nothing is learned, of 3 to 6 turns -> tokens (n,), documents (m, 3), {where an answer begins: its document's start}."""
+    rng, tokens, index, begins = np.random.default_rng(seed), [], [], {}
+    for number in range(documents):
+        start = len(tokens)
+        for turn in range(int(rng.integers(3, 7))):
+            ids = rng.integers(0, 12, rng.integers(3, 9))
+            if turn % 2:
+                begins[len(tokens)] = start
+            tokens.extend(ids if turn % 2 else ~ids)
+        index.append((start, len(tokens) - start, number % 2))
+    return np.array(tokens, "i4"), np.array(index), begins
 
-def test_evaluation_is_of_all_kinds_and_on_the_targets_own_text(llama, monkeypatch):
+def evaluation_of(llama, modules, tokens, documents, length=36, micro=64):
+    """walk.Evaluation of random chats or texts, as train.py makes it."""
+    a, held = arguments(micro=micro, length=length), prepare.pieces_of(documents, length)
+    prompts = walk.prompts_of(tokens, documents, length, 7)
+    data = SimpleNamespace(held=held[held[:, 1] >= 7], held_tokens=tokens, prompts=prompts, kinds=["a", "b"])
+    forward = partial(frozen.frozen_forward, llama, **{**frozen.read_by(modules), "logits": True})
+    return walk.Evaluation(forward, llama, data, a)
+
+def test_prompts_are_beginnings_of_documents_up_to_an_answer(llama, monkeypatch):
+    """Chats of three times --length: the first answer, where that fits; half of each piece of a text."""
+    monkeypatch.setattr(walk, "PROMPTS", 99)
+    tokens, documents, begins = chats_at_random(40)
+    firsts = {start: begin for begin, start in reversed(begins.items())}
+    assert documents[:, 1].mean() > 2 * 12
+    found = walk.prompts_of(tokens, documents, 18, 7)                # so that a prompt may have 18 - 12 tokens
+    assert {start: start + size for start, size, _ in found} == {start: begin for start, begin in firsts.items() if begin - start <= 6}
+    assert 5 < len(found) < 35, "those whose question is longer have no prompt, not one from their middle"
+    texts = evaluation_of(llama, {}, tokens, documents, 18).texts
+    given = [np.where(tokens[i:i + n] < 0, ~tokens[i:i + n], tokens[i:i + n]).tolist() for i, n, _ in found]
+    assert sorted(text[:size].tolist() for text, size, _ in texts) == sorted(given)
+    plain_text = np.where(tokens < 0, ~tokens, tokens)
+    assert walk.prompts_of(plain_text, np.array([[5, 50, 1], [60, 6, 0]]), 20, 7).tolist() == [[5, 8, 1], [25, 8, 1], [45, 5, 1]], "at most 20 - 12"
+    for silent in (np.array([3, 4, 5, ~6]), ~np.arange(9)):
+        assert continuations.prompt_size(silent, 9) == 0, "no answer begins there"
+    assert continuations.prompt_size(np.array([3, 4, ~5, 6]), 9) == 3, "a chat may begin with an answer, a prompt not"
+
+def along(text, start, done, recorded):
+    """From rounds of verify.generate: drafted tokens and their logits up to the first wrong one of each round, within the text."""
+    tested, accepted, rounds, rows, choice, t = 0, 0, 0, [], [], start
+    for round, logits in zip(done.rounds, recorded):
+        right = True
+        for i, token in enumerate(round.tokens[1:]):
+            if not right or t + 1 + i >= len(text):
+                break
+            right = token == text[t + 1 + i]
+            rows.append(logits[i])
+            choice.append(text[t + 1 + i])
+            tested, accepted = tested + 1, accepted + right
+        t += len(round.new)
+        rounds += 1
+    return tested, accepted, rounds, rows, choice
+
+class Recorded:
+    """A drafter whose logits are kept, round by round."""
+    def __init__(self, drafter):
+        self.inner, self.rounds = drafter, []
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def begin(self, view):
+        self.rounds.append([])
+        self.inner.begin(view)
+
+    def expand(self, tokens, parents):
+        logits = self.inner.expand(tokens, parents)
+        self.rounds[-1].extend(logits)
+        return logits
+
+def test_figures_are_those_of_decoding(llama, monkeypatch):
+    """On chats: alpha, tau and T as rounds of verify.generate give them, chains of five after the same prompts."""
+    monkeypatch.setattr(walk, "PROMPTS", 4)
+    monkeypatch.setattr(walk, "NEW", 20)
+    modules = {name: some_drafter(name, llama) for name in ("glide", "vanilla", "edd", "eagle", "medusa")}
+    evaluation = evaluation_of(llama, modules, *chats_at_random(30)[:2])
+    assert len(evaluation.texts) == 4
+    for name, found in evaluation(modules).items():
+        tested = accepted = rounds = new = 0
+        rows, choice, drafter = [], [], walk.drafter_of(modules[name])
+        for text, start, _ in evaluation.texts:
+            # One token more than the text has, so that its last one is drafted, too; the last round has no end.
+            recorded = Recorded(drafter)
+            done = verify.generate(verify.Target(llama), recorded, cape.chain, text[:start].tolist(), len(text) - start + 1)
+            assert done.tokens[:-1] == text[start:].tolist()
+            *counts, some_rows, some_choice = along(text.tolist(), start, done, recorded.rounds)
+            tested, accepted, rounds = tested + counts[0], accepted + counts[1], rounds + counts[2] - 1
+            new += sum(len(round.new) for round in done.rounds[:-1])
+            rows, choice = rows + some_rows, choice + some_choice
+        assert accepted > 2, "a drafter that is never right would show nothing"
+        assert found["alpha"] == accepted / tested and found["tau"] == pytest.approx(new / rounds), name
+        assert found["temperature"] == walk.greedy_temperature(rows, choice) != 1
+
+def test_language_models_along_a_text(llama):
+    """Their forward over the text is the oracle; the target drafts for itself without a mistake."""
+    module, start = some_drafter("small", llama), 5
+    text = torch.tensor(continuations.continuations(llama, [[1, 2, 3, 4, 5]], [start + 28])[0])
+    right, runs, t = (module.lm(text[None]).logits[0, :-1].argmax(-1) == text[1:]).tolist() + [False], [], start
+    while t < len(text) - 1:
+        runs.append(min(5, right[t:].index(False)))
+        t += runs[-1] + 1
+    nothing = {"kv": {}, "hidden": {}}
+    rounds = walk.walk(module.drafter(), nothing, text, start).accepted
+    assert rounds == runs[:len(rounds)] and len(rounds) >= len(runs) - 1 > 0 and sum(rounds) > 0
+    assert walk.walk(drafters.SmallLM(llama).drafter(), nothing, text, start).accepted == [5] * 4
+
+def test_evaluation_is_of_all_kinds_evenly(llama, monkeypatch):
     """Figures by kind add up to those over all; the temperature is fitted on rows along drafted chains alone."""
     monkeypatch.setattr(walk, "PROMPTS", 6)
     tokens = torch.randint(12, (400,), generator=torch.Generator().manual_seed(0)).int().numpy()
-    tokens[300:306] = ~tokens[300:306]                               # a chat: its question is not learned
-    held = np.array([[i, 20, int(i >= 280)] for i in range(0, 360, 20)])
-    data, a = SimpleNamespace(held=held, held_tokens=tokens, kinds=["text", "chat"]), arguments(micro=64, length=36)
+    documents = np.array([[i, 20, int(i >= 280)] for i in range(0, 360, 20)])
     modules, rows, temperature = {name: some_drafter(name, llama) for name in ("glide", "medusa")}, [], walk.greedy_temperature
     monkeypatch.setattr(walk, "greedy_temperature", lambda *found: rows.append(found) or temperature(*found))
-    metrics = (evaluation := walk.Evaluation(partial(train.frozen_forward, llama, **{**train.read_by(modules), "logits": True}), llama, data, a))(modules)
+    metrics = (evaluation := evaluation_of(llama, modules, tokens, documents))(modules)
     assert sorted(kind for _, _, kind in evaluation.texts) == [0] * 3 + [1] * 3 and [*map(len, evaluation.pieces.values())] == [2, 2], "as many of each"
-    for text, start, kind in evaluation.texts:                       # half of a text, the question of a chat
-        assert (start == 10 or kind == 1 and start == 6) and text[start:].tolist() == plain(llama, text[:start].tolist(), 12)
+    for text, start, kind in evaluation.texts:                       # half of a text
+        assert start == 10 and text[start:].tolist() == plain(llama, text[:start].tolist(), 12)
     for (name, values), found in zip(metrics.items(), rows):
         totals, alone = evaluation.totals[name], [prepare.gather(tokens, some[i:i + 1]) for some in evaluation.pieces.values() for i in (0, 1)]
         tested = sum(total["tested"] for total in totals.values())
         assert values["alpha"] == sum(total["right"] for total in totals.values()) / tested and len(found[0]) == tested
         assert {label: by["alpha"] for label, by in values["by_kind"].items()} == {
-            label: totals[kind]["right"] / totals[kind]["tested"] for kind, label in enumerate(data.kinds)}
+            label: totals[kind]["right"] / totals[kind]["tested"] for kind, label in enumerate("ab")}
         loss = sum(modules[name].loss(evaluation.forward(ids, learn=learn, count=1) | {"block": 5}).item() for ids, learn in alone)
         assert values["held_out_loss"] == pytest.approx(loss / sum(learn.sum().item() for _, learn in alone), rel=1e-4)
         assert values["temperature"] == temperature(*found) and values["tau"] >= 1
     assert metrics == evaluation(modules), "the same each time"
+    modules["glide"].norm.weight.data.fill_(math.nan)
+    assert math.isnan(evaluation({"glide": modules["glide"]})["glide"]["held_out_loss"])
 
-def test_greedy_temperature_is_found_again():
-    """Choices drawn from softmax(logits / T): the fit finds T, also far from 1."""
+def test_greedy_temperature_is_found_again(monkeypatch):
+    """Choices sampled from softmax(logits / T): the fit finds T, also far from 1, as a search of the whole grid does; from a sample of the tokens, too."""
     g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(6000, 8, generator=g)
-    for t in (0.35, 0.5, 1.0, 1.4, 2.5, 3.8):
+    logits = 3 * torch.randn(4000, 8, generator=g)
+    for t in (0.35, 1.0, 2.5, 3.8):
         choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
-        assert abs(walk.greedy_temperature(list(logits), list(choice)) - t) <= 0.05 * max(1, t)
+        found = walk.greedy_temperature(list(logits), choice.tolist())
+        assert abs(found - t) <= 0.06 * max(1, t)
+        assert found == min(walk.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
     assert walk.greedy_temperature([], []) == 1
+    muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
+    assert walk.greedy_temperature([*logits, muted], [*choice.tolist(), 5]) == found, "a choice that it cannot predict"
+    # Of a large vocabulary some tokens are kept, evenly: not fewer than FITTED
+    monkeypatch.setattr(walk, "LOGITS", 8 * 99)
+    monkeypatch.setattr(walk, "FITTED", 1000)
+    sample = walk.Sample(3500)
+    for i in range(0, 4000, 40):
+        sample.add(logits[i:i + 40], range(i, i + 40))
+    assert 1000 <= len(sample.choice) <= 1000 * 4000 / 3500 + 1 and np.diff(sample.choice).max() == 4
+    assert all(map(torch.equal, sample.logits, logits[sample.choice]))
+    assert walk.greedy_temperature(sample.logits, choice[sample.choice].tolist()) == pytest.approx(found, rel=0.2)
 
 def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
     """Side by side, each to its own end; an end-of-text token only where the target writes one."""
     model, prompts, ends = shared("llama"), [[1], [2, 3, 4, 5], [6, 7], [8, 9, 10]], [20, 10, 2, 25]
-    texts = walk.continuations(model, prompts, ends)
+    texts = continuations.continuations(model, prompts, ends)
     assert texts == [ids + (plain(model, ids, end - len(ids)) if end > len(ids) else []) for ids, end in zip(prompts, ends)]
     end = texts[0][8]
     monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-    for text, before, ids in zip(walk.continuations(model, prompts, ends), texts, prompts):
+    for text, before, ids in zip(continuations.continuations(model, prompts, ends), texts, prompts):
         assert text == before[:before.index(end, len(ids)) + 1 if end in before[len(ids):] else None]
 
 # ---------------------------------------------------------------- mistakes, and what the documentation says
@@ -460,4 +609,4 @@ def test_the_commands_in_the_documentation():
             a = known[script].parse_args(words[words.index(script) + 1:])
             assert all(drafters.named(name) for name in getattr(a, "what", ()))
             tried += 1
-    assert tried > 9 and load.CHECKPOINTS not in [*map(type(ROOT), (default for name, _, default, _ in train.FLAGS if name in ("out", "work")))]
+    assert tried > 9 and load.CHECKPOINTS not in [*map(type(ROOT), (default for name, _, default, _ in flags_of_training.FLAGS if name in ("out", "work")))]

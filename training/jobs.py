@@ -14,6 +14,7 @@ import signal
 import statistics
 import sys
 import time
+import zipfile
 from datetime import timedelta
 from pathlib import Path
 
@@ -22,11 +23,15 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import verify
+from data import early
 from data.read import UserError, first_line, write_atomically
 
 PATIENCE = timedelta(minutes=10)                  # with a process of the job that does not come, or answer
 # What --resume may change.
 FREE = set("lr every micro device shard_target out work resume overwrite command run spent".split())
+# What a saved state has.
+PARTS = {"step": int, "steps": int, "tokens": int, "command": str, "run": str, "setting": dict, "models": dict,
+         "learners": list}
 
 
 # ---------------------------------------------------------------- processes
@@ -63,6 +68,11 @@ def meet():
         dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=9)))
 
 
+def stop(why):
+    """End the run with a sentence.  All processes come here, and one says why."""
+    raise UserError(why) if place()[0] == 0 else SystemExit(2)
+
+
 def mean(values, device):
     """The mean over all processes of some numbers, in one message -> floats."""
     values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
@@ -94,6 +104,7 @@ def interruptible():
 
 def main(argv, work, name):
     """Run work(argv) -> exit status: 0; 2 after one sentence about a mistake, or an interruption."""
+    early.raises()
     try:
         work(argv)
     except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as why:
@@ -125,6 +136,10 @@ class State:
 
     def __init__(self, a, names):
         self.path, self.found = Path(a.work) / "state.pt", None
+        # What cannot be written to is found before the work.
+        check_folder("work", a.work)
+        for name in names:
+            check_folder("out", Path(a.out) / name)
         if self.path.exists() and (a.resume or not a.overwrite):
             self.found = self.read()
         if a.resume and self.found is None:
@@ -143,25 +158,42 @@ class State:
             self.protect(Path(a.out) / name, a)
 
     def read(self):
+        """The state in --work; a UserError where it is damaged, or anything else."""
         try:
-            return torch.load(self.path, map_location="cpu", weights_only=True)
+            with zipfile.ZipFile(self.path) as records:
+                damaged = records.testzip()              # the first record whose checksum is wrong, or None
+            found = torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as why:
             raise UserError(f"{self.path} cannot be read ({type(why).__name__}): --overwrite begins "
                             "anew") from None
+        whole = isinstance(found, dict)
+        whole = whole and all(isinstance(found.get(name), kind) for name, kind in PARTS.items())
+        if damaged or not whole:
+            raise self.no_state()
+        return found
+
+    def no_state(self):
+        return UserError(f"{self.path} is damaged, or no state of a training run: --overwrite begins anew")
 
     def fresh(self, a):
         """A name for a new run: 12 hex digits."""
         return hashlib.sha256(f"{a.command} {time.time()}".encode()).hexdigest()[:12]
 
     def protect(self, folder, a):
-        """Refuse to replace what another run has finished."""
+        """Refuse to replace what another run has finished, or what somebody else has put there."""
         path = folder / "training.json"
-        if a.overwrite or not path.exists():
+        if a.overwrite or not folder.exists():
+            return
+        if not path.exists():
+            if any(folder.iterdir()):
+                raise UserError(f"{folder} holds files that no training.json accounts for: give another "
+                                "--out, or --overwrite")
             return
         try:
             about = json.loads(path.read_text())
         except ValueError:
-            about = {}
+            about = None
+        about = about if isinstance(about, dict) else {}
         if about.get("run") != a.run:
             raise UserError(f"{folder} was made by `{about.get('command')}`: give another --out, or "
                             "--overwrite")
@@ -178,9 +210,13 @@ class State:
             raise UserError(f"--resume: the run in {a.work}, `{self.found['command']}`, had another "
                             f"{', '.join(changed)} than `{a.command}`: only --lr, --every and --micro may "
                             "change")
-        together.load_state_dict(self.found["models"])
-        for learner, kept in zip(learners, self.found["learners"]):
-            learner.load_state_dict(kept)
+        kept = self.found["learners"]
+        try:
+            together.load_state_dict(self.found["models"])
+            for learner, its in zip(learners, kept, strict=True):
+                learner.load_state_dict(its)
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+            raise self.no_state() from None
         return self.found["step"], self.found["tokens"]
 
     def save(self, step, tokens, a, together, learners):
@@ -190,6 +226,15 @@ class State:
         state["learners"] = [learner.state_dict() for learner in learners]
         if place()[0] == 0:
             write_atomically(self.path, lambda part: torch.save(state, part))
+
+
+def check_folder(flag, folder):
+    """Refuse a folder that cannot be made, or written to."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise UserError(f"--{flag}: {folder} is no folder that can be written to: name another one")
 
 
 def settings(a):

@@ -19,16 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from runtime.load import only_special_tokens
+from training.frozen import layers_of
 from verify import UserError
 
 KINDS_OF_FILES = ("model*.safetensors", "pytorch_model*.bin")
-
-
-def layers_of(model):
-    """The decoder's layers: its list of modules that is as long as the configuration says."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList)]
-    return next(layers for layers in lists if len(layers) == count)
 
 
 def weights_in(folder):
