@@ -7,14 +7,16 @@
     config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
     draft_class, drafter_class = parts.KINDS[config.kind]
 
-glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The classes
-here override a few methods, for
-    RoPE              tables that differ by layer (Gemma 3) or by the length of the text (longrope, dynamic
-                      NTK), cover a part of a head (Phi), are complex (DeepSeek V2), do not exist (GPT-2)
-    latent attention  whose cache holds a latent and a part with RoPE (DeepSeek): a glimpse reads them as one
-    scales            of embeddings and logits, soft caps: found by running the target once, and proven
+glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The
+classes here override a few methods, for
+    RoPE              tables that differ by layer (Gemma 3) or by the length of the text (longrope,
+                      dynamic NTK), cover a part of a head (Phi), are complex (DeepSeek V2), do not
+                      exist (GPT-2)
+    latent attention  whose cache holds a latent and a part with RoPE (DeepSeek): a glimpse reads
+                      them as one
+    scales            of embeddings and logits, soft caps: found by running the target once
     vocabularies      of public drafters, padded otherwise than the target's
-    weights           that are quantised, or that accelerate brings from elsewhere when a module runs
+    weights           that are quantised, or that accelerate brings when a module runs
 """
 import copy
 import json

@@ -68,11 +68,11 @@ EDITS["glide"] = [
     ("KL reversed", "p_target = labels.float().softmax(-1)", "p_target, log_p_draft = log_p_draft.exp(), labels.float().log_softmax(-1)"),
     # decoding
     ("entries are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
-    ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("a node's position counts from one", "position = self.t - 1 + visible.sum(1)", "position = self.t + visible.sum(1)", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("a chain at once sees all of itself", "if m > 1 or not all(self.visible[-1]):", "if not all(self.visible[-1]):", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a node's position counts from one", "position = self.t - 1 + visible.sum(1)", "position = self.t + visible.sum(1)", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a chain at once sees all of itself", "if m > 1 or not all(self.visible[-1]):", "if not all(self.visible[-1]):", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
     ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0"),
     ("drafting builds graphs", "    @torch.no_grad()\n    def expand(", "    def expand("),
     # the paper's constants
@@ -134,7 +134,7 @@ EDITS["edd"] = [
     ("cross entropy unshifted", 'labels = batch["ids"].roll(-1, 1)', 'labels = batch["ids"]'),
     ("the soft prompt comes last", "return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)", "return torch.cat((k, self.k), 2), torch.cat((v, self.v), 2)"),
     ("the soft prompt's keys do not rotate", "k = k * cos[:, None] + rotate_half(k) * sin[:, None]", "k = k + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
-    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_the_soft_prompt"),
+    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
     ("vdm is an EDD", '"vdm": {"encoding": False}', '"vdm": {}'),
     ("edd-ce learns by KL", '"edd-ce": {"loss": "ce"}', '"edd-ce": {}'),
     ("vdm-ce learns by KL", '"vdm-ce": {"encoding": False, "loss": "ce"}', '"vdm-ce": {"encoding": False}'),
@@ -160,7 +160,7 @@ EDITS["edd"] = [
 ]
 EDITS["beyond/eagle"] = [
     ("the target's head learns", "weight = model.get_output_embeddings().weight.detach()", "weight = model.get_output_embeddings().weight", "edd"),
-    ("the target's embedding learns", "        with torch.no_grad():\n            embedded", "        if True:\n            embedded", "edd"),
+    ("the target's embedding learns", "        with torch.no_grad():\n            return", "        if True:\n            return", "edd"),
     ("EAGLE reads EDD's layer", "for_target(cls, model, hidden=-1,", "for_target(cls, model, hidden=2,", "convert::test_eagle"),
     ("it reads the feature that it predicts", "self.inputs(ids[:, 1:], feature[:, :-1])", "self.inputs(ids[:, 1:], feature[:, 1:])", "edd"),
     ("its regression is L2", "F.smooth_l1_loss(", "F.mse_loss(", "edd"),
@@ -181,6 +181,22 @@ EDITS["beyond/medusa"] = [
     ("heads count from the root's parent", "[len(path) - 1 for path in", "[len(path) for path in", "edd"),
     ("paper: five heads", "HEADS = 5 ", "HEADS = 4 ", "edd"),
     ("paper: decay", "DECAY = 0.8 ", "DECAY = 0.9 ", "edd"),
+]
+EDITS["beyond/eagle3"] = [
+    ("layers are always counted as hidden states", "[i + 1 for i in ids] if ids[0] == 1 else ids", "ids", "beyond"),
+    ("layer ids at the top are ignored", "ids = config.get(name) or (", "ids = (", "beyond"),
+    ("two layers will do", "if not whole or len(ids) != 3:", "if not whole:", "beyond"),
+    ("layers beyond the target's", "or max(found) >= layers:", "or False:", "beyond"),
+    ("the residual stream is never normed", "if self.norm_before_residual:", "if False:", "beyond"),
+    ("tokens outside the draft vocabulary are drafted", "self.vocab), float(\"-inf\"))", "self.vocab), 0.0)", "beyond"),
+    ("heads that do not divide", "or heads % key_heads:", "or False:", "beyond"),
+    ("d2t may name any token", "if len(words) and (", "if False and (", "beyond"),
+]
+EDITS["beyond/gemma4"] = [
+    ("a sliding layer sees one token less", "own.sliding_window + 1", "own.sliding_window", "beyond"),
+    ("nodes have the position of the last committed token", "self.position = view.length", "self.position = view.length - 1", "beyond"),
+    ("layers without entries of their own are read", "config.num_hidden_layers - config.num_kv_shared_layers", "config.num_hidden_layers", "beyond"),
+    ("children read the assistant's own state", "self.model.post_projection(x)", "x.new_zeros(len(x), self.states.shape[1])", "beyond"),
 ]
 
 # ---------------------------------------------------------------- PCT and its baselines
