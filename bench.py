@@ -255,7 +255,7 @@ def builder(run, label, tree):
             raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; say {tree.name}")
         return partial(cascade.proposal, drawn=tree.name == "drawn")
     missing, found = settings_of(tree.function).keys() - tree.settings.keys(), {}
-    if missing & {"cost", "node_price"} and not writes_chains:
+    if missing & {"cost", "node_price"}:
         if label not in run.costs:
             run.costs[label] = clock.measure_costs(run, label)
         found = run.costs[label]

@@ -372,6 +372,7 @@ class Expand:
     """What a builder sees of a drafter: expand(tokens (m,), parents [m ints]) -> probabilities (m, V)."""
     def __init__(self, drafter, rule, device):
         self.drafter, self.rule, self.device = drafter, rule, device
+        self.memory = {}                                       # a builder's own, for this text
 
     def begin(self, root, remaining, first):
         """A round starts.  root: the last token, an int; first: the position of the one after it."""

@@ -57,7 +57,7 @@ def test_settings_are_the_functions_own():
         assert not {"expand", "root", "generator"} & set(load.settings_of(function)), name
     assert load.settings_of(partial(cape.chain, gamma=3)) == {"gamma": 3}, "of a builder: what it has been given"
     assert set(load.settings_of(load.load_cascade)) == {"k", "lenience", "costs", "stop", "matching", "bigram"}
-    assert set(load.settings_of(load.load_drafter)) == {"raw"} and set(load.settings_of(load.load_beside)) == {"bigram"}
+    assert set(load.settings_of(load.load_drafter)) == {"raw", "running"} and set(load.settings_of(load.load_beside)) == {"bigram"}
 
 LISTED = [f"{key}={value}" for key, value in load.settings_of(pct.pct).items()]
 
