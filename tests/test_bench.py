@@ -259,16 +259,18 @@ def test_costs_are_the_middle_of_turns_after_a_warm_up():
             width, drafts = build.keywords["width"], build.keywords["depth"]
             nodes = sum(width ** i for i in range(1, drafts + 1))
         times = 2 if drafter is names["y"] else 1
-        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * drafts * times, other=0.01 * turn[0] * nodes)
+        nodes_take = 0.02 if drafter is None else 0.01
+        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * drafts * times, other=nodes_take * turn[0] * nodes)
         out.total.update(nodes=10 * nodes, draft_forwards=10 * drafts)
         return out
     run.decode = decode
     found = clock.measure_costs(run, "y")
     assert turn[0] == clock.TURNS == 12 and found is run.costs["y"], "turns 1 to 12"
-    # Of all drafters: the middle of turns 6 and 7; a draft and its node less the price of a node
-    assert [run.costs[name]["node_price"] for name in ("x", "y", "maxgram")] == pytest.approx([0.0065] * 3)
-    assert [run.costs[name]["cost"] for name in ("x", "y", "maxgram")] == pytest.approx([0.065, 0.13, 0])
-    assert found["start"] == pytest.approx(0, abs=1e-9) and found["node_price_range"] == pytest.approx([0.00375, 0.00925])
+    # The middle of all turns' prices; a draft and its node, the middle of turns 6 and 7, less that
+    price = median([k / 1000 for k in range(1, 13)] * 2 + [2 * k / 1000 for k in range(1, 13)])
+    assert [run.costs[name]["node_price"] for name in ("x", "y", "maxgram")] == pytest.approx([price] * 3)
+    assert [run.costs[name]["cost"] for name in ("x", "y", "maxgram")] == pytest.approx([0.0715 - price, 0.1365 - price, 0])
+    assert found["start"] == pytest.approx(0, abs=1e-9) and len(found["node_price_range"]) == len(found["cost_range"]) == 2
     assert all(name in note and ("[" in note or name == "models") for name, note in zip(("models", "x", "y", "maxgram"), run.notes)) and len(run.notes) == 4
     assert clock.measure_costs(run, "models") == {} and "take --tree chain" in run.notes[0] and turn[0] == 12, "measured once"
 

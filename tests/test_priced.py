@@ -81,7 +81,7 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
             expand.calls += 1                                                                          # noqa: B023
             return table[tokens]
         expand.calls = 0
-        start = [0.0, 0.0, 0.3][seed % 3]
+        start = [0.0, 0.3, 1.0][seed % 3]
         settings, suggest, room = dict(cost=cost, node_price=price, start=start, width=width, depth=depth), None, 99
         build = (priced.pct_cost, graft.graft)[seed // 4 % 2]
         if seed % 3 and build is graft.graft:
