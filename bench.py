@@ -300,7 +300,7 @@ def builder(run, label, tree):
         return partial(cascade.proposal, drawn=tree.name == "drawn")
     settings = dict(tree.settings)
     left_open = settings_of(tree.function).keys() - settings.keys()
-    if left_open & {"cost", "node_price"} and not writes_itself(drafter):
+    if left_open & {"cost", "node_price"}:
         if label not in run.costs:
             run.costs[label] = clock.measure_costs(run, label)
         measured = run.costs[label]

@@ -288,21 +288,34 @@ def test_the_clock_says_what_time_was_spent_on(monkeypatch):
     assert clock.Record([1], watch, stage_runs=[3, 4]).total["draft_forwards"] == 7, "a cascade counts its own"
 
 def test_costs_are_the_middle_of_turns_after_a_warm_up():
-    """In turn k a draft takes k hundredths of a plain step, and each further node k thousandths."""
-    run, turn = made_up_run(drafters={"x": object()}, notes=[]), [-1]
+    """In turn k a draft of x takes k hundredths of a plain step, one of y twice that, and each further node k thousandths."""
+    names = {"x": SimpleNamespace(), "y": SimpleNamespace(), "maxgram": SimpleNamespace(chain=0, stages=[]), "models": SimpleNamespace(chain=0, stages=[1])}
+    run, turn = made_up_run(drafters=names, notes=[], costs={}), [-1]
 
     def decode(drafter, build, ids, limit):
-        out, width, depth = clock.Record([1]), 0, 0
-        turn[0] += drafter is None
-        if drafter is not None:
-            width, depth = build.keywords["width"], build.keywords["depth"]
-        nodes = sum(width ** i for i in range(1, depth + 1))
-        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * depth, other=0.01 * turn[0] * nodes)
-        out.total.update(nodes=10 * nodes, draft_forwards=10 * depth)
+        out, drafts, nodes = clock.Record([1]), 0, 0
+        if build is verify.root_only:
+            turn[0] += 1
+        elif drafter is None:
+            nodes = build.keywords["nodes"]
+        else:
+            width, drafts = build.keywords["width"], build.keywords["depth"]
+            nodes = sum(width ** i for i in range(1, drafts + 1))
+        times = 2 if drafter is names["y"] else 1
+        nodes_take = 0.02 if drafter is None else 0.01
+        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * drafts * times, other=nodes_take * turn[0] * nodes)
+        out.total.update(nodes=10 * nodes, draft_forwards=10 * drafts)
         return out
     run.decode = decode
-    found = clock.measure_costs(run, "x")
-    assert turn[0] == 6 and found == {"cost": pytest.approx(0.035), "node_price": pytest.approx(0.0035)}, "turns 1 to 6"
+    found = clock.measure_costs(run, "y")
+    assert turn[0] == clock.TURNS == 12 and found is run.costs["y"], "turns 1 to 12"
+    # The middle of all turns' prices; a draft and its node, the middle of turns 6 and 7, less that
+    price = median([k / 1000 for k in range(1, 13)] * 2 + [2 * k / 1000 for k in range(1, 13)])
+    assert [run.costs[name]["node_price"] for name in ("x", "y", "maxgram")] == pytest.approx([price] * 3)
+    assert [run.costs[name]["cost"] for name in ("x", "y", "maxgram")] == pytest.approx([0.0715 - price, 0.1365 - price, 0])
+    assert found["start"] == pytest.approx(0, abs=1e-9) and len(found["node_price_range"]) == len(found["cost_range"]) == 2
+    assert all(name in note and ("[" in note or name == "models") for name, note in zip(("models", "x", "y", "maxgram"), run.notes)) and len(run.notes) == 4
+    assert clock.measure_costs(run, "models") == {} and "take --tree chain" in run.notes[0] and turn[0] == 12, "measured once"
 
 def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     """s_d / s_t of a disturbed machine is refused; a given one is taken, and nothing is measured; fixed has CAPE's mean size."""
@@ -312,9 +325,10 @@ def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     pct, given, priced, size, fixed = run.trees
     assert bench.builder(run, "glide", given).keywords == {"cost": 0.3} and not run.costs and not run.notes
     assert bench.builder(run, "glide", size).keywords == {"size": 1}
-    for measured, found in (((0.2, 0.1), {"cost": 0.2, "node_price": 0.5}), ((1e-6, 0.1), {"node_price": 0.5})):
+    for cost, found in ((0.2, {"cost": 0.2, "start": 0.3, "node_price": 0.5}), (1e-6, {"node_price": 0.5})):
+        measured = {"cost": cost, "node_price": 0.1, "start": 0.3, "cost_range": [cost, cost], "node_price_range": [0.1, 0.1]}
         run.costs.clear()
-        monkeypatch.setattr(bench.priced, "costs_of", lambda turns, measured=measured: measured)
+        monkeypatch.setattr(bench.priced, "prices_of", lambda turns, measured=measured: {"glide": measured})
         assert bench.builder(run, "glide", priced).keywords == found
     assert "cannot be" in run.notes[-1] and str(bench.pct.COST) in run.notes[-1] and bench.builder(run, "glide", pct).keywords == {}
     totals = [run.decode(run.drafters["glide"], cape.cape, ids, limit).total for _, ids, limit in run.prompts]
