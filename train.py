@@ -3,9 +3,9 @@
     python train.py glide edd --target lmsys/vicuna-7b-v1.5 --template vicuna --data sharegpt.json
     torchrun --nproc-per-node 8 train.py glide edd --data ...      # recipes: docs/training.md
 
-The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads the
-target's keys and values, EDD its hidden states, so each step needs one forward of the target, which all
-drafters of a run share.  A drafter is a module with loss(batch):
+The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads
+the target's keys and values, EDD its hidden states, so each step needs one forward of the target,
+which all drafters of a run share.  A drafter is a module with loss(batch):
 
     batch       shape            meaning
     ids         (B, T)           token ids, position 0 ... T-1; a document each, padded on the right
@@ -14,19 +14,19 @@ drafters of a run share.  A drafter is a module with loss(batch):
     sum         function         in_chunks: sums a loss over positions, with few logits in memory
     kv[l]       2 x (B,H,T,d)    keys and values of the target's layer l, as its cache holds them
     hidden[k]   (B, T, D)        hidden_states[k], as Hugging Face counts: the last one is normed
-    logits      (B, T, V)        what the target predicts after each id; None where no loss reads them
+    logits      (B, T, V)        what the target predicts after each id; None if no loss reads them
     block       int or None      EDD's block length; None: drawn from `random`
-    random      numpy Generator  the same for each drafter of a step, so that all draw the same block
+    random      numpy Generator  the same for each drafter of a step: all draw the same block
 
 Differences from the papers:
- 1. A row of a batch is one document, or a piece of a long one.  Steps have equally many tokens, of all
-    kinds of text, in an order that (seed, epoch) alone decides.
- 2. GLIDE and EDD learn the target's distribution (KL), and matrices learn by Muon.  The papers' own:
-    GLIDE --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw --lr 1e-4.
+ 1. A row of a batch is one document, or a piece of a long one.  Steps have equally many tokens, of
+    all kinds of text, in an order that (seed, epoch) alone decides.
+ 2. GLIDE and EDD learn the target's distribution (KL), and matrices learn by Muon.  As in the
+    papers: GLIDE --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw --lr 1e-4.
     GLIDE's embedding and head start as the target's where the widths agree; the paper's are random.
     --init goes on with trained drafters: a second stage, on other data.
- 3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up to
-    the first rejection: there trees can trust its confidence.
+ 3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up
+    to the first rejection: there trees can trust its confidence.
 """
 import argparse
 import math
@@ -81,7 +81,7 @@ class Together(torch.nn.Module):
 class Steps:
     """steps(step) -> the forwards of a step: functions, each of which returns {name: loss}.
 
-    A step's pieces are read in parts that fit in memory.  The number of the step alone decides them.
+    A step's pieces are read in parts that fit in memory; the number of the step decides them.
     forward(ids, learn, count): frozen_forward of the target.
     """
     def __init__(self, models, forward, data, a):
@@ -124,7 +124,7 @@ class Steps:
         idle = len(mine) == 0                                          # fewer pieces than processes
         ids, learn = prepare.gather(self.data.tokens, part[:1] if idle else mine)
         if idle:
-            learn[:] = False                                           # the others wait for a forward
+            learn[:] = False                       # the others wait for a forward
         batch = self.forward(ids.to(self.a.device), learn=learn.to(self.a.device), count=count)
         if processes > 1:
             self.engine.require_backward_grad_sync = is_last           # gradients meet once a step
@@ -142,7 +142,7 @@ def add_gradients(forwards, models, a):
             total[name] = total[name] + loss.detach()
     return total
 
-# ---------------------------------------------------------------- the loop that every training shares
+# ---------------------------------------------------- the loop that every training shares
 def cosine(step, steps):
     """Learning rate factor: linear warm-up, then half a cosine to 0."""
     ramp = max(1, round(steps * WARMUP))
@@ -196,7 +196,8 @@ def fit(models, steps, evaluate, a, state):
     log = jobs.Log(a)
     seen = a.spent                                       # tokens that the weights have learned from
     rank, _ = place()
-    bar = tqdm(range(start, a.steps + 1), total=a.steps, initial=start, unit="step", disable=rank > 0)
+    bar = tqdm(range(start, a.steps + 1), total=a.steps, initial=start, unit="step",
+               disable=rank > 0)
     with jobs.interruptible() as signals, bar:
         for step in bar:
             if step in (start, a.steps) or step % a.every == 0:
@@ -214,11 +215,12 @@ def fit(models, steps, evaluate, a, state):
             log.losses.append(dict(zip(models, losses)))
             advice = LOWER if step > start else "no --lr mends that"
             clip_gradients(step, models, losses, advice)
-            # Saved before the update: these weights gave a finite loss, so going on from them works.
+            # Saved before the update: these weights gave a finite loss, so resuming works.
             if step % a.every == 0 or stopped:
                 state.save(step, seen, a, together, learners)
             if stopped:
-                jobs.stop(f"stopped after {step} of {a.steps} steps: the same with --resume goes on")
+                jobs.stop(f"stopped after {step} of {a.steps} steps: the same with --resume goes "
+                          "on")
             for learner in learners:
                 for group in learner.param_groups:
                     group["lr"] = a.lr * cosine(step, a.steps)
@@ -255,7 +257,7 @@ def check_length(a, target):
         raise UserError(f"--length {a.length} is more than the target's context of {context}")
 
 def prepared_folder(a, tokenizer, vocab):
-    """The folder of --data's tokens, prepared now or before; a.data becomes a key of the content."""
+    """The folder of --data's tokens, prepared now or before; a.data becomes its content's key."""
     template = read.template_of(a.template, tokenizer)
     if prepare.is_prepared(a.data):
         folder = Path(a.data[0])
@@ -301,20 +303,23 @@ def load_data(a, tokenizer, vocab):
     return Data(tokens, pieces, held_tokens, held, prompts, kinds)
 
 def load_drafter(name, target, mine, a):
-    """-> a draft model, fresh or from --init, and how that was made.  mine: the target's fingerprint."""
+    """-> a draft model, fresh or from --init, and how that was made.
+
+    mine: the target's fingerprint.
+    """
     try:
         if not a.init:
             return drafters.fresh(name, target, a), None
         module, before = drafters.trained(name, target, a)
-        asked = flags.asked_for(a)
-        wanted = drafters.setting(drafters.fresh(name, target, a)) if asked else {}
+        given = flags.given_by_user(a)
+        wanted = drafters.setting(drafters.fresh(name, target, a)) if given else {}
     except ValueError as why:
         raise UserError(str(why)) from None
     if load.relation(before["target"], mine) == "another":
         raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
     # --init fixes the architecture: a flag that asks for another would do nothing.
     found = drafters.setting(module)
-    for flag in asked:
+    for flag in given:
         key = flags.ARCHITECTURE[flag]
         if wanted.get(key) != found.get(key):
             raise UserError(f"--init: the drafter {name} in {a.init} was not made with --{flag} "
@@ -347,8 +352,8 @@ def check(a):
     above_0 = ("batch", "micro", "length", "lr", "width", "layers", "block", "every")
     flags.check(a, above_0, least_steps=0 if a.init else 1)
     if a.length <= a.block + 1:
-        raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a token "
-                        "more")
+        raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a "
+                        "token more")
 
 def run(argv):
     a = parser().parse_args(argv)

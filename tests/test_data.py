@@ -12,7 +12,7 @@ from test_corpus import dump
 from tokenizers.processors import TemplateProcessing
 
 from checkpoints import make
-from data import prepare, read
+from data import files, prepare, read
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
@@ -207,7 +207,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer, capsys):
             prepared(tmp_path, tokenizer, dump(tmp_path / "ids.jsonl", text), name="ids")
 
 def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, tokenizer, capsys):
-    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt"):
+    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(name)
     (tmp_path / "data" / "b.png").write_bytes(b"\x89PNG\xff\xfe")
@@ -216,6 +216,18 @@ def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, t
     assert f"left out, 1 rows without text: {tmp_path / 'data' / 'b.png'}" in capsys.readouterr().err
     with pytest.raises(read.UserError, match="b.png cannot be read"):
         prepared(tmp_path, tokenizer, tmp_path / "data" / "b.png", name="other")
+
+def test_a_long_text_begins_and_ends_once(tmp_path, tokenizer, monkeypatch):
+    """However many pieces it is read in: one token before it, where the tokenizer writes one, and one end-of-text."""
+    monkeypatch.setattr(files, "PIECE", 60)
+    for name, text in (("a.txt", TEXT + "\n" * 99), ("b.txt", "add")):
+        (tmp_path / name).write_text(text)
+    own = copy.deepcopy(tokenizer)
+    own._tokenizer.post_processor = TemplateProcessing(single="Ġ $A", special_tokens=[("Ġ", own.convert_tokens_to_ids("Ġ"))])
+    found, _ = prepared(tmp_path, own, tmp_path / "a.txt", tmp_path / "b.txt")
+    assert len(found["train"]) + len(found["val"]) > 9 and [own.decode(ids) for _, ids in found["train"]][-1] == " add<|endoftext|>"
+    text = own.decode(sum((ids for _, ids in found["train"][:-1]), []))
+    assert text.startswith(" def") and text.endswith("<|endoftext|>") and text[1:-13].rstrip() == TEXT.rstrip()
 
 def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
     """Content, tokenizer and template are what counts; a killed preparation leaves nothing half, another's folder stays."""
@@ -251,7 +263,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, tokenizer):
     rows, text = dump(tmp_path / "rows.jsonl", ({"text": TEXT[i % 30:i % 30 + 480]} for i in range(3000))), tmp_path / "text.py"
     text.write_text(TEXT * 700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "PIECE", 2 ** 12)
+        patch.setattr(files, "PIECE", 2 ** 12)
         patch.setattr(prepare, "AT_ONCE", 2 ** 15)
         fast = {"__call__": lambda self, texts, **more: {"input_ids": [[7] * (len(x) // 4) for x in texts]}}
         patch.setattr(tokenizer, "__class__", type("Fake", (type(tokenizer),), fast))

@@ -148,7 +148,10 @@ NAMES = ["glide", "edd", "eagle", "medusa"]
 
 def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch):
     """Two gloo processes, a piece or two at a time, each with half of the target's weights: the run of one process."""
-    more, whole, halves = ("--steps", "2", "--micro", "20"), tmp_path / "whole", tmp_path / "halves"
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    shutil.copytree(small / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')            # not what config.json says
+    more = ("--steps", "2", "--micro", "20", "--target", str(tmp_path / "model"))
     assert train.main(flags(small, whole, *more, names=NAMES)) == 0
     spread, fit, targets = shard.spread, train.fit, []
 
@@ -156,6 +159,7 @@ def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch)
         found = fit(*given)
         weights = list(targets[0].parameters())
         local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
+        print("ends", targets[0].generation_config.eos_token_id)
         print("local", sum(p.numel() for p in local), "of", sum(p.numel() for p in weights))
         return found
     monkeypatch.setattr(shard, "spread", lambda *given: targets.append(spread(*given)) or targets[0])
@@ -165,7 +169,7 @@ def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch)
     assert_same_run(whole, halves, NAMES)
     for out, _ in said:                                    # after all forwards: of the layers at most half
         local, total = map(int, re.search(r"local (\d+) of (\d+)", out).groups())
-        assert local < 0.75 * total
+        assert local < 0.75 * total and "ends [5, 7]" in out
     assert "saved" in said[0][0] and "saved" not in said[1][0] and said[1][1] == "", "one speaks for all"
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The flags that all training has: train.py's, and those of checkpoints/make.py that are the same."""
+"""The flags that all training has: of train.py, and of checkpoints/make.py as far as they agree."""
 import math
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from data.read import UserError
 from runtime import load
 
 WORK = Path(__file__).resolve().parent.parent / "work"
-MOST = 1e37                                # no number of a flag is larger: float32 holds 34 times that
+MOST = 1e37                            # no number of a flag is larger: float32 holds 34 times that
 # Name, type or choices, default, meaning.
 FLAGS = (
     ("target", str, str(load.STAND_IN), "folder or hub name of the target"),
@@ -66,7 +66,7 @@ def add_flags(parser, names):
 
 
 def check(a, names, least_steps=1):
-    """Refuse numbers that cannot work: all these flags are above 0; --steps may be 0 where that is said."""
+    """Refuse numbers that cannot work: these flags are above 0, --steps is least_steps or more."""
     for name in names:
         value = getattr(a, name, None)
         if value is None:
@@ -80,8 +80,8 @@ def check(a, names, least_steps=1):
     load.check_device(getattr(a, "device", "cpu"))
 
 
-def asked_for(a):
-    """Flags of the architecture that somebody gave: they differ from their defaults."""
+def given_by_user(a):
+    """Flags of the architecture that are not their defaults."""
     defaults = {name: default for name, _, default, _ in FLAGS}
     return [flag for flag in ARCHITECTURE if getattr(a, flag) != defaults[flag]]
 

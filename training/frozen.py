@@ -1,4 +1,4 @@
-"""The frozen target's forward, which all drafters of a run share: what they read of it, and no more.
+"""The frozen target's forward, which all drafters of a run share: what they read, and no more.
 
     forward = partial(frozen_forward, target, **read_by(models))
     batch = forward(ids, learn=learn, count=count)              # see train.py for the batch
@@ -54,10 +54,10 @@ class SomeLayersCache(transformers.DynamicCache):
 
 @contextlib.contextmanager
 def hidden_states_of(model, wanted):
-    """While this is open, a forward puts hidden_states[k], k in `wanted`, into the dict that it yields.
+    """While this is open, forwards put hidden_states[k], k in `wanted`, into the dict it yields.
 
-    As Hugging Face counts: k is what layer k reads, and the last one, which is normed, what the decoder
-    returns.  output_hidden_states=True would hold all of them.
+    As Hugging Face counts: k is what layer k reads, and the last one, which is normed, what the
+    decoder returns.  output_hidden_states=True would hold all of them.
     """
     layers = layers_of(model)
     found, hooks = {}, []
@@ -83,10 +83,10 @@ def hidden_states_of(model, wanted):
 
 # ---------------------------------------------------------------- the batch
 def in_chunks(size, loss, learn, x, *others):
-    """Sum of loss(x, *others) over the positions of x (B, T, D) and others (B, T, ...) in the loss mask.
+    """Sum of loss(x, *others) over the loss mask's positions of x (B, T, D), others (B, T, ...).
 
-    learn (B, T) bool: the loss mask.  Where it chooses more than `size` positions, a chunk's logits are
-    forgotten, and computed again for the gradient.
+    learn (B, T) bool: the loss mask.  Where it chooses more than `size` positions, a chunk's logits
+    are forgotten, and computed again for the gradient.
     """
     chosen = learn.flatten().nonzero()[:, 0]                           # (n,)
     x = x.flatten(0, 1)[chosen]                                        # (n, D)
@@ -120,7 +120,7 @@ def frozen_forward(model, ids, hidden=(), kv=None, logits=True, learn=None, coun
         count = learn.sum().clamp(min=1)
     cache = SomeLayersCache(kv)
     capture = hidden_states_of(model, hidden) if hidden else contextlib.nullcontext({})
-    # In the target's own precision: autocast would round its logits, and drafters would learn the ties.
+    # In the target's own precision: autocast would round its logits to ties, which drafters learn.
     precise = torch.autocast(ids.device.type, enabled=False)
     with torch.no_grad(), precise, capture as states:
         found = model(input_ids=ids, past_key_values=cache, use_cache=True,

@@ -1,4 +1,4 @@
-"""Optimisers: AdamW, and Muon for hidden matrices, also where several stand in one weight (q, k, v; gate, up)."""
+"""Optimisers: AdamW, and Muon for hidden matrices, also for several in one weight (q, k, v)."""
 import torch
 
 # Weights in which matrices of one size stand one above the other: GLIDE's own, Phi-3's.
@@ -17,7 +17,7 @@ def matrices_in(name, weight, owner):
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's, which makes the update of each matrix orthogonal; those of one weight each by itself."""
+    """PyTorch's Muon, which makes the update of each matrix orthogonal, also within one weight."""
 
     def __init__(self, weights, **more):
         """weights: [(weight, rows of each matrix in it)]"""
@@ -46,7 +46,7 @@ class Muon(torch.optim.Muon):
 
 
 def optimizers(module, kind):
-    """AdamW with the official code's betas; kind "muon": hidden matrices by Muon, the rest by AdamW."""
+    """AdamW with GLIDE's betas; kind "muon": hidden matrices by Muon, the rest by AdamW."""
     owners = dict(module.named_modules())
     hidden, rest = [], []
     for name, weight in module.named_parameters():

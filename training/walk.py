@@ -1,12 +1,13 @@
-"""How well drafters draft: on held-out text, and along the target's own greedy text, as in decoding.
+"""How well drafters draft: on held-out text, and along the target's own greedy text.
 
     texts = continuations(target, prompts, ends)                # once: the target is frozen
     found = walk(drafter, batch, text, start)                   # for each drafter and text
     metrics = Evaluation(forward, target, data, a)(models)      # both, evenly over kinds of text
 
-Greedy decoding gives the target's own text whatever the drafter does, so the target need not run: each
-round begins where the last one's accepted tokens end, and drafts a chain up to the first token that is
-not the text's.  All drafters go through this one mechanism, MEDUSA by its heads, EAGLE on its own features.
+Greedy decoding gives the target's own text whatever the drafter does, so the target need not run.
+Each round begins where the last one's accepted tokens end, and drafts a chain up to the first token
+that is not the text's: alpha, tau and T equal those of decoding.  All drafters go through this one
+mechanism, MEDUSA by its heads, EAGLE on its own features.
 """
 from collections import Counter, namedtuple
 
@@ -21,13 +22,14 @@ from training.continuations import continuations, prompt_size
 from verify import View
 
 CHAIN = 5                                  # drafted tokens a round
-PROMPTS, NEW = 96, 64                      # held-out prompts, and tokens that the target adds to each
+PROMPTS = 96                               # held-out prompts
+NEW = 64                                   # tokens that the target adds to each
 CHECKED = 2 ** 14                          # held-out tokens whose loss is measured
-LOGITS = 2 ** 25                           # numbers: so many logits are kept to fit a temperature to
+LOGITS = 2 ** 25                           # so many logits are kept to fit a temperature to
 FITTED = 2 ** 11                           # and the logits of so many tokens at least
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
-# Of one text.  logits [(V,)] of the tested drafted tokens, choice [ids] of the target there, accepted
-# [tokens] of each round that ends within the text, right: tested tokens that the target chose, too
+# Of one text, lists.  Of each tested token: its logits (V,), the target's choice, and whether that
+# is the drafter's; of each round that ends within the text: accepted tokens
 Walk = namedtuple("Walk", "logits choice accepted right")
 
 
@@ -44,9 +46,10 @@ def drafter_of(module):
 
 @torch.no_grad()
 def walk(drafter, batch, text, start):
-    """Draft along a text -> Walk.  text (T,): a prompt of `start` tokens and what the target adds to it.
+    """Draft along a text -> Walk.
 
-    batch: the target's forward over the text, with "kv" {layer: (K, V)} and "hidden" {k: (1, T, D)}.
+    text (T,): a prompt of `start` tokens and the target's continuation.  batch: the target's
+    forward over the text, with "kv" {layer: (K, V)} and "hidden" {k: (1, T, D)}.
     """
     found = Walk([], [], [], [])
     drafter.reset()
@@ -65,7 +68,7 @@ def walk(drafter, batch, text, start):
         while right and len(path) < CHAIN and committed + len(path) < last:
             at = committed + len(path)
             logits = drafter.expand(text[at:at + 1], [len(path) - 1])[0]             # (V,)
-            # One device-to-host sync a token: the drafter's choice, and whether it predicts anything.
+            # One device-to-host sync a token: the drafter's choice, and whether there is one.
             best, token = logits.max(-1)
             best, token = torch.stack((best.double(), token.double())).tolist()
             if best == float("-inf"):                # no prediction
@@ -85,7 +88,7 @@ def walk(drafter, batch, text, start):
 
 # ---------------------------------------------------------------- its temperature
 class Sample:
-    """Logits of tested tokens, evenly over all texts, FITTED of them or more, to fit a temperature to.
+    """Logits of FITTED tested tokens or more, evenly over all texts, to fit a temperature to.
 
     tested: how many there will be at least.  All are kept where the vocabulary is small.
     """
@@ -95,29 +98,29 @@ class Sample:
         self.logits, self.choice = [], []
 
     def add(self, logits, choice):
-        for row, token in zip(logits, choice):
-            share = max(FITTED, LOGITS // len(row)) / max(1, self.tested)
+        for vector, token in zip(logits, choice):
+            share = max(FITTED, LOGITS // len(vector)) / max(1, self.tested)
             share = min(1.0, share)
             # As often as the share says: where its multiple passes a whole number.
             if int((self.seen + 1) * share) > int(self.seen * share):
-                self.logits.append(row)
+                self.logits.append(vector)
                 self.choice.append(token)
             self.seen += 1
 
 
 def cross_entropy(logits, choice, temperature):
-    """Of softmax(logits / temperature), logits (n, V), at the choices (n,): the sum, chunk by chunk."""
+    """Of softmax(logits / temperature), logits (n, V), at the choices (n,): their sum."""
     chunk = max(1, LOGITS // logits.shape[1])
     total = 0.0
-    for rows, labels in zip(logits.split(chunk), choice.split(chunk)):
-        total += F.cross_entropy(rows / temperature, labels, reduction="sum").item()
+    for part, labels in zip(logits.split(chunk), choice.split(chunk)):
+        total += F.cross_entropy(part / temperature, labels, reduction="sum").item()
     return total
 
 
 def greedy_temperature(logits, choice):
-    """Temperature scaling (Guo et al. 2017) -> T for which softmax(logits / T) best predicts the choices.
+    """Temperature scaling (Guo et al. 2017): T for which softmax(logits / T) best predicts choices.
 
-    logits [(V,)], choice [ids] of the target there.  A choice that the drafter cannot predict is left out.
+    logits [(V,)], choice [ids] of the target there, without those that the drafter cannot predict.
     """
     if not logits:
         return 1.0
@@ -127,13 +130,13 @@ def greedy_temperature(logits, choice):
     logits, choice = logits[known], choice[known]
     if not len(choice):
         return 1.0
-    # The cross entropy is convex in 1 / T: on the grid it falls up to its minimum, and rises after it.
+    # The cross entropy is convex in 1 / T: on the grid it falls to its minimum, then it rises.
     low, high = 0, len(GRID) - 1
     while low < high:
         middle = (low + high) // 2
-        falls = cross_entropy(logits, choice, GRID[middle + 1])
-        falls = falls < cross_entropy(logits, choice, GRID[middle])
-        if falls:
+        here = cross_entropy(logits, choice, GRID[middle])
+        after = cross_entropy(logits, choice, GRID[middle + 1])
+        if after < here:
             low = middle + 1
         else:
             high = middle
@@ -142,9 +145,10 @@ def greedy_temperature(logits, choice):
 
 # ---------------------------------------------------------------- all drafters of a run
 def prompts_of(tokens, documents, length, shortest):
-    """Prompts in documents, (n, 3) as prepare.open_split gives them -> start, size, kind: (prompts, 3).
+    """Prompts in documents (n, 3), prepare.open_split's -> start, size, kind: (prompts, 3).
 
-    A chat gives one at most, a plain text one in each piece of `length` tokens that has `shortest` or more.
+    A chat gives one at most, a plain text one in each piece of `length` tokens that has `shortest`
+    or more.
     """
     most = max(1, length - NEW)
     found = []
@@ -155,14 +159,14 @@ def prompts_of(tokens, documents, length, shortest):
             pieces = prepare.pieces_of(pieces, length)
             pieces = pieces[pieces[:, 1] >= shortest]
         for start, size, _ in pieces:
-            asked = prompt_size(tokens[start:start + size], most)
-            if asked:
-                found.append((start, asked, kind))
+            given = prompt_size(tokens[start:start + size], most)
+            if given:
+                found.append((start, given, kind))
     return np.array(found, "i8").reshape(-1, 3)
 
 
 def figures(total):
-    """alpha: accepted / tested drafted tokens; tau: new tokens a round, the target's own one included."""
+    """alpha: accepted / tested drafted tokens; tau: new tokens a round, with the bonus token."""
     return {
         "alpha": total["right"] / max(1, total["tested"]),
         "tau": 1 + total["accepted"] / max(1, total["rounds"]),
@@ -171,7 +175,7 @@ def figures(total):
 
 
 class Evaluation:
-    """Measures drafters on the same held-out pieces and texts each time, evenly over the kinds of text.
+    """Measures drafters on the same held-out pieces and texts each time, evenly over the kinds.
 
     forward(ids, learn, count) -> batch: the frozen target's.  data: train.py's Data.
     """
@@ -195,7 +199,7 @@ class Evaluation:
             prompts.append(np.where(ids < 0, ~ids, ids).tolist())
         ends = [min(a.length, len(ids) + NEW) for ids in prompts]
         texts = continuations(target, prompts, ends)
-        self.texts = []                                                              # (ids, start, kind)
+        self.texts = []                                                         # (ids, start, kind)
         new = 0
         for text, (_, size, kind) in zip(texts, chosen):
             new += len(text) - int(size)

@@ -640,7 +640,7 @@ EDITS["train"] = [
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
     ("the loss of each process is for its own labels", "count = max(1, labels) / processes", "count = max(1, labels)", "parallel"),
-    ("an idle process learns", "                                           # the others wait for a forward", " | learn",
+    ("an idle process learns", "learn[:] = False                       # the others", "pass                                   # the others",
      "parallel"),
     ("Ctrl-C in one process stops that one", "if stopped:\n                jobs.stop(", "if signals:\n                jobs.stop(",
      "parallel"),
@@ -686,19 +686,26 @@ EDITS["checkpoints/convert"] = [
     ("the epsilon is not taken", 'settings["num_attention_heads"], settings["rms_norm_eps"]', 'settings["num_attention_heads"], 1e-6', "convert"),
 ]
 
-EDITS["checkpoints/make"] = [
+EDITS["checkpoints/bigram"] = [
     ("held-out documents are counted into the bigram", "            else:\n                yield ids\n",
      "            if True:\n                yield ids\n", "make"),
 ]
 
 # ---------------------------------------------------------------- beside the nine files
+EDITS["data/files"] = [
+    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
+    ("hidden folders are read", "hidden = any(name.startswith(\".\") for name in names)", "hidden = names[-1].startswith(\".\")", "data"),
+    ("each piece of a text ends it", "waiting.last = piece.first = False", "piece.first = False", "data"),
+    ("a pipe is waited for", "if path.exists() and not path.is_file() and", "if False and", "train::test_mistakes_are_one_sentence"),
+]
 EDITS["data/read"] = [
+    ("a row's numbers are not checked", "                    check_row(row)\n", "", "train::test_mistakes_are_one_sentence"),
+    ("an answer is learned one character late", "np.searchsorted(ends, len(before),", "np.searchsorted(ends, len(before) + 9,", "data"),
     ("categories are no groups", ' or about.get("category")', "", "data train corpus"),
     ("Vicuna's turns are parted by a blank", "ASSISTANT: {{ turn.content }}</s>{% endif %}",
      "ASSISTANT: {{ turn.content }}</s> {% endif %}", "data train corpus"),
     ("choices are not asked", '("question choices", CHOICES),', "", "data train corpus"),
     ("GLIDE's layout is unknown", '"conversation", "messages")', '"messages")', "data train corpus"),
-    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
     ("a killed write leaves half a file", "        write(part)\n        os.replace(part, path)", "        write(path)",
      "data train corpus"),
     ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}', '{"human": "assistant", "gpt": "user"}', "data train corpus"),
@@ -785,7 +792,7 @@ EDITS["runtime/linear"] = [
     ("copies of any size", "or own > LARGEST", ""),
 ]
 EDITS["training/jobs"] = [
-    ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
+    ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
     ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
     ("a foreign state is taken", "if damaged or not whole:", "if damaged:", "train"),
@@ -810,7 +817,11 @@ EDITS["training/continuations"] = [
     ("prompts come twice", "and tuple(ids) not in known:", "and True:", "make"),
     ("a chat's answer is given", "            return chat[:number]\n", "            return chat\n", "make"),
 ]
+EDITS["training/shard"] = [
+    ("other ends of text than the whole model's", 'if (folder / "generation_config.json").exists():', "if False:", "parallel"),
+]
 EDITS["data/prepare"] = [
+    ("an index beyond the tokens", "(start + length <= len(tokens)).all()", "True", "train::test_mistakes_are_one_sentence"),
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
     ("a row's `times` is ignored", 'row.get("times", 1))', "1)", "data train corpus"),
     ("the token file's key ignores content", "                content.update(block)", "                pass",
