@@ -47,7 +47,6 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-import maxgram
 import train
 from checkpoints.bigram import fit_agreement, write_bigram
 from checkpoints.stories import write_corpus

@@ -22,7 +22,6 @@ import edd
 import glide
 import pct
 import verify
-from beyond import eagle
 from checkpoints import convert
 from runtime import load, parts
 from runtime.families import any_target
