@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
 from safetensors.torch import save_file
-from test_glide import batch_of, other, tree_logits, save, text, view
+from test_glide import batch_of, other, save, text, tree_logits, view
 from test_verify import path_to
 
 import cape
@@ -18,7 +18,7 @@ import edd
 import glide
 import verify
 from beyond import eagle, medusa
-from runtime import load, parts
+from runtime import anydraft, load, parts
 from runtime.families import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
@@ -392,7 +392,7 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
 def test_a_part_reads_what_the_target_feeds_it():
     """x comes in the type of `like`, or, for a gradient, keeps its own; a weight that learns is not asked to."""
-    part = parts.Part(torch.nn.Linear(3, 2).bfloat16(), torch.zeros(1, dtype=torch.bfloat16))
+    part = anydraft.Part(torch.nn.Linear(3, 2).bfloat16(), torch.zeros(1, dtype=torch.bfloat16))
     x = torch.ones(3, requires_grad=True)
     assert torch.equal(part(x.detach()), part.module(x.bfloat16())) and part(x).dtype == torch.float32
     part(x).sum().backward()
@@ -413,7 +413,7 @@ def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
     """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
     norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
     norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
-    twin = parts.own_copy(norm)
+    twin = anydraft.own_copy(norm)
     torch.nn.init.ones_(twin.weight), torch.nn.init.zeros_(twin.bias)
     assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta
     torch.testing.assert_close(twin(torch.tensor([0.0, 0.0, 1.0, 1.0])), torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-4, rtol=0)

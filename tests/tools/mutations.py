@@ -514,6 +514,9 @@ EDITS["runtime/parts"] = [
     ("the public theta is not taken", "glide.angles(c.width // c.heads, length, c.theta)", "glide.angles(c.width // c.heads, length)", "convert::test_glide"),
     ("LongSpec with GLIDE's own embedding", 'named = about.get("kind", "").startswith("longspec")', "named = False", "glide::test_longspec_trains_its_layer_alone_and_is_lossless"),
     ("the loss is not passed on", "config.norm, config.loss = norm, loss", "config.norm = norm", "glide"),
+    ("damage is a traceback", "raise ValueError(f\"the drafter in {folder} is damaged", "raise RuntimeError(f\"the drafter in {folder} is damaged", "edd"),
+]
+EDITS["runtime/anydraft"] = [
     ("the embedding's scale is left out", "target.embed = lambda ids: embed(ids) * scale", "target.embed = embed", "edd"),
     ("the logits' scale is left out", "super().forward(x * self.scale)", "super().forward(x)", "edd"),
     ("the frozen head's scale is left out", "target.raw_head(x * target.scale)", "target.raw_head(x)", "edd"),
@@ -525,7 +528,6 @@ EDITS["runtime/parts"] = [
     ("a head's bias is lost", "has_bias = getattr(lm_head, \"bias\", None) is not None", "has_bias = False", "edd"),
     ("hooks stay", "            for hook in hooks:\n                hook.remove()\n", "            pass\n", "edd"),
     ("accelerate's forward is copied", "    vars(twin).pop(\"forward\", None)\n", "", "edd"),
-    ("damage is a traceback", "raise ValueError(f\"the drafter in {folder} is damaged", "raise RuntimeError(f\"the drafter in {folder} is damaged", "edd"),
 ]
 EDITS["runtime/families"] = [
     ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)",
