@@ -1,37 +1,37 @@
-"""EDD: the effective draft decoder, whose soft prompt is what the target has encoded.
+"""EDD: the Effective Draft Decoder, for which the target's hidden states are a soft prompt.
 
-Effective Draft Decoder with Pruned Candidate Tree (ACL 2025), section 3.1, Figures 2 and 3(a), appendix B;
-its baselines VDM, MEDUSA-1 (arXiv 2401.10774) and EAGLE (arXiv 2401.15077) of appendix A.
+Effective Draft Decoder with Pruned Candidate Tree (ACL 2025): section 3.1, Figures 2 and 3(a), and
+appendix B; the vanilla draft model (VDM) of appendix A.
 
-The idea.  While verifying, the target has encoded all that is committed: its hidden states H are there for
-free.  EDD is one layer of the target's own kind that reads H, unchanged, as a prompt before the embeddings
-of what it drafts.  Training imitates drafting with a mask of two blocks: a token sees those of its own block
-up to itself and the hidden states of the blocks before.  The loss is KL divergence to the target.
+The idea.  While the target verifies, it encodes all committed tokens, and its hidden states H come
+at no cost.  EDD is one layer of the target's own class.  It reads H as a prompt before the
+embeddings of the tokens that it drafts.  In decoding the prompt ends where the drafting begins.
+Training imitates this with a mask of two blocks: a token sees the tokens of its own block up to
+itself, and the hidden states of the blocks before.  The loss is the KL divergence to the target.
 
-    paper                              shape       name here
-    T = (t_1 ... t_n)                  (B, T)      ids
-    H = (h_1 ... h_n)                  (B, T, D)   hidden: hidden_states[-4], the fourth-to-last layer's
-    L                                  int         block: drawn from 5 ... 10 at each step (config.blocks)
-    P_d(t_i | t_<i, H), Eq. 2          (B, T, V)   EDD.forward and its head: T and H go in (teacher forcing)
-    P_d(t_i | t_{jL:i}, h_<jL), Eq. 3  (T, 2T)     dual_block_mask, Figure 3(a): hidden states, then tokens
-    KL(P_t || P_d), Eq. 4              ()          kl
-    f (the baselines')                 (B, T, D)   feature: hidden_states[-1], which is normed
+    paper                              shape      name here
+    T = (t_1, t_2, ...)                (B, T)     ids; all indices in this file count from 0
+    H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
+    L                                  int        block: the length of a block of the mask
+    P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
+    h_0 ... h_{jL-1}, Eq. 3            (T, T)     the left half of dual_block_mask
+    t_{jL} ... t_i, Eq. 3              (T, T)     the right half of dual_block_mask
+    D_KL(P_t || P_d), Eq. 4            ()         kl
 
 Differences from the paper:
- 1. Eq. 3 prints h up to j L, which would give t_{jL+1} away; its prose, the official code and this file use
-    those strictly before the block: P(t_{i+1} | t_{jL ... i}, h_{<jL}), j = floor(i / L), all counted from 0.
- 2. "The 28th layer" of 32 counts from 0: hidden_states[-4] of Hugging Face, where the last one is normed.
- 3. With one layer the soft prompt's keys and values depend on (h_i, i) alone: decoding computes each once.
- 4. The VDM ("without encoding result") is a one-layer language model.  Its loss is not stated: both are here.
- 5. The layer attends to everything, also where the target's slides a window.
- 6. A sum of losses is divided by the rows that are learned from, also where a baseline lacks a window's ends.
- 7. EAGLE and MEDUSA-1 are the published architectures (checkpoints/convert.py takes their weights), but draft
-    any tree.  EAGLE learns without noise.  MEDUSA's head k predicts t_{i+2+k} from f_i (t_{i+1} is the root).
- 8. EAGLE's SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D); that of the cross
-    entropy does not.  The published balance, 0.1 CE at D = 4096, is 0.1 sqrt(4096 / D) CE at width D.
+ 1. Eq. 3 prints h_{<=jL}.  For i = jL this is a state that has read t_i, the token to predict.
+    The prose of section 3.1, the official code and this file use h_{<jL}.
+ 2. The paper reads "the fourth-to-last layer" and calls it the 28th of 32.  This counts from 0:
+    it is hidden_states[-4] of Hugging Face, whose first entry are the embeddings.
+ 3. There is one layer, so the keys and values of h_i depend on h_i and i alone.  Training computes
+    nothing else of the soft prompt.  Decoding computes them once, when a token is committed.
+ 4. The VDM ("w/o encoding result") is a language model of one layer.  The paper does not state its
+    loss: "vdm" learns by KL, "vdm-ce" by cross entropy.
+ 5. The layer attends to all positions, also where the target's own uses a sliding window.
+ 6. A sum of losses is divided by the number of rows that the loss mask keeps.
 
-Alone in a project: this file, a drafter from train.py, a Llama, Mistral or Qwen2 (others: runtime/parts.py).
-Greedy chains of five, without a cache for the target:
+Alone in a project: this file, a drafter from train.py, a Llama, Mistral or Qwen2 (for other
+families: runtime/parts.py).  Greedy chains of five, without a KV cache for the target:
 
     import torch, edd
     from types import SimpleNamespace
@@ -42,28 +42,31 @@ Greedy chains of five, without a cache for the target:
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states[layer][0]
         while len(ids) < 30:
-            t = len(ids) - 1                                     # committed: all but the last token, the root
-            drafter.begin(SimpleNamespace(tokens=ids[seen:t], length=t, hidden={layer: states[seen:t]}))
+            t = len(ids) - 1                                 # committed: all but the root
+            new = {layer: states[seen:t]}
+            drafter.begin(SimpleNamespace(tokens=ids[seen:t], length=t, hidden=new))
             chain, seen = ids[-1:], t
             for i in range(5):
-                logits = drafter.expand(chain[-1:], [i - 1])     # node i hangs from node i - 1
+                logits = drafter.expand(chain[-1:], [i - 1])     # the parent of node i is i - 1
                 chain = torch.cat((chain, logits.argmax(-1)))
             out = model(torch.cat((ids[:-1], chain))[None], output_hidden_states=True)
             states, choice = out.hidden_states[layer][0], out.logits[0, t:].argmax(-1)
             accepted = (chain[1:] == choice[:-1]).long().cumprod(0).sum().item()
-            drafter.keep(list(range(min(accepted + 1, 5))))      # the nodes that stay, root first
+            drafter.keep(list(range(min(accepted + 1, 5))))      # accepted nodes, root first
             ids = torch.cat((ids, choice[:accepted + 1]))
 
-view.tokens (k,), view.hidden[layer] (k, D): what was committed since the last begin(), prompt included;
-view.length: all of it.  A tree: expand(tokens (3,), [0, 0, 1]) gives logits (3, V) of two nodes below node 0
-and one below node 1, numbered as given to expand since begin(); confidence(...) their calibrated softmax.
+begin(view): view.tokens (k,) and view.hidden[layer] (k, D) are of the tokens committed since the
+last begin, the prompt included; view.length counts all committed tokens.  A tree is drafted alike:
+after the root, expand(tokens (3,), [0, 0, 1]) gives logits (3, V) of two children of the root and a
+child of the first.  Nodes are numbered in the order given to expand.  confidence(...) is the
+calibrated softmax.
 
     python edd.py           # the demo: training under the mask and decoding give the same logits
-    python train.py edd vdm eagle medusa
+    python train.py edd vdm
 """
 import copy
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -71,108 +74,138 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.llama.modeling_llama import rotate_half
 
 HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
-BLOCKS = (5, 10)                 # appendix B: block lengths are drawn from this range, both ends included
-HEADS = 5                        # MEDUSA's K
-DECAY = 0.8                      # MEDUSA: head k's loss has the weight 0.8^k
-W_CLS = 0.1                      # EAGLE: weight of the cross entropy beside SmoothL1 ...
-PUBLISHED = 4096                 # ... at this width
-# What a name means to train.py: Table 3's ablations of training, appendix A's VDM, Table 1's baselines.
+BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
+# Names for train.py: EDD and the ablations of its training in Table 3, the VDM of appendix A.
 VARIANTS = {
-    "edd": {}, "edd-ce": {"loss": "ce"}, "edd-fixed": {"blocks": (5, 5)},
-    "vdm": {"encoding": False}, "vdm-ce": {"encoding": False, "loss": "ce"},
-    "eagle": {"kind": "eagle", "hidden": -1, "loss": "smooth l1 + ce"},
-    "medusa": {"kind": "medusa", "hidden": -1, "loss": "ce"},
+    "edd": {},
+    "edd-ce": {"loss": "ce"},
+    "edd-fixed": {"blocks": (5, 5)},
+    "vdm": {"encoding": False},
+    "vdm-ce": {"encoding": False, "loss": "ce"},
 }
 
 @dataclass
 class Config:
-    """vocab, width: the target's.  hidden: index into hidden_states, from 1 (the first layer's output) on."""
+    """vocab, width: the target's.  hidden: index of hidden_states, 1: the first layer's output."""
     vocab: int
     width: int
     hidden: int
-    encoding: bool = True            # False: the vanilla draft model (VDM)
+    encoding: bool = True            # False: the VDM, which reads no hidden states
     loss: str = "kl"                 # or "ce"
     blocks: tuple = BLOCKS
-    kind: str = "edd"                # or "eagle", "medusa", each with its own loss
-    heads: int = HEADS               # MEDUSA's K
-    bias: bool = True                # of EAGLE's fc: some of the published ones have none
+    kind = "edd"                     # no field: the name of this class of Config in a checkpoint
 
     @classmethod
     def for_target(cls, model, hidden=HIDDEN, **more):
-        """hidden: as Python indexes Hugging Face's hidden_states (N_T + 1 entries, first the embeddings)."""
+        """The Config for a Hugging Face model.  hidden may be negative, as Python indexes lists.
+
+        Raises ValueError where hidden_states[hidden] is not the output of a layer.
+        """
         c = model.config.get_text_config()
-        index = hidden if hidden >= 0 else c.num_hidden_layers + 1 + hidden
-        if not 1 <= index <= c.num_hidden_layers:
-            raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: it has layers 1 "
-                             f"to {c.num_hidden_layers}; pick one with --hidden")
+        index = hidden
+        if hidden < 0:
+            index = c.num_hidden_layers + 1 + hidden
+        if index < 1 or index > c.num_hidden_layers:
+            raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: it has "
+                             f"layers 1 to {c.num_hidden_layers}; pick one with --hidden")
         return cls(c.vocab_size, c.hidden_size, index, **more)
 
+# ---------------------------------------------------------------- equations 3 and 4
 def dual_block_mask(length, block):
-    """Figure 3(a) -> (length, 2 * length) bool: what token i sees of hidden states (left) and tokens."""
-    of = torch.arange(length) // block                         # (T,): j of each token
-    hidden = of[:, None] > of[None, :]                         # h_{<jL}: hidden states of earlier blocks
-    tokens = of[:, None] == of[None, :]                        # t_{jL ... i}: its own block, up to itself
-    return torch.cat((hidden, tokens.tril()), 1)
+    """Eq. 3, Figure 3(a) -> (length, 2 * length) bool: what token i sees, hidden states first."""
+    j = torch.arange(length) // block                          # (T,): the block of each token
+    hidden = j[:, None] > j[None, :]                           # h_{<jL}: of the blocks before
+    tokens = j[:, None] == j[None, :]                          # of its own block ...
+    tokens = tokens.tril()                                     # ... up to itself: t_{jL} ... t_i
+    return torch.cat((hidden, tokens), 1)
 
 def kl(p_target, logits):
-    """D_KL(P_t || P_d) (Eq. 4), summed over rows.  p_target (n, V) sums to 1, logits (n, V) -> ()."""
+    """Eq. 4, D_KL(P_t || P_d), summed over rows.  p_target, logits (n, V) -> ()"""
     log_p_draft = logits.float().log_softmax(-1)
-    return F.kl_div(log_p_draft, p_target, reduction="sum")    # sum_x P_t(x) log(P_t(x) / P_d(x))
+    # sum_x P_t(x) log(P_t(x) / P_d(x))
+    return F.kl_div(log_p_draft, p_target, reduction="sum")
 
-# ---------------------------------------------------------------- the draft model: what training runs
+def cross_entropy(head, x, labels):
+    """Summed over rows.  x (n, D), which the head reads; labels: ids (n,) or p (n, V) -> ()"""
+    return F.cross_entropy(head(x).float(), labels, reduction="sum")
+
+# ---------------------------------------------------------------- the draft model
 class DraftModel(nn.Module):
-    """What EDD and its baselines share.  runtime/parts.py overrides methods for families unlike Llama."""
+    """One layer of the target's class.  runtime/parts.py overrides methods for other families."""
+    config_class = Config
 
     def __init__(self, config, model):
         super().__init__()
         self.config = config
-        self.target = SimpleNamespace()                        # no module: its parts are not saved with ours
+        # The target's own parts are no submodules: they are not saved with the drafter.
+        self.target = SimpleNamespace()
         self.take(model, model.get_decoder())
 
     def take(self, model, decoder):
-        """The target's embedding and head, which get no gradient, whatever their flags say."""
-        target = self.target
-        target.embed = torch.no_grad()(model.get_input_embeddings().forward)
-        head = model.get_output_embeddings().weight.detach()
-        target.head = partial(F.linear, weight=head)
-        target.rotary = decoder.rotary_emb
-        target.like = decoder.norm.weight.detach()             # where ours lies, and of which type
+        """Remember what the drafter uses of the target.  It gets no gradient."""
+        self.target.rotary = decoder.rotary_emb
+        # A tensor whose device and type are those of the drafter
+        self.target.like = decoder.norm.weight.detach()
 
     def own(self, module):
-        """A copy of a part of the target, which learns."""
+        """A trainable copy of a part of the target."""
         return copy.deepcopy(module).requires_grad_(True)
 
     def fresh_layer(self, model):
-        """A layer of the class of the target's last, initialised as the target was."""
+        """A layer of the class of the target's last one, initialised as the target was."""
         decoder = model.get_decoder()
         layer_class = type(decoder.layers[-1])
         layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
         layer.apply(model._init_weights)
         return layer.to(self.target.like)
 
-    def rows(self, x, position, mask, cache=None):
-        """One pass through the layer.  x (B, m, D), position (1, m), mask (m, keys) or None -> (B, m, D)."""
-        turn = self.target.rotary(x, position)
+    def run_layer(self, x, position, mask, cache=None):
+        """The layer over x (B, m, D) at position (1, m) -> (B, m, D).
+
+        mask (m, keys) bool; None: all keys are seen.  cache.update(k, v) gives keys and values.
+        """
+        cos_sin = self.target.rotary(x, position)
         if mask is not None:
             mask = torch.where(mask, 0.0, float("-inf"))       # added to the scores
-            mask = mask.to(x.dtype)[None, None]
+            mask = mask.to(x.dtype)[None, None]                # (1, 1, m, keys)
         return self.layer(x, attention_mask=mask, position_ids=position, past_key_values=cache,
-                          position_embeddings=turn)
+                          position_embeddings=cos_sin)
+
+    def keys_values(self, x, position):
+        """The KV entries of x (B, m, D) at position (1, m), alone -> k, v (B, H, m, d)"""
+        x = self.layer.input_layernorm(x)
+        cos_sin = self.target.rotary(x, position)
+        return keys_values(self.layer.self_attn, x, *cos_sin)
 
     def causal(self, x):
-        """All positions at once, each seeing those up to itself.  x (B, T, D) -> (B, T, D)."""
+        """The layer over all positions, each of which sees those up to itself.  x (B, T, D)"""
         position = torch.arange(x.shape[1], device=x.device)
         mask = position[:, None] >= position[None, :]
-        return self.rows(x, position[None], mask)
+        return self.run_layer(x, position[None], mask)
 
-def cross_entropy(head, x, meant):
-    """Summed over rows x (m, D); meant: ids (m,), or distributions (m, V)."""
-    return F.cross_entropy(head(x).float(), meant, reduction="sum")
+def keys_values(attention, x, cos, sin):
+    """k = RoPE(W_k x), v = W_v x.  x (B, m, D) is normed, cos and sin (1, m, d) -> (B, H, m, d)"""
+    heads = (-1, attention.head_dim)
+    k = attention.k_proj(x).unflatten(-1, heads).transpose(1, 2)
+    v = attention.v_proj(x).unflatten(-1, heads).transpose(1, 2)
+    k = k * cos[:, None] + rotate_half(k) * sin[:, None]
+    return k, v
+
+class SoftPrompt:
+    """Stands for the layer's cache in training: the KV entries of H, (B, H, T, d) each."""
+
+    def __init__(self, k, v):
+        self.k, self.v = k, v
+
+    def update(self, k, v, *args, **kwargs):
+        """-> keys and values of the soft prompt, then of the tokens"""
+        return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
 
 class EDD(DraftModel):
-    """EDD or VDM: the target's embedding and head, trained on, around one fresh layer."""
+    """EDD, or the VDM: a fresh layer between copies of the target's embedding and head."""
 
     def __init__(self, config, model):
         super().__init__(config, model)
@@ -183,68 +216,83 @@ class EDD(DraftModel):
         self.norm.apply(model._init_weights)
 
     def forward(self, ids, hidden, block):
-        """ids (B, T), hidden (B, T, D) of the target, block: L -> (B, T, D), which the head reads."""
-        T = ids.shape[1]
-        tokens = self.embed(ids)                                                       # (B, T, D)
+        """Eq. 2, teacher forcing.  ids (B, T), hidden (B, T, D), block: L -> (B, T, D), normed"""
+        x = self.embed(ids)                                                    # (B, T, D)
         if not self.config.encoding:
-            return self.norm(self.causal(tokens))
-        # P_d(T | H), Eq. 2: both go in, hidden states first, each at its own position
-        x = torch.cat((hidden.to(tokens.dtype), tokens), 1)                            # (B, 2T, D)
-        position = torch.arange(T, device=ids.device)[None]
-        position = position.repeat(1, 2)                                               # (1, 2T)
-        # Eq. 3: what a token sees.  Hidden states are keys only; that each sees itself makes no difference.
-        mask = torch.eye(2 * T, dtype=torch.bool)
-        mask[T:] = dual_block_mask(T, block)
-        x = self.rows(x, position, mask.to(ids.device))                                # (B, 2T, D)
-        return self.norm(x[:, T:])
+            return self.norm(self.causal(x))
+        # The soft prompt: h_i stands at position i, as t_i does.
+        T = ids.shape[1]
+        position = torch.arange(T, device=ids.device)[None]                    # (1, T)
+        k, v = self.keys_values(hidden.to(x.dtype), position)                  # (B, H, T, d)
+        # Eq. 3: what token i sees of hidden states and of tokens
+        mask = dual_block_mask(T, block).to(ids.device)                        # (T, 2T)
+        x = self.run_layer(x, position, mask, SoftPrompt(k, v))                # (B, T, D)
+        return self.norm(x)
 
     def divergence(self, x, target_logits):
-        """Eq. 4, summed over rows x (m, D)."""
-        p_target = target_logits.float().softmax(-1)                                   # (m, V)
+        """Eq. 4, summed over rows.  x (n, D), target_logits (n, V) -> ()"""
+        p_target = target_logits.float().softmax(-1)                           # (n, V)
         return kl(p_target, self.head(x))
 
     def loss(self, batch):
-        """batch: ids; hidden {k: (B, T, D)}; the target's logits; block: L, or None: drawn by `random`;
-        learn (B, T): which rows count, `count` of them; sum(f, learn, *rows): f of these rows, as a sum.
+        """The mean loss of a step of train.py, whose docstring lists the entries of `batch`.
+
+        "learn" (B, T) is the loss mask, "count" its size; "sum" adds up a loss over masked rows.
         """
-        low, high = self.config.blocks
-        block = batch["block"] or int(batch["random"].integers(low, high + 1))
-        hidden = batch["hidden"].get(self.config.hidden)                               # None for the VDM
-        x = self(batch["ids"], hidden, block)                                          # (B, T, D)
+        # Section 3.1: a block length for each step
+        block = batch["block"]
+        if block is None:
+            low, high = self.config.blocks
+            block = int(batch["random"].integers(low, high + 1))
+        hidden = batch["hidden"].get(self.config.hidden)       # (B, T, D); None for the VDM
+        x = self(batch["ids"], hidden, block)                                  # (B, T, D)
         loss = self.divergence
-        meant = batch["logits"]
+        labels = batch["logits"]                                               # (B, T, V)
         if self.config.loss == "ce":
             loss = partial(cross_entropy, self.head)
-            meant = batch["ids"].roll(-1, 1)
-        total = batch["sum"](loss, batch["learn"], x, meant)
+            labels = batch["ids"].roll(-1, 1)                  # (B, T): t_{i+1}
+        total = batch["sum"](loss, batch["learn"], x, labels)
         return total / batch["count"]
 
 # ---------------------------------------------------------------- decoding
-class Rows:
-    """Preallocated keys and values of one layer, as a transformers layer asks for its cache."""
+class Cache:
+    """The KV entries of one layer, preallocated: (1, H, allocated, d) each."""
 
     def __init__(self):
-        self.rows = 0
-        self.kept = {}                                         # 0: keys, 1: values, (1, H, rows, d) each
+        self.allocated = 0
+        self.kept = {}                   # "keys" and "values", from the first write on
 
-    def reserve(self, rows):
-        if rows > self.rows:
-            more = max(1024, 2 * rows) - self.rows             # so that growing costs each row a constant
-            for i, kept in self.kept.items():
-                self.kept[i] = F.pad(kept, (0, 0, 0, more))
-            self.rows += more
+    def reserve(self, length):
+        """Allocate for `length` tokens.  Doubling makes growth a constant cost for each."""
+        if length > self.allocated:
+            more = max(1024, 2 * length) - self.allocated
+            for name, entries in self.kept.items():
+                self.kept[name] = F.pad(entries, (0, 0, 0, more))
+            self.allocated += more
+
+    def write(self, k, v, slots):
+        """Put k, v (1, H, m, d) into slots (m,)."""
+        for name, entries in (("keys", k), ("values", v)):
+            if name not in self.kept:
+                none = entries[:, :, :0]                       # (1, H, 0, d)
+                self.kept[name] = F.pad(none, (0, 0, 0, self.allocated))
+            self.kept[name].index_copy_(2, slots, entries)
+
+class WriteAndRead:
+    """Stands for the layer's cache in one forward: writes slots, reads up to an end."""
+
+    def __init__(self, cache, slots, end):
+        self.cache, self.slots, self.end = cache, slots, end
 
     def update(self, k, v, *args, **kwargs):
-        """Write rows (1, H, m, d) at self.slots (m,) -> the first self.read rows (views)."""
-        for i, new in enumerate((k, v)):
-            if i not in self.kept:
-                self.kept[i] = F.pad(new[:, :, :0], (0, 0, 0, self.rows))
-            self.kept[i].index_copy_(2, self.slots, new)
-        return [kept[:, :, :self.read] for kept in self.kept.values()]
+        """Write the nodes' entries -> views of all entries before `end`, (1, H, end, d) each"""
+        self.cache.write(k, v, self.slots)
+        kept = self.cache.kept
+        return kept["keys"][:, :, :self.end], kept["values"][:, :, :self.end]
 
 class Drafter:
-    """Decoding with an EDD or a VDM, step by step."""
-    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
+    """Decoding with an EDD or a VDM, by the contract of a drafter in verify.py."""
+    temperature = 1.0                # calibrates its confidence in the target's greedy choice
 
     def __init__(self, model):
         self.model = model.eval()
@@ -253,223 +301,123 @@ class Drafter:
         self.needs = {}
         if self.config.encoding:
             self.needs["hidden"] = (self.config.hidden,)
-        self.cache = Rows()
+        self.cache = Cache()
         self.reserve = self.cache.reserve
         self.reset()
 
     def reset(self):
         """Forget the sequence."""
-        self.t = 0                       # committed tokens
-        self.pending = []                # their rows (k, D) of the layer's input, not in the cache yet
+        self.length = 0                  # committed tokens
+        self.t = 0                       # their entries in the cache, which come before the nodes'
+        self.paths = []                  # paths[i]: node i's ancestors, root first, and itself
 
     @torch.no_grad()
     def begin(self, view):
-        """A round starts: the rows of the tokens committed since the last one will join its first step."""
-        self.t = view.length
-        rows = self.prompt(view)                                                       # (k, D)
-        self.lines = []                  # lines[i]: node i's ancestors, root first, and itself
-        if 0 < len(rows) == self.t:      # a whole prompt, which may be long: by itself it takes no mask
-            slots = torch.arange(self.t, device=rows.device)
-            self.reserve(self.t)
-            self.run(self.t, rows, slots, slots, None)
-        else:
-            self.pending.append(rows)
+        """A round starts: encode the tokens committed since the last one."""
+        self.next_round(view)
+        self.encode(self.inputs(view))
 
-    def prompt(self, view):
-        """What the layer reads in the place of the committed tokens, (k, D)."""
+    def next_round(self, view):
+        """Forget the nodes of the last round, and count its committed tokens."""
+        first = view.length - len(view.tokens)
+        assert first == self.length, f"cannot go on from token {first} after {self.length}"
+        self.length = view.length
+        self.paths = []
+
+    def inputs(self, view):
+        """What the layer reads of newly committed tokens: H, or the VDM embeddings -> (k, D)"""
         if self.config.encoding:
             hidden = view.hidden[self.config.hidden]
             return hidden.to(self.model.embed.weight)
         return self.model.embed(view.tokens.to(self.device))
 
+    def encode(self, x):
+        """Append the KV entries of committed tokens to the cache.  x (k, D)"""
+        if not len(x):
+            return
+        start = self.t
+        self.t += len(x)
+        self.reserve(self.t)
+        slots = torch.arange(start, self.t, device=x.device)                   # (k,)
+        k, v = self.model.keys_values(x[None], slots[None])                    # (1, H, k, d)
+        self.cache.write(k, v, slots)
+
     @torch.no_grad()
     def expand(self, tokens, parents):
-        """One forward over m new nodes.  tokens (m,), parents [m ints], -1 for the root -> logits (m, V)."""
-        x = self.model.embed(tokens.to(self.device))                                   # (m, D)
-        rows = self.layer_rows(x, parents)
-        rows = self.model.norm(rows)                                                   # (m, D)
-        return self.model.head(rows)
+        """One forward over new nodes.  tokens (m,), parents [m], the root's: -1 -> logits (m, V)"""
+        x = self.model.embed(tokens.to(self.device))                           # (m, D)
+        x = self.run_nodes(x, parents)                                         # (m, D)
+        return self.model.head(self.model.norm(x))
 
     def confidence(self, tokens, parents):
-        """As expand -> probabilities (m, V) that each token is the target's greedy choice, calibrated."""
+        """As expand -> (m, V): calibrated probabilities of being the target's greedy choice"""
         logits = self.expand(tokens, parents).float()
-        return (logits / self.temperature).softmax(-1).nan_to_num(0.0)     # zeros for a row of -inf
+        p = (logits / self.temperature).softmax(-1)
+        return p.nan_to_num(0.0)                               # a row of -inf: no prediction
 
     def keep(self, path):
-        """Drafted rows are forgotten: what was accepted comes back as hidden states in the next view."""
+        """Drafted entries are forgotten: accepted tokens come back as hidden states."""
 
-    def grow(self, parents):
-        """New nodes below these -> the line of each: its ancestors, root first, and itself."""
+    def add_paths(self, parents):
+        """Number new nodes -> the path of each."""
         for parent in parents:
-            above = self.lines[parent] if parent >= 0 else []
-            self.lines.append(above + [len(self.lines)])
-        return self.lines[-len(parents):]
+            above = self.paths[parent] if parent >= 0 else []
+            self.paths.append(above + [len(self.paths)])
+        return self.paths[-len(parents):]
 
-    def layer_rows(self, x, parents):
-        """The layer's rows of m new nodes, x (m, D) -> (m, D).  Those of pending tokens come before them."""
-        lines = self.grow(parents)
-        x = torch.cat((*self.pending, x))                                              # (p + m, D)
-        self.pending = []
-        n = len(x)
-        nodes = len(self.lines)
-        p = n - len(lines)
-        keys = self.t + nodes
-        # A lone row behind a chain sees all; a committed one sees all up to its place, which is its position.
-        slots = torch.arange(keys - n, keys, device=x.device)                          # (n,)
+    def run_nodes(self, x, parents):
+        """The layer over m new nodes, x (m, D) -> (m, D).  They see the prefix and their paths."""
+        paths = self.add_paths(parents)
+        m, nodes = len(paths), len(self.paths)
+        end = self.t + nodes
+        slots = torch.arange(end - m, end, device=x.device)                    # (m,)
         position, mask = slots, None
-        if n > 1 or len(lines[0]) < nodes:
-            mask = torch.arange(keys, device=x.device) <= slots[:, None]               # (n, keys)
-            # A node sees the prefix and its own line, which is as long as it is deep.
-            row = [i for i, line in enumerate(lines) for _ in line]
-            sees = torch.zeros(len(lines), nodes, dtype=torch.bool)
-            sees[row, sum(lines, [])] = True
-            sees = sees.to(x.device, non_blocking=True)
-            mask[p:, self.t:] = sees
-            of_nodes = self.t - 1 + sees.sum(1)
-            position = torch.cat((slots[:p], of_nodes))
-        self.reserve(keys)
-        rows = self.run(keys, x, position, slots, mask)[0]
-        return rows[p:]
+        # The last node of a chain sees all entries, and stands at the position of its slot.
+        if m > 1 or len(paths[0]) < nodes:
+            sees = self.tree_mask(paths).to(x.device, non_blocking=True)       # (m, nodes)
+            prefix = sees.new_ones(m, self.t)
+            mask = torch.cat((prefix, sees), 1)                                # (m, end)
+            # A path has one node for each depth, and the root is at position t.
+            position = self.t + sees.sum(1) - 1
+        self.reserve(end)
+        return self.run(end, x, position, slots, mask)[0]
 
-    def run(self, keys, x, position, slots, mask):
-        """x (n, D), written at slots (n,), sees by mask (n, keys), None: up to its own -> [rows (n, D)]."""
-        self.cache.slots = slots
-        self.cache.read = keys
-        rows = self.model.rows(x[None], position[None], mask, self.cache)              # (1, n, D)
-        return [rows[0]]
+    def tree_mask(self, paths):
+        """paths [m lists of nodes] -> (m, nodes) bool: node i sees its path."""
+        sees = torch.zeros(len(paths), len(self.paths), dtype=torch.bool)
+        rows, columns = [], []
+        for row, path in enumerate(paths):
+            rows += [row] * len(path)
+            columns += path
+        sees[rows, columns] = True
+        return sees
 
-# ---------------------------------------------------------------- the baselines: EAGLE and MEDUSA-1
-class Eagle(DraftModel):
-    """EAGLE: one layer predicts f_i from t_i and f_{i-1}, or, in drafting, its own prediction of that."""
+    def run(self, end, x, position, slots, mask):
+        """One forward of tensors alone, which runtime/graphs.py gives static shapes -> [(m, D)]
 
-    def __init__(self, config, model):
-        super().__init__(config, model)
-        width = config.width
-        self.fc = nn.Linear(2 * width, width, config.bias).to(self.target.like)
-        self.layer = self.fresh_layer(model)
-        self.layer.input_layernorm = nn.Identity()             # the first norm is left out
+        x (m, D), position, slots (m,), mask (m, end) or None: all of the entries before `end`
+        """
+        cache = WriteAndRead(self.cache, slots, end)
+        x = self.model.run_layer(x[None], position[None], mask, cache)         # (1, m, D)
+        return [x[0]]
 
-    def inputs(self, ids, before):
-        """ids (..., m), before (..., m, D): the feature of the token before each -> (..., m, D)."""
-        x = torch.cat((self.target.embed(ids), before), -1)                            # (..., m, 2 D)
-        x = x.to(self.fc.weight.dtype)
-        return self.fc(x).to(x.dtype)          # under autocast, too, as precise as the weights
+# ---------------------------------------------------------------- from a checkpoint
+def load(folder, model, draft_class=EDD, drafter_class=Drafter):
+    """A checkpoint of train.py -> its drafter, in the type of the target `model`, and training.json
 
-    def forward(self, ids, feature):
-        """ids (B, T), feature (B, T, D) of the target -> (B, T - 1, D): f_1 ... of t_1 ..., f_0 ..."""
-        return self.causal(self.inputs(ids[:, 1:], feature[:, :-1]))
-
-    def loss(self, batch):
-        """As EDD's, but the first row has no prediction: SmoothL1(f^_i, f_i) + w_cls CE(P_t, P_d)."""
-        width = self.config.width
-        weight = W_CLS * (PUBLISHED / width) ** 0.5
-
-        def both(predicted, feature, target_logits):
-            p_target = target_logits.float().softmax(-1)                               # (m, V)
-            distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
-            return distance / width + weight * cross_entropy(self.target.head, predicted, p_target)
-        feature = batch["hidden"][self.config.hidden]                                  # (B, T, D)
-        predicted = F.pad(self(batch["ids"], feature), (0, 0, 1, 0))
-        learn = F.pad(batch["learn"][:, 1:], (1, 0))                                   # (B, T)
-        total = batch["sum"](both, learn, predicted, feature, batch["logits"])
-        return total / batch["count"]
-
-class EagleDrafter(Drafter):
-    """Decoding with EAGLE: committed tokens' rows are made of true features, drafted ones' of predicted."""
-    seen = 0                         # tokens whose features have been shown
-
-    def prompt(self, view):
-        new = view.hidden[self.config.hidden].to(self.device)                          # (k, D)
-        start = view.length - len(new)
-        assert start in (0, self.seen), f"EAGLE remembers one feature, and cannot go on from token {start}"
-        self.seen = view.length
-        # Each token goes with the feature before it: the first of all has none, and so no row.
-        self.t -= 1
-        tokens = view.tokens.to(self.device)
-        if start:
-            new = torch.cat((self.features[:1], new))
-        else:
-            tokens = tokens[1:]
-        self.features = new[-1:]               # (1 + nodes, D): of the last committed token, then each node's
-        return self.model.inputs(tokens, new[:-1])
-
-    @torch.no_grad()
-    def expand(self, tokens, parents):
-        """A node needs its parent's prediction: one whose parent comes in this call takes another forward."""
-        known = [parent < len(self.lines) for parent in parents]
-        if not all(known):
-            first = known.index(False)
-            before = self.expand(tokens[:first], parents[:first])
-            after = self.expand(tokens[first:], parents[first:])
-            return torch.cat((before, after))
-        feature = self.features[[parent + 1 for parent in parents]]
-        x = self.model.inputs(tokens.to(self.device), feature)                         # (m, D)
-        rows = self.layer_rows(x, parents)
-        self.features = torch.cat((self.features, rows))
-        return self.model.target.head(rows)
-
-class Medusa(DraftModel):
-    """MEDUSA-1: K heads on the feature of one token.  Each starts as the target's own (W_k, b_k = 0)."""
-
-    def __init__(self, config, model):
-        super().__init__(config, model)
-        width = config.width
-        self.heads, self.w = nn.ModuleList(), nn.ModuleList()
-        for _ in range(config.heads):
-            w = nn.Linear(width, width).to(self.target.like)
-            nn.init.zeros_(w.weight)
-            nn.init.zeros_(w.bias)
-            self.w.append(w)
-            self.heads.append(self.own(model.get_output_embeddings()))
-
-    def forward(self, f):
-        """f (..., D) -> f + SiLU(W_k f + b_k), which head k reads, of each k."""
-        f = f.to(self.w[0].weight)
-        return [f + F.silu(w(f)) for w in self.w]
-
-    def loss(self, batch):
-        """As EDD's: sum_k 0.8^k CE(head_k(f_i), t_{i+2+k})."""
-        loss = 0
-        rows = self(batch["hidden"][self.config.hidden])
-        for k, (head, x) in enumerate(zip(self.heads, rows)):
-            # t_{i+2+k} counts for row i if it does for the row before its own
-            learn = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]                       # (B, T)
-            following = batch["ids"].roll(-2 - k, 1)
-            of_head = partial(cross_entropy, head)
-            loss += DECAY ** k * batch["sum"](of_head, learn, x, following)
-        return loss / batch["count"]
-
-class MedusaDrafter(Drafter):
-    """Decoding with MEDUSA-1: all heads run once a round, on the last committed token's feature."""
-
-    @torch.no_grad()
-    def begin(self, view):
-        self.lines = []
-        last = view.hidden[self.config.hidden][-1]                                     # (D,)
-        rows = [head(x) for head, x in zip(self.model.heads, self.model(last))]
-        rows.append(torch.full_like(rows[0], float("-inf")))           # beyond the last head: no way on
-        self.table = torch.stack(rows)                                                 # (K + 1, V)
-
-    def expand(self, tokens, parents):
-        last = self.config.heads
-        heads = [min(len(line) - 1, last) for line in self.grow(parents)]    # head d: after a node at depth d
-        return self.table[heads]
-
-# What a checkpoint's kind means: the draft model, and what decodes with it.
-KINDS = {"edd": (EDD, Drafter), "eagle": (Eagle, EagleDrafter), "medusa": (Medusa, MedusaDrafter)}
-
-def load(folder, model, length=None, kinds=KINDS):
-    """Read a checkpoint of train.py for the target `model` -> (Drafter in its dtype, training.json)."""
+    Raises ValueError where the checkpoint was made for another target.
+    """
     from safetensors.torch import load_file
     about = json.loads(Path(folder, "training.json").read_text())
-    config = Config(**about["config"])
+    saved, known = about["config"], fields(draft_class.config_class)
+    settings = {field.name: saved[field.name] for field in known if field.name in saved}
+    config = draft_class.config_class(**settings)
     c = model.config.get_text_config()
     was = config.vocab, config.width
     now = c.vocab_size, c.hidden_size
     if was != now or config.hidden > c.num_hidden_layers:
-        raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and width {was}, "
-                         f"against {now}): train one for this target with train.py --target")
-    draft_class, drafter_class = kinds[config.kind]
+        raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and "
+                         f"width {was}, against {now}): train one for this with train.py --target")
     draft_model = draft_class(config, model)
     draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
     drafter = drafter_class(draft_model)
@@ -487,11 +435,11 @@ def main():
     ids = torch.arange(15)
     states = target(ids[None], output_hidden_states=True).hidden_states
     hidden = states[-4].detach()                               # (1, 15, D)
-    trained = model.head(model(ids[None], hidden, 5))[0].detach()                      # (15, V)
+    trained = model.head(model(ids[None], hidden, 5))[0].detach()              # (15, V)
+    # Ten tokens are committed.  The last block of five is drafted.
     drafter = Drafter(model)
-    view = SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]})
-    drafter.begin(view)                                        # ten tokens are committed, five are drafted
-    drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])
+    drafter.begin(SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]}))
+    drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)
     error = (drafted - trained[10:]).abs().max()
     assert error < 1e-6, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")

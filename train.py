@@ -315,7 +315,7 @@ def load_drafter(name, target, mine, a):
         wanted = drafters.setting(drafters.fresh(name, target, a)) if given else {}
     except ValueError as why:
         raise UserError(str(why)) from None
-    if not load.same_target(before["target"], mine):
+    if load.relation(before["target"], mine) == "another":
         raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
     # --init fixes the architecture: a flag that asks for another would do nothing.
     found = drafters.setting(module)

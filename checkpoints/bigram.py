@@ -90,7 +90,10 @@ def write_bigram(a):
             else:
                 yield ids
 
-    bigram = maxgram.build_bigram(counted(), vocab)
+    try:
+        bigram = maxgram.build_bigram(counted(), vocab)
+    except ValueError as why:
+        raise UserError(str(why)) from None
     confidence = grams.measure_confidence(shown(held, len(held)), bigram)
     measured = "not measured, the defaults hold"
     if confidence:

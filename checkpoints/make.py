@@ -47,7 +47,6 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-import maxgram
 import train
 from checkpoints.bigram import fit_agreement, write_bigram
 from checkpoints.stories import write_corpus
@@ -376,10 +375,7 @@ def run(argv):
     flags.check(a, above_0, least_steps=0 if getattr(a, "init", None) else 1)
     if not 0 <= getattr(a, "temperature", 0) < flags.MOST:
         raise UserError(f"--temperature is {a.temperature}: it must be 0 or above")
-    try:
-        MAKE[a.made](a)
-    except maxgram.UserError as why:
-        raise UserError(str(why)) from None
+    MAKE[a.made](a)
 
 
 def main(argv):

@@ -35,11 +35,11 @@ sys.path.insert(0, str(ROOT))
 import compare  # noqa: E402
 import pictures  # noqa: E402
 import probe  # noqa: E402
-from compare import LESS, LEVEL, markdown, name_of, read_rows, unique  # noqa: E402
+from compare import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique  # noqa: E402
 
 import bench  # noqa: E402
 from data import read  # noqa: E402
-from runtime import load  # noqa: E402
+from runtime import load, report  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -49,7 +49,11 @@ HELD, FAILED, OPEN = "held", "not held", "open"
 def measured(folder):
     """{file of rows: when, where and with which flags it was measured}"""
     path = folder / "measured.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError):
+        raise UserError(f"{path} is damaged: measure again, into another folder") from None
+    return found if isinstance(found, dict) else {}
 
 def write_json(path, value):
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
@@ -57,7 +61,7 @@ def write_json(path, value):
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
-    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments with the flags, which win, behind).
+    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which win).
 
     work: the folder that stands for work/.
     """
@@ -69,7 +73,7 @@ def is_there(text, a):
     """Whether all that the call `text` of --drafter names can be loaded, as far as its folders say."""
     without_settings = re.sub(r"\w+=(\([^)]*\)|[^,)]*)", "", text)
     names = {*re.split(r"[(),\s]+", without_settings)}
-    for name in names - {"", "maxgram", "cascade", "beside", *load.HEIRS}:
+    for name in names - {"", "maxgram", "cascade", "beside", *load.BEYOND}:
         stage = Path(a.checkpoint) / name / "config.json"
         # With a slash it is a folder, or a name on the hub.
         if name not in load.drafters_in(a.checkpoint) and not stage.exists() and "/" not in name:
@@ -167,7 +171,7 @@ def head(folder, name, **places):
     return text.rstrip()
 
 def verdict(folder, claim):
-    """-> (HELD, FAILED, LEVEL or OPEN; the figures; the reason)."""
+    """-> (HELD, FAILED, LEVEL, UNTESTED or OPEN; the figures; the reason)."""
     found = [each for spec in claim.get("holds", []) for each in compare.judged(folder, spec)]
     figures = "; ".join(each.words for each in found if each.words)
     verdicts = {each.verdict for each in found}
@@ -177,8 +181,9 @@ def verdict(folder, claim):
         return FAILED, figures, claim.get("reason", "")
     if None in verdicts or not found:
         return OPEN, figures, "; ".join(unique(each.missing for each in found if each.missing))
-    if LEVEL in verdicts:
-        return LEVEL, figures, claim.get("reason", "")
+    for undecided in (LEVEL, UNTESTED):
+        if undecided in verdicts:
+            return undecided, figures, claim.get("reason", "")
     return HELD, figures, ""
 
 def claims_table(judged):
@@ -190,9 +195,10 @@ def claims_table(judged):
     return markdown(lines, len(lines[0]))
 
 def counted(judged):
-    """"12 held, 3 level, 5 not held"."""
+    """"12 held, 3 level, 5 not held", and what is not counted: "; 2 untested"."""
     count = Counter(said for _, (said, _, _) in judged)
-    return ", ".join(f"{count[said]} {said}" for said in (HELD, LEVEL, FAILED))
+    words = ", ".join(f"{count[said]} {said}" for said in (HELD, LEVEL, FAILED))
+    return f"{words}; {count[UNTESTED]} untested" if count[UNTESTED] else words
 
 def claims_page(folder):
     """docs/results/ -> the text of docs/claims.md: what matters, the rest folded, then what stays open."""
@@ -274,6 +280,9 @@ def take_in(rows, folder):
     new = measured(rows)
     if not new:
         raise UserError(f"--rows {rows} holds no measured tables: measure some there first")
+    lost = [file for file in new if not (rows / file).is_file()]
+    if lost:
+        raise UserError(f"--rows {rows} holds no {' '.join(lost)}, which measured.json names: measure again")
     for file in new:
         shutil.copy(rows / file, folder / file)
     write_json(folder / "measured.json", {**measured(folder), **new})
@@ -324,8 +333,8 @@ def measure_all(names, flags, a):
             print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
-            mistake = isinstance(why, (UserError, read.UserError))
-            print(f"{name}: {why if mistake else traceback.format_exc()}", file=sys.stderr)
+            said = why if report.is_mistake(why) else traceback.format_exc()
+            print(f"{name}: {said}", file=sys.stderr)
             refused = True
     return 2 if refused else 0
 
@@ -357,7 +366,10 @@ def work(argv):
         raise UserError(f"there is no table called {wrong[0]!r}: choose among {' '.join(known)}, or say all")
     if a.out.resolve().is_relative_to(DOCS):
         raise UserError(f"--out {a.out}: docs/ is written by `paper.py write` alone; name another folder")
-    a.out.mkdir(parents=True, exist_ok=True)
+    try:
+        a.out.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        raise UserError(f"--out {a.out}: name a folder that is there, or can be made") from None
     return measure_all(known if names == ["all"] else names, flags, a)
 
 main = partial(bench.main, work=work, name="figures/paper.py")

@@ -1,30 +1,24 @@
-"""Walltime at the shape of a large model, without its weights: the stand-in, grown; what a forward costs.
+"""What a forward costs at the shape of a large model, and the first ten minutes on a new GPU.
 
-    python figures/walltime.py grow --shape 7b --dtype float16 --device cuda --out work/7b
-    python bench.py --target work/7b/target --checkpoint work/7b --dtype float16 --device cuda \\
-        --drafter glide edd maxgram "cascade(base, small, maxgram)" --tree chain cape pct
-    python figures/walltime.py costs --target work/7b/target --dtype float16 --device cuda --json costs.jsonl
+    python figures/walltime.py first --out work/first                 # everything below, in one command
+    python figures/walltime.py kernels --json kernels.jsonl           # bandwidth, attention at fresh lengths
+    python figures/walltime.py grow --shape 7b --dtype float16 --out work/7b
+    python figures/walltime.py costs --target work/7b/target --dtype float16 --json costs.jsonl
+    python bench.py --target work/7b/target --checkpoint work/7b --dtype float16 --drafter glide --tree cape
 
-Walltime depends on the target's real shape, acceptance on what it says: no drafter knows the text of random
-weights of that size.  A grown model has both, the large one's bytes and the stand-in's text.  From width d to
-D, heads of size e to E:
- 1. The residual stream holds the small vector, a constant, and zeros.  RMSNorm divides by the root of a mean
-    over D instead of d: its weight is multiplied by sqrt(d / D).  The constant, sqrt(d eps), does what eps
-    did, which is zero now.  Layers do not see it; the head sees one over what the last norm divided by.
- 2. Entry i of a head turns by base^(-2i/e) a position, together with i + e/2.  It goes to i E/e, which turns
-    as fast.  Scores are divided by sqrt(E), so queries are multiplied by sqrt(E/e).
- 3. Further heads and units of the feed-forward write nothing, nor do further layers, which lie below the
-    others: drafters read the same rows of the cache, and the same hidden states.
- 4. A further token's logit is the mean of the others, less a multiple of the constant: it is never chosen.
-
-A line of `costs`: ms of a forward of n nodes, and over that of one node; the bytes that a forward of one node
-reads, and how many a second: beside the memory's bandwidth that says how honest plain decoding is.
+`grow` makes the stand-in as large as Llama-2-7B (growth.py says how).  A line of `costs`: ms of a forward of n
+nodes, and over that of one node; the bytes that a forward of one node reads, and how many a second: beside the
+memory's bandwidth that says how honest plain decoding is.  `first` runs each of its steps as a process of its
+own.  A step that fails is one line and no reason to stop; what is done stands in OUT/first.json, and the same
+command goes on after it.
 """
-import copy
-import re
+import json
+import platform
+import shlex
 import shutil
+import subprocess
 import sys
-from collections import namedtuple
+import time
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -32,192 +26,102 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
+from growth import grow_all  # noqa: E402
 
 import bench  # noqa: E402
-import edd  # noqa: E402
-import glide  # noqa: E402
 from data import read  # noqa: E402
-from runtime import clock, load  # noqa: E402
-from training import drafters  # noqa: E402
+from runtime import clock, linear, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
-Shape = namedtuple("Shape", "layers width head feed_forward vocab")     # head: the size of one
-LLAMA_7B = Shape(32, 4096, 128, 11008, 32000)
-STAGES = "base", "small"                        # of cascades: they keep their layers
-LOW = 3000.0                                    # the multiple of rule 4
-# Matrices whose rows count entries of heads; whose columns do; that stand side by side in one
-HEAD_ROWS = "q_proj", "k_proj", "v_proj", "qkv", "glimpse_q"
-HEAD_COLUMNS = "o_proj", "o", "glimpse_o"
-PARTS = {"qkv": 3, "up": 2}
-QUERIES = "q_proj", "glimpse_q", "qkv"          # of qkv the first part
 NODES = 1, 2, 4, 8, 16, 32, 64                  # of a forward
 TURNS = REPEATS = 5                             # calls that are timed together, so many times
+COPIED = {"cuda": 2 ** 30, "cpu": 2 ** 26}      # bytes of the copy that measures the memory's bandwidth
+HEADS, HEAD_SIZE = 32, 128                      # of the attention that is timed: Llama-2-7B's
+LENGTHS = range(513, 553, 8)                    # key lengths that no call has met before
+STEP_MINUTES = 15                               # a step of `first` that takes longer has failed
 
-# ---------------------------------------------------------------- growth
-def shape_of(model):
-    """The shape of a Llama."""
-    c = model.config
-    return Shape(c.num_hidden_layers, c.hidden_size, c.head_dim, c.intermediate_size, c.vocab_size)
+# ---------------------------------------------------------------- the machine and its kernels
+def machine(device):
+    """What this ran on, for the record."""
+    about = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "device": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if device == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        about["device"] = properties.name
+        about["capability"] = f"{properties.major}.{properties.minor}"
+        about["memory_bytes"] = properties.total_memory
+        about["cuda"] = torch.version.cuda
+        about["cudnn"] = torch.backends.cudnn.version()
+    return about
 
-def scaled(shape, layers, width):
-    """So many layers of such a width, rounded up to whole heads; the feed-forward grows along."""
-    width = -(-width // shape.head) * shape.head
-    feed_forward = shape.feed_forward * width // shape.width
-    return shape._replace(layers=layers, width=width, feed_forward=feed_forward)
 
-def places(small, big, heads=None, parts=1):
-    """Where `small` entries lie among `big`, in each of so many parts; heads: None, or their sizes (e, E)."""
-    found = torch.arange(small // parts)
-    if heads:
-        e, E = heads
-        # Entry i of a head's first half goes to i E/e, that of its second half likewise.
-        head = found // e
-        half = found % e // (e // 2)
-        i = found % (e // 2)
-        found = head * E + half * (E // 2) + i * (E // e)
-    return torch.cat([found + part * (big // parts) for part in range(parts)])
+def seconds_of(device, work):
+    """Seconds of one call, the device's work included."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
 
-def fill_matrix(w, its, module, heads):
-    """Write the matrix `its` into the larger w."""
-    parts = PARTS.get(module, 1)
-    if module in QUERIES:
-        queries = its[:len(its) // parts]
-        queries *= (heads[1] / heads[0]) ** 0.5
-    rows = places(its.shape[0], w.shape[0], heads if module in HEAD_ROWS else None, parts)
-    columns = places(its.shape[1], w.shape[1], heads if module in HEAD_COLUMNS else None)
-    w.zero_()
-    w[rows[:, None], columns] = its
 
-def width_of(weights):
-    """How wide the residual stream is: as a norm's weights."""
-    return next(len(w) for w in weights.values() if w.ndim == 1)
+def bandwidth(device):
+    """Bytes a second that a copy within the memory reads and writes."""
+    source = torch.ones(COPIED[device], dtype=torch.uint8, device=device)
+    copy = torch.empty_like(source)
+    seconds = [seconds_of(device, lambda: copy.copy_(source)) for _ in range(TURNS + 1)]
+    return 2 * COPIED[device] / median(seconds[1:])
 
-@torch.no_grad()
-def fill(big, small, heads, eps, further=0):
-    """Write the weights of `small` into `big`.  heads: sizes (e, E); further: layers below the others."""
-    weights, state = big.state_dict(), small.state_dict()
-    d, D = width_of(state), width_of(weights)
 
-    def below(found):
-        return f"layers.{int(found[1]) - further}"
+def attention(device, dtype, queries, cudnn):
+    """Masked attention at lengths that no call has met -> median ms of the first call of each, of the second.
 
-    for name, w in weights.items():
-        module = name.split(".")[-2]
-        source = re.sub(r"layers\.(\d+)", below, name)
-        if source not in state:
-            # A further layer writes nothing.
-            w *= module not in ("o_proj", "down_proj")
-            continue
-        its = state[source].to(w, copy=True)
-        if w.ndim == 1:
-            # A norm; only the last one lets the constant through.
-            w[:d] = its * (d / D) ** 0.5
-            w[d:] = (D * eps) ** -0.5 if module == "norm" else 0
-            continue
-        fill_matrix(w, its, module, heads)
-        if module.startswith("embed"):
-            w[:, d:d + 1] = (d * eps) ** 0.5
-        if module.endswith("head"):
-            w[len(its):, :d] = its.mean(0)
-            w[len(its):, d:d + 1] = -LOW
+    On sm90 and sm100 cuDNN is asked first for half precision, and builds a plan for every new length.
+    """
+    first, second = [], []
+    with torch.nn.attention.sdpa_kernel(backends(cudnn)):
+        for length in LENGTHS:
+            keys = length + 2 * queries + cudnn                    # another length for each setting
+            q = torch.randn(1, HEADS, queries, HEAD_SIZE, device=device, dtype=dtype)
+            k = torch.randn(1, HEADS, keys, HEAD_SIZE, device=device, dtype=dtype)
+            mask = torch.zeros(1, 1, queries, keys, device=device, dtype=dtype)
+            call = partial(F.scaled_dot_product_attention, q, k, k, attn_mask=mask)
+            first.append(1e3 * seconds_of(device, call))
+            second.append(1e3 * seconds_of(device, call))
+    return median(first), median(second)
 
-def grow(small, shape, context=0, device="cpu"):
-    """A Llama of the shape with the function and dtype of `small`, and so long a context, or its own."""
-    c, heads = small.config, shape.width // shape.head
-    config = copy.deepcopy(c)
-    config.num_hidden_layers = shape.layers
-    config.hidden_size = shape.width
-    config.head_dim = shape.head
-    config.num_attention_heads = config.num_key_value_heads = heads
-    config.intermediate_size = shape.feed_forward
-    config.vocab_size = shape.vocab
-    config.tie_word_embeddings = False
-    config.rms_norm_eps = 0.0 if shape.width > c.hidden_size else c.rms_norm_eps
-    config.max_position_embeddings = max(context, c.max_position_embeddings)
-    with torch.device(device):
-        big = transformers.LlamaForCausalLM(config).to(small.dtype)
-    fill(big, small, (c.head_dim, shape.head), c.rms_norm_eps, shape.layers - c.num_hidden_layers)
-    big.generation_config = small.generation_config
-    return big.eval()
 
-def grow_glide(small, model, further):
-    """A GLIDE as wide as the grown target, or a vanilla drafter.  further: layers of the target."""
-    c, D = small.config, model.config.hidden_size
-    layer = c.layers_read[-1] + further if c.glimpse else None
-    width = max(c.width, D)
-    config = glide.Config.for_target(model, width, c.layers, c.glimpse, c.block, layer)
-    config.norm, config.loss = c.norm, c.loss
-    config.eps = 0.0 if config.width > c.width else c.eps
-    big = glide.Glide.beside(model, config, model.config.max_position_embeddings)
-    fill(big, small, (c.width // c.heads, width // config.heads), c.eps)
-    return big.eval()
+def backends(cudnn):
+    """The kernels that attention may take, with cuDNN's or without them."""
+    kinds = torch.nn.attention.SDPBackend
+    allowed = [kinds.MATH, kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION]
+    return allowed + [kinds.CUDNN_ATTENTION] if cudnn else allowed
 
-def grow_edd(small, model, further):
-    """An EDD of the grown target, or a VDM."""
-    c = small.config
-    config = copy.deepcopy(c)
-    config.vocab = model.config.vocab_size
-    config.width = model.config.hidden_size
-    config.hidden += further
-    big = edd.EDD(config, model)
-    heads = small.layer.self_attn.head_dim, model.config.head_dim
-    fill(big, small, heads, small.norm.variance_epsilon)
-    return big.eval()
 
 @torch.inference_mode()
-def check(small, big, ids):
-    """Refuse a grown model, in float32, with other logits than the small one's, or a further token's text."""
-    said, found = (model(torch.tensor([ids], device=model.device)).logits.cpu() for model in (small, big))
-    vocab = said.shape[-1]
-    error = (found[..., :vocab] - said).abs().max() / said.std()
-    if not error < 1e-3 or found.argmax(-1).max() >= vocab:
-        raise UserError("the grown model does not say what the stand-in says (logits are off by "
-                        f"{error.item():.0e} of their spread): switch TF32 off")
+def kernels(a):
+    """-> lines: the machine; its bandwidth; attention of 1 and of 16 queries, with cuDNN and without."""
+    dtype = getattr(torch, a.dtype)
+    lines = [machine(a.device), {"bandwidth": bandwidth(a.device)}]
+    for queries in (1, 16):
+        for cudnn in (False, True):
+            first, second = attention(a.device, dtype, queries, cudnn)
+            lines.append({"queries": queries, "cudnn": cudnn, "fresh_ms": first, "again_ms": second})
+    for line in lines:
+        print(line, flush=True)
+    return lines
 
-# ---------------------------------------------------------------- a folder of grown models
-def shape_for(name, own):
-    """The target's shape: Llama-2-7B's, or the least that tries all of growth.  own: the stand-in's shape."""
-    if name == "7b":
-        return LLAMA_7B
-    # Further tokens need room beside the vector of GLIDE, which is twice as wide as the stand-in.
-    return scaled(own, own.layers + 1, 3 * own.width)._replace(vocab=own.vocab + 128)
-
-def grow_model(a, name, own, shape):
-    """Grow a shipped model into a.out -> (small, grown, tokenizer).  own: the stand-in's shape."""
-    small, tokenizer = load.load_target(str(load.CHECKPOINTS / name), "float32", "cpu")
-    if name in STAGES:
-        its = shape_of(small)
-        shape = scaled(shape, its.layers, shape.width * its.width // own.width)
-    big = grow(small, shape, a.context, a.device)
-    prompt = next(iter(read.read_rows(bench.PROMPTS)))
-    check(small, big, tokenizer(read.question_text(prompt))["input_ids"])
-    big.to(getattr(torch, a.dtype)).save_pretrained(a.out / name)
-    tokenizer.save_pretrained(a.out / name)
-    print(f"{a.out / name}: {shape}", flush=True)
-    return small, big, tokenizer
-
-def grow_all(a):
-    """The stand-in, its stages and drafters, grown into the folder a.out."""
-    model, _ = load.load_target(str(load.STAND_IN), "float32", "cpu")
-    own = shape_of(model)
-    shape = shape_for(a.shape, own)
-    a.out.mkdir(parents=True)
-    shutil.copy(load.CHECKPOINTS / "bigram.json", a.out)
-    torch.manual_seed(0)
-    for name in STAGES:
-        grow_model(a, name, own, shape)
-    small, big, tokenizer = grow_model(a, "target", own, shape)
-    for kind, growing in ((glide, grow_glide), (edd, grow_edd)):
-        name = kind.__name__
-        drafter, about = kind.load(load.CHECKPOINTS / name, small)
-        about["target"] = load.fingerprint(big, tokenizer)
-        grown = growing(drafter.model, big, shape.layers - own.layers)
-        del about["config"]
-        (a.out / name).mkdir()
-        drafters.save(a.out / name, grown, tokenizer, about)
 
 # ---------------------------------------------------------------- what a forward costs
+
 def medians(cuda, works):
     """{name: function} -> {name: median seconds of a call}.  They take turns; the first one is unmeasured."""
     found = {name: [] for name in works}
@@ -229,6 +133,7 @@ def medians(cuda, works):
             seconds = sum(seconds for _, seconds in watch.parts())
             found[name].append(seconds / REPEATS)
     return {name: median(seconds[1:]) for name, seconds in found.items()}
+
 
 def step_bytes(model, rows):
     """Bytes that plain decoding reads for a token: weights (one embedding), `rows` keys and values."""
@@ -250,55 +155,165 @@ def forwards(target, ids):
         works[n] = partial(target.forward, token.repeat(n), parents[:n])
     return medians(target.device.type == "cuda", works)
 
+
 def costs(a):
-    """-> a line for each context and number of nodes"""
+    """-> a line for each context and number of nodes; where linear.py has made blocks, without them, too"""
     setup = load.Setup(a.target, str(load.CHECKPOINTS), a.dtype, a.device, graphs=a.graphs)
+    packed = linear.is_packed(setup.model)
     text, lines = [], []
     for row in read.read_rows(bench.PROMPTS):
         text += setup.tokenizer(read.question_text(row))["input_ids"]
     for context in a.contexts:
         times = context // len(text) + 1
         ids = (text * times)[:context]
-        seconds = forwards(setup.target, ids)
         size = step_bytes(setup.model, context)
-        about = {key: getattr(a, key) for key in ("target", "dtype", "device", "graphs")}
-        about |= {"context": context, "bytes": size, "bytes_per_second": size / seconds[1]}
-        for n in NODES:
-            ms, ratio = 1e3 * seconds[n], seconds[n] / seconds[1]
-            lines.append({**about, "nodes": n, "ms": ms, "ratio": ratio})
-            print(f"context {context}, {n} nodes: {ms:.2f} ms, {ratio:.2f} of one node's", flush=True)
-        print(f"one node reads {size / seconds[1] / 1e9:.0f} GB a second", flush=True)
+        for blocks in (False, True)[:1 + packed]:
+            if packed:
+                change = linear.pack if blocks else linear.unpack
+                change(setup.model)
+            seconds = forwards(setup.target, ids)
+            about = {key: getattr(a, key) for key in ("target", "dtype", "device", "graphs")}
+            about |= {"blocks": blocks, "context": context, "bytes": size, "bytes_per_second": size / seconds[1]}
+            for n in NODES:
+                ms, ratio = 1e3 * seconds[n], seconds[n] / seconds[1]
+                lines.append({**about, "nodes": n, "ms": ms, "ratio": ratio})
+                print(f"context {context}, {'blocks, ' * blocks}{n} nodes: {ms:.2f} ms, {ratio:.2f} of one",
+                      flush=True)
+            print(f"one node reads {size / seconds[1] / 1e9:.0f} GB a second", flush=True)
     return lines
+
+
+# ---------------------------------------------------------------- the first ten minutes on a new GPU
+def steps_of(a):
+    """The steps of `first` -> {name: the command's words}."""
+    here = str(Path(__file__).resolve())
+    script = str(load.ROOT / "bench.py")
+    grown = str(a.out / "grown")
+    on = ["--device", a.device, "--dtype", a.dtype]
+    contexts = list(map(str, a.contexts))
+    longest = max(a.contexts) + 2 * max(NODES)
+    decode = [script, "--target", f"{grown}/target", "--checkpoint", grown, *on]
+    arms = ["--drafter", "glide", "edd", "--tree", "chain", "cape", "pct"]
+    graft = ["--drafter", "beside(edd, maxgram)", "beside(glide, maxgram)", "--tree", "graft"]
+    steps = {
+        "kernels": [here, "kernels", *on],
+        "pytest -m cuda": ["-m", "pytest", "-q", "-m", "cuda", str(load.ROOT / "tests")],
+        "grow": [here, "grow", "--shape", a.shape, "--context", str(longest), "--out", grown, *on],
+        "costs": [here, "costs", "--target", f"{grown}/target", "--contexts", *contexts, *on],
+        "stand-in": [script, "--device", a.device],
+        "arms": [*decode, *arms],
+        "graft": [*decode, *graft],
+    }
+    if a.device == "cuda":
+        for name in ("costs", "arms", "graft"):
+            steps[f"{name}, graphs"] = [*steps[name], "--graphs"]
+    return steps
+
+
+def run_step(name, words, out):
+    """Run one step as a process of its own -> what becomes of it: status, seconds, the rows that it wrote."""
+    rows = out / f"{name.replace(' ', '-')}.jsonl"
+    command = [sys.executable, *words]
+    if words[0].endswith(".py") and words[1:2] != ["grow"]:
+        command += ["--json", str(rows)]
+    print(f"--- {name}: {shlex.join(['python', *command[1:]])}", flush=True)
+    began = time.perf_counter()
+    log = out / f"{name.replace(' ', '-')}.log"
+    with open(log, "w") as file:
+        try:
+            status = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=load.ROOT,
+                                    timeout=60 * STEP_MINUTES).returncode
+        except subprocess.TimeoutExpired:
+            status = f"more than {STEP_MINUTES} minutes"
+    result = {"status": status, "seconds": round(time.perf_counter() - began), "command": shlex.join(words)}
+    lines = log.read_text(errors="replace").strip().splitlines()
+    result["last_line"] = lines[-1] if lines else ""
+    if rows.exists():
+        result["rows"] = [json.loads(line) for line in rows.read_text().splitlines()]
+    print(f"    {result['seconds']} s, " + ("done" if status == 0 else f"failed ({status})")
+          + f": {result['last_line']}", flush=True)
+    return result
+
+
+def summary(found):
+    """What one wants to know first, in lines: each step; a forward's price; each arm's speed."""
+    lines, memory = [], None
+    for name, result in found.items():
+        lines.append(f"{name}: {'done' if result['status'] == 0 else 'FAILED'} in {result['seconds']} s")
+        for row in result.get("rows", []):
+            if "queries" in row:
+                setting = f"{row['queries']} queries, cuDNN {'on' if row['cudnn'] else 'off'}"
+                lines.append(f"    attention, {setting}: {row['fresh_ms']:.2f} ms at a fresh length, "
+                             f"{row['again_ms']:.2f} ms again")
+            elif "bandwidth" in row:
+                memory = row["bandwidth"]
+                lines.append(f"    memory: {memory / 1e9:.0f} GB/s")
+            elif "nodes" in row and "ratio" in row:
+                line = f"    context {row['context']}, {'blocks, ' * row['blocks']}{row['nodes']} nodes: "
+                line += f"{row['ms']:.2f} ms, {row['ratio']:.2f} of one"
+                if row["nodes"] == 1 and memory:
+                    line += f"; plain decoding takes {row['bytes_per_second'] / memory:.0%} of the bandwidth"
+                lines.append(line)
+            elif row.get("group") == "all":
+                arm = f"{row['drafter']} x {row['tree']}" if row["tree"] else str(row["drafter"])
+                lines.append(f"    {arm}: {row['tokens_per_second']:.1f} tok/s, {row['speedup']:.2f}x, "
+                             f"lossless: {row['lossless']}")
+    return lines
+
+
+def first(a):
+    """Run all steps that are not done yet, and keep what each gave in OUT/first.json."""
+    a.out.mkdir(parents=True, exist_ok=True)
+    path = a.out / "first.json"
+    found = json.loads(path.read_text()) if path.exists() else {}
+    for name, words in steps_of(a).items():
+        if found.get(name, {}).get("status") == 0:
+            continue
+        if name == "grow":                                         # what an interrupted one has left
+            shutil.rmtree(a.out / "grown", ignore_errors=True)
+        found[name] = run_step(name, words, a.out)
+        text = json.dumps(found, indent=1)
+        read.write_atomically(path, lambda part, text=text: part.write_text(text))
+    print("\n".join(summary(found)))
+    print(f"all of it: {path}")
+
 
 # ---------------------------------------------------------------- the command line
 def parser():
-    p = read.Parser(description="Grow the stand-in to a large shape (grow), or time forwards (costs).")
+    p = read.Parser(description="The first ten minutes on a new GPU (first), or one of its steps: time "
+                    "kernels, grow the stand-in to a large shape, time forwards (costs).")
     flag = p.add_argument
-    flag("work", choices=["grow", "costs"])
-    flag("--shape", choices=["7b", "small"], default="7b", help="grow: 7b takes 27 GB; small: to try it")
+    flag("work", choices=["first", "kernels", "grow", "costs"])
+    flag("--shape", choices=["7b", "small"], default="7b", help="7b takes 27 GB; small: to try it")
     flag("--context", type=int, default=4096, help="grow: the context (default: 4096)")
-    flag("--out", type=Path, help="grow: the folder")
+    flag("--out", type=Path, help="grow: a new folder; first: the folder of all that it finds")
     flag("--target", default=str(load.STAND_IN), help="costs: folder of a Llama (default: the stand-in)")
-    flag("--contexts", nargs="+", type=int, default=[128, 1024, 3072], help="costs: tokens of the prompts")
+    flag("--contexts", nargs="+", type=int, default=[512, 3072, 32768], help="costs: tokens of the prompts")
     flag("--graphs", action="store_true", help="costs: CUDA graphs")
-    flag("--json", help="costs: write one line a forward to this file")
+    flag("--json", help="kernels, costs: write one line a measurement to this file")
     flag("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
-    flag("--device", default="cuda", choices=["cuda", "cpu"])
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"],
+         help="default: cuda if there is one")
     return p
+
 
 def work(argv):
     a = parser().parse_args(argv)
-    if a.device == "cuda" and not torch.cuda.is_available():
-        raise UserError("no CUDA device is available here: use --device cpu")
-    if a.work == "costs":
-        lines = costs(a)
+    load.check_device(a.device)
+    if a.work in ("first", "grow") and a.out is None:
+        raise UserError("--out: name a folder")
+    if a.work == "first":
+        first(a)
+    elif a.work == "grow":
+        if a.out.exists():
+            raise UserError("--out: name a folder that is not there yet")
+        grow_all(a)
+    else:
+        lines = costs(a) if a.work == "costs" else kernels(a)
         if a.json:
             bench.write_json(a.json, lines)
-        return 0
-    if a.out is None or a.out.exists():
-        raise UserError("--out: name a folder that is not there yet")
-    grow_all(a)
     return 0
+
 
 main = partial(bench.main, work=work, name="figures/walltime.py")
 

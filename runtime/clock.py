@@ -5,9 +5,10 @@
     out = verify.generate(*timed, build, ids)
     Record(out, clock).total["draft"]                              # seconds
 
-A Timed stands in the place of a target or a drafter, and marks the time before and after each call of some
-methods.  All else is "other": building trees, masks, acceptance, bookkeeping.  Below the clock stand the
-figures of bench.py's rows: of rounds, of a cascade's stages, of what a draft and a node cost.
+A Timed stands in for a target or a drafter, and marks the time before and after each call of some
+methods.  All else is "other": building trees, masks, acceptance, bookkeeping.  Below the clock are
+the figures of bench.py's rows: of speeds, of rounds, of a cascade's stages, of the price of a draft
+and of a node.
 """
 import time
 from collections import Counter
@@ -17,21 +18,39 @@ from statistics import median
 import torch
 
 import cape
-import cascade
 import pct
 import verify
+from beyond import priced
 
 # The methods that are timed, and what their time counts as
 TARGET = {"prefill": "prefill", "forward": "verify"}
 DRAFTER = {"begin": "draft", "expand": "draft", "chain": "draft"}
 SHARES = ("draft", "verify", "other")              # of a round's time
-# GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023) is Corollary 4.2 of Cascade: f(alpha, c, gamma).
-expected_speedup = cascade.ewif_speculative
 
 # ---------------------------------------------------------------- seconds
 def ratio(x, y):
     """x / y, or None where there is nothing to divide, or to divide by."""
     return x / y if y and x is not None else None
+
+def expected_speedup(alpha, c, gamma):
+    """GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023), which is Cascade's Corollary 4.2.
+
+    alpha: acceptance rate; c: one drafter forward over one target forward; gamma: drafted tokens.
+    """
+    # (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))
+    tokens = sum(alpha ** i for i in range(gamma + 1))
+    return tokens / (c * gamma + 1)
+
+def swi(tokens, runs, costs):
+    """Standardized walltime improvement (Cascade, section 5.1): 1 for plain decoding.
+
+    tokens = n, all that were generated; runs[0] = count(S, M_t, T), runs[i] = count(S, M_di, T);
+    costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
+    Erratum: "simply the sum of GPU time by all models" describes the denominator.
+    """
+    assert len(runs) == len(costs) and costs[0] == 1, "there is a cost for each model; the target's is 1"
+    # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
+    return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
 class Clock:
     """Seconds of one decoding by what they were spent on.  calls: how often each timed method ran.
@@ -75,7 +94,7 @@ class Clock:
         return parts
 
 class Timed:
-    """A target or a drafter of which some methods are timed, {method: what}; all else is its own."""
+    """A target or a drafter with timed methods, {method: what}; all else is its own."""
     def __init__(self, inner, clock, methods):
         self.inner = inner
         for name, what in methods.items():
@@ -108,7 +127,7 @@ class Overlap(verify.Sampled):
         return choice
 
 def counts_of(rounds, overlaps=()):
-    """Sums over the rounds of a decoding: new tokens, nodes, depths, accepted and tested tokens ..."""
+    """Sums over the rounds of a decoding: new tokens, nodes, depths, accepted, tested tokens ..."""
     total = Counter()
     # The rule chose once more, before the first round.
     overlaps = list(overlaps)[1:] or [None] * len(rounds)
@@ -117,7 +136,7 @@ def counts_of(rounds, overlaps=()):
         for parent in one.parents[1:]:
             depths.append(depths[parent] + 1)
         drafted = len(depths) - 1
-        # Where the end of the text cut the path, nothing behind the cut was tested.
+        # Where the end of the text cut the path, nothing after the cut was tested.
         accepted = min(len(one.path) - 1, len(one.new))
         rejected = accepted < len(one.new) and accepted < drafted
         tested = accepted + rejected
@@ -133,7 +152,7 @@ class Record:
 
     given: a verify.Output, or the tokens alone.  tokens, rounds: as there.  parts: Clock.parts().
     total: seconds of prefill, draft, verify and other, and sums over the rounds.
-    stage_runs: forwards of each stage of a cascade.  seconds: of all, as whoever called it measured.
+    stage_runs: forwards of each stage of a cascade.  seconds: of all, as the caller measured them.
     """
     def __init__(self, given, clock=None, overlaps=(), stage_runs=()):
         self.tokens, self.rounds = getattr(given, "tokens", given), getattr(given, "rounds", [])
@@ -155,16 +174,19 @@ class Record:
         """Average acceptance length: new tokens a round, the bonus token included."""
         return self.total["new"] / max(1, self.total["rounds"])
 
-    def by_prompt(self):
-        """The figures of this decoding alone, for paired comparisons of two arms."""
-        total = self.total
-        accepted = None if total["trees"] else total["accepted"]
-        overlap = total["overlap"] if total["drawn"] else None
-        return {"tau": self.tau, "alpha": ratio(accepted, total["tested"]),
-                "alpha_overlap": ratio(overlap, total["tested"]),
-                "nodes": ratio(total["nodes"], total["rounds"])}
+def measured(arm, ids, limit, cuda):
+    """Decode one prompt with one bench.Arm -> Record with its seconds; arm.memory is the peak."""
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    out = arm.decode(ids, limit)
+    if cuda:
+        torch.cuda.synchronize()
+        arm.memory = max(arm.memory or 0, torch.cuda.max_memory_allocated())
+    out.seconds = time.perf_counter() - start
+    return out
 
-# ---------------------------------------------------------------- figures of a row, from an arm's Records
+# ---------------------------------------------------------------- figures of a row, from Records
 def totals(outs):
     """Record.total of all decodings together."""
     total = Counter()
@@ -181,23 +203,49 @@ def distinct_4grams(outs):
             shares.append(len(set(grams)) / len(grams))
     return ratio(sum(shares), len(shares))
 
+def acceptance(total, drafts=True):
+    """What was drafted and accepted, from sums over rounds.  drafts: False of plain decoding."""
+    rounds = total["rounds"] if drafts else 0
+    # A tree has no alpha: of siblings at most one can be accepted.
+    accepted = None if total["trees"] else total["accepted"]
+    overlap = total["overlap"] if total["drawn"] else None
+    return {
+        "tau": ratio(total["new"], rounds),
+        "depth": ratio(total["depth"], rounds),
+        "nodes": ratio(total["nodes"], rounds),
+        "draft_forwards": ratio(total["draft_forwards"], rounds),
+        "alpha": ratio(accepted, total["tested"]),
+        "alpha_overlap": ratio(overlap, total["tested"])}
+
+def of_speeds(arm, base, generate, which):
+    """Speeds of a bench.Arm on the prompts `which`, beside plain decoding and generate()."""
+    outs = [arm.results[i] for i in which]
+    tokens = sum(len(out.tokens) for out in outs)
+    speeds = arm.speeds(base, which)
+    quartiles = torch.tensor(speeds).quantile(torch.tensor([0.25, 0.5, 0.75]))
+    low, middle, high = quartiles.tolist()
+    by_prompt = []
+    for speed, out in zip(speeds, outs):
+        by_prompt.append({"speedup": speed, **acceptance(out.total, arm.build is not None)})
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / arm.seconds(which),
+        "speedup_low": low,
+        "speedup": middle,
+        "speedup_high": high,
+        "speedup_vs_generate": median(arm.speeds(generate, which)),
+        "by_prompt": by_prompt}
+
 def of_rounds(outs, step, drafts):
     """Averages over all rounds.  drafts: False of plain decoding, which has no tau."""
     total = totals(outs)
     rounds = total["rounds"]
-    drafted = rounds if drafts else 0
-    row = {
-        "time_to_first_token": median(out.total["prefill"] for out in outs) if rounds else None,
-        "tau": ratio(total["new"], drafted),
-        "depth": ratio(total["depth"], drafted),
-        "nodes": ratio(total["nodes"], drafted),
-        "draft_forwards": ratio(total["draft_forwards"], drafted)}
+    row = {"time_to_first_token": median(out.total["prefill"] for out in outs) if rounds else None}
+    row |= acceptance(total, drafts)
     # EDD's alpha: tau over the deepest node
     row["alpha_depth"] = ratio(row["tau"], row["depth"])
-    row["alpha"] = None if total["trees"] else ratio(total["accepted"], total["tested"])
-    row["alpha_overlap"] = ratio(total["overlap"], total["tested"]) if total["drawn"] else None
     spent = sum(total[key] for key in SHARES)
-    row["round_ms"] = ratio(1e3 * spent, drafted)
+    row["round_ms"] = ratio(1e3 * spent, rounds if drafts else 0)
     row["target_ms"] = 1e3 * step
     for key in SHARES:
         row[f"{key}_ms"] = ratio(1e3 * total[key], rounds)
@@ -205,7 +253,7 @@ def of_rounds(outs, step, drafts):
     return row
 
 def of_stages(outs, step, drafter, row):
-    """Runs of the target and of a cascade's stages, and what section 5.1 and Corollary 4.2 make of them.
+    """Runs of the target and of a cascade's stages; their SWI, and the speedup to expect of one.
 
     row: alpha, tokens and settings of the same decodings.
     """
@@ -214,7 +262,10 @@ def of_stages(outs, step, drafter, row):
     # A run of the target is a round, or a prompt's prefill, as it is in plain decoding.
     runs = [total["rounds"] + len(outs), *stages]
     K = getattr(drafter, "K", None)
-    found = {"runs": runs if total["rounds"] else None, "stages": getattr(drafter, "names", None), "K": K}
+    found = {
+        "runs": runs if total["rounds"] else None,
+        "stages": getattr(drafter, "names", None),
+        "K": K}
     # One model alone is speculative decoding; the runs of several are not alike.
     c = None
     if len(stages) <= 1:
@@ -222,12 +273,15 @@ def of_stages(outs, step, drafter, row):
     alpha = row["alpha"]
     gamma = K[0][0] if K else row["settings"].get("gamma")
     found["c"] = c
-    found["expected_speedup"] = expected_speedup(alpha, c, gamma) if alpha and c and gamma else None
+    found["expected_speedup"] = None
+    # Nothing accepted (alpha = 0) is a figure, too; without a cost or a length there is none.
+    if alpha is not None and c and gamma:
+        found["expected_speedup"] = expected_speedup(alpha, c, gamma)
     if stages:
         found["swi_measured"] = row["tokens"] / (runs[0] + total["draft"] / step)
         # Max-Gram is free.
         for how, costs in drafter.costs.items():
-            found[f"swi_{how}"] = cascade.swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
+            found[f"swi_{how}"] = swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
     return found
 
 # ---------------------------------------------------------------- what a step, a draft, a node costs
@@ -236,24 +290,73 @@ def plain_step(outs):
     steps = sum(len(out.tokens) - 1 for out in outs)
     return sum(out.seconds - out.total["prefill"] for out in outs) / max(1, steps)
 
-def measure_costs(run, label):
-    """{"cost": s_d / s_t, "node_price": of one more verified node} in plain steps, of a drafter of bench.Run.
+TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer, if they take so many seconds
+LONGEST = 24                                # tokens of one of its decodings
 
-    Short decodings take turns and medians of their ratios count, since other programs disturb; {}: they did.
+def measure_costs(run, label):
+    """The prices of a drafter of bench.Run, in plain steps -> {"cost", "node_price", "start", ...}.
+
+    cost: s_d / s_t; the rest as priced.prices_of says.  All drafters are measured at once, in turns
+    with plain decoding, since other programs disturb, and kept in run.costs.  {}: it came to nothing,
+    or the drafter is a cascade of models.
     """
-    drafter, (_, ids, limit) = run.drafters[label], run.prompts[0]
-    trees = [partial(pct.vct, width=width, depth=depth) for width, depth in ((1, 1), (1, 5), (3, 3))]
-    builds = [(None, verify.root_only), *((drafter, tree) for tree in trees)]
-    turns = []
-    for _ in range(7):
-        turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
-    # The first turn warms up; where the prompt is answered by one token there are no rounds.
-    cost, price = pct.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
-    if not 0.005 <= cost <= 1:
-        run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
-        return {}
-    run.notes.append(f"{label}: s_d / s_t = {cost:.3f}, a verified node costs {price:.3f} plain steps")
-    return {"cost": cost, "node_price": price}
+    if label not in run.costs:
+        turns = {}
+        for name, drafter in run.drafters.items():
+            if getattr(drafter, "stages", None):
+                run.notes.append(f"{name} drafts its own chains: another tree takes as long to draft "
+                                 "and gains nothing; take --tree chain")
+            else:
+                turns[name] = builds_of(drafter)
+        run.costs |= dict.fromkeys(run.drafters, {})
+        run.costs |= measured_prices(run, turns)
+    return run.costs[label]
+
+def builds_of(drafter):
+    """[(drafter, builder)] of the three kinds of rounds that priced.prices_of asks for."""
+    if hasattr(drafter, "chain"):
+        # Max-Gram drafts without a forward: any tokens tell what a node costs.
+        return [(None, partial(made_up, nodes=nodes)) for nodes in (1, 5, 17)]
+    shapes = [{"width": 1, "depth": 1}, {"width": 1, "depth": 5}, {"width": 3, "depth": 3}]
+    return [(drafter, partial(pct.vct, **shape)) for shape in shapes]
+
+def made_up(expand, root, nodes):
+    """A chain of some tokens, whatever they are -> Tree"""
+    tokens = root.repeat(1 + nodes)
+    parents = torch.arange(-1, nodes, device=root.device)
+    return verify.Tree(tokens, parents)
+
+def measured_prices(run, builds):
+    """{label: builds_of(...)} -> {label: prices}, and a note about each."""
+    _, ids, limit = run.prompts[0]
+    limit = min(limit, LONGEST)
+    turns = {label: [] for label in builds}
+    started = time.perf_counter()
+    for number in range(1 + TURNS):
+        plain = run.decode(None, verify.root_only, ids, limit).total
+        for label, kinds in builds.items():
+            totals_of_turn = [plain] + [run.decode(*build, ids, limit).total for build in kinds]
+            # The first turn warms up; where the prompt is answered by one token there are no rounds.
+            if number and all(total["rounds"] for total in totals_of_turn):
+                turns[label].append(totals_of_turn)
+        if number >= FEWEST and time.perf_counter() - started > ENOUGH:
+            break
+    found = priced.prices_of(turns)
+    for label, prices in list(found.items()):
+        free = hasattr(run.drafters[label], "chain")
+        if free:
+            prices |= {"cost": 0.0, "cost_range": [0.0, 0.0]}
+        low, high = prices["cost_range"]
+        said = f"{label}: s_d / s_t = {prices['cost']:.3f} [{low:.3f}-{high:.3f}]"
+        said = f"{label}: drafts without a forward" if free else said
+        if not free and not 0.005 <= prices["cost"] <= 1:
+            run.notes.append(f"{said}, which cannot be; {pct.COST} is taken")
+            del found[label]
+            continue
+        low, high = prices["node_price_range"]
+        run.notes.append(f"{said}, a verified node costs {prices['node_price']:.3f} "
+                         f"[{low:.3f}-{high:.3f}] plain steps, a drafted round {prices['start']:.3f}")
+    return found
 
 def mean_extras(run, label, gamma):
     """CAPE's control (section 5.4): the mean size of CAPE's sets, with this drafter, for every position."""

@@ -1,14 +1,15 @@
 """Targets of any family: what verify.Target leaves out, and a proof at load that a model decodes right.
 
-verify.Target serves models that are built as Llama is.  AnyTarget adds, each where the class below names it,
+verify.Target serves models that are built as Llama is.  AnyTarget adds
+    windows          layers with a sliding window, alone or beside layers with full attention
     devices          a model that accelerate spread over several: inputs go where the embeddings are
-    vocabularies     rows of logits padded, or cut, to a vocabulary that another model has
-    contexts         where the configuration calls it otherwise; positions that no text takes (RoBERTa)
-    longrope         all positions are turned by another table once a text is long: cached rows cannot follow
-    windows          models whose layers are of two kinds, each with a mask of its own
-    chains           models that ignore a tree's mask or positions verify chains only
-and proves, by some tiny forwards, that a tree's logits are those of its paths.  docs/families.md lists what
-is served.
+    vocabularies     logits padded, or cut, to the vocabulary of another model
+    contexts         where the configuration names it otherwise; positions that no text takes (RoBERTa)
+    longrope         one RoPE table for short texts and another for long ones: cached keys cannot change
+    chains           models that ignore a tree's mask or position_ids verify chains only
+    one memory       for all layers' keys and values, so that one copy compacts an accepted path
+and proves, by some tiny forwards, that a tree's logits are those of its paths.  docs/families.md lists
+what is served.
 
     target = any_target(model)       # in the place of verify.Target(model)
 """
@@ -19,14 +20,15 @@ import torch.nn.functional as F
 
 from cascade import EncoderDecoder
 from data.read import first_line
+from runtime import attention as folding
 from verify import Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
 CHAIN = [-1, 0, 1, 2]
 
 
-def turning_point(config):
-    """The length from which on longrope turns all positions by its other table, or None."""
+def short_context(config):
+    """longrope: the longest text whose positions its short table rotates; else None."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return None
@@ -66,28 +68,73 @@ def is_chain(parents):
 def windows_of(config):
     """{kind of layer: its sliding window, or None}."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
+    kind = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [kind]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UserError(f"the target has layers of kind {', '.join(unknown)}, which keep no KV rows for a "
-                        "tree")
+        raise UserError(f"the target has layers of kind {', '.join(unknown)}, which keep no KV entries "
+                        "for a tree")
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
-class SpreadCache(TreeCache):
-    """A TreeCache whose layers lie on several devices."""
+def within_window(mask, window, position, slots):
+    """A mask (n, keys) bool, less the keys that are `window` or more positions before a node."""
+    # An entry's position is its number in the cache, but for those of the current nodes.
+    key_position = torch.arange(mask.shape[1], device=mask.device)
+    key_position = key_position.index_copy(0, slots, position)
+    distance = position[:, None] - key_position                                        # (n, keys)
+    return mask & (distance < window)
 
-    def update(self, k, v, layer_idx, *args, **kwargs):
-        self.slots = self.slots.to(k.device)
-        return super().update(k, v, layer_idx, *args, **kwargs)
 
-    def commit(self, path):
-        length, end = self.length, self.length + len(path)
-        index = torch.tensor(path) + length
-        for held in self.kv.values():
-            for x in held:
-                x[:, :, length:end] = x.index_select(2, index.to(x.device))
-        self.length = end
+class StackedCache(TreeCache):
+    """A TreeCache whose layers lie in one tensor for each size and device (a model may be spread).
+
+    stacks: these tensors, (count, copies, H, allocated, d), one copy but for figures/batches.py; kv
+    holds views of them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.stacks = []
+
+    def reserve(self, entries):
+        """As TreeCache.reserve."""
+        if entries > self.allocated:
+            self.allocated = max(entries, self.allocated * 3 // 2)
+            if self.stacks:
+                self.stack(self.length)
+
+    def of_layer(self, layer, k, v):
+        """As TreeCache.of_layer.  The first forward is kept as it is: stack() must know all layers."""
+        if not self.stacks:
+            self.kv[layer] = [k.clone(), v.clone()]
+        return self.kv[layer]
+
+    def stack(self, filled):
+        """Move the first `filled` entries of all layers to new memory."""
+        of_one_size = {}
+        for pair in self.kv.values():
+            for i in (0, 1):
+                pair[i] = pair[i][:, :, :filled].clone()       # frees the old memory
+                copies, heads, _, d = pair[i].shape
+                size = pair[i].device, pair[i].dtype, copies, heads, d
+                of_one_size.setdefault(size, []).append((pair, i))
+        self.stacks = []
+        for (device, dtype, copies, heads, d), places in of_one_size.items():
+            # Zeros: an entry that a mask hides still takes part, with weight zero.
+            shape = len(places), copies, heads, self.allocated, d
+            memory = torch.zeros(shape, dtype=dtype, device=device)
+            self.stacks.append(memory)
+            for place, (pair, i) in enumerate(places):
+                memory[place, :, :, :filled] = pair[i]
+                pair[i] = memory[place]
+
+    def compact(self, nodes):
+        """As TreeCache.compact, by one copy a stack."""
+        end = self.length + len(nodes)
+        for memory in self.stacks:
+            slots = self.length + nodes.to(memory.device)
+            memory[:, :, :, self.length:end] = memory.index_select(3, slots)
 
 
 class AnyTarget(Target):
@@ -97,37 +144,43 @@ class AnyTarget(Target):
     padded otherwise.  verifies_trees: what the proof found.  Raises UserError for a model that cannot be
     decoded with a KV cache.
     """
+    encoder_decoder = False
     proven = WeakKeyDictionary()                               # {model: its verifies_trees}
 
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
+        if attention not in (None, "sdpa", "eager", folding.NAME):
             raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or "
                             "'eager'")
+        if attention == "sdpa" and model.device.type == "cpu" and folding.has_groups(model):
+            folding.fold_queries(model)
         super().__init__(model, capacity)
-        self.device, self.known = device_of(model), self.config.vocab_size     # known: ids that it takes
+        self.device = device_of(model)
+        # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length (23
+        # to 440 ms), and every round has a new one: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # The type of hidden states: weights may be quantised, and of no floating type.
         with torch.no_grad():
             token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             self.dtype = model.get_input_embeddings()(token).dtype
+        self.known = self.config.vocab_size                    # ids that the model takes
         self.context = context_of(model, self.config)
         self.capacity = self.context
-        self.turn, self.turned = turning_point(self.config), False             # turned: its text is beyond
-        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
-            self.cache = SpreadCache()
+        # longrope: the length up to which the short table serves; whether the text is beyond
+        self.short, self.long = short_context(self.config), False
         self.vocab = self.known
         if model not in self.proven:
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
         self.vocab = vocab or self.known
         self.capacity = min(capacity or self.context, self.context)
+        self.cache = StackedCache()
         self.reset()
 
     # ------------------------------------------------------------ windows, devices, vocabularies, chains
-    def window_of(self, config):
-        """The smallest sliding window of any layer, or None."""
-        self.windows = windows_of(config)                      # {kind of layer: window or None}
-        return min(filter(None, self.windows.values()), default=None)
+    def check_attention(self):
+        """As Target.check_attention; sliding windows are served."""
+        self.windows = windows_of(self.config)
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward; refuses a tree where only chains can be verified."""
@@ -135,59 +188,62 @@ class AnyTarget(Target):
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour the mask "
                             "or the positions of a tree): use --tree chain")
         own = self.capacity
-        if self.turn and not self.turned:
-            # A node beyond the turning point would turn the whole tree.
-            self.capacity = min(own, self.turn)
+        if self.short and not self.long:
+            # One position beyond the short table would rotate the whole tree by the long one.
+            self.capacity = min(own, self.short)
         try:
             return super().forward(tokens, parents, logits_to_keep)
         finally:
             self.capacity = own
 
-    def run(self, keys, tokens, position, slots, mask):
+    def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run; an id that the model does not know is any other."""
         if self.known < self.vocab:
             tokens = tokens.clamp(max=self.known - 1)
-        logits, *states = super().run(keys, tokens, position, slots, mask)
+        logits, *states = super().run(keys, tokens, position, slots, mask, logits_to_keep)
+        if not self.cache.stacks:
+            self.cache.stack(keys)
+        states = [state.to(self.device) for state in states]
         return [with_vocabulary(logits.to(self.device), self.vocab), *states]
 
-    def places(self, keys, position, slots, mask):
-        """As Target.places; of several kinds of layers each has a mask.
+    def position_and_mask(self, keys, position, slots, mask):
+        """As Target.position_and_mask; windows shorten the mask.  Two kinds of layers have a mask each.
 
-        A model that ignores positions, or takes none, counts them by its cache.
+        A model that ignores position_ids, or takes none, counts them by its cache.  Without a mask of ours
+        a model applies its window itself.
         """
         if not self.verifies_trees:
             return {}
-        if mask is None or len(self.windows) == 1:
-            return super().places(keys, position, slots, mask)
-        smallest = self.window
+        found = super().position_and_mask(keys, position, slots, mask)
+        if mask is None or not any(self.windows.values()):
+            return found
         masks = {}
-        try:
-            for kind, window in self.windows.items():
-                self.window = window
-                found = super().places(keys, position, slots, mask)
-                masks[kind] = found["attention_mask"]
-        finally:
-            self.window = smallest
-        return found | {"attention_mask": masks}
+        for kind, window in self.windows.items():
+            near = within_window(mask, window, position, slots) if window else mask
+            masks[kind] = super().position_and_mask(keys, position, slots, near)["attention_mask"]
+        found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
+        return found
 
     # ------------------------------------------------------------ longrope
     def remaining(self, ids):
-        """As Target.remaining; rows in the cache cannot follow where longrope switches tables."""
-        room = super().remaining(ids)
-        return min(room, self.turn - len(ids) + 1) if self.turn and len(ids) <= self.turn else room
+        """As Target.remaining; a text that begins with longrope's short table ends with it."""
+        remaining = super().remaining(ids)
+        if self.short and len(ids) <= self.short:
+            return min(remaining, self.short - len(ids) + 1)
+        return remaining
 
-    def sync(self, ids, rows=1, same=0):
-        """As Target.sync; longrope turns all rows of a long text otherwise: it is read anew, at once."""
-        own, turned = self.slice_size, bool(self.turn) and len(ids) > self.turn
-        if turned != self.turned:
+    def sync(self, ids, logits_to_keep=1, unchanged=0):
+        """As Target.sync; longrope rotates all of a long text by its long table: it is read at once."""
+        chunk_size, long = self.chunk_size, bool(self.short) and len(ids) > self.short
+        if long != self.long:
             self.reset()
-        self.turned = turned
-        if turned:
-            self.slice_size = len(ids)
+        self.long = long
+        if long:
+            self.chunk_size = len(ids)
         try:
-            return super().sync(ids, rows, same)
+            return super().sync(ids, logits_to_keep, unchanged)
         finally:
-            self.slice_size = own
+            self.chunk_size = chunk_size
 
     # ------------------------------------------------------------ the proof
     @torch.no_grad()
@@ -196,12 +252,13 @@ class AnyTarget(Target):
 
         Some classes ignore a tree's mask or positions, and would decode wrongly without a word.
         """
-        config, own = self.config, (self.windows, self.window, getattr(self.config, "sliding_window", None))
+        config, windows = self.config, self.windows
+        own = getattr(config, "sliding_window", None)
         exact = torch.finfo(self.dtype).bits > 16
         # A window of three, as the model's own may be longer than what one wants to read here
         if any(self.windows.values()):
-            config.sliding_window = self.window = 3
-            self.windows = {kind: window and 3 for kind, window in self.windows.items()}
+            config.sliding_window = 3
+            self.windows = {kind: window and 3 for kind, window in windows.items()}
         try:
             for parents, self.verifies_trees in ((TREE, True), (CHAIN, False)):
                 try:
@@ -216,9 +273,9 @@ class AnyTarget(Target):
                 except Exception as why:
                     reason = f"{type(why).__name__}: {first_line(why)}"
         finally:
-            self.windows, self.window, window = own
-            if window:
-                config.sliding_window = window
+            self.windows = windows
+            if own:
+                config.sliding_window = own
         raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does without one "
                         f"({reason}): take a decoder-only language model that caches keys and values")
 
@@ -227,7 +284,7 @@ class AnyTarget(Target):
         n, errors = len(parents), []
         text, tokens, after = self.probe(n)
         # A cache of its own: a failed forward may leave anything in it.
-        self.cache = type(self.cache)()
+        self.cache = StackedCache()
         self.reset()
         self.sync(text)
         logits = self.forward(torch.tensor(tokens), torch.tensor(parents))             # (n, V)
@@ -266,6 +323,7 @@ class AnyTarget(Target):
 
 class AnyEncoderDecoder(AnyTarget, EncoderDecoder):
     """cascade.EncoderDecoder of any family, for chains."""
+    encoder_decoder = True
 
     def prove(self):
         """Positions of its decoder follow the cache, not the depth in a tree."""

@@ -1,11 +1,13 @@
-"""Max-Gram's file: its bigram, and how far its words can be trusted, alone and beside a neural drafter.
+"""Max-Gram's file: its bigram, and how often its predictions are right, alone and beside a drafter.
 
     bigram, confidence = read_bigram("checkpoints/bigram.json", vocab)
     gram = maxgram.MaxGram(bigram, confidence)
-    drafter = maxgram.Beside(edd, gram, read_agreement("checkpoints/bigram.json", "edd"))
+    agreement = read_agreement("checkpoints/bigram.json", "edd")
+    drafter = graft.Beside(edd, gram, agreement)
 
-`checkpoints/make.py bigram` counts the bigram and measures the confidence; `make.py agreement` fits, of each
-drafter, the three numbers of maxgram.Beside.weight to what the target wrote itself behind held-out prompts.
+`checkpoints/make.py bigram` counts the bigram and measures the confidence.  `make.py agreement`
+fits for each drafter the three numbers of graft.Beside.weight: to what the target writes by itself
+after held-out prompts.
 """
 import json
 import math
@@ -15,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import maxgram
+from beyond import graft
 from data.read import first_line
 from verify import Tree, UserError, generate
 
@@ -22,12 +25,14 @@ BINS = 10                 # of the expected calibration error
 
 # ---------------------------------------------------------------- the file
 def read_bigram(path, vocab, fingerprint=None):
-    """Read a file for a vocabulary of `vocab` tokens -> (bigram: list (vocab,), confidence: list or None).
+    """Read a file for a vocabulary of `vocab` tokens -> (bigram, confidence).
 
-    Either {"bigram": [...], "confidence": [...] or null, "fingerprint": ...}, or a flat JSON array indexed by
-    token id as published with the paper, which may be shorter than a padded vocabulary.
-    fingerprint: of the tokenizer in hand, any JSON value; a file that says another is refused, one that says
-    none is not.  Raises UserError for a file that is missing, damaged, or of another vocabulary or tokenizer.
+    bigram: list (vocab,); confidence: list or None.  The file holds either {"bigram": [...],
+    "confidence": [...] or null, "fingerprint": ...}, or a flat JSON array indexed by token id, as
+    published with the paper, which may be shorter than a padded vocabulary.
+    fingerprint: of the current tokenizer, any JSON value.  A file with another one is refused, a
+    file without one is not.
+    Raises UserError for a file that is missing, damaged, or of another vocabulary or tokenizer.
     """
     again = "make one with maxgram.build_bigram, as checkpoints/make.py does, or name another file"
 
@@ -52,12 +57,14 @@ def read_bigram(path, vocab, fingerprint=None):
         raise damaged("it holds no array of token ids")
     # Is it one of this tokenizer?
     if fingerprint is not None and theirs is not None and theirs != fingerprint:
-        raise foreign(f"another tokenizer (fingerprint {str(theirs)[:40]}, not {str(fingerprint)[:40]})")
+        raise foreign(f"another tokenizer (fingerprint {str(theirs)[:40]}, "
+                      f"not {str(fingerprint)[:40]})")
+    which = f"where the vocabulary has {vocab} tokens"
     if len(bigram) > vocab:
-        raise foreign(f"another vocabulary ({len(bigram)} entries, where the vocabulary has {vocab} tokens)")
+        raise foreign(f"another vocabulary ({len(bigram)} entries, {which})")
     wrong = [x for x in bigram if not 0 <= x < vocab]
     if wrong:
-        raise foreign(f"another vocabulary (token id {wrong[0]}, where the vocabulary has {vocab} tokens)")
+        raise foreign(f"another vocabulary (token id {wrong[0]}, {which})")
     # Is the confidence one?
     if confidence is not None:
         numbers = isinstance(confidence, list) and all(type(x) in (int, float) for x in confidence)
@@ -67,7 +74,7 @@ def read_bigram(path, vocab, fingerprint=None):
     return bigram + [0] * (vocab - len(bigram)), confidence
 
 def read_agreement(path, name):
-    """(a, b, c) of maxgram.Beside.weight for the drafter `name`; None where the file has none."""
+    """(a, b, c) of graft.Beside.weight for the drafter `name`; None where the file has none."""
     try:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
         found = read["agreement"][name]["weights"]
@@ -75,16 +82,16 @@ def read_agreement(path, name):
         return None
     numbers = isinstance(found, list) and all(type(x) in (int, float) for x in found)
     if not numbers or len(found) != 3 or not all(map(math.isfinite, found)):
-        raise UserError(f"the bigram file {path} is damaged, its agreement with {name} is not three numbers: "
-                        "fit it again with checkpoints/make.py agreement")
+        raise UserError(f"the bigram file {path} is damaged, its agreement with {name} is not "
+                        "three numbers: fit it again with checkpoints/make.py agreement")
     return tuple(found)
 
-# ---------------------------------------------------------------- how far its words can be trusted
+# ---------------------------------------------------------------- how often it is right
 def measure_confidence(texts, bigram=None, lengths=maxgram.LENGTHS):
-    """How often the first proposed token is the next one, by length of match -> list (lengths + 1,), or None.
+    """How often the first proposed token is right, by length of match -> list (lengths + 1,).
 
-    texts: iterable of lists of ids that the bigram was not counted on, replayed token by token, each on its
-    own.  A length that was never seen gets the value of the nearest one that was.
+    texts: iterable of lists of ids that the bigram was not counted on, replayed token by token,
+    each on its own.  A length that was never seen gets the value of the nearest one that was.
     None: nothing was proposed.
     """
     seen = [0] * (lengths + 1)
@@ -109,56 +116,61 @@ def measure_confidence(texts, bigram=None, lengths=maxgram.LENGTHS):
         table.append(right[nearest] / seen[nearest])
     return table
 
-class Judge(maxgram.Beside):
-    """Leaves rows as they are.  heard: (word, length of match, the drafter's p) of each node, or None."""
+class Judge(graft.Beside):
+    """Leaves the drafter's logits as they are.
+
+    judged: of each node given to expand (predicted token, length of match, the drafter's p of it),
+    or None where Max-Gram predicts nothing.
+    """
 
     def expand(self, tokens, parents):
-        self.heard = [None] * len(parents)
+        self.judged = [None] * len(parents)
         return super().expand(tokens, parents)
 
-    def mixed(self, logits, rows, words, lengths):
-        p = (logits[list(rows)].double() / self.temperature).softmax(-1)
+    def mixed(self, logits, rows, predicted, lengths):
+        p = (logits[rows].double() / self.temperature).softmax(-1)               # (k, V)
         for i, row in enumerate(rows):
-            self.heard[row] = words[i], lengths[i], p[i, words[i]].item()
+            self.judged[row] = predicted[i], lengths[i], p[i, predicted[i]].item()
         return logits
 
 def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
-    """What Max-Gram's words were worth along the target's own greedy text -> [(length, p, right: bool)].
+    """Max-Gram's predictions along the target's own greedy text -> [(length, p, right)].
 
-    Each round the target reviews the suggested chain; its words are judged up to the first that is wrong.
-    p: what the drafter, which read root and chain at once, says of the word.  prompts: lists of ids.
+    Each round the target verifies the suggested chain.  Its tokens are judged up to the first that
+    is wrong.  p: the drafter's, which read root and chain at once.  right: bool.
+    prompts: lists of ids.  Where the drafter has no prediction there is nothing to agree with:
+    Max-Gram's is left out.
     """
-    judge, rounds, judged = Judge(drafter, gram), [], []
+    judge, rounds, found = Judge(drafter, gram), [], []
 
     def review(expand, root):
         chain, _ = judge.suggest(expand.root, most=min(maxgram.N, expand.remaining))
         tokens = root.new_tensor([expand.root, *chain])
         parents = list(range(-1, len(chain)))
         expand(tokens, parents)
-        rounds.append(judge.heard)
+        rounds.append(judge.judged)
         return Tree(tokens, root.new_tensor(parents))
 
     for ids in prompts:
         rounds.clear()
         out = generate(target, judge, review, ids, new, stopping_criteria=stopping_criteria)
-        for one, heard in zip(out.rounds, rounds):
-            for said, token in zip(heard, one.new):
-                if said is None:
-                    break
-                word, length, p = said
-                judged.append((length, p, word == token))
-                if word != token:
-                    break
-    return judged
+        for one, judged in zip(out.rounds, rounds):
+            # The round's new tokens end with the target's own: after the first wrong prediction.
+            for prediction, token in zip(judged, one.new):
+                if prediction is not None:
+                    predicted, length, p = prediction
+                    found.append((length, p, predicted == token))
+    # A row of -inf has no p.
+    return [judged for judged in found if not math.isnan(judged[1])]
 
 def features(lengths, p):
-    """1, length, logit p of maxgram.Beside.weight -> (n, 3).  lengths, p: (n,)"""
+    """1, length, logit p of graft.Beside.weight -> (n, 3).  lengths, p: (n,)"""
     lengths = lengths.clamp(max=maxgram.LENGTHS)
     logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
     return torch.stack((torch.ones_like(p), lengths, logit), 1)
 
 def logistic(x, y, steps=30, ridge=1e-3):
-    """Newton's method for sigmoid(x weights) = P(y).  x (n, k), y (n,) of 0 and 1 -> weights (k,)"""
+    """Newton's method for sigmoid(x weights) = P(y).  x (n, k), y (n,) 0 or 1 -> weights (k,)"""
     weights = x.new_zeros(x.shape[1])
     for _ in range(steps):
         p = torch.sigmoid(x @ weights)
@@ -179,10 +191,10 @@ def scores(p, y):
     return {"log_loss": round(loss.item(), 4), "ece": round(ece.item(), 4)}
 
 def fit_agreement(judged, confidence_of):
-    """judged_words(...) -> {"weights": [a, b, c], "words": how many, "log_loss", "ece", "plain": {...}}.
+    """judged_words(...) -> {"weights": [a, b, c], "words": n, "log_loss", "ece", "plain": {...}}.
 
-    Log loss and ECE are of the words in the mixture, with weights that were fitted to the other half; plain:
-    of the mixture without agreement, by Max-Gram's own confidence_of(length).
+    Log loss and ECE are of the predicted tokens in the mixture, with weights that were fitted to
+    the other half.  plain: without agreement, by Max-Gram's own confidence_of(length).
     """
     lengths, p, y = torch.tensor(judged, dtype=torch.float64).T                       # (n,) each
     x = features(lengths, p)

@@ -1,4 +1,4 @@
-"""From a name on the command line to a model, a tokenizer, a drafter, a cascade, prompts.
+"""From a name on the command line to a model, a tokenizer, a drafter, a cascade.
 
     model, tokenizer = load_target("lmsys/vicuna-7b-v1.5", "float16", "cuda")
     same_target(fingerprint(model), about_drafter(Path("my-glide/glide"))["target"])
@@ -7,16 +7,12 @@
     load_drafter(setup, "glide")
     load_cascade(setup, "base", "small", "maxgram", k=(8, 13, 1))
 
-Drafters and trees are named as their functions would be called (read_call).  The keywords of load_drafter and
-load_cascade are what a user may set: "glide(raw=True)".
+Drafters and trees are named as their functions would be called (runtime/calls.py).  The keywords of
+load_drafter and load_cascade are what a user may set: "glide(raw=True)".
 """
-import ast
-import hashlib
 import importlib
-import inspect
 import json
-import re
-from collections import namedtuple
+import os
 from functools import partial
 from pathlib import Path
 
@@ -24,94 +20,73 @@ import huggingface_hub
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
 
 import cascade
 import edd
 import glide
 import maxgram
+from beyond import graft
+from beyond.running import Running
+from beyond.words import frequent_words, shorten
 from data import read
-from runtime import families, grams, graphs, parts
+from runtime import families, grams, graphs, linear, parts
+from runtime.calls import read_call
+from runtime.fingerprints import (
+    fingerprint, relation, same_target, vocabulary_fingerprint)  # noqa: F401
+from runtime.stage import Stage
 from verify import UserError
 
-BEYOND = ("gemma4", "eagle3")                             # files of beyond/, each of which loads one drafter
-# What the words in a call name
-NAMED = dict.fromkeys(BEYOND, "the hub name or folder of one")
-NAMED["cascade"] = "names of models, the largest first"
-NAMED["beside"] = "a neural drafter or a language model, then maxgram"
+BEYOND = ("gemma4", "eagle3")                     # files of beyond/, each loads one drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
-PROBES = 32                                       # weights of a model that its fingerprint keeps
-
-# ---------------------------------------------------------------- names as calls
-Call = namedtuple("Call", "name function words settings label")         # label: the call as tables show it
-
-def settings_of(function):
-    """{setting: default} of a function that the command line can call."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in parameters if p.default is not p.empty and p.name != "generator"}
-
-def read_call(text, functions, what):
-    """`pct(width=7, leaf=0)` -> Call("pct", pct.pct, [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)").
-
-    Settings are Python literals; words name models, and may hold slashes, dots and dashes.
-    """
-    written = re.sub(r"\s", "", text)
-    for opening, closing in ("()", "[]"):
-        open_ones = written.count(opening) - written.count(closing)
-        if open_ones > 0:
-            raise UserError(f"{text}: a closing bracket {closing} is missing")
-        if open_ones < 0:
-            raise UserError(f"{text}: an opening bracket {opening} is missing")
-    name, bracket, inside = written.partition("(")
-    name = name.replace("_", "-")
-    if name not in functions:
-        raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
-    # Commas part the arguments, except within brackets.
-    arguments = re.findall(r"(?:\([^)]*\)|\[[^]]*\]|[^,()[\]])+", inside.removesuffix(")"))
-    words, settings = [], {}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        try:
-            settings[key] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            words.append(argument)
-    takes = settings_of(functions[name])
-    once = len(words) + len(settings) == len(arguments)
-    known = settings.keys() <= takes.keys() and not any("=" in word.partition("(")[0] for word in words)
-    if inside.endswith(")") != bool(bracket) or not once or not known or bool(words) != (name in NAMED):
-        models = [NAMED[name]] if name in NAMED else []
-        listed = ", ".join(models + [f"{key}={value!r}" for key, value in takes.items()])
-        raise UserError(f"{text}: {name} takes {listed or 'no settings'}")
-    label = f"{name}({', '.join(arguments)})" if arguments else name
-    return Call(name, functions[name], words, settings, label)
+SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
 
 # ---------------------------------------------------------------- models
 def check_device(device, spread=False):
     """Refuse a --device that is none, or is not there.  spread: "auto" may be said, too."""
     if spread and device == "auto":
         return
+    known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
     try:
         kind = torch.device(device).type
     except RuntimeError:
-        known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
         raise UserError(f"--device {device}: say {known}") from None
+    if kind not in ("cpu", "cuda"):
+        raise UserError(f"--device {device}: say {known}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu")
+    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: CUDA devices are counted from 0, and "
+                        f"{torch.cuda.device_count()} are here")
+
+def use_device(device):
+    """Make a CUDA device the current one: events, streams and graphs are of the current device."""
+    if device != "auto" and torch.device(device).type == "cuda":
+        torch.cuda.set_device(torch.device(device))
+
+def check_writable(flag, path):
+    """Refuse a file that could not be written, before anything else is done."""
+    path = Path(path)
+    there = path.absolute().parent
+    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
+        raise UserError(f"{flag} {path}: name a file in a folder that is there and can be "
+                        "written to")
 
 def on_hub(name, revision, role):
-    """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
+    """Ask the hub for a model once, without the library's retries -> whether to use local files."""
+    errors = huggingface_hub.errors
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
-    except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError):
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         at = f" at revision {revision}" if revision else ""
-        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not logged in "
-                        "(`hf auth login`): check the name") from None
-    except huggingface_hub.errors.HFValidationError:
-        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the hub's") from None
-    except Exception:                                    # no network: what was loaded once is still here
+        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not "
+                        "logged in (`hf auth login`): check the name") from None
+    except errors.HFValidationError:
+        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the "
+                        "hub's") from None
+    except Exception:                              # no network: what was loaded once is still here
         return True
     return False
 
@@ -134,15 +109,22 @@ def only_special_tokens(model):
     special = {name: getattr(model.generation_config, name) for name in names}
     model.generation_config = transformers.GenerationConfig(**special)
 
-def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None, trust=False):
+def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
+                trust=False):
     """(model, tokenizer) as transformers loads them.  UserError where it cannot.
 
+    name: a folder, a hub name, or "smollm2".
     device "auto": spread over what there is, by accelerate.  encoder_decoder: T5 may come too.
     role: what the model is called in an error.  trust: run the model's own code, too.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     give = "give a complete folder or a hub name of a causal language model"
+    if str(name) == "smollm2" and not Path(name).exists():
+        if not SMOLLM2.exists():
+            raise UserError(f"{role} smollm2 is not here yet: run "
+                            "`python checkpoints/smollm2.py` once")
+        name = SMOLLM2
     # A hub name is OWNER/NAME.
     hub = str(name).count("/") == 1 and not Path(name).is_absolute()
     if not Path(name).exists() and not hub:
@@ -159,7 +141,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
         if config.is_encoder_decoder:
             model_class = transformers.AutoModelForSeq2SeqLM
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
-        # Quantised weights are placed while they are loaded; so are those of a model that is spread.
+        # Quantised weights are placed while they are loaded; so are those of a spread model.
         placed = device == "auto" or getattr(config, "quantization_config", None)
         if placed:
             more["device_map"] = "auto" if device == "auto" else {"": device}
@@ -167,65 +149,28 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     except Exception as why:
         reason = f"{type(why).__name__}: {read.first_line(why)}"
         if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
-            reason, give = "it is gated", f"accept its terms on huggingface.co/{name}, and `hf auth login`"
+            reason = "it is gated"
+            give = f"accept its terms on huggingface.co/{name}, and `hf auth login`"
         elif local and isinstance(why, OSError):
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
     if not placed:
         model = model.to(device)
     only_special_tokens(model)
+    linear.pack(model)
     return model.eval(), tokenizer
-
-# ---------------------------------------------------------------- fingerprints
-def vocabulary_fingerprint(tokenizer):
-    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and their ids."""
-    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
-
-def fingerprint(model, tokenizer=None):
-    """What tells one target from another, a fine-tuned one from its base too: shapes, and some weights."""
-    about = {"class": type(model).__name__, "probe": {}}
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        about[name] = getattr(model.config.get_text_config(), name)
-    # One weight of each of 32 matrices, the first and the last among them.  Left out: matrices on another
-    # device or the disk (meta), quantised ones (to integers, or, by torchao, to tensors made of several).
-    # FSDP's shards, too, are made of several, and can be put together.
-    matrices = []
-    for name, p in model.named_parameters():
-        sharded = hasattr(p, "full_tensor")
-        whole = sharded or not p.is_meta and not hasattr(p, "__tensor_flatten__")
-        if p.ndim == 2 and p.is_floating_point() and whole:
-            matrices.append((name, p))
-    for i in range(PROBES if matrices else 0):
-        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
-        matrix = matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix
-        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
-        about["probe"][name] = float(f"{weight.item():.5g}")
-    if tokenizer is not None:
-        about["vocabulary"] = vocabulary_fingerprint(tokenizer)
-    return about
-
-def same_target(a, b):
-    """Whether two fingerprints are of one model: equal in what both say, up to half precision's rounding."""
-    probes = [about.get("probe") for about in (a, b)]
-    if not all(isinstance(probe, dict) for probe in probes):
-        return False                                     # an older format: weights without names
-    shared = [name for name in probes[0] if name in probes[1]]
-    mine, its = [[probe[name] for name in shared] for probe in probes]
-    if not shared or not np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
-        return False
-    return all(a[key] == b[key] for key in a if key in b and key != "probe")
 
 # ---------------------------------------------------------------- a target and what goes with it
 class Setup:
     """A target, loaded, and all that one needs to know to load drafters beside it.
 
-    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the folder of the drafters;
+    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: drafters' folder.
     stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
-    graphs: CUDA graphs; rows: fewest rows of a forward of the target; trust: run models' own code, too.
+    graphs: CUDA graphs; rows: fewest tokens of a forward of the target; trust: run models' code.
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
                  graphs=False, rows=1):
+        use_device(device)
         self.checkpoint, self.graphs = checkpoint, graphs
         self.dtype, self.device, self.trust = dtype, device, trust
         self.stages, self.notes = {}, []
@@ -245,41 +190,22 @@ class Setup:
             graphs.static(target, rows, record=self.graphs)
         return target
 
-def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):
-    """Files of prompts -> [(group, ids, new tokens that there is room for, at most `most`)].
-
-    limit: of rows, evenly over their groups; answer(ids) -> text: of the target, to a question that the
-    file leaves open before another one.  form, ask, system: as data.read takes them.
-    """
-    form = read.template_of(form, setup.tokenizer)
-    prompts, left_out = [], 0
-    for group, row, name in tqdm(read.prompt_rows(paths, limit), "prompts", leave=False, disable=None):
-        for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
-            if max(ids) >= setup.target.config.vocab_size:
-                raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
-                                f"{setup.target.config.vocab_size}")
-            room = setup.target.remaining(ids)
-            if room < 1:
-                left_out += 1                                    # and with it what is said behind it
-                break
-            prompts.append((group, ids, min(most, room)))
-    if not prompts:
-        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most {setup.target.context} "
-                        "tokens, the target's context")
-    if left_out:
-        setup.notes.append(f"{left_out} prompts longer than the context left out")
-    return prompts
-
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
     """What train.py wrote about the drafter in a folder: its training.json."""
+    damaged = UserError(f"the drafter in {folder} is damaged: train or copy it again")
     try:
         about = json.loads((folder / "training.json").read_text())
-        float(about.get("validation", {}).get("temperature", 1.0))
-        about["kind"], about.get("target", {}).items()
-        return about
+        temperature = float(about.get("validation", {}).get("temperature", 1.0))
+        probe = about.get("target", {}).get("probe", {})
+        weights = list(probe.values()) if isinstance(probe, dict) else []
+        numbers = np.isfinite(np.array(weights, dtype=float)).all()
+        about["kind"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
+        raise damaged from None
+    if not numbers or not 0 < temperature < np.inf:
+        raise damaged
+    return about
 
 def kind_of(folder):
     """Which kind of drafter a folder holds: glide, vanilla, edd ..."""
@@ -297,47 +223,80 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False):
-    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature."""
+def load_drafter(setup, name, raw=False, running=False, words=None):
+    """A trained drafter of the checkpoint.
+
+    raw: its confidence as it is, without temperature.
+    running: its temperature is fitted along each text (beyond/running.py).
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py).
+    """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Asked first: another target's drafter may read layers that are not there.
-    if not same_target(about.get("target", {}), fingerprint(setup.model, setup.tokenizer)):
+    related = relation(about.get("target", {}), fingerprint(setup.model, setup.tokenizer))
+    if related == "another":
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
-    module = glide if about["kind"] in ("glide", "vanilla") else edd
+    if related == "a relative":
+        setup.notes.append(f"{name} was trained for a relative of this target "
+                           "(rounded otherwise, or tuned)")
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
+    check_drafter(drafter, folder)
+    if words is not None:
+        path = Path(setup.checkpoint) / "words.json"
+        vocabulary = vocabulary_fingerprint(setup.tokenizer)
+        shorten(drafter.model, frequent_words(path, words, vocabulary))
+    linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
     if setup.graphs:
         graphs.static(drafter)
-    return drafter
+    return Running(drafter) if running else drafter
 
-def load_heir(kind, setup, name):
+def check_drafter(drafter, folder):
+    """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
+    sound = all(weights.isfinite().all() for weights in drafter.model.parameters())
+    if isinstance(drafter, glide.Drafter):
+        sound = sound and drafter.config.width % drafter.config.heads == 0
+    if not sound:
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
+
+def load_heir(kind, setup, *names):
     """A published drafter, by hub name or folder: gemma4(google/gemma-4-E2B-it-assistant)."""
+    if len(names) != 1:
+        raise UserError(f"{kind}({', '.join(names)}): name one hub name or folder")
+    (name,) = names
     more = {}
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
     drafter = importlib.import_module(f"beyond.{kind}").load(name, setup.model, **more)
+    linear.pack(drafter.model, beside=setup.model)
     if setup.graphs:
         graphs.static(drafter)
     return drafter
 
 # ---------------------------------------------------------------- cascades
-def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True, bigram=None):
+def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True,
+                 bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
-    names: folders of the checkpoint, other folders or hub names of language models, the largest first,
-    maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model, the target's is 1.
-    stop: when a stage has added enough (cascade.py).
-    matching: False: Max-Gram by its bigram alone.  bigram: a file of it, in place of the checkpoint's.
+    names: folders of the checkpoint, other folders or hub names of language models, the largest
+    first, maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
+    where the target's is 1.  stop: when a stage has added enough (cascade.py).
+    matching: False: Max-Gram by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
-    if "maxgram" in names[:-1] or len(set(names)) < len(names) or costs and len(costs) != len(neural):
-        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, maxgram "
-                        "last; give a cost for each model, or none")
+    misplaced = "maxgram" in names[:-1] or len(set(names)) < len(names)
+    if misplaced or costs and len(costs) != len(neural):
+        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
+                        "maxgram last; give a cost for each model, or none")
+    numbers = all(isinstance(cost, (int, float)) and 0 <= cost < np.inf for cost in costs or [])
+    if not numbers:
+        raise UserError(f"cascade({', '.join(names)}): costs={costs}: a cost is a number from 0 "
+                        "on, where one run of the target costs 1")
     if isinstance(k, int):
         k = [k]
     K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
@@ -352,7 +311,7 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
     drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab, stop)
-    # For SWI: a stage costs as its number of weights, or as given.
+    # For SWI: a stage costs its share of the target's weights, or what is given.
     drafter.names, drafter.costs = list(names), {"ms": weights}
     if costs:
         drafter.costs["given"] = costs
@@ -376,8 +335,10 @@ def load_stage(setup, name):
     its = {i: token for token, i in tokenizer.get_vocab().items()}
     for i in sorted(mine.keys() & its.keys()):
         if mine[i] != its[i]:
-            raise UserError(f"{name} has another tokenizer than the target: token {i} is {its[i]!r} there, "
-                            f"{mine[i]!r} here; take a model of the target's family")
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is "
+                            f"{its[i]!r} there, {mine[i]!r} here; take a model of the target's "
+                            "family")
+    linear.pack(model, beside=setup.model)
     if model.num_parameters() >= setup.model.num_parameters():
         setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
     return model
@@ -388,12 +349,13 @@ def load_gram(setup, bigram=None):
     if not bigram and not path.exists():
         return maxgram.MaxGram()
     vocab = setup.target.config.vocab_size
+    fingerprinted = vocabulary_fingerprint(setup.tokenizer)
     try:
-        return maxgram.MaxGram(*grams.read_bigram(path, vocab, vocabulary_fingerprint(setup.tokenizer)))
+        return maxgram.MaxGram(*grams.read_bigram(path, vocab, fingerprinted))
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
-        # Nobody asked for the checkpoint's: another target goes without one.
+        # The checkpoint's is a default: another target goes without one.
         setup.notes.append(f"no bigram: {why}")
         return maxgram.MaxGram()
 
@@ -402,46 +364,6 @@ def bigram_path(setup, bigram=None):
     return Path(bigram or Path(setup.checkpoint) / "bigram.json")
 
 # ---------------------------------------------------------------- a drafter beside Max-Gram
-class Stage:
-    """A language model that drafts trees, by verify.py's contract: it reads all of a tree at each depth."""
-    needs = {}
-    temperature = 1.0                # at which its confidence in the target's greedy choice is calibrated
-
-    def __init__(self, target):
-        self.target = target
-        self.reset()
-
-    def reset(self):
-        """Forget the sequence."""
-        self.target.reset()
-        self.text, self.unread = [], []
-
-    def begin(self, view):
-        """A round starts.  What was committed since the last one is read with its first nodes."""
-        self.text += view.tokens.tolist()
-        self.unread += view.tokens.tolist()
-        self.tokens, self.parents = [], []
-        if len(self.unread) == len(self.text) < self.target.capacity:
-            self.target.sync(self.text)                          # a prompt, which may be long
-            self.unread = []
-
-    def expand(self, tokens, parents):
-        """tokens (m,), parents [m ints] -> logits (m, V); -inf where the model's context ends."""
-        self.tokens += tokens.tolist()
-        self.parents += parents
-        if len(self.text) + len(self.tokens) > self.target.capacity:
-            return torch.full((len(parents), self.target.vocab), -torch.inf, device=tokens.device)
-        k = len(self.unread)
-        # The unread text is a chain, the tree hangs from its end.
-        above = list(range(-1, k - 1)) + [k + parent if parent >= 0 else k - 1 for parent in self.parents]
-        logits = self.target.forward(torch.tensor(self.unread + self.tokens), torch.tensor(above))
-        self.target.commit(list(range(k)), self.unread)
-        self.unread = []
-        return logits[-len(parents):].to(tokens.device)
-
-    def keep(self, path):
-        """What was accepted comes back in the next view."""
-
 def load_beside(setup, *names, bigram=None):
     """A neural drafter beside Max-Gram, for any tree: beside(edd, maxgram).
 
@@ -451,18 +373,20 @@ def load_beside(setup, *names, bigram=None):
     inner, *rest = names
     name = inner.partition("(")[0].replace("_", "-")
     if rest != ["maxgram"] or name in ("maxgram", "cascade", "beside"):
-        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language model, then "
-                        "maxgram")
+        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language "
+                        "model, then maxgram")
     known = loaders(setup.checkpoint)
     if name in known:
         drafter = called(setup, read_call(inner, known, "drafter"))
     else:
-        drafter = Stage(setup.wrap(stage_of(setup, inner), setup.target.context, setup.target.vocab))
+        model = stage_of(setup, inner)
+        drafter = Stage(setup.wrap(model, setup.target.context, setup.target.vocab))
         folder = Path(setup.checkpoint) / inner
         if (folder / "training.json").exists():
-            drafter.temperature = about_drafter(folder).get("validation", {}).get("temperature", 1.0)
+            validation = about_drafter(folder).get("validation", {})
+            drafter.temperature = validation.get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return maxgram.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

@@ -47,11 +47,10 @@ def tiny(name, seed=0, **more):
 shared = lru_cache(maxsize=None)(tiny)
 
 def target_of(model, capacity=None):
-    """verify.Target, or what stands in its place where layers are of two kinds."""
+    """verify.Target, or what stands in its place where layers have a sliding window."""
     import verify
     from runtime import families
-    mixed = len(set(getattr(model.config, "layer_types", None) or "1")) > 1
-    return families.AnyTarget(model, capacity) if mixed else verify.Target(model, capacity)
+    return (families.AnyTarget if getattr(model.config, "sliding_window", None) else verify.Target)(model, capacity)
 
 def weighty(make, seed):
     """The draft model that make() gives, with weights large enough that every part matters."""
@@ -69,19 +68,27 @@ def random_glide(model, layers=1, glimpse=True, width=24, seed=1, length=64, **m
     return weighty(lambda: glide.Glide(config, glide.target_angles(model, length)).double(), seed)
 
 def random_edd(model, seed=1, **more):
-    """A random EDD, or a baseline of edd.py, by its settings."""
+    """A random EDD by its settings."""
     import edd
-    config = edd.Config.for_target(model, **{"hidden": 2, **more})
-    return weighty(lambda: edd.KINDS[config.kind][0](config, model), seed)
+    return weighty(lambda: edd.EDD(edd.Config.for_target(model, **{"hidden": 2, **more}), model), seed)
+
+def random_named(model, name, seed=1, **more):
+    """A random draft model by its name on the command line: one of parts.VARIANTS, of the classes that stand alone."""
+    import edd
+    from beyond import eagle, medusa
+    from runtime import parts
+    config = parts.config_of(name, model, **{"hidden": 2, **more})
+    draft_class = {"edd": edd.EDD, "eagle": eagle.Eagle, "medusa": medusa.Medusa}[config.kind]
+    return weighty(lambda: draft_class(config, model), seed)
 
 def random_drafter(model, name, **more):
-    """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of edd.VARIANTS."""
-    import edd
+    """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of parts.VARIANTS."""
     import glide
+    from runtime import parts
     if name.startswith(("glide", "vanilla")):
         return glide.Drafter(random_glide(model, 2 if name.endswith("2") else 1, name.startswith("glide"), **more))
-    draft_model = random_edd(model, **{**edd.VARIANTS[name], **more})
-    return edd.KINDS[draft_model.config.kind][1](draft_model)
+    draft_model = random_named(model, name, **more)
+    return parts.KINDS[draft_model.config.kind][1](draft_model)
 
 @torch.no_grad()
 def plain(model, ids, new):

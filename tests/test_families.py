@@ -12,7 +12,8 @@ from test_verify import HandMade, oracle
 
 import cape
 import verify
-from runtime.families import AnyEncoderDecoder, AnyTarget, SpreadCache, any_target
+from runtime.attention import fold_queries
+from runtime.families import AnyEncoderDecoder, AnyTarget, StackedCache, any_target
 
 DOCS = ROOT / "docs" / "families.md"
 row = lru_cache(maxsize=None)(families.row)
@@ -108,18 +109,13 @@ def test_the_context_is_as_long_as_the_model_can_read(name, more, places):
         verify.generate(target, None, verify.root_only, [5] * (places + 1), 1)
 
 def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_trace(monkeypatch):
-    model = tiny("qwen2-mixed", sliding_window=30)
-    before, right = dict(vars(model.config)), verify.Target.places
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
+    before = dict(vars(model.config))
     target = AnyTarget(model)
     assert target.verifies_trees and vars(model.config) == before and target.windows == {"full_attention": None, "sliding_attention": 30}
 
-    def blind(self, *given):
-        window, self.window = self.window, None
-        found = right(self, *given)
-        self.window = window
-        return found
-    monkeypatch.setattr(verify.Target, "places", blind)
-    model = tiny("qwen2-mixed", sliding_window=30)
+    monkeypatch.setattr("runtime.families.within_window", lambda mask, *_: mask)
+    model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     # A mask without windows: only chains by the model's own mask are right.
     assert not AnyTarget(model).verifies_trees and vars(model.config) == before
 
@@ -129,6 +125,30 @@ def test_a_target_is_proven_once():
     with llama.register_forward_hook(lambda *_: calls.append(1)):
         AnyTarget(llama, capacity=7)
     assert not calls
+
+@pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2-mixed"])
+def test_grouped_queries_are_folded_and_no_key_is_copied(name, monkeypatch):
+    """Logits of a tree are those of repeated keys; SDPA reads the cache itself, by the cache's own strides."""
+    own, folded = AnyTarget(tiny(name)), AnyTarget(tiny(name))
+    own.model.set_attn_implementation("sdpa")
+    shapes, sdpa = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention",
+                        lambda q, k, v, attn_mask=None, **how: shapes.append((q.shape[1:3], k.shape[1], attn_mask)) or sdpa(q, k, v, attn_mask=attn_mask, **how))
+    logits = []
+    for target in (folded, own):
+        target.capture({})
+        target.prefill([1, 2, 3, 4, 5, 6, 7])
+        shapes.clear()
+        logits.append(target.forward(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 2])))
+        assert all(heads[0] == held == (2 if target is folded else 4) for heads, held, _ in shapes)
+        assert all(heads[1] == mask.shape[2] and mask.stride(2) % 8 == 0 for heads, _, mask in shapes)
+    torch.testing.assert_close(*logits, atol=1e-9, rtol=0)
+
+def test_cudnn_attention_is_off_where_a_target_is_made():
+    """It would build a plan for each length."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    AnyTarget(shared("llama"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -159,18 +179,19 @@ def phi3():
 
 def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
     """A text that begins below the turning point ends there; one that begins beyond it is read at once, in slices it would differ."""
-    assert (target := AnyTarget(phi3)).turn == 16
+    target = AnyTarget(phi3)
+    assert target.short == 16
     for length in (5, 15, 16):
         prompt = (list(range(1, 6)) * 4)[:length]
         expected = plain(phi3, prompt, 17 - length)
         for build in (cape.cape, oracle(target, prompt + expected + [1] * 9)):
             out = verify.generate(target, HandMade(prompt + expected, 0.6), build, prompt, 30)
             assert out.tokens == expected, "as many as the first table holds, also of a tree that goes beyond"
-    prompt, target.slice_size = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist(), 8
+    prompt, target.chunk_size = torch.randint(VOCAB, (40,), generator=torch.Generator().manual_seed(3)).tolist(), 8
     for ids in (prompt[:3], prompt):
         with phi3.register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
             target.prefill(ids)
-    assert (target.capacity, target.slice_size) == (64, 8), "as before it was interrupted"
+    assert (target.capacity, target.chunk_size) == (64, 8), "as before it was interrupted"
     expected = plain(phi3, prompt, 20)
     assert verify.generate(target, HandMade(prompt + expected, 0.6), cape.cape, prompt, 20).tokens == expected
     with torch.inference_mode():
@@ -178,7 +199,7 @@ def test_rows_of_two_rotary_tables_never_meet_in_a_cache(phi3, monkeypatch):
         for length in (10, 16, 17, 30, 16, 12, 40):
             exact = phi3(torch.tensor([prompt[:length]]), use_cache=False).logits[0, -2:]
             torch.testing.assert_close(target.sync(prompt[:length], 2), exact, atol=2e-5, rtol=1e-4)
-        target.turn = None
+        target.short = None
         target.prefill(prompt[:8])
         assert (target.sync(prompt)[-1] - exact[-1]).abs().max() > 1e-3, "slices would have mixed two tables"
 
@@ -191,11 +212,11 @@ def test_a_vocabulary_is_padded_or_cut_to_anothers():
     assert torch.equal(longer[:VOCAB], own) and longer[VOCAB:].isneginf().all() and torch.equal(shorter, own[:-2])
 
 def test_a_model_spread_over_devices():
-    """(Here over one that has two names.)  Rows are moved where they lie."""
+    """(Here over one that has two names.)"""
     model = tiny("llama")
     model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
     target, expected = AnyTarget(model), plain(model, [1, 2, 3], 14)
-    assert type(target.cache) is SpreadCache
+    assert type(target.cache) is StackedCache
     for rate in (0.5, 1.0):
         assert verify.generate(target, HandMade([1, 2, 3] + expected, rate), cape.beam, [1, 2, 3], 14).tokens == expected
 
@@ -221,7 +242,6 @@ def test_any_target_picks_the_class():
     assert type(target) is AnyEncoderDecoder and not target.verifies_trees
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 1:].tolist()
     drafter = HandMade([0, *expected], 0.6)
-    drafter.source = lambda ids: None
     assert verify.generate(target, None, verify.root_only, prompt, 12).tokens == expected
     assert verify.generate(target, drafter, cape.chain, prompt, 12).tokens == expected
     with pytest.raises(verify.UserError, match="verifies chains only"):

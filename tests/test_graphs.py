@@ -1,20 +1,26 @@
 """Static shapes, as CUDA takes them, on the CPU: the same tokens, and nothing of the host's in a recording."""
+from contextlib import nullcontext
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from conftest import LONG, VOCAB, plain, random_drafter, shared, target_of
+from conftest import LONG, VOCAB, plain, random_drafter, shared, target_of, tiny
 from test_verify import BUILDS, HandMade, path_to
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import cape
 import verify
 from runtime import graphs
+from runtime.families import any_target
 
 NEW, PROMPT = 20, [3, 1, 4, 1, 5]            # NEW: tokens of a decoding, beyond the windows
 model_of = partial(shared, num_hidden_layers=2)
 KINDS = ("hand-made", "glide", "glide 2", "vanilla", "edd", "vdm", "eagle")
+
+RECORD = graphs.Static.record
 
 class Traced(graphs.Static):
     """Recordings by a tracer: like a CUDA graph they replay operations, and all else is a constant in them."""
@@ -41,7 +47,7 @@ def drafter_of(model, kind, text):
 
 def rounding(model):
     """transformers' eager attention rounds to float32 within."""
-    return 1e-11 if model.config._attn_implementation == "sdpa" else 1e-4
+    return 1e-4 if model.config._attn_implementation == "eager" else 1e-11
 
 EAGER = [{"record": False, "keys": 16}, {"record": False, "rows": 64}, {"record": False, "rows": 2, "keys": 1}]
 # Tracing takes its time.
@@ -143,14 +149,14 @@ def test_recordings_serve_other_lengths_and_no_other_needs():
 @pytest.mark.parametrize("kind", ["glide", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("glide 2", "edd"))])
 def test_caches_that_grow_between_recordings(kind, monkeypatch):
     """A longer text after a short one, with the same drafter: recordings know where the rows lay, and go with them."""
-    monkeypatch.setattr(verify, "SLICE", 4)                    # rows that a target's cache grows by
+    monkeypatch.setattr(verify, "CHUNK", 4)                    # entries that a prefill allocates to spare
     llama = shared("llama", num_hidden_layers=1 if kind == "glide" else 2)
     target, drafter = graphs.static(verify.Target(llama), keys=8), graphs.static(random_drafter(llama, kind), keys=8)
     rows = []
     for prompt, new in (([1, 2], 3), (PROMPT, 5), ([3, 1, 4] * 6, 6)):
         void = list(target.run.recorded.values())
         check(llama, kind, BUILDS["chain"], {}, prompt, new, static=(target, drafter))
-        rows.append(target.cache.rows)
+        rows.append(target.cache.allocated)
         assert target.run.recorded and not any(kept is old for kept in target.run.recorded.values() for old in void)
     assert rows == sorted(set(rows))
 
@@ -163,6 +169,50 @@ def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     assert generate(target, None, verify.root_only, [1, 2], 9).tokens == plain(llama, [1, 2], 9)
     assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
     assert not target.run.recorded and not target.run.graphs
+
+def test_who_is_static_stays_as_it_is(llama):
+    target = graphs.static(verify.Target(llama))
+    run = target.run
+    assert graphs.static(target).run is run and not isinstance(run.own, graphs.Static)
+
+def test_few_recordings_serve_a_long_text():
+    """Lengths of keys: multiples, then four an octave; never fewer than there are, nor a quarter more."""
+    for least in (1, 8, 256):
+        lengths = [graphs.bucket(n, least) for n in range(1, 40_000)]
+        assert all(n <= length <= max(n + least - 1, 1.25 * n + 1) for n, length in enumerate(lengths, 1))
+        assert len(set(lengths)) < 70 and lengths == sorted(lengths)
+
+def test_a_bucket_does_not_grow_the_cache(llama):
+    target = graphs.static(verify.Target(llama))
+    generate(target, None, verify.root_only, [1, 2], 30)
+    assert target.cache.allocated == 2 + 30 + verify.CHUNK
+
+def test_a_spread_model_is_not_recorded():
+    model = tiny("llama")
+    model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers": 0}
+    target = any_target(model)
+    with pytest.raises(verify.UserError, match="spread over 2"):
+        graphs.static(target)
+    assert graphs.static(target, record=False) is target and isinstance(target.run, graphs.Static)
+
+def test_a_model_that_waits_is_found_before_the_capture(monkeypatch):
+    """A capture that fails leaves its stream behind; here by a torch.cuda that does nothing but say what was asked."""
+    asked, mode = [], ["default"]
+    cuda = MagicMock()
+    cuda.get_sync_debug_mode.side_effect = lambda: mode[-1]
+    cuda.set_sync_debug_mode.side_effect = mode.append
+    cuda.graph.side_effect = lambda *given, **how: asked.append(how["stream"]) or nullcontext()
+
+    def waits():
+        if mode[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+    monkeypatch.setattr(torch, "cuda", cuda)
+    record = partial(RECORD, SimpleNamespace(stream=None, pool=None))
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        record(waits, [])
+    assert mode[-1] == "default" and not asked
+    record(lambda: [], [])
+    assert len(asked) == 1 and mode[-2:] == ["error", "default"]
 
 def test_what_has_no_run_or_takes_no_padding_is_left_alone(llama):
     """MEDUSA's heads run once a round; who verifies chains only counts positions by its cache."""

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, plain, tiny
+from conftest import ROOT, plain, target_of, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 import glide
@@ -26,7 +26,7 @@ def by_hand(model, texts, new, window):
         model(torch.tensor([ids]))
         turn = glide.target_angles(model, len(ids))
         for layer in range(len(model.model.layers)):
-            q, k = (glide.rotate(found[layer, name].unflatten(-1, (-1, 8)).transpose(0, 1), *turn) for name in ("q_proj", "k_proj"))
+            q, k = (glide.apply_rope(found[layer, name].unflatten(-1, (-1, 8)).transpose(0, 1), *turn) for name in ("q_proj", "k_proj"))
             for head, i in ((head, i) for head in range(len(q)) for i in range(len(ids) - new, len(ids))):
                 after = [j for j in range(1, i + 1) if ids[j - 1] == ids[i]]
                 if after:
@@ -41,7 +41,7 @@ def test_the_mass_of_each_layer_against_queries_and_keys(name, window):
     model = tiny(name, seed=3)
     prompts = [("x", [i, 3, 1, 4, 1, i + 2], 16) for i in range(4)]
     run = SimpleNamespace(model=model, prompts=prompts, a=SimpleNamespace(target=name), target=SimpleNamespace(encoder_decoder=False))
-    run.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(verify.Target(model), drafter, build, ids, limit))
+    run.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(target_of(model), drafter, build, ids, limit))
     rows, columns = probe.lookup(run)
     model = tiny(name, seed=3)
     expected, alike = by_hand(model, [ids + plain(model, ids, limit) for _, ids, limit in prompts], 16, window)

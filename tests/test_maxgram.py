@@ -1,24 +1,15 @@
-"""Max-Gram against a definition by brute force; its index against sets of places; the bigram; a drafter beside it, against
-the mixture in Python floats and plain decoding; the file alone."""
+"""Max-Gram against a definition by brute force; its index against sets of places; the bigram; the file alone."""
 import json
-import math
 import random
 import re
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
-import test_drawn
 import torch
-from conftest import plain, random_drafter, shared, target_of
 from test_cape import run_the_docstrings_lines
 
-import cape
 import maxgram
-import pct
-import verify
-from maxgram import CONFIDENCE, Beside, Index, MaxGram, build_bigram, max_gram_tensor
-from runtime import grams
+from maxgram import CONFIDENCE, Index, MaxGram, build_bigram, max_gram_tensor
 from runtime.grams import measure_confidence, read_bigram
 
 def brute_force(generation, draft, n, source=(), bigram=()):
@@ -308,181 +299,6 @@ def test_bad_bigram_files_say_what_to_do(tmp_path, text, why):
     with pytest.raises(ValueError, match=why) as caught:
         read_bigram(path, 4)
     assert "\n" not in str(caught.value) and str(path) in str(caught.value)
-
-# ---------------------------------------------------------------- beside a neural drafter
-class Paths:
-    """A drafter with logits of its own after each path; some rows are -inf, and all are asked for once."""
-    needs, temperature, vocab = {"hidden": (1,)}, 0.7, 5
-
-    def reset(self):
-        self.kept = []
-
-    def begin(self, view):
-        self.paths = []
-
-    def keep(self, path):
-        self.kept = path
-
-    def expand(self, tokens, parents):
-        for token, parent in zip(tokens.tolist(), parents):
-            self.paths.append((self.paths[parent] if parent >= 0 else ()) + (token,))
-        return torch.stack([self.row(path) for path in self.paths[-len(parents):]])
-
-    def row(self, path):
-        rng = random.Random(hash(path))
-        row = [-math.inf if rng.random() < 0.2 else rng.gauss(0, 2) for _ in range(self.vocab)]
-        return torch.tensor([-math.inf] * 5 if rng.random() < 0.2 else row, dtype=torch.float64)
-
-def by_hand(row, heard, confidence, agreement):
-    """The row of probabilities with Max-Gram's word mixed in, on Python floats.  heard: (tokens, lengths) of one proposal."""
-    row = [math.exp(x / Paths.temperature) for x in row.tolist()]
-    if not heard[0] or heard[1][0] < 2:
-        return [x / max(sum(row), 1e-300) for x in row]
-    (word, *_), (length, *_) = heard
-    row = [x / sum(row) for x in row] if sum(row) else [0.2] * 5
-    w = confidence[min(length, len(confidence) - 1)]
-    if agreement:
-        p, (a, b, c) = min(max(row[word], 1e-6), 1 - 1e-6), agreement
-        rho = 1 / (1 + math.exp(-(a + b * min(length, 8) + c * math.log(p / (1 - p)))))
-        w = max(0, (rho - p) / (1 - p))
-    return [(1 - w) * x + w * (i == word) for i, x in enumerate(row)]
-
-def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
-    """Whatever tree is asked about, in whatever steps; where the drafter cannot go on, the rest is uniform."""
-    rng, mixed = random.Random(0), 0
-    for _ in range(150):
-        text, confidence = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2]), [rng.choice([0, rng.random(), 1]) for _ in range(4)]
-        agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
-        both = Beside(Paths(), MaxGram([1] * 5, confidence), agreement)
-        both.begin(SimpleNamespace(tokens=torch.tensor(text)))
-        assert both.needs == Paths.needs and both.temperature == 0.7
-        paths = []
-        for _ in range(rng.randint(1, 4)):
-            tokens = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
-            parents = [rng.randint(-1, len(paths) - 1 + i) if paths or i else -1 for i in range(len(tokens))]
-            for token, parent in zip(tokens, parents):
-                paths.append((paths[parent] if parent >= 0 else ()) + (token,))
-            p = verify.Greedy().probs(both.expand(torch.tensor(tokens), parents), both.temperature).nan_to_num(0)
-            for row, path in zip(p, paths[-len(tokens):]):
-                heard = brute_force(text, path, 1, bigram=[1] * 5)
-                expected = by_hand(both.drafter.row(path), heard, confidence, agreement)
-                assert row.tolist() == pytest.approx(expected, abs=1e-9)
-                mixed += heard[1][:1] >= [2]
-        assert both.drafter.paths == paths, "the drafter reads each node once"
-        one = [brute_force(text, path, 1, bigram=[1] * 5) for path in paths]
-        assert both.words == [tokens[0] if tokens and lengths[0] >= 2 else None for tokens, lengths in one]
-        # Behind a token below the committed text, or below a node
-        parent, most, chain, sure = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), [], []
-        start = [*(paths[parent] if parent >= 0 else ()), 3]
-        while len(chain) < most and (said := brute_force(text, start + chain, 1))[1][:1] >= [2]:
-            chain += said[0]
-            sure.append(confidence[min(said[1][0], len(confidence) - 1)])
-        assert both.suggest(3, parent, most) == (chain, sure)
-        both.keep([0])
-        assert both.drafter.kept == [0]
-    assert mixed > 300
-
-def test_half_precision_and_large_steps_stay_finite():
-    """A word that the drafter all but excludes; a match that is always right."""
-    for dtype in (torch.bfloat16, torch.float32):
-        drafter = SimpleNamespace(needs={}, reset=int, begin=int, expand=lambda tokens, parents: torch.tensor([[0, sure, -sure, 0]], dtype=dtype))  # noqa: B023
-        for sure, agreement, confidence, low, high in ((300.0, None, [0.5], 0.49, 0.51), (300, None, [1], 1, 1), (300, None, [0], 0, 0),
-                                                       (300, (0, 1, 0.1), [0], 0.6, 0.7), (-300, (0, 1, 0.1), [0], 1, 1)):
-            both = Beside(drafter, MaxGram(confidence=confidence), agreement)
-            both.gram.commit([0, 1, 2, 0])
-            p = (row := both.expand(torch.tensor([1]), [-1])).float().softmax(-1)[0]
-            assert row.dtype == dtype and low <= p[2] <= high and p.sum().item() == pytest.approx(1)
-
-def test_a_node_costs_the_host_the_same_whatever_is_committed():
-    """No rescans: looks at the automaton, of a suggestion and of the forward over it, in texts of any length."""
-    rng, counts = random.Random(0), {}
-    for size in (500, 5000, 20000):
-        text = [rng.randrange(200) for _ in range(size)]
-        text[-12:] = text[100:112]
-        drafter = SimpleNamespace(needs={}, reset=int, begin=id, expand=lambda tokens, parents: torch.zeros(len(parents), 200))
-        both = Beside(drafter, MaxGram())
-        both.begin(SimpleNamespace(tokens=torch.tensor(text)))
-        both.gram.generation.next = CountingList(both.gram.generation.next)
-        root = text[112]
-        counts[size] = looks(lambda both=both, root=root: both.expand(torch.tensor([root, *both.suggest(root)[0]]), list(range(-1, 10))))
-        assert len(both.suggest(root)[0]) == 10
-    assert max(counts.values()) <= 1.2 * counts[500] and counts[500] <= 4 * 22, counts
-
-TREES = {"chain": cape.chain, "cape": cape.cape, "beam": cape.beam, "pct": pct.pct, "pct-cost": pct.pct_cost, "graft": pct.graft, "eagle2": pct.eagle2}
-
-@pytest.mark.parametrize("name", ["edd", *(pytest.param(name, marks=pytest.mark.long) for name in ("glide", "medusa"))])
-def test_every_tree_gives_plain_decodings_tokens(name):
-    """Greedy: the model's own forward; sampling by keyed noise: the draws without a drafter.  The chain is read in one forward."""
-    model = shared("llama")
-    target, prompt = target_of(model), [3, 1, 4, 1, 5, 3, 1, 4, 1]
-    both = Beside(random_drafter(model, name), MaxGram(confidence=[0.2, 0.3, 0.9]))
-    greedy, read, own = plain(model, prompt, 12), [], both.drafter.expand
-    both.drafter.expand = lambda tokens, parents: read.append(len(parents)) or own(tokens, parents)
-    for rule in (verify.Greedy(), verify.Sampled(0.8, top_p=0.9, seed=3)):
-        expected = verify.generate(target, None, verify.root_only, prompt, 12, rule).tokens
-        assert rule.seed is not None or expected == greedy
-        for tree, build in TREES.items():
-            read.clear()
-            assert verify.generate(target, both, build, prompt, 12, rule).tokens == expected, tree
-            assert tree != "graft" or max(read) > 3
-
-@pytest.mark.long
-def test_drawn_chains_of_the_mixture_follow_the_target(monkeypatch):
-    def make():
-        return Beside(test_drawn.Drafter(test_drawn.table(2, test_drawn.VOCAB)), MaxGram(confidence=[0.5]))
-    monkeypatch.setitem(test_drawn.CASES, "beside", (make, test_drawn.DRAWN))
-    assert min(test_drawn.chi_squares(test_drawn.decoded("beside", range(test_drawn.SEEDS)))) > test_drawn.ALARM
-
-# ---------------------------------------------------------------- how far the words can be trusted
-def test_judged_words_by_a_replay_of_the_text():
-    """Each word along the target's text as long as those before it in its round were right; p by a fresh drafter."""
-    model = shared("llama")
-    target, prompts, expected = target_of(model), [[3, 1, 4, 1, 5, 3, 1, 4], [2, 7, 2, 7, 2, 7, 2]], []
-    drafter, fresh = random_drafter(model, "vanilla"), random_drafter(model, "vanilla")
-    drafter.temperature = 1.5
-    judged = grams.judged_words(target, drafter, MaxGram(), prompts, 25)
-    for prompt in prompts:
-        text, at = prompt + plain(model, prompt, 25), len(prompt)        # text[at]: the root
-        while at + 1 < len(text):
-            start, right = at, True
-            while right and at - start < 11 and at + 1 < len(text):
-                said, lengths = brute_force(text[:start], text[start:at + 1], 1)
-                at += 1
-                if not said or lengths[0] < 2:
-                    break
-                right = said[0] == text[at]
-                fresh.reset()
-                fresh.begin(verify.View(torch.tensor(text[:start]), start, {}, {}))
-                row = fresh.expand(torch.tensor(text[start:at]), list(range(-1, at - start - 1)))[-1]
-                expected.append((lengths[0], (row / 1.5).softmax(-1)[said[0]].item(), right))
-    assert [(length, right) for length, _, right in judged] == [(length, right) for length, _, right in expected]
-    assert [p for _, p, _ in judged] == pytest.approx([p for _, p, _ in expected], rel=1e-4)
-    assert len(judged) > 5 and {right for *_, right in judged} == {True, False}
-
-def test_agreement_finds_the_logistic_that_made_the_words():
-    rng, judged = random.Random(0), []
-    for _ in range(20000):
-        length, p = rng.randint(2, 12), rng.random()
-        judged.append((length, p, rng.random() < 1 / (1 + math.exp(1 - 0.4 * min(length, 8) - 0.5 * math.log(p / (1 - p))))))
-    found = grams.fit_agreement(judged, lambda length: 0.3)
-    assert found["weights"] == pytest.approx([-1, 0.4, 0.5], abs=0.1) and found["words"] == 20000
-    assert found["log_loss"] < found["plain"]["log_loss"] and found["ece"] < 0.05 < found["plain"]["ece"]
-    # at 0.9 one of two was right, at 0.25 none of one: (2 |0.9 - 0.5| + |0.25 - 0|) / 3
-    p, y = torch.tensor([[0.9, 0.9, 0.25], [1, 0, 0]], dtype=torch.float64)
-    loss = -(math.log(0.9) + math.log(0.1) + math.log(0.75)) / 3
-    assert grams.scores(p, y) == pytest.approx({"ece": 0.35, "log_loss": loss}, abs=1e-4)
-
-def test_agreement_of_a_file(tmp_path):
-    path = tmp_path / "b.json"
-    assert grams.read_agreement(path, "edd") is None
-    path.write_text(json.dumps({"bigram": [0], "agreement": {"edd": {"weights": [1, 0.5, 2]}, "glide": {"weights": [1, 2]}, "vdm": {"weights": [1, 2, None]}}}))
-    assert grams.read_agreement(path, "edd") == (1, 0.5, 2) and grams.read_agreement(path, "eagle") is None
-    for name in ("glide", "vdm"):
-        with pytest.raises(ValueError, match=f"its agreement with {name} is not three numbers: fit it again with checkpoints/make.py agreement"):
-            grams.read_agreement(path, name)
-    for old in ("[0, 2]", '{"bigram": [0], "confidence": null}'):
-        path.write_text(old)
-        assert grams.read_agreement(path, "edd") is None, "files of before are read without"
 
 def test_a_stranger_uses_it_alone(tmp_path):
     run_the_docstrings_lines(tmp_path, maxgram, ["maxgram.py"])

@@ -3,13 +3,13 @@ import json
 import re
 import sys
 from fnmatch import fnmatch
-from itertools import product
+from itertools import combinations, product
 
 import pytest
 from conftest import ROOT
 
 import bench
-from runtime import load
+from runtime import calls, load
 from training import drafters
 
 sys.path.insert(0, str(ROOT / "figures"))
@@ -37,8 +37,8 @@ def arms_of(spec):
         made = arguments[:next(i for i, word in enumerate(arguments) if word.startswith("--"))]
         return {f"{name} × chain" for name in made for pattern in run["drafters"] if fnmatch(name, pattern)}
     kinds = {"cascade": load.load_cascade, "maxgram": load.load_cascade, "beside": getattr(load, "load_beside", load.load_cascade)}
-    labels = [bench.read_call(text, kinds, "").label if "(" in text else text for text in a.drafter]
-    trees = [bench.read_call(text, bench.TREES, "tree").label for text in a.tree]
+    labels = [calls.read_call(text, kinds, "").label if "(" in text else text for text in a.drafter]
+    trees = [calls.read_call(text, bench.TREES, "tree").label for text in a.tree]
     if script == "figures/probe.py" and arguments[0] in ("calibration", "positions"):
         return {*labels}
     names = {"plain", "plain, two queries", "generate()", "prompt lookup"}
@@ -58,7 +58,7 @@ def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
         assert script == "bench.py" or script == "figures/probe.py" and arguments[0] in probe.MEASUREMENTS
         a = bench.parser().parse_args(arguments[script != "bench.py":])
         for text in a.tree:
-            bench.check_tree(bench.read_call(text, bench.TREES, "tree"), a)
+            calls.check_tree(calls.read_call(text, bench.TREES, "tree"), bench.MOST_NODES)
         assert run["minutes"] > 0
     assert {*run.get("arms", []), *spec.get("shown", [])} <= there
     headings = set(compare.headings_of(spec.get("columns", compare.DEFAULT)))
@@ -88,16 +88,6 @@ def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_repo
     read = [list(bench.read.read_rows(path)) for path in (ROOT / "figures" / "tuning.jsonl", bench.PROMPTS)]
     tuning, reported = ([row.get("prompt") or row["question"] for row in rows] for rows in read)
     assert len(tuning) == 12 and not {*tuning} & {*reported}
-
-@pytest.mark.parametrize("argv, words", [
-    ([], "required: names"), (["glide-table-9"], "no table called 'glide-table-9': choose among cascade-k papers main"),
-    (["main", "--limt", "3"], "--limt"), (["main", "--json", "x"], "say --out FOLDER"),
-    (["main", "--out", str(RESULTS)], "docs/ is written by `paper.py write` alone"),
-    (["write", "--rows", "/no/such"], "holds no measured tables")])
-def test_mistakes_are_one_sentence(argv, words, capsys):
-    assert paper.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/paper.py: ") and err.count("\n") == 1 and words in err
 
 def test_flags_given_here_win_and_work_stands_elsewhere():
     command = 'python bench.py --checkpoint work/a --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
@@ -265,20 +255,28 @@ def exact(found):
     means = [abs(sum(sign * x for sign, x in zip(signs, found))) for signs in product((1, -1), repeat=len(found))]
     return sum(mean >= abs(sum(found)) - 1e-12 for mean in means) / len(means)
 
-@pytest.mark.parametrize("found", [[1.0] * 8, [0.5, -0.5], [0.3, 0.1, -0.05, 0.4, 0.2, -0.1, 0.02], [0.0, 0.0], [-1.0] * 6])
+@pytest.mark.parametrize("found", [[1.0] * 8, [0.5, -0.5], [0.3, 0.1, -0.05, 0.4, 0.2, -0.1, 0.02], [0.0, 0.0]])
 def test_drawn_signs_give_the_exact_p(found):
-    assert compare.sign_flips(found) == pytest.approx(exact(found), abs=0.015)
-    assert compare.sign_flips(found) == compare.sign_flips(found), "the page comes out the same each time"
+    assert compare.sign_flips(found) == pytest.approx(exact(found), abs=0.015) == compare.sign_flips([-x for x in found])
+    split = [(x > 0) - (x < 0) for x in found if x]
+    assert compare.sign_test(found) == pytest.approx(exact(split)), "a sign test is that of the signs alone"
+
+def test_two_kinds_of_text_are_tested_by_all_ways_of_dealing_them_out():
+    mine, its = [3.0, 1.0, 4.0, 2.5], [1.0, 0.5, 2.0]
+    means = [sum(chosen) / 4 - (sum(mine + its) - sum(chosen)) / 3 for chosen in combinations(mine + its, 4)]
+    found = sum(mine) / 4 - sum(its) / 3
+    p = sum(abs(mean) >= found - 1e-12 for mean in means) / len(means)
+    assert compare.relabelled(mine, its) == pytest.approx(p, abs=0.015) == compare.relabelled(its, mine)
 
 @pytest.fixture
 def folder(tmp_path):
-    """Arms on ten prompts: a is ahead of b by 0.5 on each, and of c on six of them; only a is lossless."""
+    """Twelve prompts of the kinds x and y in turn: b is below a on each, c on seven.  A row's own figures are others than its prompts'."""
     rows = []
-    taus = {"a": [2.5] * 10, "b": [2.0] * 10, "c": [2.4] * 6 + [2.6] * 4}
-    for name, values in taus.items():
-        row = {"drafter": name, "tree": "t", "tau": sum(values) / 10, "nodes": 10, "ece": 0.06, "lossless": name == "a"}
-        columns = {"group": ["x", "y"] * 5, "tau": values, "speedup": [None, *values[1:]]}
-        rows += [{**row, "group": "all", "speedup": 3.0, "by_prompt": columns}, {**row, "group": "x", "tau": 7.0}]
+    taus = {"a": [2.5] * 12, "b": [2.0] * 12, "c": [2.4] * 7 + [2.6] * 5, "d": [2.0, 3.0] * 6, "e": [9.0] + [2.0] * 11}
+    for number, (name, values) in enumerate(taus.items()):
+        row = {"drafter": name, "tree": "t", "tau": number, "nodes": 10, "ece": 0.06, "lossless": name == "a"}
+        columns = {"group": ["x", "y"] * 6, "tau": values, "speedup": [None, *values[1:]]}
+        rows += [{**row, "group": "all", "speedup": 3.0, "by_prompt": columns}, *({**row, "group": kind, "speedup": 3.0} for kind in "xy")]
     (tmp_path / "r.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "tables.json").write_text(json.dumps({"tables": []}))
     return tmp_path
@@ -286,39 +284,55 @@ def folder(tmp_path):
 def tau(more, than, **extra):
     return {"in": "r.jsonl", "key": "tau", "more": more, "than": than, **extra}
 
+def kind(arm, group, **key):
+    return {"arm": arm, "group": group, **key}
+
+FAST = {"key": "speedup"}
+
 @pytest.mark.parametrize("spec, verdict, words", [
-    (tau("a × t", "b × t"), "more", "τ: a × t 2.5 against b × t 2 (+0.5 a prompt, above on 10 of 10, p = 0.0"),
-    (tau("b × t", "a × t"), "less", "τ: b × t 2 against a × t 2.5 (-0.5 a prompt, above on 0 of 10, p = 0.0"),
-    (tau("a × t", "c × t"), "level", "τ: a × t 2.5 against c × t 2.48 (+0.02 a prompt, above on 6 of 10, p = 0.7"),
+    # what is shown is what is tested, means over prompts, and not a row's own figure
+    (tau("a × t", "b × t"), "more", "τ: a × t 2.5 against b × t 2 (+0.5 a prompt, above on 12 of 12, p = 0.0"),
+    (tau("b × t", "a × t"), "less", "τ: b × t 2 against a × t 2.5 (-0.5 a prompt, above on 0 of 12, p = 0.0"),
+    (tau("a × t", "c × t"), "level", "τ: a × t 2.5 against c × t 2.48 (+0.0167 a prompt, above on 7 of 12, p = 0.7"),
     (tau("a × t", "b × t", by=0.6), "less", "against b × t 2 + 0.6"), (tau("a × t", "b × t", by=0.5), "level", " + 0.5 "),
     (tau("a × t", "b × t", times=1.3), "less", "against 1.3 of b × t 2"), (tau("b × t", "a × t", times=0.7), "more", "against 0.7 of"),
     (tau("a × t", 2.4), "more", "τ: a × t 2.5 against 2.4 "), (tau(2.4, "a × t"), "less", "τ: 2.4 against a × t 2.5"),
-    (tau("a × t", {"arm": "b × t", "key": "speedup"}), "more", "against b × t, speedup, 3 (+0.5 a prompt, above on 9 of 9"),
-    (tau({"arm": "a × t", "group": "x"}, "b × t", test=False), "more", "τ: a × t (x) 7 against b × t 2 (not tested)"),
-    (tau(0.05, {"arm": "a × t", "key": "ece"}, test=False), "less", "0.05 against a × t, ECE, 0.06 (not tested)"),
-    (tau("a × t", {"arm": "b × t", "key": "nodes"}), None, "no figures of each prompt"),
-    (tau("a × t", "d × t"), None, "not measured: d × t"), ({**tau("a × t", "b × t"), "in": "none.jsonl"}, None, "not measured: a × t, b × t"),
-    (tau("a × t", ["b × t", "c × t", "d × t"], best=True), "level", "τ: a × t 2.5 against c × t 2.48"),
-    (tau("a × t", 6, group="x", test=False), "more", "τ: a × t (x) 7 against 6"),
-    ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 3 rows"),
+    (tau("a × t", ["b × t", "c × t", "f × t"], best=True), "level", "τ: a × t 2.5 against c × t 2.48"),
+    # speeds by their ratios
+    (tau("a × t", "b × t", **FAST, times=1.2), "more", "speedup: a × t 2.5 against 1.2 of b × t 2 (1.04 times a prompt, above on 11 of 11"),
+    (tau("e × t", "a × t", **FAST), "less", "speedup: e × t 2 against a × t 2.5 (0.8 times"),
+    # two tests that differ
+    (tau("a × t", "c × t", by=-0.08), "more", "; by a sign test 0.77)"),
+    # one kind of text; two kinds, which share no prompt
+    (tau("d × t", "c × t", group="y"), "more", "τ: d × t (y) 3 against c × t (y) 2.5"), (tau("a × t", "c × t", group="x"), "level", "of 6"),
+    (tau(kind("d × t", "y"), kind("d × t", "x")), "more", "τ: d × t (y) 3 against d × t (x) 2 (+1, 6 and 6 prompts, p = 0.0"),
+    (tau(kind("a × t", "y"), kind("c × t", "x")), "level", "6 and 6 prompts"),
+    # without values of each prompt no verdict, whatever the figures; a tie is none either
+    (tau("e × t", {"arm": "b × t", "key": "ece"}), "untested", "τ: e × t 4 against b × t, ECE, 0.06 (untested)"),
+    (tau("a × t", "b × t", key="nodes"), "untested", "nodes: a × t 10 against b × t 10 (untested)"),
+    (tau(0.05, {"arm": "a × t", "key": "ece"}), "untested", "0.05 against a × t, ECE, 0.06 (untested)"),
+    (tau("a × t", "f × t"), None, "not measured: f × t"), ({**tau("a × t", "b × t"), "in": "none.jsonl"}, None, "not measured: a × t, b × t"),
+    ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 5 rows"),
     ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl")])
 def test_comparisons_by_hand(folder, spec, verdict, words):
     (found,) = compare.judged(folder, spec)
     assert found.verdict == verdict and words in found.words + found.missing
 
 def test_claims_are_held_level_or_not(folder):
-    good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("d × t", "a × t")
+    good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("f × t", "a × t")
+    untested = tau("b × t", "a × t", key="nodes")
     said = [({"holds": [good], "main": True, "found": "A is first", "finding": 1}, "held", ""),
         ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"), ({"holds": [good, bad], "reason": "because"}, "not held", "because"),
-        ({"holds": [level, bad]}, "not held", ""), ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: d × t"),
-        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"),]
+        ({"holds": [level, bad]}, "not held", ""), ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: f × t"),
+        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"), ({"holds": [good, untested]}, "untested", ""),
+        ({"holds": [untested, level]}, "level", ""), ({"holds": [untested, bad]}, "not held", "")]
     made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **claim} for i, (claim, _, _) in enumerate(said)]
     assert [paper.verdict(folder, claim)[::2] for claim in made] == [tuple(expected) for _, *expected in said]
     (folder / "claims.json").write_text(json.dumps(made))
     (folder / "claims.head.md").write_text("# Claims\n")
     page = paper.claims_page(folder)
     assert "**Of the 1 that matter most: 1 held, 0 level, 0 not held.**" in page
-    parts = ["claim \\| 0", "<details><summary>4 more: 0 held, 1 level, 3 not held", "| Table 1 | claim \\| 2 | **not held** | ",
+    parts = ["claim \\| 0", "<details><summary>7 more: 0 held, 2 level, 4 not held; 1 untested", "| Table 1 | claim \\| 2 | **not held** | ",
              "## What cannot", "it needs a GPU", "## What waits"]
     assert [page.index(part) for part in parts] == sorted(page.index(part) for part in parts)
     assert paper.findings(folder).splitlines()[2].startswith("| A is first | held | τ: a × t 2.5 against b × t 2 ")

@@ -31,6 +31,7 @@ import cascade
 import maxgram
 import pct
 import verify
+from beyond import graft, priced
 from runtime import graphs
 from runtime.families import AnyTarget
 
@@ -107,7 +108,7 @@ def drawn_tree(rng, drafter, sampled):
     }[name]
 
 def builder(name, settings):
-    function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name)
+    function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name, None) or getattr(priced, name, None) or getattr(graft, name)
     return partial(function, **settings)
 
 def drawn_drafter(rng, kind, vocab, layers, context):
@@ -276,7 +277,7 @@ def grown(build, expand, root):
             offered = not rows or rows[above][token] > 0
         else:
             words, lengths = expand.drafter.inner.gram.propose(above, 1)
-            offered = words == [token] and lengths[0] >= maxgram.LEAST
+            offered = words == [token] and lengths[0] >= graft.LEAST
         assert 0 <= parent < len(paths) and offered, f"no drafter offered {token} below {above}"
         paths.append(above + (token,))
     assert len(paths[-1]) == 1 or max(map(len, paths)) - 1 <= expand.remaining, "no node is deeper than tokens may follow"
@@ -303,7 +304,7 @@ def drafter_of(case):
             drafter = drafter_class(draft_model)
         drafter.temperature = how["temperature"]
         if kind in BESIDE:
-            drafter = maxgram.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
+            drafter = graft.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
         return drafter
     return make
 
@@ -379,10 +380,10 @@ def run(case):
 
 def outcome(number):
     """-> (the rounds that accepted something, None), or (0, what is wrong), or (None, why a family was refused)."""
-    case, own = {"case": number}, (verify.Expand, verify.SLICE, verify.Target.slice_size)
+    case, own = {"case": number}, (verify.Expand, verify.CHUNK, verify.Target.chunk_size)
     try:
         case = drawn_case(number)
-        verify.Expand, verify.SLICE, verify.Target.slice_size = Expand, case["slice"], case["slice"]
+        verify.Expand, verify.CHUNK, verify.Target.chunk_size = Expand, case["slice"], case["slice"]
         return run(case), None
     except Exception as why:                                             # noqa: BLE001
         settings = "\n".join(f"    {key}: {value}" for key, value in case.items())
@@ -391,7 +392,7 @@ def outcome(number):
         ours = isinstance(why, verify.UserError) or isinstance(why, ValueError) and place.parent in (ROOT, ROOT / "runtime")
         return None if ours and case.get("sizes", 0) is None else 0, f"case {number}\n{settings}\n    " + "\n    ".join(lines[-16:])
     finally:
-        verify.Expand, verify.SLICE, verify.Target.slice_size = own
+        verify.Expand, verify.CHUNK, verify.Target.chunk_size = own
 
 def check(count, seed):
     """Run `count` cases, print those that fail -> (accepted rounds, what is wrong with each that fails)."""

@@ -23,13 +23,12 @@ from test_corpus import dump
 from transformers import Phi3Config, Phi3ForCausalLM
 
 import cape
-import edd
 import glide
 import train
 import verify
 from checkpoints import make
 from data import prepare
-from runtime import load
+from runtime import load, parts
 from training import continuations, drafters, frozen, jobs, muon, walk
 from training import flags as flags_of_training
 
@@ -344,7 +343,7 @@ def arguments(**more):
     return SimpleNamespace(**{**a, **more})
 
 def test_names_stand_for_their_variants(llama):
-    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, variant in edd.VARIANTS.items()]
+    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in parts.VARIANTS.items()]
     for name, about in (*expected, ("edd-h1", {"hidden": 1}), ("edd", {"hidden": 2, "loss": "kl"}), ("vanilla", {"glimpse": False}),
                         ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-l1", {"layers_read": (1,), "norm": True}),
                         ("glide-top", {"layers_read": (2,), "norm": False}), ("glide-n2", {"layers": 2, "layers_read": (1, 2)}),

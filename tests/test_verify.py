@@ -13,6 +13,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 import cape
 import pct
 import verify
+from runtime.families import any_target
 
 BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
           "pct": partial(pct.pct, cost=0.05, depth=5), "vct": partial(pct.vct, width=2, depth=5), "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
@@ -146,7 +147,7 @@ def test_sync_keeps_the_common_prefix(model):
                 [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):
         common = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
         for rows, same in ((1, 0), (1, common), (min(4, len(ids)), max(0, common - 2))):
-            target.slice_size, forwarded, n = 7, [], len(ids)
+            target.chunk_size, forwarded, n = 7, [], len(ids)
             target.model.get_input_embeddings().register_forward_hook(lambda module, args, out, seen=forwarded: seen.append(args[0].numel()))
             logits = target.sync(ids, rows, same)
             target.model.get_input_embeddings()._forward_hooks.clear()
@@ -169,9 +170,32 @@ def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
     verify.generate(target, random_drafter(llama, "glide"), cape.cape, PROMPT, 4)
     assert asked and not any(asked)
 
-def test_layers_of_two_kinds_are_refused_by_name():
-    with pytest.raises(verify.UserError, match="full_attention, sliding_attention.*any_target") as caught:
-        verify.Target(shared("qwen2-mixed"))
+@torch.inference_mode()
+def test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one(llama):
+    """The first chunk is the model's own causal forward; rows of other masks begin at multiples of eight, so that no layer pads them."""
+    target, masks, seen = verify.Target(llama), [], verify.Target.position_and_mask
+    target.chunk_size = 5
+    target.position_and_mask = lambda *given: masks.append(seen(target, *given)["attention_mask"]) or seen(target, *given)
+    target.prefill([1, 2, 3] * 4)
+    target.forward(torch.tensor([1]), torch.tensor([-1]))
+    target.forward(torch.tensor([1, 2]), torch.tensor([-1, 0]))
+    shapes = [None if mask is None else (tuple(mask.shape[2:]), mask.stride(2) % 8) for mask in masks]
+    assert shapes == [None, ((5, 10), 0), ((2, 12), 0), None, ((2, 14), 0)]
+
+def test_a_cache_is_allocated_once_for_a_prompt(llama, monkeypatch):
+    monkeypatch.setattr(verify, "CHUNK", 8)
+    for target in (verify.Target(llama), any_target(llama)):
+        sizes, own = [], target.cache.reserve
+        target.cache.reserve = lambda entries, own=own, cache=target.cache, sizes=sizes: own(entries) or sizes.append(cache.allocated)
+        for prompt, new in (([1, 2], 4), ([1] * 9, 20)):
+            sizes.clear()
+            verify.generate(target, None, verify.root_only, prompt, new)
+            assert len(sizes) > new and set(sizes) == {len(prompt) + new + 8}
+
+@pytest.mark.parametrize("name", ["mistral", "qwen2-mixed"])
+def test_sliding_windows_are_refused_in_a_sentence(name):
+    with pytest.raises(verify.UserError, match="full attention.*any_target") as caught:
+        verify.Target(shared(name))
     assert "\n" not in str(caught.value)
 
 # ---------------------------------------------------------------- the loop: ends, trees, what a builder and a drafter see
@@ -196,6 +220,14 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
             for step in out.rounds:
                 assert len(step.parents) - 1 <= max(0, limit - at - 1) or build is not cape.chain
                 at += len(step.new)
+
+def test_criteria_read_a_text_that_grows_in_place(llama):
+    """Nothing is copied, however long it is."""
+    seen = []
+    criterion = lambda ids, scores: seen.append((ids.data_ptr(), ids[0].tolist())) or torch.tensor([False])   # noqa: E731
+    out = generate(llama, None, verify.root_only, new=6, stopping_criteria=[criterion])
+    assert len({where for where, _ in seen}) == 1
+    assert [ids for _, ids in seen] == [PROMPT + out.tokens[:n] for n in range(1, 6)], "at the limit nobody is asked"
 
 def test_a_streamer_is_shown_the_prompt_and_each_rounds_tokens(llama):
     expected, put = plain(llama, PROMPT, 16), []
@@ -323,6 +355,25 @@ def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how)
             assert generate(model, drafter, BUILDS[tree], rule=rule).tokens == expected, tree
     assert len(differ) > 1, "the seed matters"
 
+def test_plain_sampling_is_keyed_by_position(llama):
+    """Token i is argmax p / noise(seed, its position), by the model's own forward; in half precision p is float32."""
+    rule, ids = verify.Sampled(0.8, top_k=7, seed=5), list(PROMPT)
+    for _ in range(9):
+        with torch.no_grad():
+            p = rule.warp(llama(torch.tensor([ids]), use_cache=False).logits[0, -1:])[0]
+        ids.append((p / verify.keyed_noise(5, len(ids), VOCAB, torch.device("cpu"))).argmax().item())
+    assert generate(llama, None, verify.root_only, new=9, rule=rule).tokens == ids[len(PROMPT):]
+    logits = torch.randn(3, VOCAB).bfloat16()
+    assert torch.equal(rule.warp(logits), rule.warp(logits.float())) and rule.warp(logits).dtype == torch.float32
+
+def test_noise_is_drawn_for_the_depths_of_a_tree(monkeypatch):
+    """Not for each node: a wide tree has hundreds."""
+    positions, own = [], verify.keyed_noise
+    monkeypatch.setattr(verify, "keyed_noise", lambda seed, position, *rest: positions.append(position) or own(seed, position, *rest))
+    tree = verify.Tree(torch.zeros(9, dtype=torch.long), torch.tensor([-1, 0, 0, 0, 1, 1, 2, 2, 3]))
+    verify.Sampled().choose(tree, torch.randn(9, VOCAB), 20)
+    assert positions == [20, 21, 22]
+
 def chi_square_p(counts, expected):
     """Upper tail of Pearson's statistic; cells that expect under 5 are pooled."""
     small = expected < 5
@@ -376,12 +427,11 @@ def test_drawn_chain_acceptance_follows_the_target():
     alpha = torch.minimum(p_target[0], p_draft[0]).sum().item()        # sum_x min(p_T, p_D)
     assert abs(accepted / n - alpha) < 5 * math.sqrt(alpha * (1 - alpha) / n)
 
-def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch):
-    """min(1, p_target / p_draft) by targets on either side of a known draw; what is drawn after a rejection by its weights, no statistics."""
-    after, weights = torch.full((6,), 1 / 6, dtype=torch.float64), []
+def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
+    """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection what torch.multinomial draws, no statistics."""
+    after = torch.full((6,), 1 / 6, dtype=torch.float64)
     for seed, q in enumerate(tables(100, 6, seed=9)):
-        u, x, other = torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item(), seed % 6, (seed + 1) % 6
-        monkeypatch.setattr(torch, "multinomial", lambda rows, n, generator, other=other: weights.append(rows) or torch.full((len(rows), 1), other))
+        u, x = torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item(), seed % 6
         tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
         for ratio in (u - 1e-9, u + 1e-9, 1.0):
             p = tables(6, seed=1000 + seed)
@@ -389,10 +439,11 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding(monkeypatch
             p *= (1 - ratio * q[x]) / p.sum()
             p[x] = ratio * q[x]                                # min(1, p / q) is the ratio
             choice = verify.accept_drawn(tree, torch.stack((p, after)), torch.Generator().manual_seed(seed)).tolist()
-            assert choice == [x if u < ratio else other, other], (u, ratio)
-            torch.testing.assert_close(weights[-1][0] / weights[-1][0].sum(), (p - q).clamp(min=0) / (p - q).clamp(min=0).sum())
-            torch.testing.assert_close(weights[-1][1] / weights[-1][1].sum(), after)
-    monkeypatch.undo()
+            g = torch.Generator().manual_seed(seed)
+            torch.rand(1, generator=g, dtype=torch.float64)
+            residual = torch.stack(((p - q).clamp(min=0) + 1e-30, after))
+            redrawn = torch.multinomial(residual, 1, generator=g)[:, 0].tolist()
+            assert choice == [x if u < ratio else redrawn[0], redrawn[1]], (u, ratio)
     sure = torch.eye(4)[[1, 1, 1]]                             # target and drafter are certain of token 1: nothing is left after a rejection
     tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), sure[:2])
     assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]

@@ -18,8 +18,9 @@ import verify
 
 sys.path.insert(0, str(ROOT / "figures"))
 
+import growth  # noqa: E402
 import walltime  # noqa: E402
-from walltime import Shape  # noqa: E402
+from growth import Shape  # noqa: E402
 
 VOCAB, CONTEXT = 20, 64
 SMALL = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4,
@@ -51,16 +52,16 @@ def small():
 
 def grown(small, name):
     model, *drafters, effective = small
-    big = walltime.grow(model, SHAPES[name], CONTEXT)
+    big = growth.grow(model, SHAPES[name], CONTEXT)
     further = SHAPES[name].layers - 5
-    return big, *(walltime.grow_glide(drafter, big, further) for drafter in drafters), walltime.grow_edd(effective, big, further)
+    return big, *(growth.grow_glide(drafter, big, further) for drafter in drafters), growth.grow_edd(effective, big, further)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_growth_keeps_logits_and_text(small, name):
     model, shape = small[0], SHAPES[name]
     before = [w.clone() for part in small for w in part.parameters()]
     big = grown(small, name)[0]
-    assert walltime.shape_of(big) == shape and len(big.model.layers) == shape.layers
+    assert growth.shape_of(big) == shape and len(big.model.layers) == shape.layers
     assert all(map(torch.equal, before, (w for part in small for w in part.parameters()))), "the small one is left as it is"
     ids = torch.randint(VOCAB, (3, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -89,20 +90,20 @@ def test_grown_drafters_draft_the_same(small, name):
 
 def test_the_check_refuses_another_function(small):
     model, big = small[0], grown(small, "all")[0]
-    walltime.check(model, big, PROMPT)
+    growth.check(model, big, PROMPT)
     weight = big.model.layers[3].self_attn.q_proj.weight
     weight.data *= 1.1
     with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
-        walltime.check(model, big, PROMPT)
+        growth.check(model, big, PROMPT)
     weight.data /= 1.1
     big.lm_head.weight.data[30] = 2 * big.lm_head.weight.data[:VOCAB].max(0).values      # a further token that wins somewhere
     big.lm_head.weight.data[30, 16] = 3000
     with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
-        walltime.check(model, big, PROMPT)
+        growth.check(model, big, PROMPT)
 
 def test_a_7b_step_reads_what_llama_2_7b_is_known_to_have():
     """6 738 415 616 parameters, of which all embeddings but one are left out; half a megabyte of keys and values a token."""
-    shape = walltime.LLAMA_7B
+    shape = growth.LLAMA_7B
     config = LlamaConfig(vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.feed_forward, num_hidden_layers=shape.layers,
                          num_attention_heads=32, num_key_value_heads=32, tie_word_embeddings=False)
     with torch.device("meta"):
@@ -121,11 +122,47 @@ def test_medians_leave_out_the_first_turn(monkeypatch):
     assert calls == (["a"] * walltime.REPEATS + ["b"] * walltime.REPEATS) * 4
 
 @pytest.mark.parametrize("argv, words", [
-    (["grow", "--out", "x"], "no CUDA device is available here"), (["grow", "--device", "cpu"], "name a folder that is not there"),
+    (["grow", "--out", "x", "--device", "cuda"], "no CUDA device is available here"), (["grow", "--device", "cpu"], "name a folder"),
     (["grow", "--shape", "13b"], "13b"), (["costs", "--device", "cpu", "--target", "nowhere"], "nowhere")])
 def test_mistakes_are_one_sentence(argv, words, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     check_mistake(argv, words, capsys, walltime, "figures/walltime.py")
+
+def test_first_goes_on_after_a_failure_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
+    """Steps are processes: one that fails leaves the others; the next call runs what has not succeeded."""
+    good = tmp_path / "good.py"
+    good.write_text("import json, sys\nopen(sys.argv[-1], 'w').write(json.dumps({'bandwidth': 2e9}) + '\\n')\nprint('fine')")
+    steps = {"kernels": [str(good)], "arms": ["-c", "import sys; sys.exit('out of memory')"], "costs": [str(good)]}
+    monkeypatch.setattr(walltime, "steps_of", lambda a: steps)
+    argv = ["first", "--out", str(tmp_path / "out"), "--device", "cpu"]
+    assert walltime.main(argv) == 0
+    found = json.loads((tmp_path / "out/first.json").read_text())
+    assert [found[name]["status"] for name in steps] == [0, 1, 0] and found["arms"]["last_line"] == "out of memory"
+    assert found["costs"]["rows"] == [{"bandwidth": 2e9}]
+    text = capsys.readouterr().out
+    assert "arms: FAILED" in text and "memory: 2 GB/s" in text
+    steps["arms"], before = [str(good)], found["kernels"]
+    good.write_text(good.read_text().replace("2e9", "3e9"))
+    assert walltime.main(argv) == 0
+    found = json.loads((tmp_path / "out/first.json").read_text())
+    assert found["kernels"] == before and found["arms"]["rows"] == [{"bandwidth": 3e9}]
+
+def test_steps_of_first_are_commands_that_their_programs_read(tmp_path):
+    a = walltime.parser().parse_args(["first", "--out", str(tmp_path), "--device", "cuda"])
+    steps = walltime.steps_of(a)
+    assert {"arms, graphs", "costs, graphs", "graft, graphs"} < steps.keys()
+    for words in steps.values():
+        if words[0] == walltime.__file__:
+            walltime.parser().parse_args(words[1:])
+        elif words[0].endswith("bench.py"):
+            bench.parser().parse_args(words[1:])
+
+def test_kernels_on_a_cpu():
+    """Bandwidth and attention are measured on what there is."""
+    a = walltime.parser().parse_args(["kernels", "--device", "cpu", "--dtype", "float32"])
+    machine, memory, *attention = walltime.kernels(a)
+    assert machine["torch"] == torch.__version__ and memory["bandwidth"] > 1e8
+    assert [(line["queries"], line["cudnn"]) for line in attention] == [(1, False), (1, True), (16, False), (16, True)]
 
 @pytest.mark.long
 def test_the_shipped_weights_grown_go_through_bench(tmp_path, capsys, monkeypatch):

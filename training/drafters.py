@@ -3,7 +3,8 @@
     glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
     glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
     glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
-    edd, vdm, eagle, medusa ...    edd.VARIANTS
+    longspec, longspec-f768        a layer between the target's own embedding and head; its feed-forward size
+    edd, vdm, eagle, medusa ...    parts.VARIANTS
     base, small                    language models, stages of a cascade
 """
 import copy
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 
 import edd
 import glide
+from beyond import eagle, longspec, medusa
 from data.read import UserError, write_atomically
 from runtime import load, parts
 from verify import Target
@@ -33,14 +35,16 @@ DRAFTERS = {
     "glide": (glide, {}),
     "glide-top": (glide, {"layer": None, "norm": False}),
     "vanilla": (glide, {"glimpse": False}),
+    "longspec": (longspec, {"last_norm": True}),
 }
-DRAFTERS |= {name: (edd, variant) for name, variant in edd.VARIANTS.items()}
+DRAFTERS |= parts.VARIANTS
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
 # What a letter before a number stands for.
 NUMBERED = {
     "glide-l": (glide, "layer"),
     "glide-n": (glide, "layers"),
     "glide-w": (glide, "width"),
+    "longspec-f": (longspec, "feed_forward"),
     "edd-h": (edd, "hidden"),
 }
 NAMES = f"{' '.join(DRAFTERS)} {' '.join(f'{name}N' for name in NUMBERED)}"
@@ -55,7 +59,8 @@ def named(name):
     file, setting = NUMBERED[numbered[1]]
     number = int(numbered[2])
     if number or setting == "layer":                     # layers count from 0
-        return file, {setting: number}
+        _, settings = DRAFTERS.get(numbered[1][:-2], (file, {}))
+        return file, {**settings, setting: number}
 
 
 def fresh(name, target, a):
@@ -67,11 +72,15 @@ def fresh(name, target, a):
         layers, width = settings
         lm = llama(c.vocab_size, layers, width, c.max_position_embeddings, c.eos_token_id)
         return SmallLM(lm.to(a.device), a.loss)
-    if file is edd:
+    if file in (edd, eagle, medusa):
         settings = {"hidden": a.hidden, "loss": a.loss, **settings}
-        config = edd.Config.for_target(target, **settings)
+        config = file.Config.for_target(target, **settings)
         draft_class, _ = parts.KINDS[config.kind]
         return draft_class(config, target).float()
+    if file is longspec:
+        settings = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block, **settings}
+        config = parts.longspec_config(target, **settings)
+        return parts.LongSpec.beside(target, config, a.length + AHEAD).float()
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes", "loss": a.loss}
     settings = {**own, **settings}
     check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
@@ -89,7 +98,7 @@ def trained(name, target, a):
     if file is None:
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         return SmallLM(lm, a.loss), load.about_drafter(folder)
-    length = [a.length] if file is glide else []
+    length = [a.length] if file in (glide, longspec) else []
     drafter, about = parts.load(file, folder, target, *length)
     return drafter.model.float(), about
 

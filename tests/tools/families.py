@@ -25,7 +25,6 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
 
 import cape
-import edd
 import glide
 import pct
 import verify
@@ -284,7 +283,7 @@ def glide_drafter(model, text):
 
 
 def edd_drafter(model, text, variant="edd"):
-    config = edd.Config.for_target(model, **{"hidden": -2, **edd.VARIANTS[variant]})
+    config = parts.config_of(variant, model, hidden=-2)
     draft_model, drafter = parts.KINDS[config.kind]
     return drafter(weighty(draft_model(config, model), model))
 
@@ -309,7 +308,7 @@ BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "m
 
 def cell(model, target, prompt, expected, decodings):
     for drafter, build in decodings:
-        build = build or (cape.cape if target.verifies_trees else cape.chain)
+        build = build or (cape.cape if getattr(target, "verifies_trees", True) else cape.chain)
         drafter = drafter(model, prompt + expected)
         found = verify.generate(target, drafter, build, prompt, NEW).tokens
         # Where a rotary table changes with the length, the output ends before that.
@@ -369,7 +368,7 @@ def row(name, baselines=()):
 
         def cells_of(target_class, wanted):
             target = target_class(model)
-            target.slice_size = PROMPT // 2
+            target.chunk_size = PROMPT // 2
             cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in wanted}
             if cells["tree"] == "yes":
                 cells["tree"] = outcome(partial(tree_logits, model, target, prompt))

@@ -143,6 +143,13 @@ class Functions(TorchFunctionMode):
             del kwargs["device"]
             count("copy")
             return Pretended(torch.tensor(*args, **kwargs))
+        if func is torch.Tensor.new_tensor and isinstance(first, Pretended):
+            count("copy")
+            return Pretended(torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype)))
+        if func in (torch.multinomial, torch.Tensor.multinomial) and isinstance(first, Pretended):
+            count("read")                                          # it asks whether probabilities are finite, and not zero
+            count("read")
+            return Pretended(func(first.held, *args[1:], **kwargs))
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, Pretended):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, list) for i in index):
@@ -209,6 +216,8 @@ def pretend():
 # ---------------------------------------------------------------- some decodings
 def decodings():
     """-> [(name, builder, what makes the drafter of a model on the CPU or on the device, rule, static shapes)]"""
+    from conftest import tiny
+
     import cape
     import cascade
     import edd
@@ -216,6 +225,7 @@ def decodings():
     import maxgram
     import pct
     import verify
+    from beyond import graft
 
     def glides(model, glimpse=True):
         torch.manual_seed(1)
@@ -229,6 +239,13 @@ def decodings():
 
     def grams(model):
         return cascade.Cascade([], [[5]], gram=maxgram.MaxGram(), vocab=12)
+
+    def cascades(model):
+        stage = tiny("llama", seed=1).float().to(model.device)
+        return cascade.Cascade([verify.Target(stage)], [[3, 5], [0, 5]], gram=maxgram.MaxGram())
+
+    def mixtures(model):
+        return graft.Beside(edds(model), maxgram.MaxGram())
     greedy, sampled, pct_tree = verify.Greedy(), verify.Sampled(0.8), partial(pct.pct, cost=0.1, depth=5)
     return [("glide x chain", cape.chain, glides, greedy, False),
             ("glide x cape", cape.cape, glides, greedy, False),
@@ -238,6 +255,9 @@ def decodings():
             ("edd x pct", pct_tree, edds, greedy, False),
             ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy, False),
             ("maxgram", cascade.proposal, grams, greedy, False),
+            ("cascade", cascade.proposal, cascades, greedy, False),
+            ("mixture x cape", cape.cape, mixtures, greedy, False),
+            ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy, False),
             ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled, False),
             ("edd x pct, static", pct_tree, edds, greedy, True)]
 

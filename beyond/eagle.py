@@ -1,0 +1,200 @@
+"""EAGLE (arXiv 2401.15077), the baseline of EDD's Table 1: a layer that predicts features.
+
+The idea.  A feature is what the target's head reads, its last hidden state after the last norm.
+EAGLE is one layer of the target's class.  It reads the embedding of token i beside the feature of
+token i - 1, and predicts the feature of token i.  The target's own head, which does not learn,
+turns a feature into logits.  The target knows the features of committed tokens.  Those of drafted
+tokens are EAGLE's own predictions.
+
+    paper                               shape          name here
+    t_i, the tokens                     (B, T)         ids
+    f_i, the features                   (B, T, D)      feature: hidden_states[-1]
+    FC([e(t_i), f_{i-1}])               (B, T - 1, D)  Eagle.inputs
+    f^_i, the predicted features        (B, T - 1, D)  Eagle.forward
+    Head(f^_i)                          (n, V)         Eagle.logits
+    L_reg = SmoothL1(f_i, f^_i)         ()             in Eagle.divergence
+    L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.divergence, W_CLS
+
+Differences from the paper:
+ 1. It drafts any tree.  A node needs its parent's predicted feature, so a node whose parent comes
+    in the same call takes another forward.
+ 2. It learns without noise on the features.
+ 3. SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D), and the gradient
+    of the cross entropy does not.  The published weight of 0.1 at D = 4096 keeps its balance at
+    width D as 0.1 sqrt(4096 / D).
+ 4. The first token has no feature before it, so it has no KV entry and no prediction.
+
+The architecture is the published one: checkpoints/convert.py reads its weights.
+
+    python -m beyond.eagle     # the demo: drafting begins with what training computes
+    python train.py eagle
+"""
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import edd
+
+W_CLS = 0.1                      # weight of the cross entropy beside SmoothL1 ...
+PUBLISHED = 4096                 # ... at this width
+VARIANTS = {"eagle": {"hidden": -1, "loss": "smooth l1 + ce"}}     # names for train.py
+
+
+@dataclass
+class Config(edd.Config):
+    """As edd.Config.  bias: of FC; some published weights have none."""
+    loss: str = "smooth l1 + ce"
+    kind: str = "eagle"
+    bias: bool = True
+
+    @classmethod
+    def for_target(cls, model, hidden=-1, **more):
+        """As edd.Config.for_target; the last of hidden_states are the features."""
+        return super().for_target(model, hidden, **more)
+
+
+# ---------------------------------------------------------------- the draft model
+class Eagle(edd.DraftModel):
+    """FC and one layer, between the target's embedding and its head, which do not learn."""
+    config_class = Config
+
+    def __init__(self, config, model):
+        super().__init__(config, model)
+        width = config.width
+        self.fc = nn.Linear(2 * width, width, config.bias).to(self.target.like)
+        self.layer = self.fresh_layer(model)
+        # The published layer has no norm before its attention.
+        self.layer.input_layernorm = nn.Identity()
+
+    def take(self, model, decoder):
+        """As edd.DraftModel.take, with the target's embedding and head."""
+        super().take(model, decoder)
+        self.target.embed = model.get_input_embeddings()
+        weight = model.get_output_embeddings().weight.detach()
+        self.target.head = partial(F.linear, weight=weight)
+
+    def embedded(self, ids):
+        """e(t_i).  ids (..., m) -> (..., m, D)"""
+        with torch.no_grad():
+            return self.target.embed(ids)
+
+    def inputs(self, ids, before):
+        """FC([e(t_i), f_{i-1}]).  ids (..., m), before (..., m, D) -> (..., m, D)"""
+        x = torch.cat((self.embedded(ids), before), -1)                        # (..., m, 2 D)
+        x = x.to(self.fc.weight.dtype)
+        # Under autocast, too, in the type of the weights
+        return self.fc(x).to(x.dtype)
+
+    def logits(self, feature):
+        """Head(f).  feature (m, D) -> (m, V)"""
+        return self.target.head(feature)
+
+    def forward(self, ids, feature):
+        """ids (B, T), feature (B, T, D) of the target -> f^_1 ... f^_{T-1} (B, T - 1, D)"""
+        x = self.inputs(ids[:, 1:], feature[:, :-1])
+        return self.causal(x)
+
+    def divergence(self, predicted, feature, target_logits):
+        """L_reg + w_cls L_cls, summed over rows.  predicted, feature (n, D), logits (n, V) -> ()"""
+        width = predicted.shape[-1]
+        distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
+        p_target = target_logits.float().softmax(-1)                           # (n, V)
+        crossed = edd.cross_entropy(self.logits, predicted, p_target)
+        # Difference 3: the published balance at this width
+        weight = W_CLS * (PUBLISHED / width) ** 0.5
+        return distance / width + weight * crossed
+
+    def loss(self, batch):
+        """As edd.EDD.loss."""
+        feature = batch["hidden"][self.config.hidden]                          # (B, T, D)
+        predicted = self(batch["ids"], feature)                                # (B, T - 1, D)
+        # The first row has no prediction: it is padding, which the loss mask leaves out.
+        predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
+        loss_mask = F.pad(batch["learn"][:, 1:], (1, 0))                       # (B, T)
+        total = batch["sum"](self.divergence, loss_mask, predicted, feature, batch["logits"])
+        return total / batch["count"]
+
+
+# ---------------------------------------------------------------- decoding
+def ready(parents, nodes):
+    """How many of these nodes, from the first on, have parents among the first `nodes` nodes."""
+    for i, parent in enumerate(parents):
+        if parent >= nodes:
+            return i
+    return len(parents)
+
+
+class Drafter(edd.Drafter):
+    """Decoding with EAGLE: committed tokens have the target's features, nodes predicted ones."""
+
+    def reset(self):
+        """Forget the sequence."""
+        super().reset()
+        self.features = None             # (1 + nodes, D): the last committed token's, each node's
+
+    def new_features(self, view):
+        """The target's features of newly committed tokens -> (k, D)"""
+        return view.hidden[self.config.hidden].to(self.device)
+
+    @torch.no_grad()
+    def begin(self, view):
+        """A round starts: encode the committed tokens, each beside the feature before it."""
+        self.next_round(view)
+        known = self.new_features(view)                                        # (k, D)
+        if self.features is not None:
+            # The feature of the token before comes first.
+            known = torch.cat((self.features[:1], known))                      # (1 + k, D)
+        before = known[:-1]
+        # The first token of all has no feature before it.
+        tokens = view.tokens[len(view.tokens) - len(before):]
+        self.encode(self.model.inputs(tokens.to(self.device), before))
+        self.features = known[-1:]
+
+    @torch.no_grad()
+    def expand(self, tokens, parents):
+        """As edd.Drafter.expand, a forward for each generation of the nodes."""
+        tokens = tokens.to(self.device)
+        logits = []
+        while parents:
+            # The nodes whose parents' features are known
+            count = ready(parents, len(self.paths))
+            before = self.features[[parent + 1 for parent in parents[:count]]]         # (count, D)
+            x = self.model.inputs(tokens[:count], before)                              # (count, D)
+            predicted = self.run_nodes(x, parents[:count])                             # (count, D)
+            self.features = torch.cat((self.features, predicted))
+            logits.append(self.model.logits(predicted))
+            tokens = tokens[count:]
+            parents = parents[count:]
+        return torch.cat(logits)
+
+
+load = partial(edd.load, draft_class=Eagle, drafter_class=Drafter)
+
+
+def main():
+    """The root's logits are those that training computes.  A node reads a predicted feature."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    target = LlamaForCausalLM(config).double()
+    model = Eagle(Config.for_target(target), target)
+    for p in model.parameters():
+        p.data.normal_(0, 0.3)
+    ids = torch.arange(12)
+    feature = target(ids[None], output_hidden_states=True).hidden_states[-1].detach()
+    # Row i is that of token i + 1.
+    trained = model.logits(model(ids[None], feature))[0].detach()              # (11, V)
+    drafter = Drafter(model)
+    drafter.begin(SimpleNamespace(tokens=ids[:9], length=9, hidden={2: feature[0, :9]}))
+    drafted = drafter.expand(ids[9:11], [-1, 0])
+    error = (drafted[0] - trained[8]).abs().max()
+    assert error < 1e-6, error
+    assert (drafted[1] - trained[9]).abs().max() > 1e-3
+    print(f"at the root training = decoding: largest difference {error:.0e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""MEDUSA-1 (arXiv 2401.10774), the baseline of EDD's Table 1: heads that predict further ahead.
+
+The idea.  The target's head predicts the next token from the last feature.  MEDUSA adds K heads,
+which predict the tokens after that one from the same feature, each by itself.  A round runs all of
+them once.  What a head predicts depends on the depth alone, whatever the path to a node.
+
+    paper                                       shape          name here
+    h_t, the last hidden state                  (..., D)       feature: hidden_states[-1]
+    h_t + SiLU(W_1 h_t + b)                     (..., D)       Medusa.forward, one for each head
+    p_t^(k) = softmax(W_2 (...)), k = 1 ... K   (..., V)       heads[k - 1]; k counts from 0 here
+    - lambda_k log p_t^(k)(y_{t+k+1})           ()             Medusa.loss; lambda_k: DECAY^k
+
+Positions.  Feature i has read token i, and the target's head predicts token i + 1 from it.  So
+head k, counted from 0, predicts token i + 2 + k.  In a round i is the last committed token, the
+root is token i + 1, and head d predicts what follows a node at depth d.
+
+Differences from the paper:
+ 1. It drafts any tree.  A node deeper than the heads reach has no prediction.
+ 2. W_2 starts as the target's head and W_1 at zero, as there, and so does b.
+ 3. A row counts for head k where the loss mask keeps the row of the token before its label.
+
+The architecture is the published one: checkpoints/convert.py reads its weights.
+
+    python -m beyond.medusa    # the demo: untrained heads predict what the target does
+    python train.py medusa
+"""
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import edd
+
+HEADS = 5                        # K
+DECAY = 0.8                      # the loss of head k has the weight DECAY^k
+VARIANTS = {"medusa": {"hidden": -1, "loss": "ce"}}                # names for train.py
+
+
+@dataclass
+class Config(edd.Config):
+    """As edd.Config.  heads: K."""
+    loss: str = "ce"
+    kind: str = "medusa"
+    heads: int = HEADS
+
+    @classmethod
+    def for_target(cls, model, hidden=-1, **more):
+        """As edd.Config.for_target; the last of hidden_states are the features."""
+        return super().for_target(model, hidden, **more)
+
+
+class Medusa(edd.DraftModel):
+    """K heads on the feature of one token."""
+    config_class = Config
+
+    def __init__(self, config, model):
+        super().__init__(config, model)
+        self.w = nn.ModuleList()                               # W_1 and b
+        self.heads = nn.ModuleList()                           # W_2
+        for _ in range(config.heads):
+            w = nn.Linear(config.width, config.width).to(self.target.like)
+            nn.init.zeros_(w.weight)
+            nn.init.zeros_(w.bias)
+            self.w.append(w)
+            self.heads.append(self.own(model.get_output_embeddings()))
+
+    def forward(self, feature):
+        """feature (..., D) -> [K of (..., D)], one for each head to read"""
+        feature = feature.to(self.w[0].weight)
+        return [feature + F.silu(w(feature)) for w in self.w]
+
+    def loss(self, batch):
+        """As edd.EDD.loss: sum over k of DECAY^k times the cross entropy of head k."""
+        total = 0
+        xs = self(batch["hidden"][self.config.hidden])                         # [K of (B, T, D)]
+        for k, x in enumerate(xs):
+            # The label of row i is token i + 2 + k, which row i + 1 + k predicts in plain training.
+            labels = batch["ids"].roll(-2 - k, 1)                              # (B, T)
+            loss_mask = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]           # (B, T)
+            loss = partial(edd.cross_entropy, self.heads[k])
+            total += DECAY ** k * batch["sum"](loss, loss_mask, x, labels)
+        return total / batch["count"]
+
+
+class Drafter(edd.Drafter):
+    """Decoding with MEDUSA-1: a table of logits for each depth, once a round."""
+
+    @torch.no_grad()
+    def begin(self, view):
+        """A round starts: all heads run, on the last committed token's feature."""
+        self.paths = []
+        feature = view.hidden[self.config.hidden][-1]                          # (D,)
+        xs = self.model(feature)                                               # [K of (D,)]
+        logits = [head(x) for head, x in zip(self.model.heads, xs)]            # [K of (V,)]
+        nothing = torch.full_like(logits[0], float("-inf"))
+        self.table = torch.stack([*logits, nothing])                           # (K + 1, V)
+
+    def expand(self, tokens, parents):
+        """Logits (m, V) by the depth of each node; -inf beyond the last head."""
+        depths = [len(path) - 1 for path in self.add_paths(parents)]
+        deepest = self.config.heads
+        return self.table[[min(depth, deepest) for depth in depths]]
+
+
+load = partial(edd.load, draft_class=Medusa, drafter_class=Drafter)
+
+
+def main():
+    """Untrained heads predict what the target does; beyond the last head there is no prediction."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
+    target = LlamaForCausalLM(config).double()
+    with torch.no_grad():
+        out = target(torch.arange(9)[None], output_hidden_states=True)
+    drafter = Drafter(Medusa(Config.for_target(target, heads=2), target))
+    hidden = {2: out.hidden_states[-1][0]}
+    drafter.begin(SimpleNamespace(tokens=torch.arange(9), length=9, hidden=hidden))
+    drafted = drafter.expand(torch.arange(3), [-1, 0, 1])                      # (3, V)
+    error = (drafted[:2] - out.logits[0, -1:]).abs().max()
+    assert error < 1e-6, error
+    assert drafted[2].isinf().all()
+    print(f"untrained heads = the target's head: largest difference {error:.0e}")
+
+
+if __name__ == "__main__":
+    main()
