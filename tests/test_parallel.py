@@ -175,11 +175,11 @@ def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch)
 def test_two_processes_stop_together_and_one_goes_on(small, tmp_path, monkeypatch):
     """One of them alone is interrupted; both end after the same step, and one process goes on from it."""
     whole, cut, names = tmp_path / "whole", tmp_path / "cut", ["glide"]
-    assert train.main(flags(small, whole, "--steps", "3", names=names)) == 0
+    assert train.main(flags(small, whole, "--steps", "4", names=names)) == 0
     undo = interrupt(monkeypatch, 3, lambda: os.environ["RANK"] == "1" and signal.raise_signal(signal.SIGINT))
-    status, said = processes(flags(small, cut, "--steps", "3", names=names), tmp_path)
+    status, said = processes(flags(small, cut, "--steps", "4", names=names), tmp_path)
     undo()
-    assert status == [2, 2] and "stopped after 2 of 3 steps" in said[0][1], said
+    assert status == [2, 2] and "stopped after 2 of 4 steps" in said[0][1], said
     assert said[1][0] == "" and "Traceback" not in said[1][1] and "train.py" not in said[1][1], "one speaks for all"
-    assert train.main(flags(small, cut, "--steps", "3", "--resume", names=names)) == 0
+    assert train.main(flags(small, cut, "--steps", "4", "--resume", names=names)) == 0
     assert_same_run(whole, cut, names)
