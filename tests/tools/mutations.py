@@ -698,7 +698,6 @@ EDITS["data/files"] = [
     ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
     ("hidden folders are read", "hidden = any(name.startswith(\".\") for name in names)", "hidden = names[-1].startswith(\".\")", "data"),
     ("each piece of a text ends it", "waiting.last = piece.first = False", "piece.first = False", "data"),
-    ("a pipe is waited for", "if path.exists() and not path.is_file() and", "if False and", "train::test_mistakes_are_one_sentence"),
 ]
 EDITS["data/read"] = [
     ("a row's numbers are not checked", "                    check_row(row)\n", "", "train::test_mistakes_are_one_sentence"),
