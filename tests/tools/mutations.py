@@ -802,7 +802,7 @@ EDITS["training/jobs"] = [
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
-    ("a temperature is fitted to the first texts", "> int(self.seen * share):", "> int(self.seen * share) and len(self.choice) < FITTED:",
+    ("a temperature is fitted to the first texts", "share = min(1.0, share)", "share = float(self.seen < FITTED)",
      "train::test_greedy_temperature_is_found_again"),
     ("the search stops short", "low = middle + 1", "low = middle + 1 if middle % 2 else high", "train::test_greedy_temperature_is_found_again"),
     ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():\n", "if True:\n", "train"),
