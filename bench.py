@@ -37,7 +37,7 @@ import pct
 import verify
 from beyond import graft, priced
 from data import read
-from runtime import clock, families, graphs, load, proof, report
+from runtime import clock, families, graphs, load, prompts, proof, report
 from runtime.calls import check_tree, read_call, settings_of
 from verify import UserError
 
@@ -104,8 +104,8 @@ def check_numbers(a):
     least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0}
     for name, low in least.items():
         value = getattr(a, name)
-        # A comparison with nan is false.
-        in_range = value is None or low <= value < float("inf")
+        # A comparison with nan is false; beyond 2^31 libraries take no number.
+        in_range = value is None or low <= value < 2 ** 31
         if not in_range:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {value}: it must be a number of at least {low}")
@@ -151,7 +151,7 @@ class Run(load.Setup):
             a.limit = a.limit or LOOK
         if a.threads:
             torch.set_num_threads(a.threads)
-        if Path(a.target).is_dir():
+        if a.target and Path(a.target).is_dir():
             # Rows name it: without the folders of one machine.
             a.target = os.path.relpath(a.target)
         super().__init__(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
@@ -162,8 +162,8 @@ class Run(load.Setup):
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         self.check_target(calls)
-        self.prompts = load.prompts_of(self, a.prompts, a.limit, a.max_new_tokens, self.answer,
-                                       a.template, a.ask, a.system)
+        self.prompts = prompts.prompts_of(self, a.prompts, a.limit, a.max_new_tokens, self.answer,
+                                          a.template, a.ask, a.system)
         self.drafters, self.costs = {}, {}
         for call in calls:
             self.drafters[call.label] = self.proven(call)
@@ -183,8 +183,8 @@ class Run(load.Setup):
         """The drafter that a call names; with a note where it hardly knows this target's text."""
         drafter = load.called(self, call)
         if call.name not in ("maxgram", "cascade"):
-            prompts = [ids for _, ids, _ in self.prompts[:2]]
-            sentence = proof.proves_itself(self.target, drafter, prompts)
+            two = [ids for _, ids, _ in self.prompts[:2]]
+            sentence = proof.proves_itself(self.target, drafter, two)
             if sentence:
                 self.notes.append(f"{call.label}: {sentence}")
         return drafter
@@ -300,7 +300,7 @@ def builder(run, label, tree):
         return partial(cascade.proposal, drawn=tree.name == "drawn")
     settings = dict(tree.settings)
     left_open = settings_of(tree.function).keys() - settings.keys()
-    if left_open & {"cost", "node_price"} and not writes_itself(drafter):
+    if left_open & {"cost", "node_price"}:
         if label not in run.costs:
             run.costs[label] = clock.measure_costs(run, label)
         measured = run.costs[label]
@@ -321,8 +321,8 @@ def arms_of(run):
 # ---------------------------------------------------------------- measure
 def warm_up(run, arms):
     """Decode unmeasured, for kernels, allocator, caches; with graphs all, to record all sizes."""
-    prompts = run.prompts if run.a.graphs else run.prompts[:1]
-    for _, ids, limit in prompts:
+    first = run.prompts if run.a.graphs else run.prompts[:1]
+    for _, ids, limit in first:
         for arm in arms:
             arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit))
 

@@ -57,8 +57,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import (
-    CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate, root_only)
+from verify import CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate, root_only
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # the longest chain that is drafted for a tree builder
@@ -244,9 +243,8 @@ class EncoderDecoder(Target):
     def prefill(self, ids, new_tokens=0):
         """Read the prompt, and show it to the drafter -> logits (V,) of the first token."""
         self.encode(ids)
-        show = self.needs.get("source")
-        if show:
-            show(ids)
+        if "source" in self.needs:
+            self.needs["source"](ids)
         self.cache.reserve(1 + new_tokens + CHUNK)
         start = self.model.generation_config.decoder_start_token_id
         return self.sync([start])[-1]
@@ -257,8 +255,7 @@ class EncoderDecoder(Target):
         ids = torch.tensor([ids], device=self.device)
         encoder = self.model.get_encoder()
         self.encoded = encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
-        # The first cache is each forward's StepCache.  The second one is filled with cross-attention's
-        # keys and values at the first step.
+        # run() sets the first cache; the first step fills the second one, of cross-attention.
         self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     def forward(self, tokens, parents=None, logits_to_keep=0):

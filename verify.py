@@ -406,6 +406,7 @@ class Expand:
     """What a builder sees of a drafter: expand(tokens (m,), parents [m ints]) -> (m, V)."""
     def __init__(self, drafter, rule, device):
         self.drafter, self.rule, self.device = drafter, rule, device
+        self.memory = {}                                       # a builder's own, for this text
 
     def begin(self, root, remaining, first):
         """A round starts.  root: its id; first: the position after it."""

@@ -77,11 +77,14 @@ class Eagle(edd.DraftModel):
         weight = model.get_output_embeddings().weight.detach()
         self.target.head = partial(F.linear, weight=weight)
 
+    def embedded(self, ids):
+        """e(t_i).  ids (..., m) -> (..., m, D)"""
+        with torch.no_grad():
+            return self.target.embed(ids)
+
     def inputs(self, ids, before):
         """FC([e(t_i), f_{i-1}]).  ids (..., m), before (..., m, D) -> (..., m, D)"""
-        with torch.no_grad():
-            embedded = self.target.embed(ids)                                  # (..., m, D)
-        x = torch.cat((embedded, before), -1)                                  # (..., m, 2 D)
+        x = torch.cat((self.embedded(ids), before), -1)                        # (..., m, 2 D)
         x = x.to(self.fc.weight.dtype)
         # Under autocast, too, in the type of the weights
         return self.fc(x).to(x.dtype)

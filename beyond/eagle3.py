@@ -175,8 +175,12 @@ def layers_of(config, layers):
 def llama_config(config, draft_vocab):
     """config.json, a dict -> LlamaConfig
 
-    Raises ValueError where the sizes of its heads do not divide.
+    Raises ValueError where a size is no number, or the sizes of its heads do not divide.
     """
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        size = config.get(name)
+        if size is not None and type(size) is not int:
+            raise ValueError(f"{name} is {size!r}, not a number")
     heads = config.get("num_attention_heads", 32)
     key_heads = config.get("num_key_value_heads") or heads
     if heads < 1 or key_heads < 1 or heads % key_heads:

@@ -48,38 +48,46 @@ from types import SimpleNamespace
 
 import torch
 
-from beyond.priced import NODE_PRICE, draft_by_price, most_profitable, most_profitable_tree
+from beyond.priced import (
+    NODE_PRICE, START, checked, draft_by_price, most_profitable, most_profitable_tree,
+    worth_first_forward)
 from maxgram import LENGTHS, MaxGram, N, ints
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates
+from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
 
 CHAIN = 16              # suggested tokens after one node, at most
 LEAST = 2               # shorter matches are not used beside a neural drafter
 
 # ---------------------------------------------------------------- the builder
-def graft(expand, root, cost=COST, node_price=NODE_PRICE, width=WIDTH, depth=DEPTH,
+def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
           max_nodes=MAX_NODES, chain=CHAIN):
     """pct_cost over two drafters: one whose forward costs s_d, one whose suggestions cost nothing.
 
     chain: suggested tokens after one node, at most.  depth: the most forwards.  Prices: as in
     pct_cost.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.remaining.
     """
+    prices = checked(cost, node_price, start)
+    depth = clamp_depth(expand, width, depth, max_nodes)
     # What is suggested after the root is a tree already, without any forward: D = 0.
     alone = Candidates(expand, root, width)
     hang(alone, 0, chain, least=node_price)
-    nodes = most_profitable(alone, 0, node_price)
-    if nodes and not worth_drafting(alone, nodes, cost, node_price):
-        return most_profitable_tree(alone, 0, node_price, max_nodes)
+    nodes = most_profitable(alone, prices)
+    if nodes:
+        draft = worth_drafting(alone, nodes, prices)
+    else:
+        draft = worth_first_forward(expand, prices, depth)
+    if not draft:
+        return most_profitable_tree(alone, prices, max_nodes)
 
     # Each forward reads the frontier and a suggested chain.
     candidates = Candidates(expand, root, width)
     grow = partial(grow_with_chain, candidates, most=chain)
-    r = draft_by_price(candidates, grow, cost, node_price, depth, max_nodes)
+    r = draft_by_price(candidates, grow, prices, depth, max_nodes)
     # What is suggested after the nodes that no forward read hangs there at no cost.
     for j in candidates.nodes():
         unread = j not in candidates.expand_index
         if unread and candidates.p[j] > r * node_price:
             hang(candidates, j, chain, least=r * node_price)
-    return most_profitable_tree(candidates, cost, node_price, max_nodes)
+    return most_profitable_tree(candidates, prices, max_nodes)
 
 def suggested(candidates, node, most):
     """What may follow a node -> up to `most` ids, and a confidence in each: lists."""
@@ -147,7 +155,7 @@ def tokens_with_chain(candidates, nodes, chain):
     ids = [candidates.token[node] for node in nodes]
     return torch.tensor(ids + chain, device=device)
 
-def worth_drafting(candidates, chain, cost, node_price):
+def worth_drafting(candidates, chain, prices):
     """Whether a forward over the root and a suggested `chain` (nodes) is worth its price.
 
     The chain alone has the rate r.  Beside its child on the chain a node j leaves p_j - p_child to
@@ -159,13 +167,13 @@ def worth_drafting(candidates, chain, cost, node_price):
     p = [candidates.p[j] for j in chain]
     read = [1.0] + p                             # the root and the chain
     following = p + [0.0]                        # of each, its child on the chain
-    r = sum(read) / (1 + len(chain) * node_price)
+    r = sum(read) / (1 + prices.start + len(chain) * prices.node_price)
     s = sum(p) / sum(read[:-1])
     gain = 0.0
     for p_j, p_child in zip(read, following):
         left = p_j - p_child
-        gain += max(0.0, s * left - r * node_price)
-    return gain >= r * cost
+        gain += max(0.0, s * left - r * prices.node_price)
+    return gain >= r * prices.cost
 
 # ---------------------------------------------------------------- the mixture
 class Beside:
@@ -254,15 +262,22 @@ class Beside:
 
         rows, predicted, lengths: lists (k,).
         """
-        rows, predicted = torch.tensor([rows, predicted], device=logits.device)
-        predicted = predicted[:, None]                                           # (k, 1)
-        own = logits[rows].to(torch.promote_types(logits.dtype, torch.float32))
-        own = own / self.temperature                                             # (k, V)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        confidence = [self.gram.confidence_of(length) for length in lengths]
+        # One tensor of floats, one host-to-device copy: they hold every integer below 2^24.
+        columns = [rows, predicted, lengths, confidence]
+        columns = torch.tensor(columns, dtype=dtype, device=logits.device)[:, :, None]
+        rows, predicted = columns[:2].long()                                     # (k, 1) each
+        lengths, confidence = columns[2:]                                        # (k, 1) each
+        rows = rows[:, 0]
+        own = logits[rows].to(dtype) / self.temperature                          # (k, V)
         # Where the drafter has no prediction its row is -inf: there any token is as likely.
         none = own.isneginf().all(1, keepdim=True)                               # (k, 1)
         log_p = own.masked_fill(none, 0.0).log_softmax(1)
         p = log_p.gather(1, predicted).exp()                                     # (k, 1)
-        w = self.weight(p, lengths)                                              # (k, 1)
+        w = confidence
+        if self.agreement is not None:
+            w = torch.where(none, confidence, self.weight(p, lengths))
         # Eq. 1: (1 - w) p_draft, and for the predicted token w more
         rho = p + w * (1 - p)
         mixture = log_p + torch.log1p(-w)
@@ -271,14 +286,11 @@ class Beside:
         return logits.index_copy(0, rows, mixture)
 
     def weight(self, p, lengths):
-        """w of Eq. 2 (k, 1), from p (k, 1) and the matches' lengths: list (k,)."""
-        if self.agreement is None:
-            confidence = [self.gram.confidence_of(length) for length in lengths]
-            return p.new_tensor(confidence)[:, None]
+        """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
         a, b, c = self.agreement
-        length = p.new_tensor(lengths).clamp(max=LENGTHS)[:, None]
+        lengths = lengths.clamp(max=LENGTHS)
         p = p.clamp(1e-6, 1 - 1e-6)
-        rho = torch.sigmoid(a + b * length + c * torch.logit(p))
+        rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
         # rho = (1 - w) p + w, unless the drafter is surer by itself
         w = (rho - p) / (1 - p)
         return w.clamp(min=0)

@@ -7,14 +7,14 @@ fast the round is.  Its two thresholds, s_d / s_t and that of leaves, are set ap
 The idea.  Both thresholds follow from one aim.  The unit of time is a plain decoding step, s_t.  A
 round that drafts D times and verifies the nodes N, besides the root,
 
-    takes   T = 1 + D cost + |N| node_price         plain steps
-    gives   E = 1 + sum_{j in N} p_j                tokens: the target's own, and each accepted node
+    takes   T = 1 + start + D cost + |N| node_price        plain steps
+    gives   E = 1 + sum_{j in N} p_j                       tokens: the target's own, the accepted
 
 and the aim is the highest rate E / T.  Let r be a rate already reached: at first 1, that of plain
 decoding.  E / T >= r exactly where E - r T >= 0 (Dinkelbach).  That difference is a sum over nodes
 and forwards, where the fraction is none:
 
-    E - r T = (1 - r) + sum_{j in N} (p_j - r node_price) - D r cost                            (1)
+    E - r T = 1 - r - r start + sum_{j in N} (p_j - r node_price) - D r cost                    (1)
 
     Nodes.     A node is worth verifying where
                    p_j >= r node_price                                                          (2)
@@ -25,71 +25,119 @@ and forwards, where the fraction is none:
                    F = {j in L : s p_j >= r node_price}                                         (4)
                and it is worth its price where
                    sum_{j in F} (s p_j - r node_price) >= r cost                                (5)
+    The first  has no layer before it.  It is expected to keep the share that first forwards kept
+    forward.   lately in this text.  Then d forwards give a token each, of probability s, s^2 ...
+               They are worth it where for some d
+                   sum_{i=1..d} s^i >= start + d (cost + node_price)                            (6)
+               Else the tree is the root alone: plain decoding.
 
 Each forward raises r, if (2) gives a higher E / T.  At the end all drafting is paid for: the tree
-is the n most probable nodes, for the n of highest E / T.
+is the n most probable nodes, for the n of highest E / T, and n may be 0.
 
     symbol           unit           name here
     s_d / s_t        plain steps    cost: one drafter forward
     node_price       plain steps    node_price: one more verified node
+    start            plain steps    start: what any drafted round takes besides
     D                forwards       Candidates.drafts
     p_j              probability    Candidates.p
     r                tokens/step    r
     s                share          s
 
+Max-Gram alone drafts without a forward: D = 0.  Its tree is its chain, as long as (1) grows.
+
 To use it, beside pct.py: pct.py's own example, with this builder in the place of pct.pct.
 
     tree = priced.pct_cost(expand, root, cost=0.07, node_price=0.012)
 
-`costs_of` finds both prices in timed decodings.
+Where expand has `memory`, a dict that lasts for a text, Eq. 6 remembers the share there.  Without
+it, and at the start of a text, it expects all: s = 1.  `prices_of` finds the prices in timed
+decodings.
 
     python -m beyond.priced       # the demo: a node goes where it costs more than it gives
 """
-from statistics import median
+from collections import namedtuple
+from statistics import median, quantiles
 
 import torch
 
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
+from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
 
 NODE_PRICE = 0.01       # of one more verified node, in plain steps, where it was not measured
+START = 0.0             # of a drafted round besides, where it was not measured
+# A first forward's share moves what is expected by LEARN of the difference.  Without a forward the
+# expectation moves by FORGET towards 1: after a while it is tried again.
+LEARN, FORGET = 0.1, 0.01
+
+Prices = namedtuple("Prices", "cost node_price start")
 
 # ---------------------------------------------------------------- the builder
-def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, width=WIDTH, depth=DEPTH,
+def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
              max_nodes=MAX_NODES):
-    """PCT whose thresholds follow from prices.  cost, node_price: in plain steps.
+    """PCT whose thresholds follow from prices.  cost, node_price, start: in plain steps.
 
     Returns a Tree of at most 1 + max_nodes nodes.
     """
+    prices = checked(cost, node_price, start)
+    depth = clamp_depth(expand, width, depth, max_nodes)
+    gram = max_gram_alone(expand)
+    if gram is not None:
+        return priced_chain(expand, root, gram, prices, max_nodes)
     candidates = Candidates(expand, root, width)
-    draft_by_price(candidates, candidates.grow, cost, node_price, depth, max_nodes)
-    return most_profitable_tree(candidates, cost, node_price, max_nodes)
+    if worth_first_forward(expand, prices, depth):
+        draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
+    return most_profitable_tree(candidates, prices, max_nodes)
 
-def draft_by_price(candidates, grow, cost, node_price, depth, max_nodes):
+def checked(cost, node_price, start):
+    """-> Prices"""
+    assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
+    assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
+    assert start >= 0, f"start {start} is a time: not below zero"
+    return Prices(cost, node_price, start)
+
+def worth_first_forward(expand, prices, depth):
+    """Eq. 6, with the share that first forwards kept lately in this text."""
+    memory = getattr(expand, "memory", {})
+    s = memory.get("share", 1.0)
+    gain = -prices.start
+    for i in range(1, depth + 1):
+        gain += s ** i - prices.cost - prices.node_price
+        if gain >= 0:
+            return True
+    memory["share"] = s + FORGET * (1 - s)
+    return False
+
+def draft_by_price(candidates, grow, prices, depth, max_nodes):
     """Draft while a forward is expected to be worth its price -> the rate reached.
 
     grow(frontier) drafts once -> the new nodes, the layer L.
     """
-    depth = clamp_depth(candidates.expand, candidates.width, depth, max_nodes)
-    assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
-    assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
     p = candidates.p
     frontier = [0]
     r = 1.0
     while frontier and candidates.drafts < depth:
         layer = grow(frontier)
-        r = max(r, rate_at(r, candidates, cost, node_price))
+        r = max(r, rate_at(r, candidates, prices))
+        price = r * prices.node_price
         # Eq. 3.  The nodes of a grafted chain are read by the forward that drafts them (graft.py).
         read = frontier + [j for j in layer if j in candidates.expand_index]
-        worth = [p[j] for j in layer if p[j] >= r * node_price]
+        worth = [p[j] for j in layer if p[j] >= price]
         s = sum(worth) / sum(p[j] for j in read)
+        if read == [0]:
+            remember(candidates.expand, s)
         # Eq. 4
-        frontier = [j for j in unread(candidates, layer) if s * p[j] >= r * node_price]
+        frontier = [j for j in unread(candidates, layer) if s * p[j] >= price]
         frontier = candidates.best(frontier, max_nodes)
         # Eq. 5
-        gain = sum(s * p[j] - r * node_price for j in frontier)
-        if gain < r * cost:
+        gain = sum(s * p[j] - price for j in frontier)
+        if gain < r * prices.cost:
             break
     return r
+
+def remember(expand, s):
+    """The share that a first forward kept, for Eq. 6 in later rounds."""
+    memory = getattr(expand, "memory", {})
+    before = memory.get("share", 1.0)
+    memory["share"] = before + LEARN * (s - before)
 
 def unread(candidates, layer):
     """The nodes of a layer that the drafter can still read, and below which the output goes on."""
@@ -97,64 +145,140 @@ def unread(candidates, layer):
     nodes = [j for j in layer if j not in candidates.expand_index]
     return [j for j in nodes if candidates.depth[j] < remaining]
 
-def rate_at(r, candidates, cost, node_price):
+def rate_at(r, candidates, prices):
     """E / T, if drafting ended here and the nodes were verified that are worth it at the rate r."""
     D = candidates.drafts
     # Eq. 2
-    worth = [p for p in candidates.p[1:] if p >= r * node_price]
+    worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]
     E = 1 + sum(worth)
-    T = 1 + D * cost + len(worth) * node_price
+    T = 1 + prices.start + D * prices.cost + len(worth) * prices.node_price
     return E / T
 
-def most_profitable(candidates, cost, node_price):
+def most_profitable(candidates, prices):
     """The nodes N of highest E / T after all drafting: the n most probable, for the best n."""
     D = candidates.drafts
     E = 1
-    T = 1 + D * cost
+    T = 1 + D * prices.cost                      # of the root alone
     best_rate = E / T
     n = 0
+    T += prices.start
     ranked = candidates.ranked(candidates.nodes())
     for i, j in enumerate(ranked, 1):
         E += candidates.p[j]
-        T += node_price
+        T += prices.node_price
         if E / T > best_rate:
             best_rate = E / T
             n = i
     return ranked[:n]
 
-def most_profitable_tree(candidates, cost, node_price, max_nodes):
+def most_profitable_tree(candidates, prices, max_nodes):
     """The same as a Tree of at most 1 + max_nodes nodes."""
-    nodes = most_profitable(candidates, cost, node_price)
+    nodes = most_profitable(candidates, prices)
     nodes = candidates.best(nodes, max_nodes)
     return candidates.tree(nodes)
 
-# ---------------------------------------------------------------- the prices, from timed decodings
-def costs_of(turns):
-    """s_d / s_t and the price of a node, both in plain steps, from short decodings that took turns.
+# ---------------------------------------------------------------- Max-Gram alone
+def max_gram_alone(expand):
+    """The MaxGram of a drafter that has nothing else (a cascade without models), or None."""
+    drafter = getattr(expand, "drafter", None)
+    alone = getattr(drafter, "stages", None) == []
+    return drafter.gram if alone else None
 
-    turns: list of (plain, short, deep, wide), the totals of a plain decoding, of two with chains,
-    of one with wide trees: seconds "draft", "verify", "other", counts "rounds" (above 0), "nodes",
-    "draft_forwards".  A round takes a + D s_d + |N| price, the host's work included: three kinds
-    of rounds tell the three apart.  Medians over turns: another program disturbs one, not most.
+def priced_chain(expand, root, gram, prices, most):
+    """Max-Gram's chain of the length of highest E / T: D = 0, and the length may be 0 -> Tree."""
+    most = min(most, expand.remaining)
+    ids, n = [], 0
+    p = E = best_rate = 1.0
+    T = 1 + prices.start
+    place = gram.after(gram.here(), expand.root)
+    while len(ids) < most:
+        chunk, length = gram.chunk(place, 1)
+        if not chunk:
+            break
+        p *= gram.confidence_of(length)
+        # Eq. 2, at the rate of plain decoding: nothing further can pay.
+        if p < prices.node_price:
+            break
+        ids += chunk
+        E += p
+        T += prices.node_price
+        if E / T > best_rate:
+            best_rate = E / T
+            n = len(ids)
+        place = gram.after(place, chunk[0])
+    chain = torch.tensor(ids[:n], dtype=root.dtype, device=root.device)
+    tokens = torch.cat((root, chain))
+    parents = torch.arange(-1, n, device=root.device)
+    return Tree(tokens, parents)
+
+# ---------------------------------------------------------------- the prices, from timed decodings
+def prices_of(turns):
+    """Prices from short decodings that took turns -> {label: {"cost", "node_price", "start", ...}}.
+
+    turns: {label: list of (plain, short, deep, wide)}, totals of a plain decoding and of three with
+    a drafter: seconds "draft", "verify", "other", counts "rounds" (above 0), "nodes" and
+    "draft_forwards".  short and deep have chains, of as many drafts as nodes, or of none, as
+    Max-Gram's.  A round takes
+
+        t = s_t + start + D cost + |N| node_price                                               (7)
+
+    so three kinds of rounds tell the three prices.  A node's price is the target's: it is the
+    median over all turns of all labels.  cost and start are medians over the label's own turns:
+    another program disturbs some turns, not most.  In plain steps, as are the lists "cost_range"
+    and "node_price_range", the quartiles over turns.  A label without a turn that drafted is left
+    out.
     """
-    costs, prices = [], []
-    for turn in turns:
-        # Of each decoding's rounds: seconds, drafts and nodes, on average
-        t = [(x["draft"] + x["verify"] + x["other"]) / x["rounds"] for x in turn]
-        D = [x["draft_forwards"] / x["rounds"] for x in turn]
-        N = [x["nodes"] / x["rounds"] for x in turn]
-        plain, short, deep, wide = range(4)
-        if D[deep] <= D[short] or N[wide] <= D[wide]:
-            continue                             # the text ended before much was drafted
-        # A chain one deeper takes one draft and one node more.
-        both = (t[deep] - t[short]) / (D[deep] - D[short])
-        # The wide tree has further nodes than one a draft.
-        further = N[wide] - D[wide]
-        longer = t[wide] - t[short] - (D[wide] - D[short]) * both
-        price = max(0.0, longer / further)
-        costs.append((both - price) / t[plain])
-        prices.append(price / t[plain])
-    return median(costs or [0.0]), median(prices or [0.0])
+    solved = {label: [solve(*turn) for turn in its if tells(*turn)] for label, its in turns.items()}
+    solved = {label: found for label, found in solved.items() if found}
+    node_prices = [found.node_price for its in solved.values() for found in its]
+    node_price = max(0.0, median(node_prices or [0.0]))
+    prices = {}
+    for label, its in solved.items():
+        # Their sum is what was seen; the price of a node is known better.
+        both = [found.cost + found.node_price for found in its]
+        low, high = quartiles(both)
+        start = median(found.start for found in its)
+        prices[label] = {
+            "cost": max(0.0, median(both) - node_price),
+            "node_price": node_price,
+            "start": max(0.0, start),
+            "cost_range": [low - node_price, high - node_price],
+            "node_price_range": quartiles(node_prices)}
+    return prices
+
+def per_round(total):
+    """Averages over the rounds of a decoding -> seconds, drafts, nodes."""
+    seconds = total["draft"] + total["verify"] + total["other"]
+    rounds = total["rounds"]
+    return seconds / rounds, total["draft_forwards"] / rounds, total["nodes"] / rounds
+
+def tells(plain, short, deep, wide):
+    """Whether Eq. 7 can be solved: the text did not end before much was drafted."""
+    _, _, N_short = per_round(short)
+    _, _, N_deep = per_round(deep)
+    _, D_wide, N_wide = per_round(wide)
+    return N_deep > N_short and N_wide > D_wide
+
+def solve(plain, short, deep, wide):
+    """Eq. 7 for one turn -> Prices, in plain steps."""
+    s_t, _, _ = per_round(plain)
+    t_short, _, N_short = per_round(short)
+    t_deep, _, N_deep = per_round(deep)
+    t_wide, D_wide, N_wide = per_round(wide)
+    # A chain one token longer takes one draft and one node more: cost + node_price.
+    both = (t_deep - t_short) / (N_deep - N_short)
+    start = t_short - s_t - N_short * both
+    # The wide tree has further nodes than one a draft.
+    further = t_wide - s_t - start - D_wide * both
+    node_price = further / (N_wide - D_wide)
+    return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)
+
+def quartiles(values):
+    """The lower and the upper quartile of a list."""
+    if len(values) == 1:
+        return [values[0], values[0]]
+    low, _, high = quantiles(values, n=4, method="inclusive")
+    return [low, high]
 
 # ---------------------------------------------------------------- demo
 def main():

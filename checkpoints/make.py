@@ -1,25 +1,28 @@
 """How the stand-in was made: corpus, tokenizer, the small Llama, continuations, bigram.
 
     python checkpoints/make.py corpus --stories stories.jsonl --sampled stories_sampled.jsonl \\
-        --math gsm8k_train.jsonl                                       # work/corpus and work/corpus-first
+        --math gsm8k_train.jsonl                               # work/corpus, work/corpus-first
     python checkpoints/make.py target --data work/corpus --first work/corpus-first --compile
-    python checkpoints/make.py continuations --data work/corpus        # what a target writes itself
-    python checkpoints/make.py bigram --corpus work/corpus --tokenizer checkpoints/target --out bigram.json
-    python checkpoints/make.py agreement --data work/corpus --drafter edd glide     # of Max-Gram with those
+    python checkpoints/make.py continuations --data work/corpus    # what a target writes itself
+    python checkpoints/make.py bigram --corpus work/corpus --tokenizer checkpoints/target \\
+        --out bigram.json
+    python checkpoints/make.py agreement --data work/corpus --drafter edd glide
 
-Its drafters and small models are train.py's: `python train.py glide vanilla base small --data work/corpus`.
-All settings are in docs/training.md.  `continuations` and `bigram` serve any target, tokenizer and text.
+Its drafters and small models are train.py's: `python train.py glide base --data work/corpus`.  All
+settings are in docs/training.md.  `continuations` and `bigram` serve any target, tokenizer, text.
 
-The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its own.  It
-is deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of Vicuna-7B.  It has
-learned from children's stories (TinyStories), from retellings of them that a program made, and from GSM8K.
+The idea.  No weights can be downloaded where the tests run, so the repository ships a Llama of its
+own.  It is deep and narrow, so that a drafter of one layer costs of it about what GLIDE's costs of
+Vicuna-7B.  It has learned from children's stories (TinyStories), from retellings of them that a
+program made, and from GSM8K.
 
 Differences from the papers:
  1. Stories, retellings and GSM8K's train split stand for SlimPajama and ShareGPT.
- 2. The second stage of training is on the target's own greedy continuations, where the papers have ShareGPT,
-    on whose kind of text targets and drafters were both tuned.
+ 2. The second stage of training is on the target's own greedy continuations, where the papers have
+    ShareGPT, on whose kind of text targets and drafters were both tuned.
  3. Matrices of the target learn by Muon, at the same learning rate scale as AdamW.
- 4. Cascade's small models were trained on their own; these learn from the target (KL), on its drafters' text.
+ 4. Cascade's small models were trained on their own; these learn from the target (KL), on the text
+    of its drafters.
 """
 import argparse
 import functools
@@ -28,8 +31,6 @@ import json
 import os
 import sys
 import time
-from array import array
-from itertools import groupby
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,14 +47,15 @@ import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
-import maxgram
 import train
+from checkpoints.bigram import fit_agreement, write_bigram
+from checkpoints.stories import write_corpus
 from data import prepare, read
-from data.corpus import EOS, write_corpus
+from data.corpus import EOS
 from data.read import UserError
-from runtime import grams, load
+from runtime import load
 from training import continuations as written
-from training import drafters, jobs
+from training import drafters, flags, jobs
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):
@@ -73,7 +75,7 @@ def train_tokenizer(texts, vocab):
 
 
 def tokenizer_of(a):
-    """The tokenizer of --data and --first: trained, or, where the same text was seen before, from --work."""
+    """The tokenizer of --data and --first: trained, or from --work where the text is the same."""
     texts, content = [], hashlib.sha256()
     for _, row, text in read.documents([*a.data, *a.first]):
         if not isinstance(text, str):
@@ -100,14 +102,15 @@ def flat(tokens, index):
 
 
 def read_flat(a, paths, tokenizer, name):
-    """-> ids (n,) to train on; ids held out, {"": all, kind of text: its own}; the key of the content."""
+    """-> ids (n,) to train on; held-out ids {"": all, kind of text: its own}; the content's key."""
     folder = prepare.prepare(paths, tokenizer, Path(a.work) / name, vocab=a.vocab)
     meta = prepare.meta_of(folder)
     tokens, index = prepare.open_split(folder, "train")
     held_tokens, held_index = prepare.open_split(folder, "val")
     learned, held = flat(tokens, index), {"": flat(held_tokens, held_index)}
     if len(learned) <= a.length:                         # a window, and the token after it
-        raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less --length")
+        raise UserError(f"--data has too few tokens for windows of {a.length}: more text, or less "
+                        "--length")
     for number, kind in enumerate(meta["kinds"]):
         held[f"_{kind}"] = flat(held_tokens, held_index[held_index[:, 2] == number])
     held = {kind: ids for kind, ids in held.items() if len(ids) > a.length}
@@ -118,7 +121,7 @@ def read_flat(a, paths, tokenizer, name):
 
 
 def read_parts(a, tokenizer):
-    """-> the tokens of both parts [(n,), (m,)], and what is held out {"": all, kind of text: its own}.
+    """-> the tokens of both parts [(n,), (m,)]; held-out ids {"": all, kind of text: its own}.
 
     From here on a.data and a.first stand for the content, which a resumed run must share.
     """
@@ -131,7 +134,7 @@ def read_parts(a, tokenizer):
 
 @functools.lru_cache(maxsize=8)                          # tensors are told apart by identity
 def document_starts(ids, length, eos):
-    """Where a document starts and leaves room for a window -> (n,), found once for the same `ids`."""
+    """Where a document starts, a window before the end -> (n,); found once for the same `ids`."""
     starts = np.append(0, 1 + np.flatnonzero(ids.numpy() == eos))
     return starts[starts <= len(ids) - length]
 
@@ -149,9 +152,9 @@ def draw(ids, n, length, seed, step, eos=None):
 
 
 def repeated(ids, count, seed, step):
-    """ids (n, T), the last `count` windows each a piece of text over and over, by (seed, step) alone.
+    """ids (n, T), the last `count` windows each a piece of text repeated, by (seed, step) alone.
 
-    What was read is to be found again, as retellings need, and nothing teaches that sooner.
+    The target learns to look up what it has read, as retellings need; nothing teaches that sooner.
     """
     rng = np.random.default_rng([seed + 4, step])
     for row in ids[len(ids) - count:]:
@@ -170,12 +173,28 @@ def trained_before(folder, model, tokenizer):
         return json.loads((Path(folder) / "training.json").read_text())
     except (ValueError, RuntimeError, OSError) as why:
         reason = read.first_line(why)
-        raise UserError(f"--init: {folder} cannot be gone on from ({reason}): give what `make.py target` "
+        raise UserError(f"--init: {folder} does not fit ({reason}): give what `make.py target` "
                         "saved, of the same --layers, --width, --vocab and text") from None
+
+
+def check_target(a):
+    """Refuse sizes of which no target can be made."""
+    least = {"vocab": 257, "length": 34}    # 256 bytes and an end of text; repeated() needs so many
+    for name, smallest in least.items():
+        if getattr(a, name) < smallest:
+            raise UserError(f"--{name} is {getattr(a, name)}: it must be at least {smallest}")
+    if a.width % 32:
+        raise UserError(f"--width is {a.width}: it must be a multiple of 32, the size of a head")
+    for name in ("repeat", "first_share"):
+        share = getattr(a, name)
+        if not 0 <= share <= 1:
+            flag = name.replace("_", "-")
+            raise UserError(f"--{flag} is {share}: it must be from 0 to 1")
 
 
 def train_target(a):
     """`make.py target`: the tokenizer and the stand-in from scratch."""
+    check_target(a)
     state = jobs.State(a, ["target"])
     torch.manual_seed(a.seed)
     tokenizer = tokenizer_of(a)
@@ -184,8 +203,10 @@ def train_target(a):
     model = drafters.llama(a.vocab, a.layers, a.width, a.length).to(a.device)
     before = trained_before(a.init, model, tokenizer) if a.init else None
     forward = torch.compile(model, dynamic=False) if a.compile else model
-    print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {len(parts[1]) / 1e6:.1f}M tokens"
-          + (f", and in the first {change:.0f} steps of {len(parts[0]) / 1e6:.1f}M" if a.first else ""))
+    first, last = (f"{len(part) / 1e6:.1f}M tokens" for part in parts)
+    print(f"target: {model.num_parameters() / 1e6:.2f}M weights; windows of {last}")
+    if a.first:
+        print(f"in the first {change:.0f} steps of {first}")
 
     def next_tokens(ids):
         """ids (B, T + 1) -> logits (n, V), and the tokens (n,) that they should predict."""
@@ -193,18 +214,22 @@ def train_target(a):
         logits = forward(input_ids=ids[:, :-1], use_cache=False).logits
         return logits.flatten(0, 1).float(), ids[:, 1:].flatten()
 
-    def losses(step):
+    def loss(step):
         tokens = parts[step >= change]
         ids = draw(tokens, a.batch, a.length + 1, a.seed, step, eos)
         if step < change:
             ids = repeated(ids, round(a.repeat * a.batch), a.seed, step)
         logits, after = next_tokens(ids)
-        a.spent += after.numel()
-        yield {"target": F.cross_entropy(logits, after)}
+        return {"target": F.cross_entropy(logits, after)}
+
+    def steps(step):
+        """A step is one forward."""
+        a.spent += a.batch * a.length
+        return [functools.partial(loss, step)]
 
     @torch.no_grad()
     def evaluate():
-        """On held-out text: "alpha", how often the first choice is the next token; the loss; by source."""
+        """On held-out text, by source: "alpha", how often the argmax is the next token; the loss."""
         found = {}
         for source, tokens in held.items():
             right, loss = 0.0, 0.0
@@ -220,7 +245,7 @@ def train_target(a):
         again = (logits.argmax(-1) == after).float().unflatten(0, (a.batch, -1))[:, a.length // 2:]
         return {"target": found | {"alpha_again": again.mean().item()}}
 
-    metrics = train.fit({"target": model}, losses, evaluate, a, state)
+    metrics = train.fit({"target": model}, steps, evaluate, a, state)
     corpus_tokens = [len(part) for part in parts]
     about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
     drafters.save_lm(Path(a.out) / "target", model, tokenizer, about)
@@ -228,27 +253,19 @@ def train_target(a):
 
 
 # ---------------------------------------------------------------- what the target writes itself
-def given_parts(a, tokenizer, held_out=False):
-    """Prompts in --data of at most three quarters of --length -> [(kind of text, ids)]."""
-    template = read.template_of(a.template, tokenizer)
-    return written.prompts_in(a.data, tokenizer, template, a.length * 3 // 4, held_out)
-
-
 def write_continuations(a):
     """`make.py continuations`: what a target writes after prompts, for a second stage of training.
 
-    An answer goes to the end-of-text token, where the target writes one, or to --length tokens with its
-    prompt.  Each batch is appended when it is written; --resume goes on after the last one.
+    An answer goes to the end-of-text token, where the target writes one, or to --length tokens with
+    its prompt.  Each batch is appended when it is written; --resume goes on after the last one.
     """
     out = Path(a.out)
     if out.exists() and not a.overwrite and not a.resume:
         raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
     a.shard_target = False
     target, tokenizer = train.load_target(a)
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or a.length
-    if a.length > context:
-        raise UserError(f"--length {a.length} is more than the target's context of {context}")
-    batches = written.batches_of(given_parts(a, tokenizer), a.batch, a.seed)
+    train.check_length(a, target)
+    batches = written.batches_of(written.given_parts(a, tokenizer), a.batch, a.seed)
     mine = load.fingerprint(target, tokenizer)
     decides = json.dumps([mine, batches, a.length, a.seed, a.temperature])
     run = hashlib.sha256(decides.encode()).hexdigest()[:12]
@@ -256,7 +273,7 @@ def write_continuations(a):
     if a.overwrite and not a.resume:
         out.unlink(missing_ok=True)
     file = written.Written(out, run)
-    steps = min(a.steps, len(batches))                     # of the same prompts it would write the same again
+    steps = min(a.steps, len(batches))           # of the same prompts it would write the same again
     start, kept = 0, 0
     while start < steps and kept + len(batches[start]) <= len(file.ends):
         kept += len(batches[start])
@@ -275,135 +292,20 @@ def write_continuations(a):
                 rows.append({"source": kind, "prompt": prompt, "answer": ids[len(prompt):]})
             file.add(rows)
             tokens = sum(len(row["answer"]) for row in rows)
-            bar.set_postfix_str(f"{tokens / (time.perf_counter() - began):.0f} tokens/s", refresh=False)
+            speed = tokens / (time.perf_counter() - began)
+            bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
     except KeyboardInterrupt:
-        raise UserError(f"stopped after {step} of {steps} batches: the same with --resume goes on") from None
+        raise UserError(f"stopped after {step} of {steps} batches: the same with --resume goes "
+                        "on") from None
     print(f"saved {out}")
-
-
-# ---------------------------------------------------------------- the bigram
-def read_ids(path):
-    """A file of token ids, uint16 and little-endian, with token 0 between documents -> lists of ids."""
-    data, ids = path.read_bytes(), array("H")
-    if len(data) % 2:
-        raise UserError(f"--corpus: {path} is no file of uint16 token ids, it has an odd number of bytes")
-    ids.frombytes(data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return [list(run) for is_text, run in groupby(ids, bool) if is_text]
-
-
-def bigram_documents(paths):
-    """Yield (document, held out: True, False, or None where its row does not say) of files and folders."""
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from bigram_documents(sorted(path.glob("[!.]*")))
-        elif path.suffix == ".bin" and path.exists():
-            for ids in read_ids(path):
-                yield ids, None
-        else:
-            for _, row, found in read.documents([path], "--corpus"):
-                empty = not found.strip() if isinstance(found, str) else not found
-                if not empty:
-                    yield found, row.get("held_out")
-
-
-def load_tokenizer(name):
-    """What transformers' AutoTokenizer makes of a folder or a hub name; what goes wrong is one sentence."""
-    transformers.logging.set_verbosity_error()
-    give = "give the folder or the hub name of the target's tokenizer"
-    if not Path(name).exists() and (Path(name).is_absolute() or name.count("/") > 1):
-        raise UserError(f"--tokenizer: {name} does not exist: {give}")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as why:
-        reason = f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:150]}"
-        raise UserError(f"--tokenizer: {name} cannot be loaded ({reason}): {give}") from None
-
-
-def shown(iterable, total):
-    """With a progress bar, where somebody looks."""
-    return tqdm(iterable, total=total, unit="document", dynamic_ncols=True, disable=None)
-
-
-def write_bigram(a):
-    """`make.py bigram`: count the corpus; measure on what is held out of it how often matches are right."""
-    out = Path(a.out)
-    if out.is_dir():
-        raise UserError(f"--out: {out} is a folder: name a file")
-    tokenizer = load_tokenizer(a.tokenizer)
-    vocab, total = len(tokenizer), sum(1 for _ in bigram_documents(a.corpus))
-    if not total:
-        raise UserError("--corpus holds no text: give files or folders that do")
-    every = min(50, total)                         # every fiftieth document is held out, or the last of fewer
-    held, tokens = [], 0
-
-    def counted():
-        """The documents that the bigram is counted on; the others go to `held`."""
-        nonlocal tokens
-        for number, (found, is_held) in enumerate(shown(bigram_documents(a.corpus), total), 1):
-            ids = read.encode(found, tokenizer, special_tokens=False)
-            tokens += len(ids)
-            if is_held is None:
-                is_held = number % every == 0 and total > 1
-            if is_held:
-                held.append(ids)
-            else:
-                yield ids
-
-    try:
-        bigram = maxgram.build_bigram(counted(), vocab)
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    confidence = grams.measure_confidence(shown(held, len(held)), bigram)
-    measured = "not measured, the defaults hold"
-    if confidence:
-        confidence = [round(c, 4) for c in confidence]
-        measured = " ".join(f"{c:.2f}" for c in confidence)
-    found = {
-        "bigram": bigram,
-        "confidence": confidence,
-        "fingerprint": load.vocabulary_fingerprint(tokenizer),
-        "about": {"tokenizer": a.tokenizer, "corpus": a.corpus, "documents": total, "held_out": len(held),
-                  "tokens": tokens, "date": time.strftime("%Y-%m-%d")},
-    }
-    read.write_atomically(out, lambda part: part.write_text(json.dumps(found) + "\n"))
-    print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} documents, "
-          f"{len(held)} of them held out; confidence by length of match: {measured}")
-
-
-def fit_agreement(a):
-    """`make.py agreement`: how often Max-Gram is right where a drafter agrees; added to bigram.json."""
-    setup = load.Setup(a.target, a.checkpoint, "float32", a.device, a.revision, a.trust_remote_code)
-    path = Path(a.checkpoint) / "bigram.json"
-    if not path.exists():
-        raise UserError(f"--checkpoint: {path} does not exist: write it with make.py bigram")
-    found = json.loads(path.read_text())
-    # As many prompts of each kind of text
-    prompts, kinds = [], {}
-    for kind, ids in given_parts(a, setup.tokenizer, held_out=True):
-        kinds[kind] = kinds.get(kind, 0) + 1
-        if kinds[kind] <= a.prompts:
-            prompts.append(ids)
-    stop = [] if setup.eos is None else [transformers.EosTokenCriteria(setup.eos)]
-    for name in a.drafter:
-        beside = load.load_beside(setup, name, "maxgram")
-        judged = grams.judged_words(setup.target, beside.drafter, beside.gram, shown(prompts, len(prompts)),
-                                    a.tokens, stop)
-        if not judged:
-            raise UserError("--data: nothing in these texts repeats itself: there is nothing to judge")
-        fitted = grams.fit_agreement(judged, beside.gram.confidence_of)
-        print(f"{name}: {json.dumps(fitted)}")
-        fitted["made"] = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
-        found.setdefault("agreement", {})[name] = fitted
-    read.write_atomically(path, lambda part: part.write_text(json.dumps(found) + "\n"))
 
 
 # ---------------------------------------------------------------- command line
 def add_flags(p, *names):
-    """--data, and those of train.py's flags that are named."""
-    p.add_argument("--data", nargs="+", required=True, help="files or folders of text, chats or token ids")
-    train.add_flags(p, names)
+    """--data, and those of training's flags that are named."""
+    p.add_argument("--data", nargs="+", required=True,
+                   help="files or folders of text, chats or token ids")
+    flags.add_flags(p, names)
 
 
 def parser():
@@ -411,45 +313,54 @@ def parser():
     commands = p.add_subparsers(dest="made", required=True)
 
     def command(name, text):
-        return commands.add_parser(name, help=text, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+        return commands.add_parser(name, help=text,
+                                   formatter_class=argparse.ArgumentDefaultsHelpFormatter)
 
     c = command("corpus", "stories, retellings and word problems, as JSON lines")
-    c.add_argument("--stories", nargs="+", required=True, help="rows with a text, or TinyStories' own files")
+    c.add_argument("--stories", nargs="+", required=True,
+                   help="rows with a text, or TinyStories' own files")
     c.add_argument("--sampled", nargs="+", default=[], help="weaker stories, for the first part")
     c.add_argument("--math", nargs="+", default=[], help="GSM8K's train split (jsonl)")
     c.add_argument("--out", default=str(ROOT / "work" / "corpus"),
                    help="folder; the first part's is OUT-first")
 
     c = command("target", "the tokenizer and a small Llama, from scratch")
-    add_flags(c, *"work out init resume overwrite steps batch length lr optimizer dtype seed every device "
-              "layers width".split())
+    add_flags(c, *"work out init resume overwrite steps batch length lr optimizer dtype seed every "
+              "device layers width".split())
     c.add_argument("--repeat", type=float, default=0.0,
                    help="of the first part's windows, pieces over and over")
-    c.add_argument("--first", nargs="+", default=[], help="files or folders for the first part of the steps")
+    c.add_argument("--first", nargs="+", default=[],
+                   help="files or folders for the first part of the steps")
     c.add_argument("--first-share", type=float, default=0.5, help="that part")
     c.add_argument("--vocab", type=int, default=1024, help="tokens of the tokenizer")
-    c.add_argument("--compile", action="store_true", help="torch.compile: faster steps after a slow start")
-    c.set_defaults(batch=12, lr=3e-3, steps=3300, layers=24, width=128, out=str(ROOT / "work" / "stand-in"),
-                   work=str(ROOT / "work" / "making"))
+    c.add_argument("--compile", action="store_true",
+                   help="torch.compile: faster steps after a slow start")
+    c.set_defaults(batch=12, lr=3e-3, steps=3300, layers=24, width=128,
+                   out=str(ROOT / "work" / "stand-in"), work=str(ROOT / "work" / "making"))
 
     c = command("continuations", "what a target writes itself, for a second stage of training")
-    add_flags(c, *"target revision trust-remote-code template out resume overwrite steps batch length seed "
-              "device".split())
-    c.add_argument("--temperature", type=float, default=0.0, help="0: greedy; otherwise sampled, by --seed")
+    add_flags(c, *"target revision trust-remote-code template out resume overwrite steps batch "
+              "length seed device".split())
+    c.add_argument("--temperature", type=float, default=0.0,
+                   help="0: greedy; otherwise sampled, by --seed")
     c.set_defaults(out=str(ROOT / "work" / "continuations.jsonl"), steps=100, batch=64)
 
     c = command("bigram", "Max-Gram's bigram, and how often its matches are right")
     c.add_argument("--corpus", nargs="+", required=True, metavar="PATH",
-                   help="as train.py's --data; or .bin of uint16 token ids, with token 0 between documents")
-    c.add_argument("--tokenizer", required=True, metavar="T", help="folder or hub name, for AutoTokenizer")
+                   help="as train.py's --data; or .bin of uint16 ids, with 0 between documents")
+    c.add_argument("--tokenizer", required=True, metavar="T",
+                   help="folder or hub name, for AutoTokenizer")
     c.add_argument("--out", required=True, metavar="FILE", help="JSON file to write")
 
-    c = command("agreement", "how far Max-Gram's words can be trusted beside a drafter")
+    c = command("agreement", "how far Max-Gram's tokens can be trusted in a mixture with a drafter")
     add_flags(c, *"target revision trust-remote-code template length device".split())
-    c.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="folder of drafters and bigram.json")
-    c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of it, or language models")
-    c.add_argument("--prompts", type=int, default=24, help="held-out documents of each kind of text")
-    c.add_argument("--tokens", type=int, default=64, help="what the target writes behind each")
+    c.add_argument("--checkpoint", default=str(load.CHECKPOINTS),
+                   help="folder of drafters and bigram.json")
+    c.add_argument("--drafter", nargs="+", default=["edd"],
+                   help="drafters of it, or language models")
+    c.add_argument("--prompts", type=int, default=24,
+                   help="held-out documents of each kind of text")
+    c.add_argument("--tokens", type=int, default=64, help="what the target writes after each")
     return p
 
 
@@ -460,14 +371,10 @@ MAKE = {"corpus": write_corpus, "target": train_target, "continuations": write_c
 def run(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python checkpoints/make.py", *argv])
-    least = {"steps": 0 if getattr(a, "init", None) else 1}
-    for name in ("steps", "batch", "length", "vocab", "layers", "width", "every", "prompts", "tokens"):
-        value = getattr(a, name, None)
-        if value is not None and value < least.get(name, 1):
-            raise UserError(f"--{name} is {value}: it must be above 0")
-    if not getattr(a, "temperature", 0) >= 0:
+    above_0 = ("batch", "length", "lr", "vocab", "layers", "width", "every", "prompts", "tokens")
+    flags.check(a, above_0, least_steps=0 if getattr(a, "init", None) else 1)
+    if not 0 <= getattr(a, "temperature", 0) < flags.MOST:
         raise UserError(f"--temperature is {a.temperature}: it must be 0 or above")
-    load.check_device(getattr(a, "device", "cpu"))
     MAKE[a.made](a)
 
 

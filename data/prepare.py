@@ -1,16 +1,16 @@
-"""Files of text, chats or token ids -> tokens that training maps into memory, as nanoGPT's prepare.py.
+"""Files of text, chats or token ids -> tokens that training maps into memory, as in nanoGPT.
 
     T=lmsys/vicuna-7b-v1.5
     python data/prepare.py sharegpt.json --tokenizer $T --template vicuna --out data/sharegpt
     python train.py glide --target $T --data data/sharegpt
 
-    train.bin, val.bin    int32: the tokens of all documents, one after the other; ~id is read, not learned
+    train.bin, val.bin    int32: the tokens of all documents; ~id is read, not learned from
     train.npy, val.npy    int64 (documents, 3): start, length, kind of text
     meta.json             the vocabulary, the chat template, names of the kinds, counts
 
-train.py prepares files by itself; prepared ahead, they are read by several runs, and on several machines.
-Every fiftieth document is held out (val), unless its row says "held_out"; "times": 3 counts a row three
-times.  A fast tokenizer encodes many documents at once, on all cores.
+train.py prepares files by itself; prepared ahead, they are read by several runs, and on several
+machines.  Every fiftieth document is held out (val), unless its row says "held_out"; "times": 3
+counts a row three times.  A fast tokenizer encodes many documents at once, on all cores.
 """
 import hashlib
 import json
@@ -20,7 +20,7 @@ import sys
 from array import array
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))          # so that it runs from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 from data import early
 
@@ -31,13 +31,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import read
+from data import files, read
 from data.read import UserError
 
 SPLITS = ("train", "val")
+FILES = {"train.bin", "val.bin", "train.npy", "val.npy", "meta.json"}
 HELD_OUT = 50                                     # every fiftieth document
 AT_ONCE = 2 ** 18                                 # characters that are encoded at once
-KINDS = 16                                        # kinds of text that are told apart; more are "other"
+KINDS = 16                                        # kinds of text; all further ones are "other"
 
 
 # ---------------------------------------------------------------- documents -> tokens
@@ -67,12 +68,13 @@ def in_batches(entries):
         yield some
 
 
-def write_splits(files, paths, tokenizer, template, vocab):
-    """Encode all documents into the open `files` {split: file} -> the splits, and what meta.json says."""
+def write_splits(outputs, paths, tokenizer, template, vocab):
+    """Encode all documents into open files {split: file} -> the splits, and what meta.json says."""
     bad, silent, kinds, eos = [], [], [], tokenizer.eos_token_id
-    splits = {name: Split(file) for name, file in files.items()}
+    splits = {name: Split(file) for name, file in outputs.items()}
     number, entries = 0, read.documents(paths, bad=bad)
-    for some in in_batches(tqdm(entries, unit=" documents", desc="prepare", leave=False, disable=None)):
+    bar = tqdm(entries, unit=" documents", desc="prepare", leave=False, disable=None)
+    for some in in_batches(bar):
         encoded = read.encode_all([found for _, _, found in some], tokenizer, template)
         for (place, row, found), parts in zip(some, encoded):
             number += 1
@@ -86,10 +88,15 @@ def write_splits(files, paths, tokenizer, template, vocab):
                     silent.append(place)
                     continue
                 check_ids(ids, place, vocab)
-                if isinstance(found, str) and eos is not None:
-                    ids = np.append(ids, eos)            # a chat ends as its template says, ids as they do
-                splits["val" if held else "train"].add(ids, kind, 1 if held else row.get("times", 1))
-    for what, places in (("rows without text", bad), ("chats without an answer to learn from", silent)):
+                # A chat ends as its template says, ids as they do, a piece of a text not at all.
+                if isinstance(found, str) and getattr(found, "last", True) and eos is not None:
+                    ids = np.append(ids, eos)
+                if held:
+                    splits["val"].add(ids, kind, 1)
+                else:
+                    splits["train"].add(ids, kind, row.get("times", 1))
+    left_out = {"rows without text": bad, "chats without an answer to learn from": silent}
+    for what, places in left_out.items():
         if places:
             named = ", ".join(places[:9])
             print(f"left out, {len(places)} {what}: {named}", file=sys.stderr)
@@ -109,8 +116,8 @@ def check_ids(ids, place, vocab):
     """Refuse ids that the target's embedding does not have."""
     seen = np.where(ids < 0, ~ids, ids)
     if vocab and seen.max() >= vocab:
-        raise UserError(f"--data: {place} holds token id {seen.max()}, the target has {vocab} tokens: give "
-                        "text, or ids of its own tokenizer")
+        raise UserError(f"--data: {place} holds token id {seen.max()}, the target has {vocab} "
+                        "tokens: give text, or ids of its own tokenizer")
 
 
 def fingerprint(tokenizer):
@@ -128,9 +135,16 @@ def key_of(paths, tokenizer, template):
             content.update(f"{path} ".encode())
             continue
         with open(path, "rb") as file:
-            while block := file.read(read.PIECE):
+            while block := file.read(files.PIECE):
                 content.update(block)
     return content.hexdigest()[:16]
+
+
+def holds_something_else(folder):
+    """Whether there is a file of this name, or a folder with other files than prepare's."""
+    if not folder.is_dir():
+        return folder.exists()
+    return not FILES >= {file.name for file in folder.iterdir()}
 
 
 def prepare(paths, tokenizer, folder, template=None, vocab=None):
@@ -143,21 +157,22 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
     key = key_of(paths, tokenizer, template)
     if is_prepared([folder]) and meta_of(folder)["key"] == key:
         return folder
-    if folder.exists() and not is_prepared([folder]) and any(folder.iterdir()):
+    if holds_something_else(folder):
         raise UserError(f"{folder} holds something else than prepared data: give another --out")
     # Made beside it, and moved there when all is done: a killed preparation leaves nothing half.
     part = Path(f"{folder}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     with open(part / "train.bin", "wb") as train, open(part / "val.bin", "wb") as val:
-        files = {"train": train, "val": val}
-        splits, meta = write_splits(files, paths, tokenizer, template, vocab)
+        outputs = {"train": train, "val": val}
+        splits, meta = write_splits(outputs, paths, tokenizer, template, vocab)
     for name, split in splits.items():
         rows = np.array(split.index, "i8").reshape(-1, 3)
         np.save(part / f"{name}.npy", rows)
         meta[name] = {"tokens": split.tokens, "documents": len(rows)}
     if not meta["train"]["tokens"] + meta["val"]["tokens"]:
-        raise UserError("--data has no text: give files or folders that do")
+        raise UserError("--data has no text, or none that the chat template takes: give files or "
+                        "folders that do")
     meta |= {"key": key, "vocabulary": fingerprint(tokenizer), "template": template}
     (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
@@ -169,21 +184,46 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
 def meta_of(folder):
     """meta.json of a prepared folder."""
     try:
-        return json.loads((Path(folder) / "meta.json").read_text())
-    except (OSError, ValueError) as why:
-        raise UserError(f"{folder} is not prepared ({type(why).__name__}): python data/prepare.py") from None
+        meta = json.loads((Path(folder) / "meta.json").read_text())
+        kinds, key = meta["kinds"], meta["key"]
+        counts = [meta[split][what] for split in SPLITS for what in ("tokens", "documents")]
+        assert isinstance(kinds, list) and isinstance(key, str)
+        assert all(type(count) is int for count in counts)
+        assert {"vocabulary", "template"} <= set(meta)
+    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+        raise damaged(folder) from None
+    return meta
+
+
+def damaged(folder):
+    return UserError(f"{folder} is damaged, or was not prepared by python data/prepare.py: prepare "
+                     "it again")
 
 
 def is_prepared(paths):
     """Whether --data names one folder that prepare made."""
-    return len(paths) == 1 and (Path(paths[0]) / "meta.json").is_file()
+    if len(paths) != 1:
+        return False
+    folder = Path(paths[0])
+    return (folder / "meta.json").is_file() and (folder / "train.bin").is_file()
 
 
 def open_split(folder, split):
     """-> tokens (n,) int32, mapped into memory; index (documents, 3): start, length, kind."""
     path = Path(folder) / f"{split}.bin"
-    tokens = np.memmap(path, "i4", "r") if path.stat().st_size else np.zeros(0, "i4")
-    return tokens, np.load(path.with_suffix(".npy"))
+    meta = meta_of(folder)
+    try:
+        size = path.stat().st_size
+        tokens = np.memmap(path, "i4", "r") if size else np.zeros(0, "i4")
+        index = np.load(path.with_suffix(".npy"))
+        assert size == 4 * meta[split]["tokens"] and index.dtype == "i8"
+        assert index.shape == (meta[split]["documents"], 3)
+        start, length, kind = index.T
+        assert (index >= 0).all() and (start + length <= len(tokens)).all()
+        assert (kind < len(meta["kinds"])).all()
+    except (OSError, ValueError, AssertionError):
+        raise damaged(folder) from None
+    return tokens, index
 
 
 def pieces_of(index, length):
@@ -191,7 +231,7 @@ def pieces_of(index, length):
     start, size, kind = index.T
     pieces = -(-size // length)                          # of each document
     before = np.cumsum(pieces) - pieces
-    piece = np.arange(pieces.sum()) - np.repeat(before, pieces)          # 0, 1, ... within a document
+    piece = np.arange(pieces.sum()) - np.repeat(before, pieces)        # 0, 1, ... within a document
     start = np.repeat(start, pieces) + piece * length
     size = np.minimum(np.repeat(size, pieces) - piece * length, length)
     found = np.stack((start, size, np.repeat(kind, pieces)), 1)
@@ -204,9 +244,10 @@ def steps_of(sizes, tokens):
 
 
 def order(sizes, tokens, seed, epoch):
-    """All pieces once, at random by (seed, epoch) alone -> [their numbers], a step of `tokens` tokens each.
+    """All pieces once, shuffled by (seed, epoch) alone -> [their numbers], `tokens` tokens each.
 
-    A piece belongs to the step in which its last token falls; what fills no step at the end is left out.
+    A piece belongs to the step in which its last token falls; pieces that fill no step at the end
+    are left out.
     """
     shuffled = np.random.default_rng([seed, epoch]).permutation(len(sizes))
     last = np.cumsum(sizes[shuffled]) - 1                # the place of each piece's last token
@@ -216,7 +257,7 @@ def order(sizes, tokens, seed, epoch):
 
 
 def parts_of(pieces, tokens):
-    """Pieces (n, 3), the longest first, in parts of `tokens` tokens with their padding, or of one piece."""
+    """Pieces (n, 3), the longest first, in parts of `tokens` tokens with padding, or one piece."""
     pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
     parts = []
     while len(pieces):
@@ -226,8 +267,16 @@ def parts_of(pieces, tokens):
     return parts
 
 
+def labels_in(tokens, pieces):
+    """How many labels pieces (n, 3) have: the first token of a piece is none, nor is a prompt's."""
+    total = 0
+    for start, size, _ in pieces:
+        total += int((tokens[start + 1:start + size] >= 0).sum())
+    return total
+
+
 def gather(tokens, pieces):
-    """-> ids (B, T) of B pieces, padded on the right; learn (B, T): row i predicts a learned i + 1."""
+    """-> ids (B, T) of B pieces, padded on the right; the loss mask (B, T): i + 1 is a label."""
     found = torch.full((len(pieces), pieces[:, 1].max()), ~0)
     for row, (start, size, _) in zip(found, pieces):
         row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
@@ -237,7 +286,7 @@ def gather(tokens, pieces):
 
 
 def stratified(rows, count, seed=0):
-    """`count` of rows (n, 3) at random, evenly over the kinds in their last column, by the seed alone."""
+    """`count` of rows (n, 3), evenly over the kinds in their last column, by the seed alone."""
     rng = np.random.default_rng(seed)
     shuffled = rows[rng.permutation(len(rows))]
     # The first of each kind, the second of each kind ...
@@ -251,9 +300,11 @@ def stratified(rows, count, seed=0):
 # ---------------------------------------------------------------- command line
 def run(argv):
     p = read.Parser(description="Encode files for train.py.")
-    p.add_argument("files", nargs="+", help="files or folders; .parquet and hub names with HF datasets")
+    p.add_argument("files", nargs="+",
+                   help="files or folders; .parquet and hub names with HF datasets")
     p.add_argument("--tokenizer", required=True, help="folder or hub name: the target's")
-    p.add_argument("--template", help="format of chats: plain, vicuna, or a Jinja file (default: its own)")
+    p.add_argument("--template",
+                   help="format of chats: plain, vicuna, or a Jinja file (default: its own)")
     p.add_argument("--out", required=True, help="folder to write")
     a = p.parse_args(argv)
     import transformers

@@ -1,7 +1,7 @@
-"""What people bring, read: rows of files -> documents to learn from, prompts to ask, chats in one format.
+"""Rows of user-supplied files -> documents to learn from, prompts to ask, chats in one format.
 
-    path     stream_rows(path)                   the rows of a file, one by one
-    row      document(row)                       text, chat messages or token ids: what is learned from
+    path     read_rows(path)                     the rows of a file (data/files.py)
+    row      document(row)                       text, chat messages or token ids to learn from
              question_text(row), conversation(row)      what it asks
     prompts  prompt_rows(paths, limit)           -> [(group, row, name)], evenly over the groups
              prompts_of(row, ...)                -> the token ids of each prompt of a row
@@ -12,20 +12,17 @@ Three tables say which rows are known: CHATS and FIELDS (documents), ASKS (quest
 """
 import argparse
 import contextlib
-import gzip
-import importlib
-import json
 import os
-import re
 from collections import Counter
 from pathlib import Path
 
 import jinja2
 import numpy as np
 
-PIECE = 2 ** 16                                   # characters of a long text that are read at once
+from data.files import Piece, UserError, files_of, first_line, read_rows, stream_rows
+
 CHATS = ("conversations", "conversation", "messages")         # ShareGPT; GLIDE's layout; the hub's
-# Fields that make a document, behind the string that joins them.
+# Fields that make a document, after the string that joins them.
 FIELDS = (
     ("", "text"),
     ("", "prompt", "canonical_solution", "completion"),       # HumanEval
@@ -34,7 +31,8 @@ FIELDS = (
     ("", "whole_func_string"),                                # CodeSearchNet
 )
 # What a row asks, by the fields that it has.
-CHOICES = "Question: {question}\nA. {choices[0]}\nB. {choices[1]}\nC. {choices[2]}\nD. {choices[3]}\nAnswer:"
+CHOICES = ("Question: {question}\nA. {choices[0]}\nB. {choices[1]}\nC. {choices[2]}\n"
+           "D. {choices[3]}\nAnswer:")
 ASKS = (
     ("prompt", "{prompt}"),
     ("text", "{text}"),
@@ -51,8 +49,8 @@ PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\
 # FastChat's vicuna_v1.1, which Vicuna's tokenizer does not know.
 VICUNA = (
     "{% set said = messages %}"
-    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. The assistant "
-    "gives helpful, detailed, and polite answers to the user's questions.\" %}"
+    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
     "{% if said and said[0].role == 'system' %}"
     "{% set system = said[0].content %}{% set said = said[1:] %}{% endif %}"
     "{{ bos_token }}{{ system }} "
@@ -65,10 +63,6 @@ TEMPLATES = {"plain": PLAIN, "vicuna": VICUNA}
 
 
 # ---------------------------------------------------------------- what every program needs
-class UserError(ValueError):
-    """A mistake of the user's, in one sentence."""
-
-
 class Parser(argparse.ArgumentParser):
     """argparse whose mistakes are one sentence, as all mistakes are here."""
 
@@ -84,13 +78,8 @@ def seed(text):
     return number
 
 
-def first_line(why):
-    """The first line of what an exception says."""
-    return str(why).partition("\n")[0][:150]
-
-
 def write_atomically(path, write):
-    """Call `write(temporary path)`, then move the result to `path`: a killed write leaves the old file."""
+    """Call `write(temporary path)`, then move the result: a killed write leaves the old file."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
     try:
@@ -102,93 +91,13 @@ def write_atomically(path, write):
             part.unlink(missing_ok=True)
         if isinstance(why, UserError):
             raise
-        raise UserError(f"{path} cannot be written ({why}): what was there is still there") from None
-
-
-# ---------------------------------------------------------------- files -> rows
-def opened(path):
-    """A file as text, .gz and .zst unpacked.  Only \\n ends a line: JSON strings may hold U+2028."""
-    how = {"encoding": "utf-8", "newline": "\n"}
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", **how)
-    if path.suffix != ".zst":
-        return open(path, **how)
-    for reader in ("zstandard", "compression.zstd"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(reader).open(path, "rt", **how)
-    raise UserError(f"{path} cannot be read: pip install zstandard")
-
-
-def parse(line):
-    """JSON -> what it says, or None."""
-    with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(line)
-
-
-def hub_rows(path):
-    """Rows of a parquet file, or of a data set of the hub, OWNER/NAME or OWNER/NAME:CONFIGURATION."""
-    try:
-        import datasets
-    except ImportError:
-        what = "is parquet" if path.suffix == ".parquet" else "is no file here, maybe a data set of the hub"
-        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or text") from None
-    if path.suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    name, _, configuration = str(path).partition(":")
-    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-
-
-def stream_rows(path):
-    """Yield the rows of a file: JSON's, with None for a bad line; any other file's text in pieces."""
-    path = Path(path)
-    try:
-        if path.suffix == ".parquet" or not path.exists():
-            yield from hub_rows(path)
-            return
-        with opened(path) as file:
-            if ".json" not in path.name:
-                while text := file.read(PIECE) + file.readline():
-                    if text.strip():
-                        yield text
-                return
-            lines = file
-            if ".jsonl" not in path.name:
-                # One list or row; or, whatever the name says, a row a line
-                text = file.read()
-                lines = text.split("\n") if parse(text) is None else [text]
-            for line in filter(str.strip, lines):
-                row = parse(line)
-                yield from row if isinstance(row, list) else [row]
-    except Exception as why:
-        if isinstance(why, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend it, or "
-                        "name another file") from None
-
-
-def read_rows(path):
-    """All rows of a file, as a list: none may be bad."""
-    rows = list(stream_rows(path))
-    if None in rows:
-        raise UserError(f"{path} cannot be read as text or JSON lines (row {1 + rows.index(None)}): mend it, "
-                        "or name another file")
-    return rows
-
-
-def files_of(paths, flag):
-    """All files of files and folders, in order, without hidden ones; names of hub data sets as they are."""
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from filter(Path.is_file, sorted(path.rglob("[!.]*")))
-        elif path.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
-            yield path
-        else:
-            raise UserError(f"{flag}: {path} does not exist")
+        why = f"{path} cannot be written ({why}): what was there is still there"
+        raise UserError(why) from None
 
 
 # ---------------------------------------------------------------- rows -> documents and questions
 def question_text(row, form=None):
-    """What a row of a data set asks -> text; None where no field is known.  form: in place of ASKS."""
+    """What a row asks -> text; None where no field is known.  form: --ask, in place of ASKS."""
     if not isinstance(row, dict):
         return row if isinstance(row, str) else None
     for names, known in ASKS:
@@ -198,10 +107,10 @@ def question_text(row, form=None):
 
 
 def conversation(row):
-    """A row of ShareGPT, "messages" or MT-Bench -> chat messages [{"role", "content"}]; any other: None."""
+    """A row of ShareGPT, "messages" or MT-Bench -> chat [{"role", "content"}]; any other: None."""
     messages = []
     try:
-        if "turns" in row:                               # MT-Bench: what the user says, turn by turn
+        if "turns" in row:                              # MT-Bench: what the user says, turn by turn
             return [{"role": "user", "content": turn} for turn in row["turns"]]
         for turn in next(row[name] for name in CHATS if name in row):
             role = turn.get("from", turn.get("role"))
@@ -222,13 +131,15 @@ def checked(ids):
 
 
 def document(row):
-    """A row of a data set -> text, chat messages or token ids (a list); None where no field is known.
+    """A row -> text, chat messages or token ids (a list); None where no field is known.
 
     An id comes as its complement ~id where nothing is learned from it: in a prompt.
     """
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
+    if isinstance(row.get("text"), Piece):
+        return row["text"]
     if isinstance(row.get("ids"), list):
         return checked(row["ids"])
     if isinstance(row.get("prompt"), list) and isinstance(row.get("answer"), list):
@@ -239,6 +150,17 @@ def document(row):
     for between, *names in FIELDS:
         if names[0] in row:
             return between.join(row[name] for name in names if isinstance(row.get(name), str))
+
+
+def check_row(row):
+    """Refuse a row whose "held_out" or "times" cannot be what they say."""
+    if not isinstance(row, dict):
+        return
+    if not isinstance(row.get("held_out", True), bool):
+        raise UserError(f"\"held_out\" is {row['held_out']!r}: say true or false")
+    times = row.get("times", 1)
+    if type(times) is not int or not 0 <= times < 1000:
+        raise UserError(f"\"times\" is {times!r}: say a whole number below 1000")
 
 
 def documents(paths, flag="--data", bad=None):
@@ -254,6 +176,7 @@ def documents(paths, flag="--data", bad=None):
                 row = {"text": row} if isinstance(row, str) else row
                 place = f"row {number} of {file}"
                 try:
+                    check_row(row)
                     found = document(row)
                 except UserError as why:
                     raise UserError(f"{flag}: {place} cannot be read ({why})") from None
@@ -261,8 +184,9 @@ def documents(paths, flag="--data", bad=None):
                     yield place, row, found
                     continue
                 if bad is None:
-                    raise UserError(f"{flag}: {place} has none of the fields conversations, messages, turns, "
-                                    f"ids, question, {known}, or cannot be read as text or JSON lines")
+                    raise UserError(f"{flag}: {place} has none of the fields conversations, "
+                                    f"messages, turns, ids, question, {known}, or cannot be read "
+                                    "as text or JSON lines")
                 bad.append(place)
         except UserError:
             # A file that was named must be good; one of a folder may be something else.
@@ -280,15 +204,26 @@ def kind_of_text(row, path):
 
 # ---------------------------------------------------------------- chats -> token ids
 def template_of(name, tokenizer):
-    """The chat format that --template says: a name of TEMPLATES, a Jinja file; None: the tokenizer's own."""
+    """The chat format of --template: a name of TEMPLATES, a Jinja file; None: the tokenizer's."""
     own = tokenizer.chat_template
     if isinstance(own, dict):                            # several: of chats, of chats with tools
         own = own.get("default")
     if name is None:
         return own or PLAIN
-    if name not in TEMPLATES and not Path(name).is_file():
-        raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a Jinja template")
-    return TEMPLATES.get(name) or Path(name).read_text()
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if not Path(name).is_file():
+        raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a "
+                        "Jinja template")
+    try:
+        template = Path(name).read_text(encoding="utf-8")
+        chat_text([{"role": "user", "content": "hi"}], tokenizer, template)
+    except (jinja2.TemplateSyntaxError, UnicodeError, OSError) as why:
+        reason = first_line(why)
+        raise UserError(f"--template: {name} is no Jinja template ({reason}): mend it") from None
+    except (jinja2.TemplateError, TypeError):            # this chat it refuses, others it may know
+        pass
+    return template
 
 
 def chat_text(messages, tokenizer, template, ask=False):
@@ -302,9 +237,9 @@ def chat_ids(messages, tokenizer, template=None, ask=True):
     template = template or template_of(None, tokenizer)
     try:
         text = chat_text(messages, tokenizer, template, ask)
-    except jinja2.TemplateError as why:
-        raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or give "
-                        "another --template") from None
+    except Exception as why:                             # a template is a program, with any mistake of one
+        raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or "
+                        "give another --template") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -322,10 +257,10 @@ def encode(found, tokenizer, template=None, special_tokens=True):
 
 
 def chat_parts(chat, tokenizer, template):
-    """What is learned from a chat -> [(text, [(before, after)])]: texts up to each answer, and with it.
+    """What is learned from a chat -> [(text, [(before, after)])]: up to each answer, and with it.
 
-    Some templates write a turn otherwise once another follows (without its reasoning, say).  Then each
-    answer is learned from a text of its own, which ends with it, as it is in decoding.
+    Some templates write a turn otherwise once another follows (without its reasoning, say).  Then
+    each answer is learned from a text of its own, which ends with it, as it is in decoding.
     """
     try:
         whole, answers = chat_text(chat, tokenizer, template), []
@@ -340,6 +275,68 @@ def chat_parts(chat, tokenizer, template):
     return [(after, [(before, after)]) for before, after in answers]
 
 
+def ids_of(texts, tokenizer, **how):
+    """Token ids of each text; a tokenizer does not take an empty list."""
+    return tokenizer(texts, verbose=False, **how)["input_ids"] if texts else []
+
+
+def encode_all(found, tokenizer, template):
+    """Documents -> for each a list of id arrays, mostly one; [] if empty, or refused by it.
+
+    In chats all tokens but the assistant's come as their complement ~id: they are read, but not
+    learned from.  All texts go to the tokenizer at once, since it has threads.
+    """
+    parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
+    plain = [text for text in found if isinstance(text, str)]
+    written = [text for some in parts for text, _ in some]
+    # What a tokenizer puts before a text belongs to the first piece of it alone.
+    later = [text for text in plain if not getattr(text, "first", True)]
+    plain_ids = iter(ids_of(plain, tokenizer))
+    later_ids = iter(ids_of(later, tokenizer, add_special_tokens=False))
+    chat_ids_and_offsets = iter(())
+    if written:
+        encoded = tokenizer(written, add_special_tokens=False, verbose=False,
+                            return_offsets_mapping=tokenizer.is_fast)
+        offsets = encoded.get("offset_mapping", [None] * len(written))
+        chat_ids_and_offsets = zip(encoded["input_ids"], offsets)
+    for one, some in zip(found, parts):
+        if isinstance(one, str):
+            ids = next(plain_ids)
+            if not getattr(one, "first", True):
+                ids = next(later_ids)
+            yield [np.array(ids, "i4")] if one.strip() and ids else []
+        elif is_chat(one):
+            arrays = []
+            for _, answers in some:
+                ids, offsets = next(chat_ids_and_offsets)
+                arrays.append(only_answers(ids, offsets, answers, tokenizer))
+            yield arrays
+        else:
+            yield [np.array(one, "i4")] if one else []
+
+
+def only_answers(ids, offsets, answers, tokenizer):
+    """A chat's ids, ~id where nothing is learned.
+
+    offsets: of each token the characters (start, end) that it stands for; None: a tokenizer that
+    does not know them.  answers: [(the text up to an answer, and with it)].
+    """
+    ids = np.array(ids, "i4")
+    learn = np.zeros(len(ids), bool)
+    for before, after in answers:
+        if offsets is None:
+            ids_before, ids_after = ids_of([before, after], tokenizer, add_special_tokens=False)
+            first = same(ids, ids_before)
+            last = same(ids, ids_after)
+        else:
+            # From the first token that reaches into the answer to the last that ends with it
+            ends = np.maximum.accumulate(np.array(offsets)[:, 1])
+            first = np.searchsorted(ends, len(before), side="right")
+            last = np.searchsorted(ends, len(after), side="right")
+        learn[first:last] = True
+    return np.where(learn, ids, ~ids)
+
+
 def same(a, b):
     """How many ids of two lists are equal, from the first on."""
     n = min(len(a), len(b))
@@ -347,44 +344,11 @@ def same(a, b):
     return int(differ[0]) if len(differ) else n
 
 
-def encode_all(found, tokenizer, template):
-    """Documents -> for each a list of id arrays, mostly one; [] for what the template refuses, or is empty.
-
-    In chats what the assistant does not say comes as its complement ~id: it is read, but not learned from.
-    All texts go to the tokenizer at once, since it has threads.
-    """
-    parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
-    plain = [text for text in found if isinstance(text, str)]
-    written = [text for some in parts for whole, answers in some for text in (whole, *sum(answers, ()))]
-    rows = []
-    for texts, special in ((plain, True), (written, False)):
-        ids = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"] if texts else []
-        rows.append(iter(ids))
-    for one, some in zip(found, parts):
-        if isinstance(one, str):
-            ids = np.array(next(rows[0]), "i4")
-            yield [ids] if one.strip() and len(ids) else []
-        elif is_chat(one):
-            yield [only_answers(rows[1], answers) for _, answers in some]
-        else:
-            yield [np.array(one, "i4")] if one else []
-
-
-def only_answers(rows, answers):
-    """Take a chat's ids, then those around each answer, from `rows` -> ids, ~id where nothing is learned."""
-    ids = np.array(next(rows), "i4")
-    learn = np.zeros(len(ids), bool)
-    for _ in answers:
-        before, after = next(rows), next(rows)
-        learn[same(ids, before):same(ids, after)] = True
-    return np.where(learn, ids, ~ids)
-
-
 # ---------------------------------------------------------------- rows -> prompts
 def prompt_rows(paths, limit=None):
-    """Rows of files of prompts -> [(group, row, name)], the first of each group, the second of each ...
+    """Rows of files of prompts -> [(group, row, name)], in turns of the groups.
 
-    So a limit keeps as many rows of each kind.
+    So a limit keeps as many rows of each group.
     """
     count, rows = Counter(), []
     for path in map(Path, paths):
@@ -397,10 +361,10 @@ def prompt_rows(paths, limit=None):
 
 
 def prompts_of(row, name, tokenizer, template=None, ask=None, system=None, answer=None):
-    """Yield the token ids of each prompt of a row: of a conversation every question, behind all before it.
+    """Yield the token ids of each prompt of a row: of a chat every question, after all before it.
 
-    name: of the row, for mistakes; ask: form of a question, in place of ASKS; system: message of chats.
-    answer(ids) -> text: says what stands where the file has no answer to a question (MT-Bench).
+    name: of the row, for mistakes; ask: form of a question, in place of ASKS; system: message of
+    chats.  answer(ids) -> text: the answer to a question that the file leaves open (MT-Bench).
     """
     known = " ".join(["turns", *CHATS, *(names.split()[-1] for names, _ in ASKS)])
     nothing = UserError(f"{name} is empty, or has none of the fields {known}: write --ask")
@@ -409,8 +373,8 @@ def prompts_of(row, name, tokenizer, template=None, ask=None, system=None, answe
         try:
             text = question_text(row, ask)
         except (LookupError, ValueError, TypeError, AttributeError) as why:
-            raise UserError(f"--ask {ask!r} does not fit a row ({type(why).__name__}: {why}): write fields "
-                            "that all rows have, as {question}") from None
+            raise UserError(f"--ask {ask!r} does not fit a row ({type(why).__name__}: {why}): "
+                            "write fields that all rows have, as {question}") from None
         if not text:
             raise nothing
         yield encode(text, tokenizer)
@@ -419,7 +383,7 @@ def prompts_of(row, name, tokenizer, template=None, ask=None, system=None, answe
     ids = None
     for message in chat:
         if message["role"] == "user" and said and said[-1]["role"] == "user":
-            said.append({"role": "assistant", "content": answer(ids)})           # nobody has answered yet
+            said.append({"role": "assistant", "content": answer(ids)})     # nobody has answered yet
         said.append(message)
         if message["role"] == "user":
             ids = chat_ids(said, tokenizer, template)

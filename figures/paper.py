@@ -39,7 +39,7 @@ from compare import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique 
 
 import bench  # noqa: E402
 from data import read  # noqa: E402
-from runtime import load  # noqa: E402
+from runtime import load, report  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -49,7 +49,11 @@ HELD, FAILED, OPEN = "held", "not held", "open"
 def measured(folder):
     """{file of rows: when, where and with which flags it was measured}"""
     path = folder / "measured.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError):
+        raise UserError(f"{path} is damaged: measure again, into another folder") from None
+    return found if isinstance(found, dict) else {}
 
 def write_json(path, value):
     text = json.dumps(value, indent=1, ensure_ascii=False) + "\n"
@@ -57,7 +61,7 @@ def write_json(path, value):
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
-    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments with the flags, which win, behind).
+    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which win).
 
     work: the folder that stands for work/.
     """
@@ -276,6 +280,9 @@ def take_in(rows, folder):
     new = measured(rows)
     if not new:
         raise UserError(f"--rows {rows} holds no measured tables: measure some there first")
+    lost = [file for file in new if not (rows / file).is_file()]
+    if lost:
+        raise UserError(f"--rows {rows} holds no {' '.join(lost)}, which measured.json names: measure again")
     for file in new:
         shutil.copy(rows / file, folder / file)
     write_json(folder / "measured.json", {**measured(folder), **new})
@@ -326,8 +333,8 @@ def measure_all(names, flags, a):
             print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
-            mistake = isinstance(why, (UserError, read.UserError))
-            print(f"{name}: {why if mistake else traceback.format_exc()}", file=sys.stderr)
+            said = why if report.is_mistake(why) else traceback.format_exc()
+            print(f"{name}: {said}", file=sys.stderr)
             refused = True
     return 2 if refused else 0
 
@@ -359,7 +366,10 @@ def work(argv):
         raise UserError(f"there is no table called {wrong[0]!r}: choose among {' '.join(known)}, or say all")
     if a.out.resolve().is_relative_to(DOCS):
         raise UserError(f"--out {a.out}: docs/ is written by `paper.py write` alone; name another folder")
-    a.out.mkdir(parents=True, exist_ok=True)
+    try:
+        a.out.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        raise UserError(f"--out {a.out}: name a folder that is there, or can be made") from None
     return measure_all(known if names == ["all"] else names, flags, a)
 
 main = partial(bench.main, work=work, name="figures/paper.py")

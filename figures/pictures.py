@@ -101,7 +101,7 @@ def runs_of(line):
     return runs
 
 def set_line(line, pieces, y):
-    """The elements of one line of a continuation: a box behind each accepted run, then its text."""
+    """The elements of one line of a continuation: a box under each accepted run, then its text."""
     body = []
     for number, first, text in runs_of(line):
         kind = pieces[number][0]

@@ -8,17 +8,16 @@ PCT (ACL 2025), section 3.2.  The page is rounds.html beside this file, with one
 
     arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many are verified
       p                  the drafter's probability of the node after its parent, as the tree's builder saw it;
-                         null where nobody said one (the root, a cascade's chain, Max-Gram's)
-      path, gram         the root and the accepted nodes; those that Max-Gram names behind their parents
+                         null where there is none (the root, a cascade's chain, Max-Gram's)
+      path, gram         the root and the accepted nodes; those that Max-Gram predicts after their parents
       own, choice        the target's own token where the path ended, and its text; null where the text ended
       accepted, bonus    what the round adds to the text
       ms                 milliseconds of the round: draft, verify, other (the shares of bench.py's table)
 
-Nodes behind the verified ones were continued by the drafter and left out by the builder (EAGLE-2's
+Nodes after the verified ones were continued by the drafter and left out by the builder (EAGLE-2's
 re-ranking, PCT's leaves).  pictures.py draws from docs/rounds.html.  Other flags are bench.py's.
 """
 import json
-import os
 import shlex
 import sys
 from functools import partial
@@ -31,7 +30,7 @@ import torch  # noqa: E402
 import bench  # noqa: E402
 import verify  # noqa: E402
 from data import read  # noqa: E402
-from runtime import clock  # noqa: E402
+from runtime import clock, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
 TEMPLATE = Path(__file__).with_suffix(".html")
@@ -52,58 +51,62 @@ class Listener:
         """What else builders ask of expand: its generator, remaining, root, and a cascade's drafter."""
         return getattr(self.expand, name)
 
-def listening(build, heard):
-    """A builder like `build` that appends (its tree, the calls of expand) to `heard`, round by round."""
-    def noted(expand, root):
+def listening(build, noted):
+    """A builder like `build` that appends (its tree, the calls of expand) to `noted`, round by round."""
+    def listened(expand, root):
         listener = Listener(expand)
         tree = build(listener, root)
-        heard.append((tree, listener.calls))
+        noted.append((tree, listener.calls))
         return tree
-    return noted
+    return listened
 
-def nodes_of(tree, calls, words=None):
-    """A round's nodes, the verified ones first -> lists; words: Max-Gram's behind those of expand, or None."""
+def nodes_of(tree, calls, predicted=None):
+    """A round's nodes, the verified ones first -> lists.
+
+    predicted: Max-Gram's token after each of the nodes given to expand, or None.
+    """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     nodes = {"tokens": tokens, "parents": parents, "p": [None], "gram": [], "verified": len(tokens)}
     if not calls:
-        # A cascade wrote the chain by itself; it says p_draft where it drew its tokens.
+        # A cascade wrote the chain by itself; there is p_draft where its tokens were sampled.
         drafted = tokens[1:]
         rows = [None] * len(drafted) if tree.p_draft is None else tree.p_draft
         nodes["p"] += [None if row is None else row[token].item() for row, token in zip(rows, drafted)]
-        nodes["gram"] = [] if words is None else list(range(1, len(tokens)))
+        nodes["gram"] = [] if predicted is None else list(range(1, len(tokens)))
         return nodes
-    asked, rows = {}, []                       # (parent's number, token) -> number; of each number its row
+    # {(expand_index of the parent, token): expand_index}; the probabilities after each of these nodes
+    expand_index, rows = {}, []
     for new, above, found in calls:
         for token, parent, row in zip(new.tolist(), above, found):
-            asked[parent, token] = len(rows)
+            expand_index[parent, token] = len(rows)
             rows.append(row)
-    add_left_out(nodes, asked, rows)
-    number = [0]                               # of each node in the order of expand, or None
+    add_left_out(nodes, expand_index, rows)
+    index = [0]                                # of each node its expand_index, or None
     for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:]), 1):
-        above = number[parent]
+        above = index[parent]
         nodes["p"].append(None if above is None else rows[above][token].item())
-        number.append(asked.get((above, token)))
-        if above is None or words and words[above] == token:
+        index.append(expand_index.get((above, token)))
+        if above is None or predicted and predicted[above] == token:
             nodes["gram"].append(node)
     return nodes
 
-def add_left_out(nodes, asked, rows):
+def add_left_out(nodes, expand_index, rows):
     """Append the nodes that the drafter continued, but that the verified tree does not hold."""
     tokens, parents = nodes["tokens"], nodes["parents"]
     child = verify.children(tokens, parents)
-    place = {-1: -1}                           # number in the order of expand -> node
-    for (above, token), number in asked.items():
-        if above not in place:
+    node_of = {-1: -1}                         # expand_index -> node
+    for (above, token), index in expand_index.items():
+        if above not in node_of:
             continue
-        node = child.get((place[above], token))
+        node = child.get((node_of[above], token))
         if node is None:
-            # A builder may ask behind padding, a token of probability zero.
+            # A builder may continue padding, a token of probability zero.
             if above < 0 or not rows[above][token] > 0:
                 continue
             node = len(tokens)
             tokens.append(token)
-            parents.append(place[above])
-        place[number] = node
+            parents.append(node_of[above])
+        node_of[index] = node
 
 def milliseconds(parts):
     """Record.parts -> {"draft", "verify", "other"} of each round: what follows a forward ends its round."""
@@ -119,7 +122,7 @@ def milliseconds(parts):
 
 # ---------------------------------------------------------------- texts
 def speller(tokenizer):
-    """-> spell(tokens) -> the text that they add, half characters waiting for their other half."""
+    """-> spell(tokens) -> the text that they add; incomplete UTF-8 is held back."""
     made, said = [], ""
 
     def spell(tokens):
@@ -131,7 +134,7 @@ def speller(tokenizer):
     return spell
 
 def namer(tokenizer):
-    """-> name(token), its text as it stands behind another: some tokenizers drop the space of a first one."""
+    """-> name(token), its text after another token: some tokenizers drop the space of a first one."""
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
     before = tokenizer.decode(anchor)
 
@@ -148,15 +151,16 @@ def timed(out):
     out.seconds = sum(seconds for _, seconds in out.parts)
     return out
 
-def rounds_of(run, out, heard, words, ids):
-    """A Record, what its builder heard, Max-Gram's words -> (text of the prefill's token, rounds)."""
+def rounds_of(run, out, noted, predicted, ids):
+    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the prefill's token, rounds)."""
     name, spell = namer(run.tokenizer), speller(run.tokenizer)
-    # The text goes on behind the prompt.
+    # The text continues the prompt.
     if not run.target.encoder_decoder:
         spell(ids)
     first, rounds = spell(out.tokens[:1]), []
-    for one, (tree, calls), said, ms in zip(out.rounds, heard, words, milliseconds(out.parts)):
-        nodes = nodes_of(tree, calls, said)
+    spent = milliseconds(out.parts)
+    for one, (tree, calls), its, ms in zip(out.rounds, noted, predicted, spent):
+        nodes = nodes_of(tree, calls, its)
         nodes["p"] = [p if p is None else round(p, 4) for p in nodes["p"]]
         accepted = min(len(one.path) - 1, len(one.new))
         nodes["path"] = one.path[:1 + accepted]
@@ -176,14 +180,14 @@ def leaves(ours, plain):
 
 def arm_data(run, arm, ids, limit, plain):
     """Decode the prompt with one arm.  plain: plain decoding's Record."""
-    heard, words, drafter = [], [], run.drafters[arm.drafter]
+    noted, predicted, drafter = [], [], run.drafters[arm.drafter]
 
     def build(expand, root):
         tree = arm.build(expand, root)
-        words.append(getattr(drafter, "predicted", None))
+        predicted.append(getattr(drafter, "predicted", None))
         return tree
-    out = timed(run.decode(drafter, listening(build, heard), ids, limit))
-    first, rounds = rounds_of(run, out, heard, words, ids)
+    out = timed(run.decode(drafter, listening(build, noted), ids, limit))
+    first, rounds = rounds_of(run, out, noted, predicted, ids)
     return {
         "name": f"{arm.drafter} × {arm.tree}", "tokens": len(out.tokens), "tau": out.tau,
         "speed": out.speed(), "speedup": out.speed() / plain.speed(),
@@ -228,8 +232,7 @@ def work(argv):
     p.add_argument("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
     a, flags = p.parse_known_args(argv)
     # A file that cannot be written is refused before anything is decoded.
-    if a.out.is_dir() or not (a.out.parent.is_dir() and os.access(a.out.parent, os.W_OK)):
-        raise UserError(f"--out {a.out}: name a file in a folder that is there and can be written to")
+    load.check_writable("--out", a.out)
     data = page_data(bench.Run(flags), a.prompt)
     data["command"] = "python figures/rounds.py " + shlex.join(argv)
     text = page(data, TEMPLATE.read_text(encoding="utf-8"))

@@ -32,7 +32,7 @@ from growth import grow_all  # noqa: E402
 
 import bench  # noqa: E402
 from data import read  # noqa: E402
-from runtime import clock, load  # noqa: E402
+from runtime import clock, linear, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
 NODES = 1, 2, 4, 8, 16, 32, 64                  # of a forward
@@ -157,23 +157,29 @@ def forwards(target, ids):
 
 
 def costs(a):
-    """-> a line for each context and number of nodes"""
+    """-> a line for each context and number of nodes; where linear.py has made blocks, without them, too"""
     setup = load.Setup(a.target, str(load.CHECKPOINTS), a.dtype, a.device, graphs=a.graphs)
+    packed = linear.is_packed(setup.model)
     text, lines = [], []
     for row in read.read_rows(bench.PROMPTS):
         text += setup.tokenizer(read.question_text(row))["input_ids"]
     for context in a.contexts:
         times = context // len(text) + 1
         ids = (text * times)[:context]
-        seconds = forwards(setup.target, ids)
         size = step_bytes(setup.model, context)
-        about = {key: getattr(a, key) for key in ("target", "dtype", "device", "graphs")}
-        about |= {"context": context, "bytes": size, "bytes_per_second": size / seconds[1]}
-        for n in NODES:
-            ms, ratio = 1e3 * seconds[n], seconds[n] / seconds[1]
-            lines.append({**about, "nodes": n, "ms": ms, "ratio": ratio})
-            print(f"context {context}, {n} nodes: {ms:.2f} ms, {ratio:.2f} of one node's", flush=True)
-        print(f"one node reads {size / seconds[1] / 1e9:.0f} GB a second", flush=True)
+        for blocks in (False, True)[:1 + packed]:
+            if packed:
+                change = linear.pack if blocks else linear.unpack
+                change(setup.model)
+            seconds = forwards(setup.target, ids)
+            about = {key: getattr(a, key) for key in ("target", "dtype", "device", "graphs")}
+            about |= {"blocks": blocks, "context": context, "bytes": size, "bytes_per_second": size / seconds[1]}
+            for n in NODES:
+                ms, ratio = 1e3 * seconds[n], seconds[n] / seconds[1]
+                lines.append({**about, "nodes": n, "ms": ms, "ratio": ratio})
+                print(f"context {context}, {'blocks, ' * blocks}{n} nodes: {ms:.2f} ms, {ratio:.2f} of one",
+                      flush=True)
+            print(f"one node reads {size / seconds[1] / 1e9:.0f} GB a second", flush=True)
     return lines
 
 
@@ -243,7 +249,7 @@ def summary(found):
                 memory = row["bandwidth"]
                 lines.append(f"    memory: {memory / 1e9:.0f} GB/s")
             elif "nodes" in row and "ratio" in row:
-                line = f"    context {row['context']}, {row['nodes']} nodes: "
+                line = f"    context {row['context']}, {'blocks, ' * row['blocks']}{row['nodes']} nodes: "
                 line += f"{row['ms']:.2f} ms, {row['ratio']:.2f} of one"
                 if row["nodes"] == 1 and memory:
                     line += f"; plain decoding takes {row['bytes_per_second'] / memory:.0%} of the bandwidth"

@@ -290,24 +290,73 @@ def plain_step(outs):
     steps = sum(len(out.tokens) - 1 for out in outs)
     return sum(out.seconds - out.total["prefill"] for out in outs) / max(1, steps)
 
-def measure_costs(run, label):
-    """{"cost": s_d / s_t, "node_price": of one more verified node} in plain steps, of a drafter of bench.Run.
+TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer, if they take so many seconds
+LONGEST = 24                                # tokens of one of its decodings
 
-    Short decodings take turns and medians of their ratios count, since other programs disturb; {}: they did.
+def measure_costs(run, label):
+    """The prices of a drafter of bench.Run, in plain steps -> {"cost", "node_price", "start", ...}.
+
+    cost: s_d / s_t; the rest as priced.prices_of says.  All drafters are measured at once, in turns
+    with plain decoding, since other programs disturb, and kept in run.costs.  {}: it came to nothing,
+    or the drafter is a cascade of models.
     """
-    drafter, (_, ids, limit) = run.drafters[label], run.prompts[0]
-    trees = [partial(pct.vct, width=width, depth=depth) for width, depth in ((1, 1), (1, 5), (3, 3))]
-    builds = [(None, verify.root_only), *((drafter, tree) for tree in trees)]
-    turns = []
-    for _ in range(7):
-        turns.append([run.decode(*build, ids, min(limit, 24)).total for build in builds])
-    # The first turn warms up; where the prompt is answered by one token there are no rounds.
-    cost, price = priced.costs_of([turn for turn in turns[1:] if all(total["rounds"] for total in turn)])
-    if not 0.005 <= cost <= 1:
-        run.notes.append(f"{label}: s_d / s_t came out as {cost:.3f}, which cannot be; {pct.COST} is taken")
-        return {}
-    run.notes.append(f"{label}: s_d / s_t = {cost:.3f}, a verified node costs {price:.3f} plain steps")
-    return {"cost": cost, "node_price": price}
+    if label not in run.costs:
+        turns = {}
+        for name, drafter in run.drafters.items():
+            if getattr(drafter, "stages", None):
+                run.notes.append(f"{name} drafts its own chains: another tree takes as long to draft "
+                                 "and gains nothing; take --tree chain")
+            else:
+                turns[name] = builds_of(drafter)
+        run.costs |= dict.fromkeys(run.drafters, {})
+        run.costs |= measured_prices(run, turns)
+    return run.costs[label]
+
+def builds_of(drafter):
+    """[(drafter, builder)] of the three kinds of rounds that priced.prices_of asks for."""
+    if hasattr(drafter, "chain"):
+        # Max-Gram drafts without a forward: any tokens tell what a node costs.
+        return [(None, partial(made_up, nodes=nodes)) for nodes in (1, 5, 17)]
+    shapes = [{"width": 1, "depth": 1}, {"width": 1, "depth": 5}, {"width": 3, "depth": 3}]
+    return [(drafter, partial(pct.vct, **shape)) for shape in shapes]
+
+def made_up(expand, root, nodes):
+    """A chain of some tokens, whatever they are -> Tree"""
+    tokens = root.repeat(1 + nodes)
+    parents = torch.arange(-1, nodes, device=root.device)
+    return verify.Tree(tokens, parents)
+
+def measured_prices(run, builds):
+    """{label: builds_of(...)} -> {label: prices}, and a note about each."""
+    _, ids, limit = run.prompts[0]
+    limit = min(limit, LONGEST)
+    turns = {label: [] for label in builds}
+    started = time.perf_counter()
+    for number in range(1 + TURNS):
+        plain = run.decode(None, verify.root_only, ids, limit).total
+        for label, kinds in builds.items():
+            totals_of_turn = [plain] + [run.decode(*build, ids, limit).total for build in kinds]
+            # The first turn warms up; where the prompt is answered by one token there are no rounds.
+            if number and all(total["rounds"] for total in totals_of_turn):
+                turns[label].append(totals_of_turn)
+        if number >= FEWEST and time.perf_counter() - started > ENOUGH:
+            break
+    found = priced.prices_of(turns)
+    for label, prices in list(found.items()):
+        free = hasattr(run.drafters[label], "chain")
+        if free:
+            prices |= {"cost": 0.0, "cost_range": [0.0, 0.0]}
+        low, high = prices["cost_range"]
+        said = f"{label}: s_d / s_t = {prices['cost']:.3f} [{low:.3f}-{high:.3f}]"
+        said = f"{label}: drafts without a forward" if free else said
+        if not free and not 0.005 <= prices["cost"] <= 1:
+            run.notes.append(f"{said}, which cannot be; {pct.COST} is taken")
+            del found[label]
+            continue
+        low, high = prices["node_price_range"]
+        run.notes.append(f"{said}, a verified node costs {prices['node_price']:.3f} "
+                         f"[{low:.3f}-{high:.3f}] plain steps, a drafted round {prices['start']:.3f}")
+    return found
 
 def mean_extras(run, label, gamma):
     """CAPE's control (section 5.4): the mean size of CAPE's sets, with this drafter, for every position."""

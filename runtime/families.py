@@ -89,7 +89,8 @@ def within_window(mask, window, position, slots):
 class StackedCache(TreeCache):
     """A TreeCache whose layers lie in one tensor for each size and device (a model may be spread).
 
-    stacks: these tensors, (count, 1, H, allocated, d); kv holds views of them.
+    stacks: these tensors, (count, copies, H, allocated, d), one copy but for figures/batches.py; kv
+    holds views of them.
     """
 
     def __init__(self):
@@ -115,13 +116,13 @@ class StackedCache(TreeCache):
         for pair in self.kv.values():
             for i in (0, 1):
                 pair[i] = pair[i][:, :, :filled].clone()       # frees the old memory
-                _, heads, _, d = pair[i].shape
-                size = pair[i].device, pair[i].dtype, heads, d
+                copies, heads, _, d = pair[i].shape
+                size = pair[i].device, pair[i].dtype, copies, heads, d
                 of_one_size.setdefault(size, []).append((pair, i))
         self.stacks = []
-        for (device, dtype, heads, d), places in of_one_size.items():
+        for (device, dtype, copies, heads, d), places in of_one_size.items():
             # Zeros: an entry that a mask hides still takes part, with weight zero.
-            shape = len(places), 1, heads, self.allocated, d
+            shape = len(places), copies, heads, self.allocated, d
             memory = torch.zeros(shape, dtype=dtype, device=device)
             self.stacks.append(memory)
             for place, (pair, i) in enumerate(places):

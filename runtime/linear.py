@@ -2,7 +2,7 @@
 
     pack(model)                              # each nn.Linear of it; same results, up to rounding
     pack(drafter.model, beside=model)
-    python -m runtime.linear --target smollm2      # ms of a forward of n nodes, without and with
+    python -m runtime.linear --target work/smollm2      # ms of forwards, without and with
 
 Verification multiplies a few rows, one a node, by all weights of the target.  The weights are read
 once however few the rows are, so on a device that waits for memory many rows cost what one costs.
@@ -26,20 +26,18 @@ would round differently, and the same command should give the same tokens.
 Left alone are weights on another device, quantised ones, small ones, and those of other types than
 float32 and (where the CPU has instructions for it) bfloat16; models so large that a copy might not
 fit into memory; whatever needs a gradient.  No parameter is added and no name changes.  A copied
-module has no blocks, and blocks of a weight that was written to are no longer used.
+module has no blocks, and those of a weight that is trained or written to are no longer used.
 """
 import platform
-import sys
-import time
 
 import torch
 from torch import nn
+
 
 CACHE = 32 << 20         # bytes of weights that stay in a CPU's cache from one forward to the next
 LARGEST = 8 << 30        # bytes of weights of which a copy is made
 SMALLEST = 1 << 16       # elements of a weight that is worth it
 LIKELY_ROWS = 16         # blocks for so many rows serve all numbers; those for one row do not
-NODES = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32
 
 class Blocks:
     """A copy of a weight in oneDNN's layout, and what it is a copy of."""
@@ -68,8 +66,11 @@ class PackedLinear(nn.Linear):
 
     def forward(self, x):
         """x (..., in) -> (..., out)"""
+        training = torch.is_grad_enabled()
+        if training and self.weight.requires_grad:
+            self.blocks = None                   # fused optimisers write without a trace
         blocks = self.blocks
-        if blocks is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        if blocks is None or training or torch.compiler.is_compiling():
             return super().forward(x)
         if not blocks.are_of(self.weight):
             return super().forward(x)
@@ -120,47 +121,7 @@ def unpack(model):
         if isinstance(module, PackedLinear):
             module.blocks = None
 
-# ---------------------------------------------------------------- python -m runtime.linear
-@torch.inference_mode()
-def forward_ms(target, ids, rounds=9):
-    """{n: ms of a forward of a chain of n nodes after the prompt}, the fastest of `rounds`."""
-    parents = torch.arange(-1, max(NODES))
-    tokens = torch.tensor(ids[:1]).repeat(max(NODES))
-    target.reset()
-    target.capture({})
-    target.cache.reserve(len(ids) + max(NODES))
-    target.prefill(ids)
-    fastest = dict.fromkeys(NODES, float("inf"))
-    for _ in range(rounds):
-        for n in NODES:
-            start = time.perf_counter()
-            target.forward(tokens[:n], parents[:n])
-            fastest[n] = min(fastest[n], 1e3 * (time.perf_counter() - start))
-    return fastest
 
-def main(argv):
-    """Print T_v(n), without blocks and with."""
-    from data import read
-    from runtime import load
-    p = read.Parser(description="Time forwards of n nodes, without blocks and with.")
-    p.add_argument("--target", default=str(load.STAND_IN), help="default: the stand-in")
-    p.add_argument("--context", type=int, default=256, help="tokens before the nodes")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    a = p.parse_args(argv)
-    setup = load.Setup(a.target, str(load.CHECKPOINTS), a.dtype, "cpu")
-    ids = torch.randint(setup.target.config.vocab_size, (a.context,)).tolist()
-    unpack(setup.model)
-    before = forward_ms(setup.target, ids)
-    start = time.perf_counter()
-    pack(setup.model)
-    seconds = time.perf_counter() - start
-    print(f"{a.target}, {a.dtype}, context {a.context}; packed in {seconds:.1f} s")
-    after = forward_ms(setup.target, ids)
-    print("nodes  F.linear ms  of one  packed ms  of one")
-    for n in NODES:
-        print(f"{n:5} {before[n]:12.2f} {before[n] / before[1]:7.2f}", end="")
-        print(f" {after[n]:10.2f} {after[n] / after[1]:7.2f}")
-
-if __name__ == "__main__":
-    from runtime import linear       # the module that load.py knows, where this one is __main__
-    linear.main(sys.argv[1:])
+def is_packed(model):
+    """Whether any of its modules has blocks."""
+    return any(getattr(module, "blocks", None) is not None for module in model.modules())

@@ -1,4 +1,4 @@
-"""From a name on the command line to a model, a tokenizer, a drafter, a cascade, prompts.
+"""From a name on the command line to a model, a tokenizer, a drafter, a cascade.
 
     model, tokenizer = load_target("lmsys/vicuna-7b-v1.5", "float16", "cuda")
     same_target(fingerprint(model), about_drafter(Path("my-glide/glide"))["target"])
@@ -10,7 +10,6 @@
 Drafters and trees are named as their functions would be called (runtime/calls.py).  The keywords of
 load_drafter and load_cascade are what a user may set: "glide(raw=True)".
 """
-import hashlib
 import importlib
 import json
 import os
@@ -21,16 +20,19 @@ import huggingface_hub
 import numpy as np
 import torch
 import transformers
-from tqdm import tqdm
 
 import cascade
 import edd
 import glide
 import maxgram
 from beyond import graft
+from beyond.running import Running
+from beyond.words import frequent_words, shorten
 from data import read
 from runtime import families, grams, graphs, linear, parts
 from runtime.calls import read_call
+from runtime.fingerprints import (
+    fingerprint, relation, same_target, vocabulary_fingerprint)  # noqa: F401
 from runtime.stage import Stage
 from verify import UserError
 
@@ -40,9 +42,6 @@ ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
-PROBES = 32                                       # weights of a model that its fingerprint keeps
-NEAR = 0.25                                       # relative difference: 4 bits make .08 to .16, a seed 1.4
-ENOUGH = 8                                        # weights that must be near: one may be so by chance
 
 # ---------------------------------------------------------------- models
 def check_device(device, spread=False):
@@ -76,16 +75,18 @@ def check_writable(flag, path):
                         "written to")
 
 def on_hub(name, revision, role):
-    """Ask the hub for a model once, without the library's retries -> whether only local files will do."""
+    """Ask the hub for a model once, without the library's retries -> whether to use local files."""
+    errors = huggingface_hub.errors
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
-    except (huggingface_hub.errors.RepositoryNotFoundError, huggingface_hub.errors.RevisionNotFoundError):
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         at = f" at revision {revision}" if revision else ""
-        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not logged in "
-                        "(`hf auth login`): check the name") from None
-    except huggingface_hub.errors.HFValidationError:
-        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the hub's") from None
-    except Exception:                                    # no network: what was loaded once is still here
+        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not "
+                        "logged in (`hf auth login`): check the name") from None
+    except errors.HFValidationError:
+        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the "
+                        "hub's") from None
+    except Exception:                              # no network: what was loaded once is still here
         return True
     return False
 
@@ -108,7 +109,8 @@ def only_special_tokens(model):
     special = {name: getattr(model.generation_config, name) for name in names}
     model.generation_config = transformers.GenerationConfig(**special)
 
-def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None, trust=False):
+def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
+                trust=False):
     """(model, tokenizer) as transformers loads them.  UserError where it cannot.
 
     name: a folder, a hub name, or "smollm2".
@@ -120,7 +122,8 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     give = "give a complete folder or a hub name of a causal language model"
     if str(name) == "smollm2" and not Path(name).exists():
         if not SMOLLM2.exists():
-            raise UserError(f"{role} smollm2 is not here yet: run `python checkpoints/smollm2.py` once")
+            raise UserError(f"{role} smollm2 is not here yet: run "
+                            "`python checkpoints/smollm2.py` once")
         name = SMOLLM2
     # A hub name is OWNER/NAME.
     hub = str(name).count("/") == 1 and not Path(name).is_absolute()
@@ -138,7 +141,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
         if config.is_encoder_decoder:
             model_class = transformers.AutoModelForSeq2SeqLM
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
-        # Quantised weights are placed while they are loaded; so are those of a model that is spread.
+        # Quantised weights are placed while they are loaded; so are those of a spread model.
         placed = device == "auto" or getattr(config, "quantization_config", None)
         if placed:
             more["device_map"] = "auto" if device == "auto" else {"": device}
@@ -146,7 +149,8 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     except Exception as why:
         reason = f"{type(why).__name__}: {read.first_line(why)}"
         if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
-            reason, give = "it is gated", f"accept its terms on huggingface.co/{name}, and `hf auth login`"
+            reason = "it is gated"
+            give = f"accept its terms on huggingface.co/{name}, and `hf auth login`"
         elif local and isinstance(why, OSError):
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
@@ -156,70 +160,11 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     linear.pack(model)
     return model.eval(), tokenizer
 
-# ---------------------------------------------------------------- fingerprints
-def vocabulary_fingerprint(tokenizer):
-    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and their ids."""
-    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
-
-def fingerprint(model, tokenizer=None):
-    """What tells one target from another, a fine-tuned one from its base too: shapes, and some weights."""
-    about = {"class": type(model).__name__, "probe": {}}
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        about[name] = getattr(model.config.get_text_config(), name)
-    # One weight of each of 32 matrices, the first and the last among them.  Left out: matrices on another
-    # device or the disk (meta), quantised ones (to integers, or, by torchao, to tensors made of several).
-    # FSDP's shards, too, are made of several, and can be put together.
-    matrices = []
-    for name, p in model.named_parameters():
-        sharded = hasattr(p, "full_tensor")
-        whole = sharded or not p.is_meta and not hasattr(p, "__tensor_flatten__")
-        if p.ndim == 2 and p.is_floating_point() and whole:
-            matrices.append((name, p))
-    for i in range(PROBES if matrices else 0):
-        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
-        matrix = matrix.full_tensor() if hasattr(matrix, "full_tensor") else matrix
-        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
-        about["probe"][name] = float(f"{weight.item():.5g}")
-    if tokenizer is not None:
-        about["vocabulary"] = vocabulary_fingerprint(tokenizer)
-    return about
-
-def relation(a, b):
-    """What the targets of two fingerprints are to each other: "the same", "a relative" or "another".
-
-    the same     equal in what both say, weights up to half precision's rounding
-    a relative   of one architecture and vocabulary, weights near: rounded to 4 bits by one of them, or tuned
-                 lightly; 32 weights cannot tell these apart.  A drafter of one drafts for the other, too:
-                 the output stays exact, as the target verifies it; fewer tokens may be accepted.
-    another      all else
-    """
-    probes = [about.get("probe") for about in (a, b)]
-    if not all(isinstance(probe, dict) for probe in probes):
-        return "another"                                 # an older format: weights without names
-    if any(a[key] != b[key] for key in a if key in b and key != "probe"):
-        return "another"
-    shared = [name for name in probes[0] if name in probes[1]]
-    mine = np.array([probes[0][name] for name in shared])
-    its = np.array([probes[1][name] for name in shared])
-    if not shared:
-        return "another"
-    if np.allclose(mine, its, rtol=1 / 128, atol=1e-6):
-        return "the same"
-    difference = np.linalg.norm(mine - its) / max(np.linalg.norm(its), 1e-30)
-    if len(shared) >= ENOUGH and difference < NEAR:
-        return "a relative"
-    return "another"
-
-def same_target(a, b):
-    """Whether two fingerprints are of one model."""
-    return relation(a, b) == "the same"
-
 # ---------------------------------------------------------------- a target and what goes with it
 class Setup:
     """A target, loaded, and all that one needs to know to load drafters beside it.
 
-    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: the drafters' folder.
+    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: drafters' folder.
     stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
     graphs: CUDA graphs; rows: fewest tokens of a forward of the target; trust: run models' code.
     """
@@ -245,42 +190,22 @@ class Setup:
             graphs.static(target, rows, record=self.graphs)
         return target
 
-def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):
-    """Files of prompts -> [(group, ids, new tokens that fit the context, at most `most`)].
-
-    limit: of rows, evenly over their groups.  answer(ids) -> text: the target's own, to a question
-    that the file leaves open before another one.  form, ask, system: as data.read takes them.
-    """
-    form = read.template_of(form, setup.tokenizer)
-    prompts, left_out = [], 0
-    rows = read.prompt_rows(paths, limit)
-    for group, row, name in tqdm(rows, "prompts", leave=False, disable=None):
-        for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
-            if max(ids) >= setup.target.config.vocab_size:
-                raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
-                                f"{setup.target.config.vocab_size}")
-            remaining = setup.target.remaining(ids)
-            if remaining < 1:
-                left_out += 1                                    # and all further turns of this row
-                break
-            prompts.append((group, ids, min(most, remaining)))
-    if not prompts:
-        raise UserError(f"--prompts: {' '.join(paths)} holds no prompt of at most "
-                        f"{setup.target.context} tokens, the target's context")
-    if left_out:
-        setup.notes.append(f"{left_out} prompts longer than the context left out")
-    return prompts
-
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
     """What train.py wrote about the drafter in a folder: its training.json."""
+    damaged = UserError(f"the drafter in {folder} is damaged: train or copy it again")
     try:
         about = json.loads((folder / "training.json").read_text())
-        float(about.get("validation", {}).get("temperature", 1.0))
-        about["kind"], about.get("target", {}).items()
-        return about
+        temperature = float(about.get("validation", {}).get("temperature", 1.0))
+        probe = about.get("target", {}).get("probe", {})
+        weights = list(probe.values()) if isinstance(probe, dict) else []
+        numbers = np.isfinite(np.array(weights, dtype=float)).all()
+        about["kind"]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
+        raise damaged from None
+    if not numbers or not 0 < temperature < np.inf:
+        raise damaged
+    return about
 
 def kind_of(folder):
     """Which kind of drafter a folder holds: glide, vanilla, edd ..."""
@@ -298,8 +223,13 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False):
-    """A trained drafter of the checkpoint.  raw: its confidence as it is, without temperature."""
+def load_drafter(setup, name, raw=False, running=False, words=None):
+    """A trained drafter of the checkpoint.
+
+    raw: its confidence as it is, without temperature.
+    running: its temperature is fitted along each text (beyond/running.py).
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py).
+    """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Asked first: another target's drafter may read layers that are not there.
@@ -307,21 +237,38 @@ def load_drafter(setup, name, raw=False):
     if related == "another":
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
     if related == "a relative":
-        setup.notes.append(f"{name} was trained for a relative of this target (rounded otherwise, or tuned)")
-    module = glide if about["kind"] in ("glide", "vanilla") else edd
+        setup.notes.append(f"{name} was trained for a relative of this target "
+                           "(rounded otherwise, or tuned)")
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
+    check_drafter(drafter, folder)
+    if words is not None:
+        path = Path(setup.checkpoint) / "words.json"
+        vocabulary = vocabulary_fingerprint(setup.tokenizer)
+        shorten(drafter.model, frequent_words(path, words, vocabulary))
     linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
     if setup.graphs:
         graphs.static(drafter)
-    return drafter
+    return Running(drafter) if running else drafter
 
-def load_heir(kind, setup, name):
+def check_drafter(drafter, folder):
+    """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
+    sound = all(weights.isfinite().all() for weights in drafter.model.parameters())
+    if isinstance(drafter, glide.Drafter):
+        sound = sound and drafter.config.width % drafter.config.heads == 0
+    if not sound:
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
+
+def load_heir(kind, setup, *names):
     """A published drafter, by hub name or folder: gemma4(google/gemma-4-E2B-it-assistant)."""
+    if len(names) != 1:
+        raise UserError(f"{kind}({', '.join(names)}): name one hub name or folder")
+    (name,) = names
     more = {}
     if not Path(name).exists():
         more["local_files_only"] = on_hub(name, None, kind)
@@ -346,6 +293,10 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
     if misplaced or costs and len(costs) != len(neural):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
                         "maxgram last; give a cost for each model, or none")
+    numbers = all(isinstance(cost, (int, float)) and 0 <= cost < np.inf for cost in costs or [])
+    if not numbers:
+        raise UserError(f"cascade({', '.join(names)}): costs={costs}: a cost is a number from 0 "
+                        "on, where one run of the target costs 1")
     if isinstance(k, int):
         k = [k]
     K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
@@ -404,7 +355,7 @@ def load_gram(setup, bigram=None):
     except ValueError as why:
         if bigram:
             raise UserError(f"bigram={bigram!r}: {why}") from None
-        # Nobody asked for the checkpoint's: another target goes without one.
+        # The checkpoint's is a default: another target goes without one.
         setup.notes.append(f"no bigram: {why}")
         return maxgram.MaxGram()
 

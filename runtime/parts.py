@@ -7,18 +7,20 @@
     config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
     draft_class, drafter_class = parts.KINDS[config.kind]
 
-glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The classes
-here override a few methods, for
-    rotary tables     that differ by layer (Gemma 3) or by the length of the text (longrope, dynamic NTK),
-                      turn a part of a head (Phi), are complex (DeepSeek V2), or do not exist (GPT-2)
-    latent attention  whose cache holds a latent and a rotated part (DeepSeek): a glimpse reads them as one
-    scales            of embeddings and logits, soft caps: found by running the target once, and proven
+glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The
+classes here override a few methods, for
+    RoPE              tables that differ by layer (Gemma 3) or by the length of the text (longrope,
+                      dynamic NTK), cover a part of a head (Phi), are complex (DeepSeek V2), do not
+                      exist (GPT-2)
+    latent attention  whose cache holds a latent and a part with RoPE (DeepSeek): a glimpse reads
+                      them as one
+    scales            of embeddings and logits, soft caps: found by running the target once
     vocabularies      of public drafters, padded otherwise than the target's
-    weights           that are quantised, or that accelerate brings from elsewhere when a module runs
+    weights           that are quantised, or that accelerate brings when a module runs
 """
 import copy
 import json
-from functools import partial
+from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
 
@@ -29,25 +31,23 @@ from transformers import DynamicCache
 
 import edd
 import glide
-from beyond import eagle, medusa
-from runtime.linear import PackedLinear
+from beyond import eagle, longspec, medusa
+from runtime.anydraft import AnyDraftModel, place_of
 
 
-def place_of(model):
-    """Where ids go: accelerate brings weights on "meta" to where the ids are."""
-    return "cpu" if model.device.type == "meta" else model.device
-
-
-# ---------------------------------------------------------------- GLIDE: what the target caches, its tables
+# -------------------------------------------------- GLIDE: what the target caches, its RoPE
 def whole(k, v, latent):
-    """K and V as attention uses them, where DeepSeek caches a latent as k and the rotated part as v."""
+    """K and V as attention uses them; DeepSeek caches a latent as k, the part with RoPE as v."""
     if k.shape[-1] != latent:
         return k, v
     return torch.cat((v, k), -1), k
 
 
-def cached_rows(model):
-    """What the target caches of one token: [(K, V) of a layer], (1, H, 1, d) each; shared layers once."""
+def cached_kv(model):
+    """What the target caches of one token: [(K, V) of a layer], (1, H, 1, d) each.
+
+    Layers that share keys and values stand there once.  ValueError where layers cache none.
+    """
     latent = getattr(model.config.get_text_config(), "kv_lora_rank", None)
     token = torch.zeros(1, 1, dtype=torch.long, device=place_of(model))
     cache = DynamicCache()
@@ -55,21 +55,23 @@ def cached_rows(model):
         with torch.no_grad():
             model(input_ids=token, past_key_values=cache, use_cache=True)
         assert cache.layers, "nothing was cached"
-        return [whole(rows.keys, rows.values, latent) for rows in cache.layers]
+        return [whole(layer.keys, layer.values, latent) for layer in cache.layers]
     except Exception as why:
-        raise ValueError(f"{type(model).__name__} does not cache keys and values in each of its layers, and "
-                         f"GLIDE reads them ({type(why).__name__}): take a target that does") from None
+        raise ValueError(f"{type(model).__name__} does not cache keys and values in each of its "
+                         f"layers, and GLIDE reads them ({type(why).__name__}): take a target "
+                         "that does") from None
 
 
 def target_angles(model, length, layers_read=()):
-    """The target's own rotary table for the last of these layers, from its own module; (length, r) each.
+    """The cos/sin table of the last of these layers, by the target's own module; (length, r) each.
 
-    Some rotate all of a text differently once it is long (longrope, dynamic NTK): the row of a position is
-    that of a text which ends within the same limit.  r = 0 where there is no such module (GPT-2).  Queries
-    must learn the rest where neighbouring entries turn (Cohere, GPT-J), or none in this layer (SmolLM3).
+    Some have other frequencies in long texts (longrope, dynamic NTK): a position has those of a
+    text that ends within the same limit.  r = 0 where there is no such module (GPT-2).  Where
+    neighbouring entries are the pairs of RoPE (Cohere, GPT-J), or a layer has no RoPE at all
+    (SmolLM3), the drafter has to learn the difference.
     """
     c, device = model.config.get_text_config(), place_of(model)
-    like = torch.zeros(1, 1, 1, device=device)                      # says the dtype
+    like = torch.zeros(1, 1, 1, device=device)                      # (the module takes its type)
     position = torch.arange(length, device=device)[None]
     # A copy, as the module remembers the longest text
     rotary = copy.deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
@@ -84,49 +86,87 @@ def target_angles(model, length, layers_read=()):
         return none, none
     # The limits; a text of one token makes a module forget a long one.
     ends = [1, rope.get("original_max_position_embeddings"), c.max_position_embeddings, length]
-    tables, rows = [], 0
+    tables, known = [], 0
     for end in sorted(min(end or length, length) for end in ends):
         found = rotary(like, position[:, :end], **kind)
         if torch.is_tensor(found):                                  # cos + i sin (DeepSeek V2)
             found = found.real, found.imag
         table = torch.stack(found)[:, 0]                            # (2, end, r)
-        tables.append(table[:, rows:])
-        rows = end
+        tables.append(table[:, known:])
+        known = end
     table = torch.cat(tables, 1)
-    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):     # each angle stands there once (GPT-OSS)
+    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):     # each angle once (GPT-OSS)
         table = table.repeat(1, 1, 2)
     return table.detach().unbind()
 
 
-def rotate_part(x, cos, sin):
-    """glide.rotate of the first r <= d entries of x (..., T, d), by tables (T, r)."""
+def apply_partial_rope(x, cos, sin):
+    """RoPE of the first r <= d entries of x (..., T, d), cos and sin (T, r)."""
     r = cos.shape[-1]
     if r == x.shape[-1]:
-        return glide.rotate(x, cos, sin)
-    turned = glide.rotate(x[..., :r], cos, sin)
-    return torch.cat((turned, x[..., r:]), -1)
+        return glide.apply_rope(x, cos, sin)
+    rotated = glide.apply_rope(x[..., :r], cos, sin)
+    return torch.cat((rotated, x[..., r:]), -1)
+
+
+# -------------------------------------------------- GLIDE and LongSpec for any family
+@dataclass
+class GlideConfig(glide.Config):
+    """What other families, and the public weights of GLIDE, need beyond the paper's settings."""
+    latent: int = 0                  # size of DeepSeek's latents
+    target_value_size: int = 0       # of a value, where it is not d_k
+    theta: float = 10000.0           # of the drafter's own RoPE
+    glimpse_theta: float = 0.0       # of the RoPE of its glimpse; 0: the target's own table
 
 
 class Layer(glide.Layer):
-    """A layer of GLIDE whose queries meet keys that turn in part, or latents."""
-    rotate_query = staticmethod(rotate_part)
+    """A layer of GLIDE for keys with RoPE in a part of their entries, for latents as keys."""
+    query_rope = staticmethod(apply_partial_rope)
 
-    def glimpse(self, x, kv, turn, mask=None):
+    def __init__(self, c, m):
+        super().__init__(c, m)
+        if c.glimpse and c.target_value_size not in (0, c.target_head_size):
+            self.glimpse_o = nn.Linear(c.target_heads * c.target_value_size, c.width, bias=False)
+
+    def glimpse(self, x, kv, rope, mask=None):
         """As glide.Layer.glimpse."""
-        k, v = kv[self.read]
-        return super().glimpse(x, {self.read: whole(k, v, self.c.latent)}, turn, mask)
+        k, v = kv[self.target_layer]
+        return super().glimpse(x, {self.target_layer: whole(k, v, self.c.latent)}, rope, mask)
 
 
 class Glide(glide.Glide):
     """GLIDE for any target that caches keys and values."""
+    config_class = GlideConfig
     layer_class = Layer
-    cached_rows = staticmethod(cached_rows)
-    target_angles = staticmethod(target_angles)
+
+    def __init__(self, config, tables):
+        super().__init__(config, tables)
+        c, length = config, len(tables[0])
+        self.own_table = torch.stack(glide.angles(c.width // c.heads, length, c.theta))
+        if c.glimpse_theta:
+            table = glide.angles(c.target_head_size, length, c.glimpse_theta)
+            self.target_table = torch.stack(table)
+
+    @classmethod
+    def beside(cls, model, config, length):
+        """On the device and in the type of the target's KV entries: weights may be quantised."""
+        cached = cached_kv(model)
+        top = max(config.layers_read, default=len(cached) - 1)
+        wanted = config.target_heads, config.target_head_size
+        heads = model.config.get_text_config().num_attention_heads
+        found = [(heads, keys.shape[-1]) for keys, _ in cached[top:top + 1]]
+        if config.glimpse and found != [wanted]:
+            raise ValueError(f"the drafter reads layer {top} with heads and head size {wanted}, "
+                             f"and here are {found}: it was made for another target, train one "
+                             "for this")
+        keys, _ = cached[top]
+        tables = target_angles(model, length, config.layers_read)
+        return cls(config, tables).to(keys.device, keys.dtype)
 
     @torch.no_grad()
     def start_from(self, model):
-        """Embedding and head become the target's, with what it scales -> whether they have the drafter's
-        shape, and are used as Llama's.
+        """Embedding and head become the target's, with what it scales -> whether they have the
+        drafter's shape, and are used as Llama's.
         """
         c = model.config.get_text_config()
         if (c.vocab_size, c.hidden_size) != self.embed.weight.shape:
@@ -142,8 +182,28 @@ class Glide(glide.Glide):
         return True
 
 
+@dataclass
+class LongSpecConfig(longspec.Config, GlideConfig):
+    """beyond/longspec.py's, for other families."""
+
+
+class LongSpecLayer(longspec.Layer, Layer):
+    """beyond/longspec.py's, for other families."""
+
+
+class LongSpec(longspec.LongSpec, Glide):
+    """LongSpec between the embedding and head of a target that scales them, or is quantised."""
+    config_class = LongSpecConfig
+    layer_class = LongSpecLayer
+
+    def take(self, model):
+        """As longspec.LongSpec.take; ValueError where the target uses its parts otherwise."""
+        taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
+        self.target = taken.target
+
+
 class OtherVocabulary(glide.Drafter):
-    """Decoding with a GLIDE whose vocabulary is padded otherwise than the target's, to `vocab` ids."""
+    """Decoding with a GLIDE whose vocabulary is padded to another size than the target's `vocab`."""
 
     def __init__(self, model, vocab):
         super().__init__(model)
@@ -154,194 +214,57 @@ class OtherVocabulary(glide.Drafter):
         super().encode(tokens.clamp(max=self.config.vocab - 1))
 
     def expand(self, tokens, parents):
-        """As glide.Drafter.expand; ids that it does not know get -inf, those beyond the target's are cut."""
+        """As glide.Drafter.expand; unknown ids get -inf, those beyond the target's are cut."""
         logits = super().expand(tokens.clamp(max=self.config.vocab - 1), parents)
         return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=float("-inf"))
 
 
-def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False, loss="ce"):
-    """glide.Config.for_target, of any family; layer: the target's, from 0, that the top layer reads."""
-    c, rows = model.config.get_text_config(), cached_rows(model)
-    config = glide.Config.for_target(model, width, layers, glimpse, block, layer, rows)
-    sizes = {rows[read][0].shape for read in config.layers_read}
-    if len(sizes) > 1:
-        raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several sizes: "
-                         "read one layer")
-    if config.width // config.heads % 2:
-        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: change the width")
-    keys, _ = rows[-1 if layer is None else layer]
-    if glimpse and c.num_attention_heads % keys.shape[1]:
-        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads, and its configuration says "
-                         f"{c.num_attention_heads}: GLIDE cannot share them evenly")
-    if glimpse:
-        config.latent = getattr(c, "kv_lora_rank", None) or 0
+def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False,
+                 loss="ce"):
+    """glide.Config.for_target of any family; ValueError where GLIDE cannot read the target."""
+    c, cached = model.config.get_text_config(), cached_kv(model)
+    top = len(cached) - 1 if layer is None else layer
+    if top not in range(layers - 1, len(cached)):
+        raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
+                         f"has layers {layers - 1} to {len(cached) - 1} for that")
+    keys, values = cached[top]
+    size = keys.shape[-1]
+    config = GlideConfig.for_target(model, width, layers, glimpse, block, top, size)
     config.norm, config.loss = norm, loss
+    if config.width // config.heads % 2:
+        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: change "
+                         "the width")
+    if not glimpse:
+        return config
+    config.target_value_size = values.shape[-1]
+    config.latent = getattr(c, "kv_lora_rank", None) or 0
+    if len({cached[read][0].shape for read in config.layers_read}) > 1:
+        raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several "
+                         "sizes: read one layer")
+    if c.num_attention_heads % keys.shape[1]:
+        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads, and its "
+                         f"configuration says {c.num_attention_heads}: GLIDE cannot share them evenly")
     return config
 
 
-# ---------------------------------------------------------------- EDD and its baselines
-def factor(ours, targets, what):
-    """The number c of targets = c ours, up to rounding; ValueError where there is none."""
-    share = targets.cpu().double() / ours.cpu().double()       # (Apple's GPUs know no double)
-    c = share.nanmedian()
-    # The median: in half precision MoE routing can flip for single tokens.
-    off = (share / c - 1).abs().nanmedian()
-    if not off < torch.finfo(ours.dtype).eps ** 0.5:
-        raise ValueError(f"its {what} are made otherwise")
-    return c.item()
+def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
+    """longspec.Config.for_target of any family.  more: its further settings."""
+    sizes = glide_config(model, layers=1, block=block, layer=layer, norm=norm, loss=loss)
+    settings = {name: value for name, value in vars(sizes).items()
+                if name not in ("heads", "feed_forward")}
+    return LongSpecConfig.for_target(model, **{**settings, **more})
 
 
-class Part:
-    """A part of the target, called with x of any type, on any device; its weights get no gradient.
-
-    Where x needs a gradient, the part is computed in the type of x: in float16 a gradient below 6e-8
-    is zero.  Weights that are quantised, sharded or offloaded are used as they are.
-    """
-
-    def __init__(self, module, like):
-        self.module, self.like = module, like
-
-    def __call__(self, x):
-        learns = torch.is_grad_enabled() and x.requires_grad
-        with torch.set_grad_enabled(learns):
-            return self.frozen(x, learns).to(x.device)
-
-    def frozen(self, x, learns):
-        """The module's output, on its own device."""
-        weights = {name: p.detach() for name, p in self.module.named_parameters()}
-        if learns and weights and all(is_plain(p) for p in weights.values()):
-            weights = {name: p.to(x.dtype) for name, p in weights.items()}
-            return torch.func.functional_call(self.module, weights, x.to(self.like.device))
-        x = x.to(self.like)
-        if learns and any(p.requires_grad for p in self.module.parameters()):
-            return torch.func.functional_call(self.module, weights, x)
-        return self.module(x)
+def load_glide(folder, model, length):
+    """glide.load of any family, LongSpec too."""
+    about = json.loads((folder / "training.json").read_text())
+    # Older files of converted LongSpecs say "glide"; only they have no last norm.
+    named = about.get("kind", "").startswith("longspec")
+    is_longspec = named or not about["config"].get("last_norm", True)
+    return glide.load(folder, model, length, LongSpec if is_longspec else Glide)
 
 
-def is_plain(p):
-    """Is a weight neither quantised nor sharded nor offloaded?"""
-    return p.is_floating_point() and not p.is_meta and not hasattr(p, "__tensor_flatten__")
-
-
-class Head(PackedLinear):
-    """A linear head whose logits are scaled and capped as the target's."""
-    scale, cap = 1.0, None
-
-    def forward(self, x):
-        return capped(super().forward(x * self.scale), self.cap)
-
-
-def capped(logits, cap):
-    """Soft caps: a tanh."""
-    return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def own_copy(module):
-    """A copy without accelerate's hook and forward, whose offloaded weights are allocated."""
-    hook = getattr(module, "_hf_hook", None)
-    twin = copy.deepcopy(module, {id(hook): hook})
-    vars(twin).pop("forward", None)
-    return twin.to_empty(device="cpu") if any(p.is_meta for p in twin.parameters()) else twin
-
-
-class EntriesFound(Exception):
-    """A layer has asked its cache."""
-
-
-class Entries:
-    """In the place of a layer's cache: takes keys and values, and ends the layer's forward."""
-
-    def update(self, k, v, *args, **kwargs):
-        self.k, self.v = k, v
-        raise EntriesFound
-
-
-class AnyDraftModel(edd.DraftModel):
-    """A draft model for any target whose decoder has layers, norm and rotary_emb, as Llama's."""
-
-    def keys_values(self, x, position):
-        """As edd.DraftModel.keys_values, by the layer's own code, up to where it asks its cache."""
-        entries = Entries()
-        try:
-            self.run_layer(x, position, None, entries)
-        except EntriesFound:
-            return entries.k, entries.v
-        raise ValueError("its layers keep no keys and values")
-
-    def take(self, model, decoder):
-        """As edd.DraftModel.take; ValueError where the target's parts are used in another way."""
-        try:
-            self.study(model, decoder)
-        except (AttributeError, LookupError, TypeError, ValueError) as why:
-            raise ValueError("EDD takes a layer of a decoder with layers, norm, rotary_emb, used as "
-                             f"Llama's; {type(model).__name__} is built otherwise ({why})") from None
-
-    @torch.no_grad()
-    def study(self, model, decoder):
-        """Run the target once: for its scales, the type of its states, a proof of how it uses them."""
-        target = self.target
-        target.rotary = own_copy(decoder.rotary_emb)
-        if "layer_type" in signature(target.rotary.forward).parameters:
-            target.rotary = partial(target.rotary, layer_type=decoder.config.layer_types[-1])
-        # hidden_states: what each layer and the norm read
-        states, hooks = [], []
-        for part in (*decoder.layers, decoder.norm):
-            hooks.append(part.register_forward_pre_hook(lambda part, args: states.append(args[0])))
-        ids = torch.arange(4, device=place_of(model))[None]
-        try:
-            logits = model(ids, use_cache=False).logits
-        finally:
-            for hook in hooks:
-                hook.remove()
-        states = states[-len(hooks):]                          # (some norm the embeddings, too)
-        # Device and type of the drafter are those of its hidden states: weights may be quantised.
-        target.like = states[self.config.hidden]
-        # x = scale embed(t)
-        target.embedding = model.get_input_embeddings()
-        embed = Part(target.embedding, ids)
-        scale = factor(embed(ids), states[0], "embeddings")
-        target.embed = lambda ids: embed(ids) * scale
-        # logits = cap tanh(head(scale norm(h)) / cap)
-        cap = target.cap = getattr(decoder.config, "final_logit_softcapping", None)
-        if cap:
-            logits = cap * torch.atanh(logits / cap)
-        normed = Part(decoder.norm, states[-1])(states[-1])
-        target.lm_head = model.get_output_embeddings()
-        target.raw_head = Part(target.lm_head, normed)
-        target.scale = factor(target.raw_head(normed), logits, "logits")
-        target.head = lambda x: capped(target.raw_head(x * target.scale), cap)
-        # The last layer, run as ours will be
-        self.layer = decoder.layers[-1]
-        factor(self.causal(states[-2]), states[-1], "last layer")
-        del self.layer
-
-    @torch.no_grad()
-    def own(self, module):
-        """As edd.DraftModel.own; scaled embeddings become a table."""
-        target = self.target
-        if module is target.lm_head:
-            return self.own_head(module)
-        if module is not target.embedding:
-            return own_copy(module).to(target.like).requires_grad_(True)
-        ids = torch.arange(self.config.vocab, device=target.like.device)
-        return nn.Embedding.from_pretrained(target.embed(ids).to(target.like), freeze=False)
-
-    def own_head(self, lm_head):
-        """The target's head, which may be quantised: its weights are the logits of unit vectors."""
-        target, width = self.target, self.config.width
-        # The last vector is zero, whose logits are the bias.
-        units = torch.eye(width + 1, width).to(target.like)                    # (D + 1, D)
-        logits = target.raw_head(units).to(target.like)                        # (D + 1, V)
-        weight, bias = (logits[:-1] - logits[-1]).T, logits[-1]
-        has_bias = getattr(lm_head, "bias", None) is not None
-        head = Head(width, len(bias), bias=has_bias, device="meta")
-        head.weight = nn.Parameter(weight.contiguous())
-        if has_bias:
-            head.bias = nn.Parameter(bias)
-        head.scale, head.cap = target.scale, target.cap
-        return head
-
-
+# -------------------------------------------------- EDD and its baselines
 class EDD(AnyDraftModel, edd.EDD):
     pass
 
@@ -381,15 +304,15 @@ def load(module, folder, model, length=None):
     folder = Path(folder)
     for name in ("training.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py or "
-                             "name its folder with --checkpoint")
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py "
+                             "or name its folder with --checkpoint")
     try:
         if module is not glide:
             config = json.loads((folder / "training.json").read_text())["config"]
             return edd.load(folder, model, *KINDS[config.get("kind", edd.Config.kind)])
         c = model.config.get_text_config()
         length = length or getattr(c, "max_position_embeddings", None) or 2048
-        drafter, about = glide.load(folder, model, length, Glide)
+        drafter, about = load_glide(folder, model, length)
     except Exception as why:
         # another target, or one built otherwise; or no room for it
         if type(why) is ValueError or isinstance(why, torch.OutOfMemoryError):

@@ -32,7 +32,7 @@ LEGEND = """\
 tok/s: new tokens over all seconds, prefill included; vs generate(): speedup over transformers' own
 speedup: over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
 tau: new tokens a round, the target's own included; alpha: accepted / tested drafted tokens (chains)
-nodes: drafted tokens verified a round; draft, verify, other: shares of ms/round (other: trees, mask
+nodes: drafted tokens verified a round; draft, verify, other (the rest): shares of ms/round
 lossless: token for token plain decoding's output (-: sampled with other noise)"""
 SHOWN = {True: "yes", False: "NO", None: "-"}            # of lossless
 # Keys of a row that are printed under the tables
@@ -112,13 +112,14 @@ def slower(names, rows):
     return notes
 
 def chains_only(run):
-    """A note for each drafter that writes a chain by itself and was given other trees."""
+    """A note for each cascade of models that was given other trees than its own chain."""
     notes = []
     for label, drafter in run.drafters.items():
         others = [tree.label for tree in run.trees if tree.name not in ("chain", "drawn")]
-        if hasattr(drafter, "chain") and others:
-            notes.append(f"{label} predicts nothing beside its own chain: {', '.join(others)} can "
-                         "only shorten it; --tree chain is enough")
+        # Max-Gram alone has no stages: a tree that prices nodes shortens its chain where it should.
+        if getattr(drafter, "stages", None) and others:
+            notes.append(f"{label} drafts its own chain: {', '.join(others)} takes as long to draft "
+                         "and gains nothing; --tree chain is enough")
     return notes
 
 def facts(run, names, rows, base):
@@ -162,7 +163,7 @@ def progress(bar, done, prompts, speeds):
 def losses(run, arm, truth, which):
     """{"lossless": whether all tokens are those of the arm `truth`, "first_divergence": where not}.
 
-    Both None where tokens are sampled with other noise, so that nobody can expect the same.
+    Both None where tokens are sampled with other noise, so that others are expected.
     """
     # A chain sampled from the drafter gives the target's distribution, but not the tokens of plain
     # sampling.  All other arms of ours do: their noise is keyed by position.

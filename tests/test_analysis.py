@@ -1,5 +1,4 @@
-"""figures/probe.py: calibration, acceptance by position, tree optimality, each against a count by hand."""
-import json
+"""figures/probe.py: calibration, acceptance by position, tree optimality, each against a count by hand; figures/batches.py."""
 import sys
 from functools import partial
 from itertools import combinations
@@ -8,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, plain, shared
-from test_bench import check_mistake
+from test_bench import args, check_mistake, rows_of, small  # noqa: F401 (small: a fixture)
 
 import bench
 import cape
@@ -18,8 +17,10 @@ from runtime import clock
 
 sys.path.insert(0, str(ROOT / "figures"))
 
+import batches  # noqa: E402
 import compare  # noqa: E402
 import probe  # noqa: E402
+
 
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
@@ -92,13 +93,6 @@ def test_reliability_against_a_count_by_hand():
     assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
     assert probe.reliability([])[1] == 0
 
-def test_a_drafter_that_knows_its_own_mind_is_calibrated():
-    generator = torch.Generator().manual_seed(0)
-    p = torch.rand(20000, generator=generator)
-    judged = list(zip(p.tolist(), (torch.rand(20000, generator=generator) < p).tolist()))
-    assert probe.reliability(judged)[1] < 0.02
-    assert probe.reliability([(x ** 0.5, ok) for x, ok in judged])[1] > 0.1
-
 def test_positions_against_a_count_by_hand(run, monkeypatch):
     """Made-up rounds of chains: which positions were drafted, judged, accepted."""
     chain = verify.Round([], [], [9, 5, 6, 7], [-1, 0, 1, 2])
@@ -153,23 +147,54 @@ def test_tree_optimality_against_all_subtrees(build):
         judged(lambda tokens, parents: torch.zeros(len(tokens), 4), torch.tensor([0]))
     assert probe.tree_optimality(nothing, cape.cape, [("x", [0], 8)]) is None
 
-@pytest.mark.long
 @pytest.mark.parametrize("name, more, labels, key", [
-    ("calibration", ["glide"], ["glide"], "bins"), ("positions", ["glide", "cascade(base, k=4)", "maxgram"], None, "positions"),
+    ("calibration", ["glide"], ["glide"], "bins"), ("positions", ["glide", "cascade(base, k=4)"], ["glide", "cascade(base, k=4)"], "positions"),
     ("optimality", ["glide", "maxgram", "--tree", "chain", "pct(width=2, cost=0.1)"], ["glide", "glide", "maxgram"], "tree_optimality"),
-    ("ewif", ["cascade(base, k=2)", "maxgram"], [row["drafter"] for row in probe.table_1()] + ["cascade(base, k=2)", "maxgram"], "drafter")])
-def test_a_measurement_takes_the_benchmark_s_flags(name, more, labels, key, tmp_path, monkeypatch, capsys):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "Once upon a time"}\n{"prompt": "Mia found a"}\n')
-    monkeypatch.chdir(tmp_path)
-    argv = [name, "--device", "cpu", "--threads", "1", "--prompts", "p.jsonl", "--max-new-tokens", "12", "--json", "r.jsonl", "--drafter", *more]
-    assert probe.main(argv) == 0
-    rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-    assert [row["drafter"] for row in rows] == (labels or more) and all(row[key] for row in rows)
+    ("ewif", ["cascade(base, k=2)", "maxgram"], [row["drafter"] for row in probe.table_1()] + ["cascade(base, k=2)", "maxgram"], "drafter"),
+    ("lookup", ["edd"], ["0", "1", "2", "3"], "before")])
+def test_a_measurement_takes_the_benchmark_s_flags(name, more, labels, key, small, tmp_path, capsys):  # noqa: F811
+    rows, prompts = tmp_path / "r.jsonl", tmp_path / "p.jsonl"
+    prompts.write_text(4 * '{"prompt": "return a + b"}\n')
+    assert probe.main([name, *args(small, "--prompts", str(prompts), "--json", str(rows), "--drafter", *more)]) == 0
+    rows = rows_of(rows)
+    assert [row["drafter"] for row in rows] == labels and all(key in row for row in rows)
     if name in ("calibration", "positions"):
-        assert all(len(values) == 2 for row in rows for values in row["by_prompt"].values())
+        assert all(len(values) == 4 for row in rows for values in row["by_prompt"].values())
     if name == "ewif":
-        assert len(rows[-1]["by_prompt"]["swi_measured"]) == 2 and rows[-1]["ewif"] is None
-    assert f"| {rows[-1]['drafter']}" in capsys.readouterr().out
+        assert len(rows[-1]["by_prompt"]["swi_measured"]) == 4 and rows[-1]["ewif"] is None
+    assert f"| {rows[-1]['drafter']} " in capsys.readouterr().out
+
+def test_copies_of_a_prompt_are_computed_and_decode_as_one_does(small, tmp_path, monkeypatch):  # noqa: F811
+    """The target and the drafter compute each copy; tokens and rounds are those of a batch of one; what does not fit is None."""
+    shapes, own = set(), batches.Copies.compare
+
+    def compare(copies, logits):
+        shapes.add((copies.count, *logits.shape[::2]))
+        own(copies, logits)
+    monkeypatch.setattr(batches.Copies, "compare", compare)
+    argv = args(small, "--batches", "3", "1", "--limit", "2", "--json", str(tmp_path / "r.jsonl"))
+    for tree in ("chain", "cape"):
+        assert batches.main([*argv, "--tree", tree]) == 0
+        one, three = rows_of(tmp_path / "r.jsonl")
+        assert shapes == {(1, 1, 300), (3, 3, 300)} and (one["batch"], three["batch"]) == (1, 3)
+        assert one["lossless"] is three["lossless"] is True and one["tau"] == three["tau"] >= 1
+        assert one["speedup"] == one["glide"] / one["plain"]
+
+    def full(run, *arms):
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(bench, "measure", full)
+    assert batches.main(argv) == 0 and [row["glide"] for row in rows_of(tmp_path / "r.jsonl")] == [None, None]
+
+def test_copies_that_differ_are_refused(small, monkeypatch, capsys):  # noqa: F811
+    def another(copies, logits):
+        own(copies, torch.cat((logits[:-1], logits[-1:].roll(1, -1))))
+    own = batches.Copies.compare
+    monkeypatch.setattr(batches.Copies, "compare", another)
+    assert batches.main(args(small, "--batches", "2", "--limit", "1")) == 2
+    assert "figures/batches.py: 2 copies of a prompt chose different tokens" in capsys.readouterr().err.splitlines()[-1]
+    for more, words in ((["--drafter", "edd"], "edd is no GLIDE drafter"), (["--tree", "chain", "cape"], "one drafter and one tree"),
+                        (["--temperature", "1"], "decoding is greedy"), (["--batches", "0"], "at least one copy"), (["--batches", "x"], "--batches")):
+        check_mistake(args(small, *more), words, capsys, batches, "figures/batches.py")
 
 @pytest.mark.parametrize("argv, words", [
     ([], "there is no measurement called 'nothing': choose among calibration"), (["swi"], "called 'swi'"), (["positions", "--drafter", "bush"], "bush")])

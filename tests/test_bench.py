@@ -15,7 +15,6 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, plain, tiny
-from test_cascade import t5 as random_t5
 from test_glide import save as save_drafter
 
 import bench
@@ -159,8 +158,9 @@ def test_figures_of_a_row_by_hand():
         out.total.update(accepted=-out.total["accepted"])
     row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
     assert row["alpha"] == 0 and row["expected_speedup"] == pytest.approx(1 / (3 * 0.375 + 1)), "nothing accepted is a figure, too"
-    ours.results[1].total["trees"] = 1
+    ours.results[1].total.update(trees=1, nodes=19)
     row = bench.row_of(made_up_run(), ours, base, library, "all", [0, 1])
+    assert row["nodes"] == pytest.approx(38 / 7) and row["alpha_depth"] == pytest.approx(20 / 19), "EDD's: of the deepest node"
     assert row["alpha"] is row["by_prompt"][1]["alpha"] is row["expected_speedup"] is None, "a tree has no alpha"
 
 @pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}), (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
@@ -228,8 +228,9 @@ def test_notes_under_a_table():
     assert "takes 1.4 plain steps" in found[0] and "gives 1.2 tokens; of 9.0 nodes verified 8.8 are not accepted" in found[0]
     assert "fewer nodes" in found[0] and "a smaller drafter" in found[1]
     trees = [SimpleNamespace(name=name.partition("(")[0], label=name) for name in ("chain", "pct(width=3)", "drawn", "cape")]
-    (note,) = report.chains_only(made_up_run(drafters={"edd": object(), "maxgram": SimpleNamespace(chain=None)}, trees=trees))
-    assert note.startswith("maxgram ") and "pct(width=3), cape" in note and "chain," not in note
+    drafters = {"edd": object(), "maxgram": SimpleNamespace(stages=[]), "cascade(base)": SimpleNamespace(stages=[1])}
+    (note,) = report.chains_only(made_up_run(drafters=drafters, trees=trees))
+    assert note.startswith("cascade(base) ") and "pct(width=3), cape" in note and "chain," not in note
 
 class Bar(contextlib.nullcontext):
     """tqdm's, on a terminal or not."""
@@ -287,32 +288,47 @@ def test_the_clock_says_what_time_was_spent_on(monkeypatch):
     assert clock.Record([1], watch, stage_runs=[3, 4]).total["draft_forwards"] == 7, "a cascade counts its own"
 
 def test_costs_are_the_middle_of_turns_after_a_warm_up():
-    """In turn k a draft takes k hundredths of a plain step, and each further node k thousandths."""
-    run, turn = made_up_run(drafters={"x": object()}, notes=[]), [-1]
+    """In turn k a draft of x takes k hundredths of a plain step, one of y twice that, and each further node k thousandths."""
+    names = {"x": SimpleNamespace(), "y": SimpleNamespace(), "maxgram": SimpleNamespace(chain=0, stages=[]), "models": SimpleNamespace(chain=0, stages=[1])}
+    run, turn = made_up_run(drafters=names, notes=[], costs={}), [-1]
 
     def decode(drafter, build, ids, limit):
-        out, width, depth = clock.Record([1]), 0, 0
-        turn[0] += drafter is None
-        if drafter is not None:
-            width, depth = build.keywords["width"], build.keywords["depth"]
-        nodes = sum(width ** i for i in range(1, depth + 1))
-        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * depth, other=0.01 * turn[0] * nodes)
-        out.total.update(nodes=10 * nodes, draft_forwards=10 * depth)
+        out, drafts, nodes = clock.Record([1]), 0, 0
+        if build is verify.root_only:
+            turn[0] += 1
+        elif drafter is None:
+            nodes = build.keywords["nodes"]
+        else:
+            width, drafts = build.keywords["width"], build.keywords["depth"]
+            nodes = sum(width ** i for i in range(1, drafts + 1))
+        times = 2 if drafter is names["y"] else 1
+        nodes_take = 0.02 if drafter is None else 0.01
+        out.total.update(rounds=10, verify=10.0, draft=0.1 * turn[0] * drafts * times, other=nodes_take * turn[0] * nodes)
+        out.total.update(nodes=10 * nodes, draft_forwards=10 * drafts)
         return out
     run.decode = decode
-    found = clock.measure_costs(run, "x")
-    assert turn[0] == 6 and found == {"cost": pytest.approx(0.035), "node_price": pytest.approx(0.0035)}, "turns 1 to 6"
+    found = clock.measure_costs(run, "y")
+    assert turn[0] == clock.TURNS == 12 and found is run.costs["y"], "turns 1 to 12"
+    # The middle of all turns' prices; a draft and its node, the middle of turns 6 and 7, less that
+    price = median([k / 1000 for k in range(1, 13)] * 2 + [2 * k / 1000 for k in range(1, 13)])
+    assert [run.costs[name]["node_price"] for name in ("x", "y", "maxgram")] == pytest.approx([price] * 3)
+    assert [run.costs[name]["cost"] for name in ("x", "y", "maxgram")] == pytest.approx([0.0715 - price, 0.1365 - price, 0])
+    assert found["start"] == pytest.approx(0, abs=1e-9) and len(found["node_price_range"]) == len(found["cost_range"]) == 2
+    assert all(name in note and ("[" in note or name == "models") for name, note in zip(("models", "x", "y", "maxgram"), run.notes)) and len(run.notes) == 4
+    assert clock.measure_costs(run, "models") == {} and "take --tree chain" in run.notes[0] and turn[0] == 12, "measured once"
 
 def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     """s_d / s_t of a disturbed machine is refused; a given one is taken, and nothing is measured; fixed has CAPE's mean size."""
-    run = bench.Run(args(small, "--drafter", "glide", "--tree", "pct", "pct(cost=0.3)", "pct-cost(node_price=0.5)", "fixed(size=1)", "fixed"))
+    run = bench.Run(args(small, "--drafter", "glide", "--tree", "pct", "pct(cost=0.3)", "pct-cost(node_price=0.5)", "fixed(size=1)", "fixed",
+                         "--max-new-tokens", "5"))
     run.notes.clear()                                  # the random drafter's: it is right by chance
     pct, given, priced, size, fixed = run.trees
     assert bench.builder(run, "glide", given).keywords == {"cost": 0.3} and not run.costs and not run.notes
     assert bench.builder(run, "glide", size).keywords == {"size": 1}
-    for measured, found in (((0.2, 0.1), {"cost": 0.2, "node_price": 0.5}), ((1e-6, 0.1), {"node_price": 0.5})):
+    for cost, found in ((0.2, {"cost": 0.2, "start": 0.3, "node_price": 0.5}), (1e-6, {"node_price": 0.5})):
+        measured = {"cost": cost, "node_price": 0.1, "start": 0.3, "cost_range": [cost, cost], "node_price_range": [0.1, 0.1]}
         run.costs.clear()
-        monkeypatch.setattr(bench.priced, "costs_of", lambda turns, measured=measured: measured)
+        monkeypatch.setattr(bench.priced, "prices_of", lambda turns, measured=measured: {"glide": measured})
         assert bench.builder(run, "glide", priced).keywords == found
     assert "cannot be" in run.notes[-1] and str(bench.pct.COST) in run.notes[-1] and bench.builder(run, "glide", pct).keywords == {}
     totals = [run.decode(run.drafters["glide"], cape.cape, ids, limit).total for _, ids, limit in run.prompts]
@@ -359,7 +375,7 @@ def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     for folder in (small / "model", small / "drafters" / "base"):
         shutil.copytree(folder, tmp_path / folder.name)
         config.save_pretrained(tmp_path / folder.name)
-    argv = args(small, "--target", str(tmp_path / "model"), "--checkpoint", str(tmp_path), "--tree", "chain", "--drafter", "maxgram", "cascade(base)")
+    argv = args(small, "--target", str(tmp_path / "model"), "--checkpoint", str(tmp_path), "--tree", "chain", "--drafter", "maxgram", "cascade(base)", "--limit", "1")
     assert bench.main([*argv, "--json", str(tmp_path / "r.jsonl")]) == 0
     rows = rows_of(tmp_path / "r.jsonl")
     assert len(rows) == 7 and all(row["lossless"] for row in rows)
@@ -371,19 +387,19 @@ FIELDS = """target drafter tree settings group dtype device threads batch seed d
 speedup speedup_low speedup_high speedup_vs_generate tau alpha alpha_overlap alpha_depth nodes draft_forwards c expected_speedup draft_ms
 verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_token peak_memory lossless first_divergence stages K runs
 distinct_4grams versions by_prompt""".split()
-TREES = ["chain", "chain(gamma=3)", "cape", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=3, leaf=0)", "pct(width=1, cost=0.01)",
-         "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
+TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=3, leaf=0)", "pct(width=1, cost=0.01)", "pct-cost",
+         "own-confidence(own=0.2)", "vct", "eagle2"]
 
 def test_the_whole_grid(small, tmp_path, capsys):
     assert bench.main(args(small, "--drafter", "glide", "edd", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"),
-                           "--limit", "2", "--max-new-tokens", "8")) == 0
+                           "--limit", "2", "--max-new-tokens", "6")) == 0
     rows = rows_of(tmp_path / "r.jsonl")
     assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
         (d, t) for d in ("glide", "edd") for t in TREES]
     assert any(r["speedup"] == 1 for r in rows[:2]), "the baseline is one of the plain arms"
     for r in rows:
         assert set(FIELDS) <= set(r) and r["lossless"] is True and r["first_divergence"] is r["peak_memory"] is None
-        assert r["tokens"] == 2 * 8 and r["prompts"] == 2 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
+        assert r["tokens"] == 2 * 6 and r["prompts"] == 2 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
         tree, settings = r["tree"], r["settings"]
         if not tree:
             assert not settings and r["c"] is r["tau"] is None
@@ -400,12 +416,11 @@ def test_the_whole_grid(small, tmp_path, capsys):
 
 def test_exact_is_compared_with_what_it_costs(small, tmp_path):
     """Tokens are held against plain decoding in the same shapes, speeds against the fastest plain decoding, exact or not."""
-    assert bench.main(args(small, "--exact", "--dtype", "bfloat16", "--drafter", "glide", "edd", "--tree", "chain", "--limit", "2",
+    assert bench.main(args(small, "--exact", "--dtype", "bfloat16", "--drafter", "glide", "--tree", "chain", "--limit", "1",
                            "--json", str(tmp_path / "r.jsonl"))) == 0
     rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
-    assert list(rows) == [("plain", None), ("plain, two queries", None), ("plain, not exact", None), ("generate()", None),
-                          ("glide", "chain"), ("edd", "chain")]
-    assert all(rows[key]["lossless"] for key in (("plain", None), ("glide", "chain"), ("edd", "chain")))
+    assert list(rows) == [("plain", None), ("plain, two queries", None), ("plain, not exact", None), ("generate()", None), ("glide", "chain")]
+    assert rows["plain", None]["lossless"] and rows["glide", "chain"]["lossless"]
     baselines = [r for (name, _), r in rows.items() if name.startswith("plain")]
     assert max(baselines, key=lambda r: r["tokens_per_second"])["speedup"] == 1
 
@@ -468,11 +483,10 @@ def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(sys.argv[0], run_name="__main__")
     done = capsys.readouterr()
-    assert ended.value.code == 0, done.err
+    assert ended.value.code == 0 and "all: 2 prompts" in done.out, done.err
     rows = rows_of(tmp_path / "r.jsonl")
     ours = next(r for r in rows if r["drafter"] == "glide")
     assert ours["lossless"] is True and ours["tau"] > 1.2 and {r["group"] for r in rows} == {"all", "story", "retell"}
-    assert "all: 2 prompts" in done.out and "glide x cape" in done.out
     shown, tau = re.search(r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*)\n--- tau ([\d.]+)\n", done.out, re.DOTALL).groups()
     assert "[" in shown and float(tau) == round(ours["by_prompt"][0]["tau"], 2)
 
@@ -504,7 +518,7 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
     answer = run.tokenizer.decode(plain(run.model, first, 5), skip_special_tokens=True)
     assert run.tokenizer.decode(first) == "def add(;" and run.tokenizer.decode(second) == f"def add(;{answer};return;"
 
-def test_prompts_by_the_flags(small, tmp_path, capsys):
+def test_prompts_by_the_flags(small, tmp_path):
     """Groups take turns, and --limit keeps as many of each; --ask says what a row asks; without --prompts the project's own."""
     rows = [{"group": "a", "prompt": f"a{i}"} for i in range(3)] + [{"group": "b", "prompt": "b"}] + [{"prompt": "c"}]
     (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -515,63 +529,13 @@ def test_prompts_by_the_flags(small, tmp_path, capsys):
         return [(group, run.tokenizer.decode(ids)) for group, ids, _ in run.prompts]
     assert [group for group, _ in prompts()] == ["a", "b", "file", "he", "a", "he", "a"]
     assert [text for _, text in prompts("--limit", "5", "--ask", "Q {prompt}")] == ["Q a0", "Q b", "Q c", "Q def g(", "Q a1"]
-    check_mistake(args(small, "--ask", "{answer}"), "KeyError", capsys)
     run = bench.Run(["--drafter", "maxgram", "--device", "cpu"])
     assert [group for group, _, _ in run.prompts] == ["story", "retell", "math"] * (bench.LOOK // 3)
-
-def test_prompt_mistakes(small, tmp_path, capsys):
-    path, long = tmp_path / "p.jsonl", '{"prompt": "%s"}' % ("x y " * 200)
-    argv = args(small, "--drafter", "maxgram", "--prompts", str(path))
-    for text, words in (("", "holds no prompt of at most 64"), ('{"prompt": ""}', "is empty"), (long, "holds no prompt of at most 64"),
-                        ('{"sentence": 1}', "row 1 of "), ('"a"\n{"x": 1}', "row 2 of "), ('{"prompt": ', "cannot be read")):
-        path.write_text(text)
-        check_mistake(argv, words, capsys)
-    path.write_text(long)
-    run = bench.Run([*argv, str(small / "prompts.jsonl")])
+    (tmp_path / "long.jsonl").write_text('{"prompt": "%s"}' % ("x y " * 200))
+    run = bench.Run(args(small, "--drafter", "maxgram", "--prompts", str(tmp_path / "long.jsonl"), str(small / "prompts.jsonl")))
     assert len(run.prompts) == 3 and run.notes == ["1 prompts longer than the context left out"]
 
-# ---------------------------------------------------------------- mistakes
-@pytest.mark.parametrize("more, words", [
-    (["--drafter", "bush"], "called 'bush'"), (["--tree", "bush"], "there is no tree called 'bush'"), (["--tree", "chain(gamma=0)"], "gamma is 0"),
-    (["--max-new-tokens", "0"], "--max-new-tokens is 0"), (["--temperature", "-1"], "--temperature is -1"), (["--limit", "0"], "--limit is 0"),
-    (["--temperature", "nan"], "--temperature is nan"), (["--top-p", "0"], "--top-p is 0"), (["--top-p", "nan"], "--top-p is nan"),
-    (["--top-p", "7"], "--top-p is 7"), (["--template", "lama"], "--template lama: say plain vicuna, or name a file"),
-    (["--top-k", "0"], "--top-k is 0"), (["--threads", "0"], "--threads is 0"), (["--tree", "drawn"], "give --temperature above 0"),
-    (["--target", "/no/such/model"], "does not exist"), (["--checkpoint", "/no/such"], "no drafter in /no/such"),
-    (["--prompts", "/no/such"], "/no/such"), (["--limit", "x"], "invalid int value"), (["--dtype", "int8"], "invalid choice"),
-    (["--device", "cuda"], "no CUDA device"), (["--graphs"], "--graphs: "), (["--nonsense"], "unrecognized arguments"),
-    (["--json", "/no/such/r.jsonl"], "--json /no/such/r.jsonl: name a file"), (["--json", "/tmp"], "--json /tmp: name a file"),
-    (["--drafter", "base"], "called 'base'"), (["--device", "x"], "say cpu, cuda"), (["--target", "a b/c"], "no name of the hub's"),
-    (["--drafter", "cascade(maxgram, base)"], "maxgram last"), (["--drafter", "cascade(base, base)"], "every stage once"),
-    (["--drafter", "cascade(base, k=(1, 2))"], "take 1 number"), (["--drafter", "cascade(base, small, k=(5, 4, 1))"], "never falls"),
-    (["--drafter", "cascade(base, stop='never')"], "say 'own' or 'sum'"), (["--drafter", "cascade(base, k='x')"], "cascade(base, k='x')"),
-    (["--drafter", "cascade(base, lenience=0.9)"], "lenience is 0.9"), (["--drafter", "cascade(base, costs=0.1)"], "cascade(base, costs=0.1)"),
-    (["--drafter", "cascade(base, small, costs=(0.1,))"], "a cost for each model"), (["--tree", "cape", "cape"], "name each once"),
-    (["--drafter", "maxgram", "--tree", "chain(gamma=3)"], "of its own length"), (["--drafter", "cascade(nowhere)"], "the stage nowhere does not exist"),
-    (["--drafter", "maxgram(bigram='none.json')"], "bigram='none.json'"), (["--drafter", "cascade(base, bigram=x.json)"], "bigram=None")])
-def test_mistakes_are_one_sentence(small, capsys, more, words):
-    if words == "no CUDA device" and torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
-    check_mistake(args(small, *more), words, capsys)
-
-def test_damaged_and_foreign_drafters(small, tmp_path, capsys):
-    def refused(words, edit, *more):
-        shutil.rmtree(tmp_path / "glide", ignore_errors=True)
-        shutil.copytree(small / "drafters" / "glide", tmp_path / "glide")
-        edit(tmp_path / "glide" / "model.safetensors", tmp_path / "glide" / "training.json")
-        check_mistake(args(small, "--checkpoint", str(tmp_path), *more), words, capsys)
-    about = json.loads((small / "drafters" / "glide" / "training.json").read_text())
-    refused("is damaged", lambda weights, _: weights.write_bytes(weights.read_bytes()[:-100]))
-    refused("model.safetensors is missing", lambda weights, _: weights.unlink())
-    for text in ("{", "[]", "{}", "3"):
-        refused("is damaged", lambda _, path, text=text: path.write_text(text))
-        check_mistake(args(small, "--checkpoint", str(tmp_path / "glide")), "is damaged", capsys)
-    # Of another target, one with fewer layers than GLIDE would read; an older fingerprint, whose weights have no names; none
-    for model in ("other", "drafters/small"):
-        refused("was made for another target: train one for this", lambda *_: None, "--target", str(small / model))
-    for target in ({**about["target"], "probe": list(about["target"]["probe"].values())}, {}):
-        refused("was made for another target", lambda _, path, target=target: path.write_text(json.dumps({**about, "target": target})))
-
+# ---------------------------------------------------------------- checkpoints
 def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
     """Called by its kind, or by its folder's name; raw: without the temperature that was fitted."""
     shutil.copytree(small / "drafters" / "edd", tmp_path / "mine")
@@ -581,24 +545,19 @@ def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
         run = bench.Run(args(small, "--checkpoint", str(checkpoint), "--drafter", name))
         assert type(run.drafters[name]).__module__ == "edd" and run.drafters[name].temperature == temperature
 
-def test_a_tokenizer_of_another_vocabulary_is_refused(small, tmp_path, capsys):
-    source = (ROOT / "cape.py").read_text()
-    shutil.copytree(small / "model", tmp_path / "model")
-    tokenizer_of(source, 900).save_pretrained(tmp_path / "model")
-    (tmp_path / "p.txt").write_text(source[:100])
-    check_mistake(args(small, "--target", str(tmp_path / "model"), "--prompts", str(tmp_path / "p.txt")), "vocabulary is 300", capsys)
-
 # ---------------------------------------------------------------- cascades, encoders
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     """A small random T5 target and two stages of the real class, with a tokenizer, saved as Hugging Face does."""
     folder = tmp_path_factory.mktemp("t5")
     for name, layers, seed in (("target", 3, 0), ("base", 2, 1), ("small", 1, 2)):
-        model = random_t5(seed, vocab_size=300, num_layers=layers, num_decoder_layers=layers, eos_token_id=None).float()
-        save(folder / name, model, tokenizer_of(TEXT, 300))
+        torch.manual_seed(seed)
+        config = transformers.T5Config(vocab_size=300, d_model=16, d_kv=4, d_ff=32, num_layers=layers, num_decoder_layers=layers, num_heads=4,
+                                       pad_token_id=0, eos_token_id=None, decoder_start_token_id=0, tie_word_embeddings=False)
+        save(folder / name, transformers.T5ForConditionalGeneration(config).eval(), tokenizer_of(TEXT, 300))
     return folder
 
-def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
+def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
     """And an encoder's input takes no room from the output."""
     (tmp_path / "p.txt").write_text("def add(a, b): return " * 80)
     argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"), "--max-new-tokens", "8")
@@ -609,20 +568,20 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path, capsys):
                           "maxgram", "cascade(base)"]
     assert all(r["lossless"] and r["tokens"] == 16 and r["prompt_tokens"] > 512 for r in rows.values())
     assert bench.main([*argv, "--limit", "1", "--drafter", "cascade(base)", "--tree", "chain", "drawn", "--temperature", "1"]) == 0
-    capsys.readouterr()
     for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
-        check_mistake(argv + more, "it takes --", capsys)
+        with pytest.raises(verify.UserError, match="it takes --"):
+            bench.Run(argv + more)
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
     """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
     two, three = "cascade(base, k=3, costs=(0.4,))", "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))"
-    assert bench.main(args(small, "--drafter", two, three, "maxgram", "--tree", "chain", "cape", "pct", "--json", str(tmp_path / "r.jsonl"),
-                           "--limit", "2", "--max-new-tokens", "10")) == 0
+    assert bench.main(args(small, "--drafter", two, three, "maxgram", "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
+                           "--limit", "2", "--max-new-tokens", "8")) == 0
     rows = rows_of(tmp_path / "r.jsonl")
     assert all(r["lossless"] for r in rows) and "swi_given" in capsys.readouterr().out
     assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
     found = {(r["drafter"], r["tree"]): r for r in rows if r["stages"]}
-    assert len(found) == 9 and {t for _, t in found} == {"chain", "cape", "pct"}
+    assert len(found) == 6
     r = next(r for (d, t), r in found.items() if "lenience" in d and t == "chain")
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and r["settings"] == {"drawn": False}
     target, base, second, _ = r["runs"]
@@ -634,27 +593,20 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
     for how, costs in (("given", (0.5, 0.25)), ("ms", [weight / whole for weight in weights])):
         assert r[f"swi_{how}"] == pytest.approx(r["tokens"] / (target + costs[0] * base + costs[1] * second))
 
-def test_a_stage_that_does_not_fit(small, t5, tmp_path, capsys):
-    shutil.copytree(small / "drafters" / "base", tmp_path / "other")
-    tokenizer_of("another text altogether " * 100, 300).save_pretrained(tmp_path / "other")
-    for stage, words in ((tmp_path / "other", "token 257 is 'er' there, 'Ġa' here"), (t5 / "base", "another kind of model")):
-        check_mistake(args(small, "--tree", "chain", "--drafter", f"cascade({stage})"), words, capsys)
-    assert bench.main(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1")) == 0
-    assert "will slow it down" in capsys.readouterr().out
+def test_a_stage_as_large_as_its_target_is_noted(small):
+    run = bench.Run(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1"))
+    assert run.notes[-1].endswith("will slow it down")
 
-def test_whose_bigram_is_read(small, tmp_path, capsys):
-    """The checkpoint's, unless it is another tokenizer's; one that was asked for must fit."""
+def test_whose_bigram_is_read(small, tmp_path):
+    """The checkpoint's, unless it is another tokenizer's; one that was asked for must fit (test_bad_input.py)."""
     path, argv = tmp_path / "bigram.json", args(small, "--checkpoint", str(tmp_path), "--drafter")
     shutil.copytree(small / "drafters" / "base", tmp_path / "base")
     path.write_text(json.dumps([7] * 300))
-    path.with_name("b").write_text('{"bigram": [7], "agreement": {"base": {"weights": "abc"}}}')
-    check_mistake([*argv, f"beside(base, maxgram, bigram={str(path.with_name('b'))!r})"], "its agreement with base is not three numbers", capsys)
-    named = f"maxgram(bigram={str(path)!r})"
-    grams = [drafter.gram for drafter in bench.Run([*argv, "maxgram", "cascade(base)", "cascade(base, maxgram)", named]).drafters.values()]
+    drafters = ["maxgram", "cascade(base)", "cascade(base, maxgram)", f"maxgram(bigram={str(path)!r})"]
+    grams = [drafter.gram for drafter in bench.Run([*argv, *drafters]).drafters.values()]
     assert grams[1] is None and all(list(gram.bigram) == [7] * 300 for gram in (grams[0], *grams[2:]))
-    for text, words in (([1] * 301, "vocabulary"), ({"bigram": [1] * 300, "confidence": None, "fingerprint": "0" * 16}, "bigram=")):
+    for text in ([1] * 301, {"bigram": [1] * 300, "confidence": None, "fingerprint": "0" * 16}):
         path.write_text(json.dumps(text))
-        check_mistake([*argv, named], words, capsys)
         run = bench.Run([*argv, "maxgram"])
         assert not any(run.drafters["maxgram"].gram.bigram or []) and "no bigram" in run.notes[-1]
 

@@ -12,7 +12,7 @@ from test_corpus import dump
 from tokenizers.processors import TemplateProcessing
 
 from checkpoints import make
-from data import prepare, read
+from data import files, prepare, read
 
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 TEXT = "def add(a, b):\n    return a + b\n\n" * 40
@@ -102,6 +102,17 @@ def test_answers_are_learned_where_a_template_writes_earlier_turns_otherwise(tok
     first, second = learned_of(tokenizer, CHAT, THINKS)
     assert first == ("<user>add a|<assistant>(thought) a + b|", "(thought) a + b|")
     assert second == ("<user>add a|<assistant>a + b|<user>return|<assistant>(thought) return b|", "(thought) return b|")
+
+def test_a_chat_is_tokenised_once(tokenizer):
+    """However many turns it has; a tokenizer that knows no characters of its tokens finds the same answers by the texts before them."""
+    chat, seen = CHAT * 20, []
+    counts = {"__call__": lambda self, texts, **more: seen.extend(texts) or type(tokenizer).__call__(tokenizer, texts, **more)}
+    counting = copy.copy(tokenizer)
+    counting.__class__ = type("Counting", (type(tokenizer),), counts)
+    (part,), = read.encode_all([chat], counting, HIS)
+    assert len(seen) == 1 and (part >= 0).sum() == 20 * sum(len(tokenizer(turn["content"] + "|")["input_ids"]) for turn in CHAT[1::2])
+    (_, answers), = read.chat_parts(chat, tokenizer, HIS)
+    assert np.array_equal(read.only_answers(np.where(part < 0, ~part, part), None, answers, tokenizer), part)
 
 def test_formats_by_name(tokenizer, tmp_path):
     """A template that writes the first token itself: the tokenizer must not add another."""
@@ -196,7 +207,7 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer, capsys):
             prepared(tmp_path, tokenizer, dump(tmp_path / "ids.jsonl", text), name="ids")
 
 def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, tokenizer, capsys):
-    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt"):
+    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(name)
     (tmp_path / "data" / "b.png").write_bytes(b"\x89PNG\xff\xfe")
@@ -205,6 +216,18 @@ def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, t
     assert f"left out, 1 rows without text: {tmp_path / 'data' / 'b.png'}" in capsys.readouterr().err
     with pytest.raises(read.UserError, match="b.png cannot be read"):
         prepared(tmp_path, tokenizer, tmp_path / "data" / "b.png", name="other")
+
+def test_a_long_text_begins_and_ends_once(tmp_path, tokenizer, monkeypatch):
+    """However many pieces it is read in: one token before it, where the tokenizer writes one, and one end-of-text."""
+    monkeypatch.setattr(files, "PIECE", 60)
+    for name, text in (("a.txt", TEXT + "\n" * 99), ("b.txt", "add")):
+        (tmp_path / name).write_text(text)
+    own = copy.deepcopy(tokenizer)
+    own._tokenizer.post_processor = TemplateProcessing(single="Ġ $A", special_tokens=[("Ġ", own.convert_tokens_to_ids("Ġ"))])
+    found, _ = prepared(tmp_path, own, tmp_path / "a.txt", tmp_path / "b.txt")
+    assert len(found["train"]) + len(found["val"]) > 9 and [own.decode(ids) for _, ids in found["train"]][-1] == " add<|endoftext|>"
+    text = own.decode(sum((ids for _, ids in found["train"][:-1]), []))
+    assert text.startswith(" def") and text.endswith("<|endoftext|>") and text[1:-13].rstrip() == TEXT.rstrip()
 
 def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypatch):
     """Content, tokenizer and template are what counts; a killed preparation leaves nothing half, another's folder stays."""
@@ -240,7 +263,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, tokenizer):
     rows, text = dump(tmp_path / "rows.jsonl", ({"text": TEXT[i % 30:i % 30 + 480]} for i in range(3000))), tmp_path / "text.py"
     text.write_text(TEXT * 700)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(read, "PIECE", 2 ** 12)
+        patch.setattr(files, "PIECE", 2 ** 12)
         patch.setattr(prepare, "AT_ONCE", 2 ** 15)
         fast = {"__call__": lambda self, texts, **more: {"input_ids": [[7] * (len(x) // 4) for x in texts]}}
         patch.setattr(tokenizer, "__class__", type("Fake", (type(tokenizer),), fast))
@@ -293,6 +316,8 @@ def test_pieces_are_documents_or_parts_of_them():
     ids, learn = prepare.gather(tokens, prepare.pieces_of(index, 4)[[2, 0, 1]])
     assert ids[0, :2].tolist() == [8, 9] and ids[1].tolist() == [0, 1, 2, 3], "a row each, padded on the right"
     assert learn.int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], "nothing from padding, nor what is only read"
+    pieces = prepare.pieces_of(index, 4)
+    assert prepare.labels_in(tokens, pieces) == prepare.gather(tokens, pieces)[1].sum() == 14
 
 def pieces_at_random(n=1000):
     rng = np.random.default_rng(0)

@@ -13,7 +13,7 @@ from test_maxgram import CountingList, brute_force, looks
 import cape
 import pct
 import verify
-from beyond import graft, priced
+from beyond import graft, priced, running
 from beyond.graft import Beside
 from maxgram import MaxGram
 from runtime import grams
@@ -47,8 +47,8 @@ def by_hand(row, heard, confidence, agreement):
     if not heard[0] or heard[1][0] < 2:
         return [x / max(sum(row), 1e-300) for x in row]
     (word, *_), (length, *_) = heard
+    w, agreement = confidence[min(length, len(confidence) - 1)], agreement if sum(row) else None
     row = [x / sum(row) for x in row] if sum(row) else [0.2] * 5
-    w = confidence[min(length, len(confidence) - 1)]
     if agreement:
         p, (a, b, c) = min(max(row[word], 1e-6), 1 - 1e-6), agreement
         rho = 1 / (1 + math.exp(-(a + b * min(length, 8) + c * math.log(p / (1 - p)))))
@@ -166,6 +166,51 @@ def test_judged_words_by_a_replay_of_the_text():
     assert [(length, right) for length, _, right in judged] == [(length, right) for length, _, right in expected]
     assert [p for _, p, _ in judged] == pytest.approx([p for _, p, _ in expected], rel=1e-4)
     assert len(judged) > 5 and {right for *_, right in judged} == {True, False}
+
+def test_no_agreement_is_measured_where_the_drafter_has_no_prediction():
+    """MEDUSA's heads end; Max-Gram's chains go on."""
+    target, drafter = target_of(shared("llama")), random_drafter(shared("llama"), "medusa", heads=2)
+    judged = grams.judged_words(target, drafter, MaxGram(), [[2, 7] * 4, [3, 1, 4] * 4], 25)
+    assert judged and all(0 <= p <= 1 for _, p, _ in judged)
+    assert all(math.isfinite(x) for x in grams.fit_agreement(judged, lambda length: 0.5)["weights"])
+
+# ---------------------------------------------------------------- a temperature that follows the text
+def newton(rounds, t):
+    """The docstring's table on Python floats: [(rows, the target's token after each)] of each round -> log T after all."""
+    information, log_t = running.PRIOR, math.log(t)
+    for rows, following in rounds:
+        step = 0.0
+        for row, token in zip(rows, following):
+            z = [x / math.exp(log_t) for x in row if x > -math.inf]
+            if not z:
+                continue
+            p = [math.exp(x) / sum(map(math.exp, z)) for x in z]
+            c = max(p)
+            y = float(row.index(max(row)) == token)
+            slope = c * (sum(a * b for a, b in zip(p, z)) - max(z))
+            information += slope ** 2 / max(c * (1 - c), 1e-4)
+            step += slope * (y - c) / max(c * (1 - c), 1e-4)
+        log_t = min(max(log_t + step / information, math.log(0.3)), math.log(3))
+    return math.exp(log_t)
+
+def test_the_running_temperature_is_newtons_of_the_accepted_nodes():
+    """Decoding by trees: each accepted node is judged by the target's token after it, the last one by the next root."""
+    model = shared("llama")
+    for name, build in (("edd", pct.pct), ("medusa", graft.graft), ("vanilla", cape.chain)):
+        target, prompt, inner, rounds = target_of(model), [3, 1, 4, 1, 5], random_drafter(model, name), []
+        inner.temperature = 0.8
+        drafter, given = running.Running(inner), []
+        own, keep = inner.expand, inner.keep
+        inner.expand = lambda tokens, parents: given.append(own(tokens, parents)) or given[-1]             # noqa: B023
+        inner.keep = lambda path: rounds.append(torch.cat(given)[path].tolist() if path else []) or given.clear() or keep(path)  # noqa: B023
+        out = verify.generate(target, drafter, build, prompt, 20)
+        assert out.tokens == plain(model, prompt, 20)
+        # A round is judged when the next one shows its root to the drafter; the last round never is.
+        judged = [(rows, one.new) for rows, one, after in zip(rounds, out.rounds, rounds[1:]) if after]
+        assert float(drafter.temperature) == pytest.approx(newton(judged, 0.8), rel=1e-4)
+        assert drafter.temperature != 0.8 and drafter.needs is inner.needs
+        drafter.reset()
+        assert drafter.temperature == 0.8
 
 def test_agreement_finds_the_logistic_that_made_the_words():
     rng, judged = random.Random(0), []

@@ -3,11 +3,11 @@ import copy
 
 import pytest
 import torch
+from conftest import plain, random_edd, random_glide, tiny
 
 import cape
 import glide
 import verify
-from conftest import plain, random_edd, random_glide, tiny
 from runtime import linear, parts
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -62,9 +62,14 @@ def test_blocks_are_of_the_weight_as_it_is(everything, monkeypatch):
 
     assert uses_blocks(module)
     assert list(whole.state_dict()) == ["0.weight", "0.bias"] and len(list(whole.parameters())) == 2
+    assert uses_blocks(module) and not uses_blocks(copy.deepcopy(module)), "a copy may be trained"
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
     module(x).sum().backward()
     assert module.weight.grad is not None, "a gradient flows, and so without blocks"
-    assert uses_blocks(module) and not uses_blocks(copy.deepcopy(module)), "a copy may be trained"
+    optimizer.step()
+    assert not uses_blocks(module), "fused optimisers leave the weight's version as it was"
+    linear.pack(whole)
+    assert uses_blocks(module)
     with torch.no_grad():
         module.weight += 1
     assert not uses_blocks(module)

@@ -26,7 +26,7 @@ def by_hand(model, texts, new, window):
         model(torch.tensor([ids]))
         turn = glide.target_angles(model, len(ids))
         for layer in range(len(model.model.layers)):
-            q, k = (glide.rotate(found[layer, name].unflatten(-1, (-1, 8)).transpose(0, 1), *turn) for name in ("q_proj", "k_proj"))
+            q, k = (glide.apply_rope(found[layer, name].unflatten(-1, (-1, 8)).transpose(0, 1), *turn) for name in ("q_proj", "k_proj"))
             for head, i in ((head, i) for head in range(len(q)) for i in range(len(ids) - new, len(ids))):
                 after = [j for j in range(1, i + 1) if ids[j - 1] == ids[i]]
                 if after:

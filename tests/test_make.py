@@ -20,6 +20,7 @@ import glide
 import train
 import verify
 from checkpoints import make
+from checkpoints.bigram import load_tokenizer
 from data import corpus, prepare, read
 from maxgram import build_bigram
 from runtime import load
@@ -27,17 +28,6 @@ from training import continuations, drafters
 from runtime.grams import measure_confidence, read_bigram
 
 # ---------------------------------------------------------------- tokenizer, target
-@pytest.mark.parametrize("argv, words", [
-    (["corpus", "--stories", "/no/such"], "--stories: /no/such does not exist"), (["corpus"], "required: --stories"), ([], "required: made"),
-    (["corpse"], "invalid choice: 'corpse'"), (["target"], "required: --data"), (["target", "--data", "/no/such"], "--data: /no/such does not exist"),
-    (["target", "--data", "x", "--steps", "0"], "--steps is 0"), (["target", "--data", "x", "--vocab", "-3"], "--vocab is -3"), (["trigram"], "invalid choice"),
-    (["continuations", "--data", "x", "--target", "/no/such"], "target /no/such does not exist"), (["bigram"], "--corpus")])
-def test_mistakes_are_one_sentence(argv, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert make.main([*argv, *(["--work", "w", "--out", "o"] if argv[:1] == ["target"] else [])]) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and err.startswith("make.py: "), err
-
 def test_the_tokenizer_of_a_corpus(tmp_path):
     """A token a digit; trained on what is not held out, and read back where the same text was seen before."""
     tokenizer = make.train_tokenizer(["x = 1234567890\n" * 50], 300)
@@ -194,8 +184,8 @@ def test_the_corpus_own_documents_are_continued_where_the_answer_begins(small):
             {"source": "stories", "text": "One day, a. Two. Three"}, {"source": "stories", "text": "One day, a. Two. Three."},
             {"source": "stories", "text": "One day, a. Two. Four."}, {"source": "math", "text": "Question: x\nAnswer: y", "held_out": True}]
     path = dump(small / "corpus.jsonl", [{"held_out": False, **row} for row in rows])
-    tokenizer = make.load_tokenizer(str(small / "model"))
-    parts = make.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
+    tokenizer = load_tokenizer(str(small / "model"))
+    parts = continuations.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
     assert [(kind, tokenizer.decode(ids)) for kind, ids in parts] == [
         ("math", "Question: a + b?\nAnswer:"), ("retell", "a. b.\n\nAgain.\n\n"), ("stories", "One day, a."), ("stories", "One day, a. Two.")]
     parts = [("a", list(range(n))) for n in np.random.default_rng(0).permutation(100)]

@@ -89,16 +89,6 @@ def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_repo
     tuning, reported = ([row.get("prompt") or row["question"] for row in rows] for rows in read)
     assert len(tuning) == 12 and not {*tuning} & {*reported}
 
-@pytest.mark.parametrize("argv, words", [
-    ([], "required: names"), (["glide-table-9"], "no table called 'glide-table-9': choose among cascade-k papers main"),
-    (["main", "--limt", "3"], "--limt"), (["main", "--json", "x"], "say --out FOLDER"),
-    (["main", "--out", str(RESULTS)], "docs/ is written by `paper.py write` alone"),
-    (["write", "--rows", "/no/such"], "holds no measured tables")])
-def test_mistakes_are_one_sentence(argv, words, capsys):
-    assert paper.main(argv) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("figures/paper.py: ") and err.count("\n") == 1 and words in err
-
 def test_flags_given_here_win_and_work_stands_elsewhere():
     command = 'python bench.py --checkpoint work/a --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
     script, arguments = paper.arguments_of(command, ["--limit", "4"], "my trainings")

@@ -12,16 +12,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB
+from conftest import VOCAB, shared
 from test_train import arguments, brief, flags, interrupt, leave, refused, small, some_drafter, state_of  # noqa: F401
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import train
 from data import prepare
-from training import jobs, shard
+from training import frozen, jobs, shard
 
 def batch_of(llama, module, ids, learn=None, count=None):
-    reads = train.read_by({"x": module}) | {"logits": True}
-    return train.frozen_forward(llama, ids, learn=learn, count=count, **reads) | {"block": 5}
+    reads = frozen.read_by({"x": module}) | {"logits": True}
+    return frozen.frozen_forward(llama, ids, learn=learn, count=count, **reads) | {"block": 5}
 
 @pytest.mark.parametrize("name", ["glide", "edd", "edd-ce", "eagle", "medusa", "small"])
 def test_a_loss_in_chunks_is_the_whole_one(llama, name):
@@ -36,7 +37,7 @@ def test_a_loss_in_chunks_is_the_whole_one(llama, name):
         module.zero_grad()
         rows.clear()
         hooks = [head.register_forward_pre_hook(lambda m, given: rows.append(given[0].shape[0])) for head in heads.get(name) or [module.head]]
-        loss = module.loss(batch | {"sum": partial(train.in_chunks, most)})
+        loss = module.loss(batch | {"sum": partial(frozen.in_chunks, most)})
         loss.backward()
         for hook in hooks:
             hook.remove()
@@ -44,7 +45,7 @@ def test_a_loss_in_chunks_is_the_whole_one(llama, name):
         found.append([loss, *(p.grad if p.grad is not None else torch.zeros_like(p) for p in module.parameters())])
     for a, b in zip(*found):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    assert train.frozen_forward(llama, ids)["count"] == 24, "all rows but the last, where nothing is said"
+    assert frozen.frozen_forward(llama, ids)["count"] == 24, "all rows but the last, where nothing is said"
 
 @pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
 def test_padding_and_other_documents_change_no_gradient(llama, name):
@@ -62,14 +63,23 @@ def test_padding_and_other_documents_change_no_gradient(llama, name):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-6)
 
 def test_the_target_keeps_what_somebody_reads(llama):
+    """Keys and values of the layers that are read, hidden states as Hugging Face counts them, and no others."""
     ids = torch.randint(VOCAB, (1, 9))
-    states = llama(ids, output_hidden_states=True).hidden_states
-    batch = train.frozen_forward(llama, ids, **train.read_by({name: some_drafter(name, llama) for name in ("glide", "medusa")}))
-    assert set(batch["kv"]) == {2} and set(batch["hidden"]) == {3} and torch.equal(batch["hidden"][3], states[3])
-    assert train.frozen_forward(llama, ids, logits=False)["logits"] is None
-    batch = train.frozen_forward(llama, ids, **train.read_by({"edd": some_drafter("edd", llama)}))
-    assert batch["logits"].shape == (1, 9, VOCAB) and not batch["kv"] and set(batch["hidden"]) == {2}
-    assert set(train.frozen_forward(llama, ids)["kv"]) == {0, 1, 2} and not batch["logits"].requires_grad
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=40, bos_token_id=None, eos_token_id=None)).double().eval()
+    for target in (llama, shared("mistral"), shared("qwen2-mixed"), gpt2):
+        states = target(ids, output_hidden_states=True).hidden_states
+        batch = frozen.frozen_forward(target, ids, hidden={0, 2, 3})
+        assert set(batch["hidden"]) == {0, 2, 3} and all(torch.equal(batch["hidden"][k], states[k]) for k in (0, 2, 3))
+        assert frozen.frozen_forward(target, ids)["hidden"] == {}
+        assert set(batch["kv"]) == {0, 1, 2} and not batch["logits"].requires_grad
+    asked = []
+    hook = llama.register_forward_pre_hook(lambda module, args, given: asked.append(given), with_kwargs=True)
+    batch = frozen.frozen_forward(llama, ids, **frozen.read_by({name: some_drafter(name, llama) for name in ("glide", "medusa")}))
+    assert set(batch["kv"]) == {2} and set(batch["hidden"]) == {3} and batch["logits"].shape == (1, 9, VOCAB)
+    batch = frozen.frozen_forward(llama, ids, **frozen.read_by({"edd-ce": some_drafter("edd-ce", llama)}))
+    assert not batch["kv"] and set(batch["hidden"]) == {2} and batch["logits"] is None and asked[-1]["logits_to_keep"] == 1
+    assert not any(given.get("output_hidden_states") for given in asked)
+    hook.remove()
 
 # ---------------------------------------------------------------- runs
 def test_each_drafter_is_the_one_of_its_own_run(small, tmp_path):
@@ -138,7 +148,10 @@ NAMES = ["glide", "edd", "eagle", "medusa"]
 
 def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch):
     """Two gloo processes, a piece or two at a time, each with half of the target's weights: the run of one process."""
-    more, whole, halves = ("--steps", "2", "--micro", "20"), tmp_path / "whole", tmp_path / "halves"
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    shutil.copytree(small / "model", tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')            # not what config.json says
+    more = ("--steps", "2", "--micro", "20", "--target", str(tmp_path / "model"))
     assert train.main(flags(small, whole, *more, names=NAMES)) == 0
     spread, fit, targets = shard.spread, train.fit, []
 
@@ -146,6 +159,7 @@ def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch)
         found = fit(*given)
         weights = list(targets[0].parameters())
         local = [p.to_local() if hasattr(p, "to_local") else p for p in weights]
+        print("ends", targets[0].generation_config.eos_token_id)
         print("local", sum(p.numel() for p in local), "of", sum(p.numel() for p in weights))
         return found
     monkeypatch.setattr(shard, "spread", lambda *given: targets.append(spread(*given)) or targets[0])
@@ -155,7 +169,7 @@ def test_two_processes_that_share_a_target_are_one(small, tmp_path, monkeypatch)
     assert_same_run(whole, halves, NAMES)
     for out, _ in said:                                    # after all forwards: of the layers at most half
         local, total = map(int, re.search(r"local (\d+) of (\d+)", out).groups())
-        assert local < 0.75 * total
+        assert local < 0.75 * total and "ends [5, 7]" in out
     assert "saved" in said[0][0] and "saved" not in said[1][0] and said[1][1] == "", "one speaks for all"
 
 @pytest.mark.long

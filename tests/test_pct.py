@@ -53,7 +53,7 @@ def test_the_constants_are_the_papers():
         return {k: v.default for k, v in inspect.signature(f).parameters.items() if v.default is not inspect.Parameter.empty}
     assert defaults(pct.pct) == {"cost": 0.05, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.own_confidence) == {"own": 0.3, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
-    assert defaults(priced.pct_cost) == {"cost": 0.05, "node_price": 0.01, "width": 5, "depth": 10, "max_nodes": 256}
+    assert defaults(priced.pct_cost) == {"cost": 0.05, "node_price": 0.01, "start": 0.0, "width": 5, "depth": 10, "max_nodes": 256}
     assert defaults(graft.graft) == {**defaults(priced.pct_cost), "chain": 16}
     assert defaults(pct.vct) == {"width": 3, "depth": 5}
     assert defaults(pct.eagle2) == {"total": 50, "depth": 6, "expanded": 10}

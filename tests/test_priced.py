@@ -6,17 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_cape import path_expand, random_table, table_expand
+from test_maxgram import brute_force
 from test_pct import all_nodes, paths
 
+import cascade
 from beyond import graft, priced
+from maxgram import MaxGram
 
-def layered(table, start, width, depth, cost, price, suggest=None, room=99):
+def layered(table, first, width, depth, prices, suggest=None, room=99):
     """The rule of the docstrings on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of forwards.
 
-    suggest(path, most): what is suggested behind a path, a tuple."""
-    found, frontier, expanded, rate = {}, {(): 1.0}, set(), 1.0
-    if suggest and not worth_a_forward(alone := hung((), 1.0, suggest, price, room), cost, price):
+    suggest(path, most): what is suggested after a path, a tuple."""
+    found, frontier, expanded, rate, (cost, price, start) = {}, {(): 1.0}, set(), 1.0, prices
+    if suggest and not worth_a_forward(alone := hung((), 1.0, suggest, price, room), *prices):
         return alone, expanded, 0
+    if not (suggest and alone) and all(d < start + d * (cost + price) for d in range(1, min(depth, room) + 1)):
+        return {}, expanded, 0                                           # Eq. 6 at the start of a text, where s is 1
     for drafts in range(1, min(depth, room) + 1):
         layer, asked, todo, best = {}, dict(frontier), list(frontier), max(frontier, key=frontier.get)
         chain = suggest(best, room - len(best) - 1) if suggest else ()
@@ -25,14 +30,14 @@ def layered(table, start, width, depth, cost, price, suggest=None, room=99):
             if path not in frontier and path not in layer:
                 break                                                    # the chain is not among the best here
             joint = asked[path] = frontier.get(path, layer.get(path))
-            row = table[path[-1] if path else start]
+            row = table[path[-1] if path else first]
             for x in sorted(range(len(table)), key=lambda x: (-row[x], x))[:width]:
                 if row[x] > 0:
                     layer[path + (x,)] = joint * row[x]
         expanded |= set(asked)
         found.update(layer)
         paid = [p for p in found.values() if p >= price * rate]
-        rate = max(rate, (1 + sum(paid)) / (1 + cost * drafts + price * len(paid)))
+        rate = max(rate, (1 + sum(paid)) / (1 + start + cost * drafts + price * len(paid)))
         share = sum(p for p in layer.values() if p >= price * rate) / sum(asked.values())
         frontier = {path: p for path, p in layer.items() if share * p >= price * rate and path not in asked and len(path) < room}
         if not frontier or sum(share * p - price * rate for p in frontier.values()) < cost * rate:
@@ -52,10 +57,10 @@ def sureness(path):
     """Of a suggestion in the last token of a path; some are all but sure."""
     return (0.5, 0.7, 0.9, 0.99)[hash(path) % 4]
 
-def worth_a_forward(alone, cost, price):
+def worth_a_forward(alone, cost, price, start):
     """Of the chain `alone`, the part of the best rate, against a forward over it."""
     p = [1.0, *alone.values()]
-    rate, most = max((sum(p[:n + 1]) / (1 + n * price), n) for n in range(len(p)))
+    rate, most = max((sum(p[:n + 1]) / (1 + n * price + start * (n > 0)), n) for n in range(len(p)))
     p = p[:most + 1]
     share = sum(p[1:]) / sum(p[:-1]) if most else 1.0
     left = [p[i] - p[i + 1] for i in range(most)] + [p[most]]
@@ -76,20 +81,21 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
             expand.calls += 1                                                                          # noqa: B023
             return table[tokens]
         expand.calls = 0
-        settings, suggest, room = dict(cost=cost, node_price=price, width=width, depth=depth), None, 99
+        start = [0.0, 0.3, 1.0][seed % 3]
+        settings, suggest, room = dict(cost=cost, node_price=price, start=start, width=width, depth=depth), None, 99
         build = (priced.pct_cost, graft.graft)[seed // 4 % 2]
         if seed % 3 and build is graft.graft:
             suggest, expand.root, expand.remaining = suggesting(seed, table), 0, 2 + seed % 7
             room, expand.drafter = expand.remaining, Suggester(suggest, given)
         tree = build(expand, torch.tensor([0]), **settings)
-        nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, cost, price, suggest, room)
+        nodes, expanded, drafts = layered(table.tolist(), 0, width, depth, (cost, price, start), suggest, room)
         assert {path[1:] for path in given} >= expanded and expand.calls == drafts, "a suggestion may be read in vain"
         assert max(map(len, given), default=0) <= room and (suggest or {path[1:] for path in given} == expanded)
         kept, skipped = paths(tree), skipped + (not drafts)
         assert max(map(len, kept), default=0) <= room
 
         def rate(some):
-            return (1 + sum(nodes[n] for n in some)) / (1 + cost * drafts + price * len(some))            # noqa: B023
+            return (1 + sum(nodes[n] for n in some)) / (1 + start * (len(some) > 0) + cost * drafts + price * len(some))            # noqa: B023
         some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(len(nodes) + 1))) if small and not suggest else []
         assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
         assert all(rate(kept ^ {n}) <= rate(kept) + 1e-12 for n in nodes), "none of them is too many, and none is missing"
@@ -172,19 +178,79 @@ def test_pct_cost_is_near_the_best_tree_of_any_depth(cost, price):
             assert bound >= r * cost or max(rates.values()) <= r + 1e-12
     assert max(kept) <= 1 + 1e-12 and sum(kept) / len(kept) > 0.99
 
-def turn(slow=1.0, **changed):
-    """Totals of a turn: a plain step takes 0.1 s; a round 0.11 s, and 0.02 s a draft, and 0.002 s a node."""
-    plain = dict(verify=9.0, draft=0.0, other=1.0, rounds=100, nodes=0, draft_forwards=0)
-    short = dict(verify=5.5, draft=0.9, other=0.2, rounds=50, nodes=50, draft_forwards=50)                   # 0.132 s each
-    deep = dict(verify=6.0, draft=4.1, other=0.9, rounds=50, nodes=250, draft_forwards=250)                  # 0.220 s
-    wide = dict(verify=8.0, draft=1.5, other=0.42, rounds=40, nodes=1560, draft_forwards=120)                # 0.248 s
-    return plain, short, deep | {"draft": 4.1 * slow} | changed, wide
+# ---------------------------------------------------------------- the first forward, and Max-Gram alone
+def test_the_first_forward_is_worth_its_price_or_the_tree_is_the_root_alone():
+    """A drafter that knows nothing, at half a plain step: drafted again and again at first, then rarely.  A good one always."""
+    for c, cost, start, least, most in ((0.2, 0.5, 0.0, 0, 60), (0.9, 0.5, 0.0, 200, 200), (0.9, 0.5, 5.0, 0, 0), (0.9, 0.1, 3.0, 200, 200)):
+        expand = table_expand(torch.tensor([[c, 0.0]]).repeat(2, 1))
+        expand.memory, first, last = {}, 0, 0
+        for number in range(400):
+            before = expand.calls
+            tree = priced.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=0.01, start=start)
+            first += number < 200 and expand.calls > before
+            last += number >= 200 and expand.calls > before
+            assert expand.calls > before or len(tree.tokens) == 1
+        assert least <= last <= most and first >= last and (first > 0) == (start < 5), (c, first, last)
+    # By hand, Eq. 6: .5 + .25 = .75 for two forwards at .3 each, and .2 to start
+    for s, depth, start, worth in ((0.5, 1, 0.2, True), (0.5, 1, 0.21, False), (0.8, 1, 0.6, False), (0.8, 2, 0.83, True), (0.8, 2, 0.85, False)):
+        expand = SimpleNamespace(memory={"share": s})
+        assert priced.worth_first_forward(expand, priced.Prices(0.29, 0.01, start), depth) == worth
+        assert expand.memory["share"] == pytest.approx(s if worth else s + 0.01 * (1 - s))
 
-def test_measured_costs_by_hand():
-    """s_d / s_t = 0.02 / 0.1; a node's price = 0.002 / 0.1, both in plain steps."""
-    assert priced.costs_of([turn()]) == pytest.approx((0.2, 0.02))
-    # one turn of three was disturbed, and one ended before anything was drafted: the middle one of the others
-    assert priced.costs_of([turn(slow=9.0), turn(), turn(draft_forwards=50), turn(slow=0.9)]) == pytest.approx((0.2, 0.02))
-    # a draft would take 0.08 s: the wide tree of three, with 38 nodes more, is faster than that
-    assert priced.costs_of([turn(verify=18.0)]) == pytest.approx((0.82, 0.0)), "and its nodes cost nothing"
-    assert priced.costs_of([turn(draft_forwards=50)]) == priced.costs_of([]) == (0.0, 0.0)
+def test_max_grams_chain_has_the_length_of_the_highest_rate():
+    """Of all lengths, by brute force; none where nothing pays.  Nobody drafts a forward."""
+    rng, lengths = random.Random(0), []
+    for _ in range(200):
+        text = [rng.randrange(4) for _ in range(rng.randint(1, 30))] * rng.choice([1, 2])
+        confidence = sorted(rng.random() for _ in range(5))
+        gram, root = MaxGram([0, 2, 3, 1], confidence), rng.randrange(4)
+        drafter = cascade.Cascade([], gram=gram, vocab=4)
+        drafter.begin(SimpleNamespace(tokens=torch.tensor(text)))
+        remaining, price, start = rng.randint(0, 12), rng.choice([0.01, 0.05, 0.3]), rng.choice([0.0, 0.1, 0.6])
+        expand = SimpleNamespace(drafter=drafter, root=root, remaining=remaining)
+        tree = priced.pct_cost(expand, torch.tensor([root]), node_price=price, start=start)
+        chain, joints = [], [1.0]
+        while len(chain) < remaining and (said := brute_force(text, [root, *chain], 1, bigram=[0, 2, 3, 1]))[0]:
+            chain += said[0]
+            joints.append(joints[-1] * confidence[min(said[1][0], 4)])
+        rates = [sum(joints[:n + 1]) / (1 + n * price + start * (n > 0)) for n in range(len(joints))]
+        n = len(tree.tokens) - 1
+        assert tree.tokens.tolist() == [root, *chain[:n]] and tree.parents.tolist() == list(range(-1, n))
+        assert rates[n] == pytest.approx(max(rates))
+        lengths.append(n)
+    assert 40 < lengths.count(0) < 160 and max(lengths) > 6
+    assert priced.max_gram_alone(SimpleNamespace(drafter=SimpleNamespace(gram=gram))) is None, "a drafter beside it"
+
+# ---------------------------------------------------------------- the prices
+def decoding(drafts, nodes, cost, price, start, step=0.1, rounds=50):
+    """Totals of a decoding whose rounds take what Eq. 7 says, in seconds."""
+    seconds = rounds * step * (1 + (start if nodes else 0) + drafts * cost + nodes * price)
+    return dict(verify=0.7 * seconds, draft=0.2 * seconds, other=0.1 * seconds, rounds=rounds, nodes=nodes * rounds, draft_forwards=drafts * rounds)
+
+def turn(cost=0.2, price=0.02, start=0.3, wide=(3, 39), shapes=((0, 0), (1, 1), (5, 5)), slow=1.0):
+    found = [decoding(drafts, nodes, cost, price, start) for drafts, nodes in (*shapes, wide)]
+    found[2]["draft"] *= slow
+    return found
+
+def test_prices_in_closed_form():
+    found = priced.prices_of({"x": [turn()]})["x"]
+    assert found == {"cost": pytest.approx(0.2), "node_price": pytest.approx(0.02), "start": pytest.approx(0.3),
+                     "cost_range": pytest.approx([0.2, 0.2]), "node_price_range": pytest.approx([0.02, 0.02])}
+    # One turn of three was disturbed; one ended before anything was drafted.
+    short = turn(shapes=((0, 0), (1, 1), (1, 1)))
+    found = priced.prices_of({"x": [turn(slow=9.0), turn(), short, turn(slow=0.95)]})["x"]
+    assert (found["cost"], found["node_price"], found["start"]) == pytest.approx((0.2, 0.02, 0.3))
+    assert found["cost_range"][0] < 0.2 < found["cost_range"][1]
+    # A node costs what it costs in all turns of all drafters; a draft what it costs in its own.
+    turns = {"x": [turn(0.2, price) for price in (0.02, 0.03)], "y": [turn(0.1, price, 0.0) for price in (0.03, 0.05, 0.05)]}
+    found = priced.prices_of(turns)
+    assert found["x"]["node_price"] == found["y"]["node_price"] == pytest.approx(0.03)
+    assert found["x"]["cost"] == pytest.approx(0.2 + 0.025 - 0.03) and found["y"]["cost"] == pytest.approx(0.1 + 0.05 - 0.03)
+    assert (found["x"]["start"], found["y"]["start"]) == pytest.approx((0.3, 0.0), abs=1e-9)
+    assert found["x"]["node_price_range"] == pytest.approx([0.03, 0.05])
+    # Max-Gram drafts without a forward
+    found = priced.prices_of({"gram": [turn(wide=(0, 17), shapes=((0, 0), (0, 1), (0, 5)))]})["gram"]
+    assert (found["cost"], found["node_price"], found["start"]) == pytest.approx((0.0, 0.02, 0.3), abs=1e-9)
+    # No price is negative; what told nothing has none.
+    found = priced.prices_of({"x": [turn(price=-0.01, start=-0.1)], "y": [short], "z": []})
+    assert found["x"]["node_price"] == found["x"]["start"] == 0 and set(found) == {"x"}

@@ -24,7 +24,7 @@ from runtime import load, parts
 from runtime.families import any_target
 
 PROMPT = [3, 1, 4, 1, 5]
-BUILDS = {"chain": cape.chain, "cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5)}
+BUILDS = {"cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5)}
 
 def drafters_of(model):
     """Random drafters for a model, of the classes that bench.py loads."""
@@ -35,9 +35,6 @@ def drafters_of(model):
     config = edd.Config.for_target(model, 2)
     draft_class, drafter_class = parts.KINDS[config.kind]
     yield drafter_class(draft_class(config, model).to(model.device, model.dtype))
-
-def stage_of(model, vocab):
-    return any_target(model, vocab=vocab)
 
 # ---------------------------------------------------------------- where the output ends, and what is streamed
 class Text(transformers.TextStreamer):
@@ -56,7 +53,7 @@ def test_stop_strings_and_several_ends_are_transformers_own(writer):
     """Drawn cases: strings and ids out of the plain output, so that most end it, within a run of accepted tokens."""
     model, tokenizer = writer
     target, draw, ended = verify.Target(model), random.Random(0), 0
-    for case in range(16):
+    for case in range(10):
         prompt = [draw.randrange(300) for _ in range(draw.randint(1, 8))]
         given, text = torch.tensor([prompt]), plain(model, prompt, 20)
         words = tokenizer.decode(text)
@@ -73,37 +70,32 @@ def test_stop_strings_and_several_ends_are_transformers_own(writer):
         assert out.tokens == wanted, (case, strings, eos)
         assert streamer.text == tokenizer.decode(out.tokens) and sum(out.runs) == len(out.tokens) - 1
         ended += len(wanted) < 20
-    assert 8 < ended < 16, "some end early, some do not"
+    assert 4 < ended < 10, "some end early, some do not"
 
 # ---------------------------------------------------------------- padded vocabularies
-@pytest.mark.parametrize("vocabs, gram", [((16, 9), True), ((9, 16), False)])
-def test_stages_of_padded_vocabularies(llama, vocabs, gram):
+def test_stages_of_padded_vocabularies(llama):
     """A target of 12 ids beside stages of fewer and of more: lossless, and nothing that only one side knows."""
-    text, seen = plain(llama, PROMPT, 30), []
-    assert max(text) >= 9, "the target says what a stage does not know"
-    stages = [stage_of(tiny("llama", seed=seed, vocab_size=vocab, num_hidden_layers=2), 12) for seed, vocab in enumerate(vocabs)]
-    for lenience in (1.0, 3.0):
-        drafter = cascade.Cascade(stages, None, lenience, maxgram.MaxGram() if gram else None, vocab=12)
-        for build in (cascade.proposal, cape.cape, BUILDS["pct"]):
-            def watched(expand, root, build=build):
-                tree = build(expand, root)
-                seen.extend(tree.tokens[1:].tolist())
-                return tree
-            assert verify.generate(verify.Target(llama), drafter, watched, PROMPT, 30).tokens == text
-        drawn = verify.generate(verify.Target(llama), drafter, partial(cascade.proposal, drawn=True), PROMPT, 30, verify.Sampled(0.8))
-        assert all(0 <= token < 12 for token in drawn.tokens)
-    assert max(seen) < 12
+    text, seen, stages = plain(llama, PROMPT, 24), [], []
+    assert max(text) >= 9, "the target predicts what a stage does not know"
+    for seed, vocab in enumerate((16, 9)):
+        stages.append(any_target(tiny("llama", seed=seed, vocab_size=vocab, num_hidden_layers=2), vocab=12))
+    drafter = cascade.Cascade(stages, None, 3.0, maxgram.MaxGram(), vocab=12)
+    for build in (cascade.proposal, BUILDS["pct"]):
+        def watched(expand, root, build=build):
+            tree = build(expand, root)
+            seen.extend(tree.tokens[1:].tolist())
+            return tree
+        assert verify.generate(verify.Target(llama), drafter, watched, PROMPT, 24).tokens == text
+    sampled = verify.generate(verify.Target(llama), drafter, partial(cascade.proposal, drawn=True), PROMPT, 24, verify.Sampled(0.8))
+    assert all(0 <= token < 12 for token in sampled.tokens + seen)
 
 def test_a_padded_pair_end_to_end(small, tmp_path, capsys):  # noqa: F811
-    """One tokenizer, 300 tokens; target and stage have 300 and 320 rows."""
-    tokenizer = tokenizer_of(TEXT, 300)
-    save(tmp_path / "wide", tiny("llama", seed=1, vocab_size=320, num_hidden_layers=2, max_position_embeddings=64).float(), tokenizer)
-    argv = args(small, "--drafter", f"cascade({tmp_path / 'wide'}, maxgram)", "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"))
-    assert bench.main(argv) == 0
+    """One tokenizer, 300 tokens; target and stage have embeddings of 300 and of 320."""
+    save(tmp_path / "wide", tiny("llama", seed=1, vocab_size=320, num_hidden_layers=2, max_position_embeddings=64).float(), tokenizer_of(TEXT, 300))
+    assert bench.main(args(small, "--drafter", f"cascade({tmp_path / 'wide'}, maxgram)", "--tree", "chain", "--json", str(tmp_path / "r.jsonl"))) == 0
     assert "transformers wants equal vocabularies" in capsys.readouterr().out
     rows = rows_of(tmp_path / "r.jsonl")
-    assert [row["lossless"] for row in rows if row["tree"]] == [True, True]
-    assert not any("assisted" in row["drafter"] for row in rows)
+    assert [row["lossless"] for row in rows if row["tree"]] == [True] and not any("assisted" in row["drafter"] for row in rows)
 
 # ---------------------------------------------------------------- quantised weights
 def test_a_quantised_target_is_plain_decodings():
@@ -114,10 +106,10 @@ def test_a_quantised_target_is_plain_decodings():
     after = load.fingerprint(model, tokenizer)
     assert not any(name.endswith("proj.weight") for name in after["probe"]) and load.same_target(before, after) and load.same_target(after, before)
     assert not load.same_target(other, after)
-    text = plain(model, PROMPT, 30)
-    for drafter in (*drafters_of(model), cascade.Cascade([stage_of(quantised(tiny("llama", seed=1), torch.float64, linear), 12)], vocab=12)):
-        for tree, build in BUILDS.items():
-            assert verify.generate(any_target(model), drafter, build, PROMPT, 30).tokens == text, tree
+    text = plain(model, PROMPT, 20)
+    for drafter in (*drafters_of(model), cascade.Cascade([any_target(quantised(tiny("llama", seed=1), torch.float64, linear), vocab=12)], vocab=12)):
+        for tree in ("cape", "pct"):
+            assert verify.generate(any_target(model), drafter, BUILDS[tree], PROMPT, 20).tokens == text, tree
 
 # ---------------------------------------------------------------- several devices
 def test_spread_end_to_end(small, tmp_path):  # noqa: F811

@@ -134,8 +134,8 @@ def compare(theirs, ours, text, temperature):
     named = {"accepted": len(path) > 1, "rejected": n > len(path), "left out": left}
     return {kind for kind, found in named.items() if found}
 
-def test_the_names_of_tokens_keep_their_space():
-    """A tokenizer that drops the space of a first token, as sentencepiece's do."""
+def test_texts_of_tokens():
+    """A tokenizer may drop the space of a first token, as sentencepiece's do; of a character of two tokens the first is held back."""
     words = {1: " a", 2: " dog", 3: "s"}
 
     def spaceless(text, **more):
@@ -143,9 +143,6 @@ def test_the_names_of_tokens_keep_their_space():
     spaceless.decode = lambda ids: "".join(words[i] for i in ids).removeprefix(" ")
     name = rounds.namer(spaceless)
     assert [name(i) for i in words] == [" a", " dog", "s"]
-
-def test_half_characters_wait_for_their_other_half():
-    """Each character is two tokens long, and stands where its second token does; the prompt's half is completed by the text."""
     half = SimpleNamespace(decode=lambda ids, **more: "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2))
     spell = rounds.speller(half)
     assert [spell([0] * n) for n in (3, 1, 1, 2, 0, 3)] == ["é", "é", "", "é", "", "éé"]
@@ -157,7 +154,7 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     own = [tokens[0]] + [each["own"] for each in arm["rounds"]]
     end = next(token for token in accepted if token not in own)
     monkeypatch.setattr(run, "eos", end)
-    monkeypatch.setattr(run.drafters["glide"], "words", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
+    monkeypatch.setattr(run.drafters["glide"], "predicted", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
     last = (arm := decode(run))["rounds"][-1]
     assert all(each["gram"] == [i for i in range(1, each["verified"]) if each["tokens"][i] == end] for each in arm["rounds"]) and last["gram"]
     assert last["own"] is last["choice"] is None and last["bonus"] == "" and last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
@@ -205,7 +202,7 @@ NASTY = ["</script><img src=x onerror=alert(1)>", "<!--", "<script>", '"', "'", 
          "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", rounds.PLACEHOLDER]
 
 def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
-    data = {"target": NASTY[0], "arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
+    data = {"arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
     text = rounds.page(data, TEMPLATE)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
     assert data_in(text) == data
@@ -227,14 +224,3 @@ def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
     command = there.pop("command")
     assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
     assert command.endswith(f"--prompt 2 --out {out}")
-
-@pytest.mark.parametrize("argv, said", [(["--out", "nowhere/a.html"], "name a file in a folder"), (["--out", "."], "name a file in a folder"),
-    (["--prompt", "two"], "invalid int value: 'two'"), (["--prompt", "0"], "--prompt is 0: there are 2 prompts"),
-    (["--prompt", "3"], "--prompt is 3: there are 2 prompts")])
-def test_mistakes_are_one_sentence(run, monkeypatch, tmp_path, capsys, argv, said):
-    monkeypatch.setattr(bench, "Run", lambda flags: run)
-    monkeypatch.chdir(tmp_path)
-    assert rounds.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("figures/rounds.py: ") and said in error and error.count("\n") == 1
-    assert not list(tmp_path.iterdir())

@@ -1,11 +1,11 @@
 """What a target writes itself: prompts, their continuations, and the file that keeps them.
 
     prompts = prompts_in(paths, tokenizer, template, most)      # [(kind of text, ids)]
-    texts = continuations(target, prompts, ends)                # greedy, or sampled at a temperature
+    texts = continuations(target, prompts, ends)                # greedy or sampled
     file = Written(path, run)                                   # JSON lines, only ever appended to
 
-A row of the file is {"run", "source": kind of text, "prompt": [ids], "answer": [ids]}.  data/read.py knows
-it: the prompt is read and the answer is learned from, as in a chat.
+A row of the file is {"run", "source": kind of text, "prompt": [ids], "answer": [ids]}.
+data/read.py knows it: the prompt is read and the answer is learned from, as in a chat.
 """
 import json
 import os
@@ -35,8 +35,8 @@ def padded(texts):
 def continuations(target, prompts, ends, temperature=0.0):
     """The target's continuations of all prompts, as one batch -> [ids], prompts included.
 
-    Text i ends where the target ends it, with an end-of-text token, or when it has ends[i] tokens, at most
-    the target's context.  temperature 0: greedy; otherwise sampled, by torch's global generator.
+    Text i ends where the target ends it, with an end-of-text token, or when it has ends[i] tokens,
+    at most the target's context.  temperature 0: greedy; else sampled, by torch's own generator.
     """
     texts = [list(ids) for ids in prompts]
     context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or max(ends)
@@ -53,28 +53,26 @@ def continuations(target, prompts, ends, temperature=0.0):
         # As far as the longest may go; shorter ones that could go further do so in the next turn.
         new = max(ends[i] - len(texts[i]) for i in active)
         new = min(new, context - ids.shape[1])
-        made = target.generate(ids, attention_mask=seen, max_new_tokens=new, eos_token_id=eos or None,
-                               pad_token_id=0, **how)
+        made = target.generate(ids, attention_mask=seen, max_new_tokens=new, pad_token_id=0,
+                               eos_token_id=eos or None, **how)
         made = made[:, ids.shape[1]:].tolist()
-        unfinished = []
+        ended = set()
         for i, tokens in zip(active, made):
-            tokens = tokens[:ends[i] - len(texts[i])]
-            last = [place for place, token in enumerate(tokens) if token in eos][:1]
-            for end in last:
-                tokens = tokens[:end + 1]                # what follows is padding
-            texts[i] += tokens
-            if not last and len(texts[i]) < ends[i]:
-                unfinished.append(i)
-        active = unfinished
+            for token in tokens[:ends[i] - len(texts[i])]:
+                texts[i].append(token)
+                if token in eos:                         # padding follows
+                    ended.add(i)
+                    break
+        active = [i for i in active if i not in ended and len(texts[i]) < ends[i]]
     return texts
 
 
 # ---------------------------------------------------------------- prompts
 def prompt_size(tokens, most):
-    """How many of a document's tokens are a prompt, at most `most` -> that many; 0: the document has none.
+    """How many of a document's tokens are its prompt, at most `most`; 0: it has none.
 
-    Of a plain text it is half.  Of a chat it is all up to its first answer, so that every prompt is one that
-    people ask: the start of a document, which ends where an answer begins.
+    Of a plain text it is half.  Of a chat it is all up to its first answer, so that every prompt is
+    one that people ask: the start of a document, which ends where an answer begins.
     """
     learned = tokens >= 0
     if learned.all():
@@ -97,7 +95,7 @@ def given_text(source, text):
     return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]
 
 
-def asked(chat):
+def up_to_question(chat):
     """The messages of a chat up to its first question, that included."""
     for number, message in enumerate(chat, 1):
         if message["role"] == "user":
@@ -106,11 +104,12 @@ def asked(chat):
 
 
 def prompts_in(paths, tokenizer, template, most, held_out=False):
-    """Prompts of all documents that may be learned from, or of those held out -> [(kind of text, ids)].
+    """Prompts of documents, those to learn from or those held out -> [(kind of text, ids)].
 
-    A document of the corpus is cut where its answer begins, a chat (or a row of questions) after its first
-    question, in the target's template; of any other text half is given.  A prompt of more than `most` tokens
-    is left out, and so is one that another document has given already: its continuation would be the same.
+    A document of the corpus is cut where its answer begins, a chat (or a row of questions) after
+    its first question, in the target's template; of any other text half is given.  A prompt of more
+    than `most` tokens is left out, and so is one that another document has given already: its
+    continuation would be the same.
     """
     found, known = [], set()
     for number, (place, row, document) in enumerate(read.documents(paths), 1):
@@ -119,7 +118,7 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
         if row.get("source") in SOURCES and isinstance(document, str):
             ids = read.encode(given_text(row["source"], document), tokenizer)
         elif read.is_chat(document):
-            messages = asked(document)
+            messages = up_to_question(document)
             ids = read.chat_ids(messages, tokenizer, template) if messages else []
         else:
             parts = next(read.encode_all([document], tokenizer, template))
@@ -131,13 +130,19 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
             kind = read.kind_of_text(row, place.split(" of ", 1)[-1])
             found.append((kind, ids))
     if not found:
-        raise UserError(f"--data has no document that begins with a prompt of at most {most} tokens: more "
-                        "--length, or more text")
+        raise UserError(f"--data has no document that begins with a prompt of at most {most} "
+                        "tokens: more --length, or more text")
     return found
 
 
+def given_parts(a, tokenizer, held_out=False):
+    """Prompts in --data of at most three quarters of --length -> [(kind of text, ids)]."""
+    template = read.template_of(a.template, tokenizer)
+    return prompts_in(a.data, tokenizer, template, a.length * 3 // 4, held_out)
+
+
 def batches_of(prompts, batch, seed):
-    """Lists of some `batch` prompts of like length, at random, always the same for the same seed."""
+    """Lists of some `batch` prompts of like length, in an order that the seed alone decides."""
     prompts = sorted(prompts, key=lambda prompt: len(prompt[1]))
     batches = [prompts[i:i + batch] for i in range(0, len(prompts), batch)]
     return [batches[i] for i in np.random.default_rng(seed + 2).permutation(len(batches))]
@@ -147,8 +152,8 @@ def batches_of(prompts, batch, seed):
 class Written:
     """The file of a run's continuations.  It grows by whole batches, and belongs to its run.
 
-    path: of the file; run: 12 hex digits of all that decides what is written.  UserError where the file
-    holds anything else than rows of this run: it is not touched then.
+    path: of the file; run: 12 hex digits of all that decides what is written.  UserError where the
+    file holds anything else than rows of this run: it is not touched then.
     """
 
     def __init__(self, path, run):
@@ -162,9 +167,9 @@ class Written:
             cut = not line.endswith(b"\n")
             ours = line.startswith(head) or cut and head.startswith(line)
             if not ours:
-                raise UserError(f"--resume: {self.path} holds something else than what this command writes "
-                                "(from the same target, --data, --template, --length, --batch, --seed and "
-                                "--temperature): name another --out")
+                raise UserError(f"--resume: {self.path} holds something else than what this "
+                                "command writes (from the same target, --data, --template, "
+                                "--length, --batch, --seed and --temperature): name another --out")
             end += len(line)
             if not cut:
                 self.ends.append(end)

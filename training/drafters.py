@@ -3,6 +3,7 @@
     glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
     glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
     glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
+    longspec, longspec-f768        a layer between the target's own embedding and head; its feed-forward size
     edd, vdm, eagle, medusa ...    parts.VARIANTS
     base, small                    language models, stages of a cascade
 """
@@ -22,7 +23,7 @@ from safetensors.torch import save_file
 
 import edd
 import glide
-from beyond import eagle, medusa
+from beyond import eagle, longspec, medusa
 from data.read import UserError, write_atomically
 from runtime import load, parts
 from verify import Target
@@ -34,6 +35,7 @@ DRAFTERS = {
     "glide": (glide, {}),
     "glide-top": (glide, {"layer": None, "norm": False}),
     "vanilla": (glide, {"glimpse": False}),
+    "longspec": (longspec, {"last_norm": True}),
 }
 DRAFTERS |= parts.VARIANTS
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
@@ -42,6 +44,7 @@ NUMBERED = {
     "glide-l": (glide, "layer"),
     "glide-n": (glide, "layers"),
     "glide-w": (glide, "width"),
+    "longspec-f": (longspec, "feed_forward"),
     "edd-h": (edd, "hidden"),
 }
 NAMES = f"{' '.join(DRAFTERS)} {' '.join(f'{name}N' for name in NUMBERED)}"
@@ -56,7 +59,8 @@ def named(name):
     file, setting = NUMBERED[numbered[1]]
     number = int(numbered[2])
     if number or setting == "layer":                     # layers count from 0
-        return file, {setting: number}
+        _, settings = DRAFTERS.get(numbered[1][:-2], (file, {}))
+        return file, {**settings, setting: number}
 
 
 def fresh(name, target, a):
@@ -73,6 +77,10 @@ def fresh(name, target, a):
         config = file.Config.for_target(target, **settings)
         draft_class, _ = parts.KINDS[config.kind]
         return draft_class(config, target).float()
+    if file is longspec:
+        settings = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block, **settings}
+        config = parts.longspec_config(target, **settings)
+        return parts.LongSpec.beside(target, config, a.length + AHEAD).float()
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes", "loss": a.loss}
     settings = {**own, **settings}
     check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
@@ -90,7 +98,7 @@ def trained(name, target, a):
     if file is None:
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         return SmallLM(lm, a.loss), load.about_drafter(folder)
-    length = [a.length] if file is glide else []
+    length = [a.length] if file in (glide, longspec) else []
     drafter, about = parts.load(file, folder, target, *length)
     return drafter.model.float(), about
 

@@ -1,8 +1,9 @@
 """A training run as the machine sees it: processes, signals, the state on disk, the log.
 
     join(a), place(), say(text), mean(values, device)      the processes of torchrun's job
-    interruptible(), main(argv, work, name)                Ctrl-C and SIGTERM, noted; mistakes, one sentence
-    State(a, names)                                        --work/state.pt, and what must not be lost
+    interruptible()                                        Ctrl-C and SIGTERM are noted
+    main(argv, work, name)                                 mistakes are one sentence
+    State(a, names)                                        --work/state.pt, and what must stay
     Log(a)                                                 --work/log.jsonl
 """
 import contextlib
@@ -26,12 +27,16 @@ import verify
 from data import early
 from data.read import UserError, first_line, write_atomically
 
-PATIENCE = timedelta(minutes=10)                  # with a process of the job that does not come, or answer
+PATIENCE = timedelta(minutes=10)           # with a process of the job that does not come, or answer
 # What --resume may change.
 FREE = set("lr every micro device shard_target out work resume overwrite command run spent".split())
+# What the user can do something about
+MISTAKES = (UserError, verify.UserError, OSError)
 # What a saved state has.
-PARTS = {"step": int, "steps": int, "tokens": int, "command": str, "run": str, "setting": dict, "models": dict,
-         "learners": list}
+PARTS = {
+    "step": int, "steps": int, "tokens": int, "command": str, "run": str,
+    "setting": dict, "models": dict, "learners": list,
+}
 
 
 # ---------------------------------------------------------------- processes
@@ -58,8 +63,8 @@ def join(a):
         dist.init_process_group(backend, timeout=PATIENCE)
     except Exception as why:
         reason = first_line(why)
-        raise ConnectionError(f"not all processes of the job came together ({reason}): start every one by "
-                              "torchrun") from None
+        raise ConnectionError(f"not all processes of the job came together ({reason}): start every "
+                              "one by torchrun") from None
 
 
 def meet():
@@ -68,9 +73,15 @@ def meet():
         dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(days=9)))
 
 
+def stop(why):
+    """End the run with a sentence.  All processes come here, and one says why."""
+    raise UserError(why) if place()[0] == 0 else SystemExit(2)
+
+
 def mean(values, device):
     """The mean over all processes of some numbers, in one message -> floats."""
-    values = torch.stack([torch.as_tensor(value, dtype=torch.float64, device=device) for value in values])
+    like = {"dtype": torch.float64, "device": device}
+    values = torch.stack([torch.as_tensor(value, **like) for value in values])
     if dist.is_initialized():
         dist.all_reduce(values)
     return (values / place()[1]).tolist()
@@ -78,27 +89,27 @@ def mean(values, device):
 
 @contextlib.contextmanager
 def interruptible():
-    """Ctrl-C and SIGTERM are noted in the list that this yields, so that the step under way can end.
+    """Ctrl-C and SIGTERM are noted in the list that this yields: the current step can end.
 
-    A second one stops at once (what is saved stays whole), but for torchrun, which passes on to each process
-    what all of them have got already.
+    A second one stops at once (what is saved stays whole), but for torchrun, which passes on to
+    each process what all of them have got already.
     """
-    asked = []
+    signals = []
 
     def note(number, frame):
-        if asked and not dist.is_initialized():
+        if signals and not dist.is_initialized():
             sys.exit(130)
-        asked.append(number)
+        signals.append(number)
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def main(argv, work, name):
-    """Run work(argv) -> exit status: 0; 2 after one sentence about a mistake, or an interruption."""
+    """Run work(argv) -> exit status: 0; 2 after one sentence about a mistake or an interruption."""
     early.raises()
     try:
         work(argv)
@@ -109,8 +120,8 @@ def main(argv, work, name):
             reason = "interrupted"
         elif together and "onnection" in str(why):
             reason = "another process has ended: its own words say why"
-        elif not isinstance(why, (UserError, verify.UserError, OSError)) and "memory" not in str(why):
-            raise                                        # no mistake of the user's
+        elif not isinstance(why, MISTAKES) and "memory" not in str(why):
+            raise                                        # a defect of the program's
         # What all processes find before they have met, one of them says.
         if rank == 0 or together or isinstance(why, OSError):
             print(f"{name}: {f'process {rank}: ' if rank else ''}{reason}", file=sys.stderr)
@@ -125,8 +136,8 @@ def main(argv, work, name):
 class State:
     """What a run leaves in --work, so that it can go on.  It belongs to its command.
 
-    a: the flags; names: of what will be saved under --out.  Raises UserError where the run would replace an
-    unfinished one, or something finished; --overwrite lets it.
+    a: the flags; names: of what will be saved under --out.  Raises UserError where the run would
+    replace an unfinished one, or something finished; --overwrite lets it.
     """
 
     def __init__(self, a, names):
@@ -138,15 +149,15 @@ class State:
         if self.path.exists() and (a.resume or not a.overwrite):
             self.found = self.read()
         if a.resume and self.found is None:
-            raise UserError(f"--resume: there is no interrupted run in {a.work}: leave it out, or name the "
-                            "--work of one")
+            raise UserError(f"--resume: there is no interrupted run in {a.work}: leave it out, or "
+                            "name the --work of one")
         # A finished run's state may go: what it has learned stands in its --out.
         if self.found and not a.resume:
             step, steps, command = (self.found[key] for key in ("step", "steps", "command"))
             if step < steps:
-                raise UserError(f"{a.work} holds step {step} of {steps} of `{command}`, which `{a.command}` "
-                                "would replace: go on with it by --resume, or give another --work, or "
-                                "--overwrite")
+                raise UserError(f"{a.work} holds step {step} of {steps} of `{command}`, which "
+                                f"`{a.command}` would replace: go on with it by --resume, or give "
+                                "another --work, or --overwrite")
             self.found = None
         a.run = self.found["run"] if self.found else self.fresh(a)
         for name in names:
@@ -156,11 +167,11 @@ class State:
         """The state in --work; a UserError where it is damaged, or anything else."""
         try:
             with zipfile.ZipFile(self.path) as records:
-                damaged = records.testzip()              # the first record whose checksum is wrong, or None
+                damaged = records.testzip()      # the first record whose checksum is wrong, or None
             found = torch.load(self.path, map_location="cpu", weights_only=True)
         except Exception as why:
-            raise UserError(f"{self.path} cannot be read ({type(why).__name__}): --overwrite begins "
-                            "anew") from None
+            raise UserError(f"{self.path} cannot be read ({type(why).__name__}): --overwrite "
+                            "begins anew") from None
         whole = isinstance(found, dict)
         whole = whole and all(isinstance(found.get(name), kind) for name, kind in PARTS.items())
         if damaged or not whole:
@@ -168,7 +179,8 @@ class State:
         return found
 
     def no_state(self):
-        return UserError(f"{self.path} is damaged, or no state of a training run: --overwrite begins anew")
+        return UserError(f"{self.path} is damaged, or no state of a training run: --overwrite "
+                         "begins anew")
 
     def fresh(self, a):
         """A name for a new run: 12 hex digits."""
@@ -181,8 +193,8 @@ class State:
             return
         if not path.exists():
             if any(folder.iterdir()):
-                raise UserError(f"{folder} holds files that no training.json accounts for: give another "
-                                "--out, or --overwrite")
+                raise UserError(f"{folder} holds files that no training.json accounts for: give "
+                                "another --out, or --overwrite")
             return
         try:
             about = json.loads(path.read_text())
@@ -190,8 +202,8 @@ class State:
             about = None
         about = about if isinstance(about, dict) else {}
         if about.get("run") != a.run:
-            raise UserError(f"{folder} was made by `{about.get('command')}`: give another --out, or "
-                            "--overwrite")
+            raise UserError(f"{folder} was made by `{about.get('command')}`: give another --out, "
+                            "or --overwrite")
 
     def restore(self, a, together, learners):
         """Put a found state into the modules and their optimizers -> steps done, tokens seen."""
@@ -202,9 +214,10 @@ class State:
             a.dtype = before["dtype"]
         changed = [name for name, value in settings(a).items() if before.get(name) != value]
         if changed:
-            raise UserError(f"--resume: the run in {a.work}, `{self.found['command']}`, had another "
-                            f"{', '.join(changed)} than `{a.command}`: only --lr, --every and --micro may "
-                            "change")
+            command = self.found["command"]
+            raise UserError(f"--resume: the run in {a.work}, `{command}`, had another "
+                            f"{', '.join(changed)} than `{a.command}`: only --lr, --every and "
+                            "--micro may change")
         kept = self.found["learners"]
         try:
             together.load_state_dict(self.found["models"])
@@ -216,9 +229,16 @@ class State:
 
     def save(self, step, tokens, a, together, learners):
         """Write the state; one process does."""
-        state = {"step": step, "steps": a.steps, "tokens": tokens, "command": a.command, "run": a.run}
-        state |= {"setting": settings(a), "models": together.state_dict()}
-        state["learners"] = [learner.state_dict() for learner in learners]
+        state = {
+            "step": step,
+            "steps": a.steps,
+            "tokens": tokens,
+            "command": a.command,
+            "run": a.run,
+            "setting": settings(a),
+            "models": together.state_dict(),
+            "learners": [learner.state_dict() for learner in learners],
+        }
         if place()[0] == 0:
             write_atomically(self.path, lambda part: torch.save(state, part))
 
@@ -246,7 +266,10 @@ def clock(device):
 
 
 class Log:
-    """JSON lines in --work, and what the bar shows.  losses: of the steps since the last evaluation."""
+    """JSON lines in --work, and what the bar shows.
+
+    losses: of the steps since the last evaluation, {name: loss} each.
+    """
 
     def __init__(self, a):
         self.path, self.a = Path(a.work) / "log.jsonl", a
@@ -270,14 +293,22 @@ class Log:
     def write(self, step, rate, metrics):
         """A line of the file; on the screen what was measured, a line a drafter."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        memory *= 1 if sys.platform == "darwin" else 1024              # macOS counts bytes, Linux kilobytes
+        memory *= 1 if sys.platform == "darwin" else 1024      # macOS counts bytes, Linux kilobytes
         if self.a.device.startswith("cuda"):
             memory = torch.cuda.max_memory_allocated(self.a.device)
-        row = {"step": step, "tokens_seen": self.a.spent, "tokens_per_s": rate, "peak_memory": memory}
+        row = {
+            "step": step,
+            "tokens_seen": self.a.spent,
+            "tokens_per_s": rate,
+            "peak_memory": memory,
+        }
         for name, values in metrics.items():
             lost = [losses[name] for losses in self.losses]
             row[name] = {"loss": statistics.mean(lost) if lost else None, **values}
-            shown = [f"{key} {value:.3f}" for key, value in values.items() if isinstance(value, float)]
+            shown = []
+            for key, value in values.items():
+                if isinstance(value, float):
+                    shown.append(f"{key} {value:.3f}")
             if place()[0] == 0:
                 tqdm.write(f"step {step} {name}: {', '.join(shown)}")
         self.line(row)

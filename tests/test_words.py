@@ -1,0 +1,101 @@
+"""A short list of words to draft: fewer products, the same output, and no word beyond the list."""
+import copy
+import json
+import shutil
+
+import pytest
+import test_drawn
+import torch
+from conftest import VOCAB, plain, random_drafter, shared
+from test_bench import args, check_mistake, rows_of, small  # noqa: F401
+
+import bench
+import cape
+import pct
+import verify
+from beyond.words import ShortHead, shorten
+from checkpoints import smollm2
+from runtime import load, parts
+
+PROMPT, NEW = [3, 1, 4, 1, 5], 24
+WORDS = [7, 2, 5, 3]
+TREES = {"chain": cape.chain, "cape": cape.cape, "pct": pct.pct}
+
+@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "eagle", "medusa"])
+def test_words_alone_are_drafted_and_the_output_stays(name):
+    model = shared("llama")
+    text, drafter = plain(model, PROMPT, NEW), random_drafter(model, name)
+    whole = copy.deepcopy(drafter)
+    head_rows = sum(p.shape[0] == VOCAB for p in drafter.model.parameters())
+    shorten(drafter.model, WORDS)
+    assert sum(p.shape[0] == VOCAB for p in drafter.model.parameters()) < max(head_rows, 1)
+    seen = []
+
+    def compared(tokens, parents):
+        """Of the words as before, of all others -inf."""
+        logits, before = expand(tokens, parents), whole.expand(tokens, parents)
+        others = [token for token in range(VOCAB) if token not in WORDS]
+        torch.testing.assert_close(logits[:, WORDS], before[:, WORDS])
+        assert logits[:, others].isneginf().all()
+        seen.append(len(parents))
+        return logits
+
+    begin, keep, reset, expand = drafter.begin, drafter.keep, drafter.reset, drafter.expand
+    drafter.begin = lambda view: (begin(view), whole.begin(view))
+    drafter.keep = lambda path: (keep(path), whole.keep(path))
+    drafter.reset = lambda: (reset(), whole.reset())
+    drafter.expand = compared
+    for build in TREES.values():
+        out = verify.generate(verify.Target(model), drafter, build, PROMPT, NEW)
+        assert out.tokens == text and seen
+        for a_round in out.rounds:
+            assert set(a_round.tokens[1:]) <= set(WORDS)
+
+def test_a_target_that_scales_its_head():
+    """EAGLE drafts by the target's own head, which stays whole for the target."""
+    model = shared("llama")
+    draft_class, _ = parts.KINDS["eagle"]
+    draft_model = draft_class(parts.config_of("eagle", model), model)
+    x = torch.randn(2, model.config.hidden_size, dtype=torch.float64)
+    before = draft_model.target.head(x)
+    shorten(draft_model, WORDS)
+    torch.testing.assert_close(draft_model.target.head(x)[:, WORDS], before[:, WORDS])
+    assert draft_model.target.head(x).isneginf().sum() == 2 * (VOCAB - len(WORDS))
+    torch.testing.assert_close(model.lm_head(x), before)
+
+def test_drawn_chains_of_few_words_follow_the_target(monkeypatch):
+    words = torch.tensor([2, 0])
+    logits = test_drawn.table(2, test_drawn.VOCAB)
+    drafter = test_drawn.Drafter(logits)
+    drafter.expand = ShortHead(lambda tokens: logits[tokens][:, words], words, test_drawn.VOCAB)
+    drafter.expand = lambda tokens, parents, head=drafter.expand: head(tokens)
+    monkeypatch.setitem(test_drawn.CASES, "words", (lambda: drafter, test_drawn.DRAWN))
+    counts = test_drawn.decoded("words", range(test_drawn.SEEDS))
+    assert min(test_drawn.chi_squares(counts)) > test_drawn.ALARM
+
+# ---------------------------------------------------------------- the command line
+def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
+    """The list is counted from text, answers alone of what was written; then it is named by its length."""
+    shutil.copytree(small / "drafters", tmp_path / "drafters")
+    path = tmp_path / "drafters" / "words.json"
+    rows = [{"prompt": [9] * 9, "answer": [5, 5, 5, 7]}, {"ids": [7, 8]}, {"ids": [11] * 5, "held_out": True}]
+    (tmp_path / "text.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["words", "--data", str(tmp_path / "text.jsonl"), "--target", str(small / "model"), "--out", str(path), "--most", "40"]
+    assert smollm2.main(command) == 0
+    _, tokenizer = load.load_target(small / "model", "float32", "cpu")
+    words = json.loads(path.read_text())["words"]
+    assert words[:4] == [tokenizer.eos_token_id, 5, 7, 8] and len(set(words)) == 40
+
+    argv = args(small, "--checkpoint", str(tmp_path / "drafters"))
+    names = ["glide(words=30)", "edd(words=1)"]
+    assert bench.main([*argv, "--drafter", *names, "--json", str(tmp_path / "rows.jsonl")]) == 0
+    capsys.readouterr()
+    drafted = [row for row in rows_of(tmp_path / "rows.jsonl") if row["tree"]]
+    assert {row["drafter"] for row in drafted} == set(names) and all(row["lossless"] for row in drafted)
+    for given, words in (("41", "has 40 words"), ("0", "give how many"), ("'a'", "give how many")):
+        check_mistake([*argv, "--drafter", f"glide(words={given})"], words, capsys)
+    for text, words in (("[]", "holds no list"), ('{"vocabulary": "0", "words": [1]}', "of another vocabulary")):
+        path.write_text(text)
+        check_mistake([*argv, "--drafter", "glide(words=1)"], words, capsys)
+    path.unlink()
+    check_mistake([*argv, "--drafter", "glide(words=1)"], "there is no", capsys)
