@@ -50,8 +50,8 @@ from transformers.generation import (
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last round; length: of all that is committed;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`
-View = namedtuple("View", "tokens length kv hidden")
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, rows of `tokens`; ids: tokens, as a list
+View = namedtuple("View", "tokens length kv hidden ids", defaults=(None,))
 # Of the output, lists: new tokens, the accepted path of nodes, root first, the tree's tokens and parents
 Round = namedtuple("Round", "new path tokens parents")
 
@@ -244,9 +244,10 @@ class Target:
             kv[layer] = [rows[:, :, :length] for rows in held]
         for index, *rows in zip(self.needs["hidden"], *self.hidden):
             hidden[index] = torch.cat(rows)
-        tokens = torch.tensor(self.ids[self.shown:], device=self.device)
+        ids = self.ids[self.shown:]
+        tokens = torch.tensor(ids, device=self.device)
         self.shown, self.hidden = length, []
-        return View(tokens, length, kv, hidden)
+        return View(tokens, length, kv, hidden, ids)
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
