@@ -63,8 +63,8 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last view; the length of all that is;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of those tokens
-View = namedtuple("View", "tokens length kv hidden")
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of those tokens; their ids
+View = namedtuple("View", "tokens length kv hidden ids", defaults=(None,))
 # A round, as lists: its new tokens; the accepted nodes, root first; the tree
 Round = namedtuple("Round", "new path tokens parents")
 FEW = 8                  # nodes of a tree, so few that its depth is not asked for
@@ -254,14 +254,15 @@ class Target:
 
     def view(self):
         """What was committed since the last view, and what the drafter reads of it -> View."""
-        tokens = torch.tensor(self.ids[self.shown:]).to(self.device, non_blocking=True)
+        ids = self.ids[self.shown:]
+        tokens = torch.tensor(ids).to(self.device, non_blocking=True)
         self.shown = length = self.cache.length
         kv = {}
         for layer in self.needs["kv"]:
             kv[layer] = [entries[:, :, :length] for entries in self.cache.kv[layer]]
         hidden = {index: torch.cat(states) for index, states in self.hidden.items()}
         self.hidden = {index: [] for index in hidden}
-        return View(tokens, length, kv, hidden)
+        return View(tokens, length, kv, hidden, ids)
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):

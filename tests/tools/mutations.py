@@ -251,6 +251,7 @@ EDITS["beyond/priced"] = [
     ('the first forward is never tried again', 'memory["share"] = s + FORGET * (1 - s)', 'pass'),
     ('what first forwards kept is forgotten', 'memory["share"] = before + LEARN * (s - before)', 'pass'),
     ('the second forward keeps all that the first kept', 'gain += s ** i - prices.cost', 'gain += s - prices.cost'),
+    ('the chain is not announced', 'drafter.announce(ids + list(chain))', 'drafter.announce(ids)', 'graft'),
     ("Max-Gram's chain is ten", 'n = len(ids)\n', 'n = min(10, len(gram.propose([expand.root])[0]))\n'),
     ("Max-Gram's chain has no start", 'T = 1 + prices.start\n    place', 'T = 1\n    place'),
     ('prices in seconds', 'return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)', 'return Prices(both - node_price, node_price, start)'),
@@ -275,7 +276,8 @@ EDITS["beyond/graft"] = [
     ('the predicted token alone', 'rho = p + w * (1 - p)', 'rho = w'),
     ('another temperature', 'mixture = (self.temperature * mixture).to(logits.dtype)', 'mixture = mixture.to(logits.dtype)'),
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
-    ('the committed text is not shown', '        self.gram.commit(view.tokens)\n', ''),
+    ('the committed text is not shown', '        self.gram.commit(view.tokens if ids is None else ids)\n', ''),
+    ('what was announced once counts for ever', '        self.announced = None\n        rows', '        rows'),
     ('the mixture without its maximum', 'return w.clamp(min=0)', 'return w'),
     ('agreement with a drafter that has no prediction', 'w = torch.where(none, confidence, self.weight(p, lengths))', 'w = self.weight(p, lengths)'),
 ]
