@@ -29,9 +29,10 @@ def folded_attention(module, query, key, value, attention_mask, scaling=None, dr
     _, heads, n, _ = query.shape
     groups = heads // key.shape[1]
     others = [more.get(name) for name in ("softcap", "position_bias", "cache")]
-    needless = attention_mask is None or groups == 1 or n == 1
-    # A mask of its own for each head (ALiBi) is not repeated here.
-    if needless or attention_mask.shape[:3] != (1, 1, n) or len(query) > 1 or dropout or any(x is not None for x in others):
+    plain = not dropout and all(x is None for x in others)
+    # Folded: one text, one mask for all heads (ALiBi has one for each), several queries.
+    one_mask = attention_mask is not None and attention_mask.shape[:3] == (1, 1, n)
+    if not (plain and one_mask and groups > 1 and n > 1 and len(query) == 1):
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
                                       scaling=scaling, **more)
     query = query.reshape(1, heads // groups, groups * n, -1)
