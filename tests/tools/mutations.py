@@ -540,7 +540,7 @@ EDITS["runtime/families"] = [
      "{kind: window for kind in kinds}", "families verify::test_tree_logits_and_commit_equal_each_path_alone"),
     ("a mask of one kind for all", "near = within_window(mask, window, position, slots) if window else mask",
      "near = within_window(mask, window or 3, position, slots)", "families"),
-    ("RoBERTa's table is as long as it says", "context -= module.padding_idx + 1", "pass", "families"),
+    ("RoBERTa's table is as long as it says", "context -= padding + 1", "pass", "families"),
     ("MPT's context goes by another name", 'names = ("max_position_embeddings", "max_seq_len")',
      'names = ("max_position_embeddings",)', "families"),
     ("no proof", "        if model not in self.proven:\n", "        self.proven[model] = True\n        if False:\n", "families"),
@@ -552,7 +552,7 @@ EDITS["runtime/families"] = [
     ("trees for chains", "if not self.verifies_trees and parents is not None and not is_chain(parents):", "if False:",
      "families"),
     ("positions for who takes none", "        if not self.verifies_trees:\n            return {}\n", "", "families"),
-    ("flash attention", 'if attention not in (None, "sdpa", "eager"):', "if False:", "families"),
+    ("flash attention", 'if attention not in (None, "sdpa", "eager", folding.NAME):', "if False:", "families"),
     ("longrope's room is the context's",
      "return min(remaining, self.short - len(ids) + 1)", "return remaining", "families"),
     ("a node beyond the turning point turns its tree", "self.capacity = min(own, self.short)", "pass", "families"),
@@ -571,7 +571,7 @@ EDITS["runtime/families"] = [
 ]
 EDITS["runtime/attention"] = [
     ("queries of a group see another's mask", "repeat(1, 1, groups, 1)", "repeat_interleave(groups, 2)", "families"),
-    ("folded masks are padded in each layer", "F.pad(mask, (0, -keys % 8))", "mask", "families"),
+    ("folded masks are padded in each layer", "F.pad(attention_mask, (0, -keys % 8))", "attention_mask", "families"),
     ("a CPU repeats keys", '    model.set_attn_implementation(NAME)\n', "", "families"),
 ]
 EDITS["runtime/graphs"] = [
