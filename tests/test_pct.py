@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_cape import Traffic, path_expand, random_table, row_after, run_the_docstrings_lines, sequences, table_expand
+from test_cape import Traffic, path_expand, random_table, row_after, sequences, table_expand
 
 import pct
 from beyond import graft, priced
@@ -207,6 +207,3 @@ def test_logits_are_refused(build):
         with pytest.raises(AssertionError, match="probabilities, not logits"):
             build(table_expand(given), torch.tensor([0]))
     build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))
-
-def test_a_stranger_uses_it_alone(tmp_path):
-    run_the_docstrings_lines(tmp_path, pct, ["pct.py"])
