@@ -201,6 +201,7 @@ def fit(models, steps, evaluate, a, state):
     with jobs.interruptible() as signals, bar:
         for step in bar:
             if step in (start, a.steps) or step % a.every == 0:
+                # Measure, on held-out text.
                 check_weights(step, models)
                 speed = log.rate()
                 together.eval()
@@ -209,6 +210,7 @@ def fit(models, steps, evaluate, a, state):
                 log.begin()
             if step == a.steps:
                 break
+            # Learn: gradients of all parts of the step, clipped for each drafter.
             together.train()
             found = add_gradients(steps(step), models, a)
             *losses, stopped = jobs.mean([*found.values(), len(signals)], a.device)
@@ -221,6 +223,7 @@ def fit(models, steps, evaluate, a, state):
             if stopped:
                 jobs.stop(f"stopped after {step} of {a.steps} steps: the same with --resume goes "
                           "on")
+            # Update.
             for learner in learners:
                 for group in learner.param_groups:
                     group["lr"] = a.lr * cosine(step, a.steps)
@@ -370,6 +373,7 @@ def run(argv):
         a.steps = prepare.steps_of(data.pieces[:, 1], a.batch * a.length)
     mine = load.fingerprint(target, tokenizer)
     mine["class"] = mine["class"].removeprefix("FSDP")   # which --shard-target puts before the name
+    # Drafters: fresh, or those of --init
     models, before = {}, {}
     for name in a.what:
         models[name], before[name] = load_drafter(name, target, mine, a)

@@ -229,7 +229,7 @@ def train_target(a):
 
     @torch.no_grad()
     def evaluate():
-        """On held-out text, by source: "alpha", how often the argmax is the next token; the loss."""
+        """On held-out text, by source: "alpha", how often the argmax is the next token, and loss."""
         found = {}
         for source, tokens in held.items():
             right, loss = 0.0, 0.0

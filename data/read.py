@@ -237,7 +237,7 @@ def chat_ids(messages, tokenizer, template=None, ask=True):
     template = template or template_of(None, tokenizer)
     try:
         text = chat_text(messages, tokenizer, template, ask)
-    except Exception as why:                             # a template is a program, with any mistake of one
+    except Exception as why:                        # a template is a program, with its mistakes
         raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or "
                         "give another --template") from None
     return tokenizer(text, add_special_tokens=False)["input_ids"]

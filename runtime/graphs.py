@@ -145,8 +145,8 @@ class Static:
         addresses = [(held.data_ptr(), *held.stride()) for held in self.held()]
         if addresses != self.addresses:
             self.recorded, self.addresses, self.pool = {}, addresses, None
-        # It knows which hidden states were captured, too.
-        key = (total, *self.x.needs.get("hidden", ()), *(x.shape for x in tensors))
+        # It knows which hidden states were captured, too; the mask's shape says the keys.
+        key = (*self.x.needs.get("hidden", ()), *(x.shape for x in tensors))
         if self.graphs and key not in self.recorded:
             inputs = [x.clone() for x in tensors]
             try:

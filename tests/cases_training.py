@@ -79,7 +79,12 @@ CASES = [
     ("make.py", f"{WRITE} --data T/good.jsonl --out T/good.jsonl --resume", "holds something else than what this command writes"),
     ("make.py", f"{WRITE} --data T/times-null.jsonl", '"times" is None'), ("make.py", f"{WRITE} --data T/unknown.jsonl", "has none of the fields"),
     ("make.py", "bigram", "required: --corpus"), ("make.py", "bigram --corpus T/no --tokenizer T/model --out T/b.json", "--corpus: T/no does not exist"),
-    ("make.py", "bigram --corpus T/ids-float.jsonl --tokenizer T/model --out T/b.json", "token ids are whole numbers"),
+    *(("make.py", f"bigram --corpus T/{name} --tokenizer T/model --out T/b.json", words) for name, words in (
+        ("ids-float.jsonl", "token ids are whole numbers"), ("no.bin", "does not exist"), ("nothing", "holds no text"), ("uneven.bin", "odd number of bytes"),
+        ("high.bin", "the corpus holds token id 60000"), ("unknown.jsonl", "has none of the fields"))),
+    ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/nothing --out T/b.json", "--tokenizer"),
+    ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/model --out T/nothing", "is a folder"),
+    ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/model --out T/good.jsonl/b.json", "good.jsonl"),
     ("make.py", f"agreement {TARGET} --data T/good.jsonl --checkpoint T/no", "bigram.json"),
 ]
 
@@ -95,7 +100,8 @@ def make_files(folder, model, text):
              "ids-less": [{"ids": [3, -1]}], "ids-text": [{"ids": ["a"]}], "ids-true": [{"ids": [True]}], "ids-large": [{"ids": [1, 300]}]}
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}"}.items():
+    for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}",
+                          "uneven.bin": b"abc", "high.bin": b"\1\0\x60\xea"}.items():
         (folder / name).write_bytes(content)
     for name in ("empty/.git", "nothing", "foreign/glide", "damaged-state", "foreign-state"):
         (folder / name).mkdir(parents=True)

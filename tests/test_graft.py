@@ -134,6 +134,27 @@ def test_every_tree_gives_plain_decodings_tokens(name):
             assert verify.generate(target, both, build, prompt, 12, rule).tokens == expected, tree
             assert tree != "graft" or max(read) > 3
 
+@torch.inference_mode()
+def test_tokens_are_read_before_the_forward_and_announced_ones_not_at_all(monkeypatch):
+    """Afterwards the host would wait for the device.  What a view has as a list is not read either."""
+    model, events, ints = shared("llama"), [], graft.ints
+    target, prompt = target_of(model), [3, 1, 4, 1, 5, 3, 1, 4, 1]
+    both = Beside(random_drafter(model, "edd"), MaxGram(confidence=[0.2, 0.3, 0.9]))
+    own = both.drafter.expand
+    both.drafter.expand = lambda tokens, parents: events.append("forward") or own(tokens, parents)
+    monkeypatch.setattr(graft, "ints", lambda tokens: events.append("read") or ints(tokens))
+    monkeypatch.setattr(both.gram, "commit", lambda ids, commit=both.gram.commit: commit(ids) if isinstance(ids, list) else pytest.fail("read"))
+    for build, once in ((pct.pct, ["read", "forward"]), (priced.pct_cost, ["forward"]), (graft.graft, ["forward"])):
+        events.clear()
+        verify.generate(target, both, build, prompt, 12)
+        assert len(events) > 5 and events == once * (len(events) // len(once)), build.__name__
+    events.clear()
+    both.begin(target.view()._replace(ids=[]))
+    both.announce([3])
+    for parent in (-1, 0):
+        both.expand(torch.tensor([3]), [parent])
+    assert events == ["forward", "read", "forward"], "announced once, for one forward"
+
 @pytest.mark.long
 def test_drawn_chains_of_the_mixture_follow_the_target(monkeypatch):
     def make():

@@ -83,7 +83,7 @@ def test_the_target_keeps_what_somebody_reads(llama):
 
 # ---------------------------------------------------------------- runs
 def test_each_drafter_is_the_one_of_its_own_run(small, tmp_path):
-    names, more = ["glide", "edd", "vdm-ce"], ["--steps", "3"]
+    names, more = ["glide", "edd", "vdm-ce"], ["--steps", "2", "--every", "2"]
     assert train.main(flags(small, tmp_path / "both", *more, names=names)) == 0
     both = state_of(tmp_path / "both")["models"]
     for name in names:
@@ -111,7 +111,7 @@ def test_a_process_that_never_comes(small, tmp_path, monkeypatch, capsys):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    monkeypatch.setattr(jobs, "PATIENCE", jobs.timedelta(seconds=1))
+    monkeypatch.setattr(jobs, "PATIENCE", jobs.timedelta(seconds=0.3))
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
         monkeypatch.setenv(name, str(value))
     refused(capsys, flags(small, tmp_path), "not all processes of the job came together")

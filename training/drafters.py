@@ -1,9 +1,9 @@
-"""Draft models in training: from a name on the command line to a module with loss(batch), and to a folder.
+"""Draft models in training: from a name on the command line to a module with loss(batch); saving.
 
-    glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; without the glimpse
-    glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's Figure 5)
+    glide, glide-top, vanilla      GLIDE with --layer and --norm; as in the paper; no glimpse
+    glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's 5)
     glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
-    longspec, longspec-f768        a layer between the target's own embedding and head; its feed-forward size
+    longspec, longspec-f768        a layer between the target's embedding and head; its MLP's size
     edd, vdm, eagle, medusa ...    parts.VARIANTS
     base, small                    language models, stages of a cascade
 """
@@ -29,7 +29,7 @@ from runtime import load, parts
 from verify import Target
 
 SIZES = {"base": (3, 192), "small": (1, 96)}      # language models: layers, width
-AHEAD = 64                                        # positions that a drafter may reach beyond a window
+AHEAD = 64                                        # positions of a drafter beyond --length
 # What a name stands for: the file, None for a language model, and settings.
 DRAFTERS = {
     "glide": (glide, {}),
@@ -78,10 +78,12 @@ def fresh(name, target, a):
         draft_class, _ = parts.KINDS[config.kind]
         return draft_class(config, target).float()
     if file is longspec:
-        settings = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block, **settings}
+        own = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block}
+        settings = {**own, **settings}
         config = parts.longspec_config(target, **settings)
         return parts.LongSpec.beside(target, config, a.length + AHEAD).float()
-    own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes", "loss": a.loss}
+    own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes"}
+    own["loss"] = a.loss
     settings = {**own, **settings}
     check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
     config = parts.glide_config(target, block=a.block, **settings)
@@ -109,7 +111,7 @@ def setting(module):
 
 
 def check_size(width, vocab, layers, a):
-    """Refuse a GLIDE that cannot fit: 16 bytes a weight, with its gradient and the optimizer's moments."""
+    """Refuse a GLIDE that cannot fit: 16 bytes a weight, with gradient and moments."""
     weights = 2 * vocab * width + 12 * layers * width ** 2
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if a.device.startswith("cuda"):
@@ -121,7 +123,7 @@ def check_size(width, vocab, layers, a):
 
 # ---------------------------------------------------------------- language models
 def llama(vocab, layers, width, context, eos=0):
-    """A fresh Llama: heads of 32, a feed-forward of 8/3 the width in steps of 64, tied embeddings."""
+    """A fresh Llama: heads of 32, an MLP of 8/3 the width in steps of 64, tied embeddings."""
     heads = max(1, width // 32)
     config = transformers.LlamaConfig(
         vocab_size=vocab,
@@ -139,7 +141,7 @@ def llama(vocab, layers, width, context, eos=0):
 
 
 class SmallLM(torch.nn.Module):
-    """A language model that learns as drafters do: from train.py's batches, by KL to the target or by CE."""
+    """A language model that learns as drafters do: by KL to the target, or by cross entropy."""
 
     def __init__(self, lm, loss="kl"):
         super().__init__()
@@ -147,18 +149,19 @@ class SmallLM(torch.nn.Module):
         self.config = SimpleNamespace(loss=loss)
 
     def loss(self, batch):
-        """D_KL(P_t || P), or the cross entropy of the next token: the mean over the rows that count."""
+        """D_KL(P_t || P), or the cross entropy of the next token: the mean over the loss mask."""
         def divergence(x, target_logits):
             p_target = target_logits.float().softmax(-1)
             return edd.kl(p_target, self.lm.lm_head(x))
 
         def cross_entropy(x, following):
             return F.cross_entropy(self.lm.lm_head(x).float(), following, reduction="sum")
-        x = self.lm.model(input_ids=batch["ids"], use_cache=False).last_hidden_state      # (B, T, D)
-        loss, meant = divergence, batch["logits"]
+        out = self.lm.model(input_ids=batch["ids"], use_cache=False)
+        x = out.last_hidden_state                                            # (B, T, D)
+        loss, labels = divergence, batch["logits"]
         if self.config.loss == "ce":
-            loss, meant = cross_entropy, batch["ids"].roll(-1, 1)
-        return batch["sum"](loss, batch["learn"], x, meant) / batch["count"]
+            loss, labels = cross_entropy, batch["ids"].roll(-1, 1)
+        return batch["sum"](loss, batch["learn"], x, labels) / batch["count"]
 
     def drafter(self):
         return load.Stage(Target(self.lm))
@@ -175,12 +178,13 @@ def save(folder, module, tokenizer, about):
         weights[name] = weight.to("cpu", torch.bfloat16).contiguous()
     about = {"config": vars(module.config), **about}
     text = json.dumps(about, indent=1) + "\n"
-    write_atomically(folder / "model.safetensors", lambda part: save_file(weights, part, {"format": "pt"}))
+    write_atomically(folder / "model.safetensors",
+                     lambda part: save_file(weights, part, {"format": "pt"}))
     write_atomically(folder / "training.json", lambda part: part.write_text(text))
 
 
 def save_lm(folder, model, tokenizer, about):
-    """A language model as Hugging Face saves it, in bfloat16, with training.json, each file atomically."""
+    """A language model as Hugging Face saves it, in bfloat16, and training.json, atomically."""
     folder, part = Path(folder), Path(f"{folder}.part")
     try:
         copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)
@@ -192,6 +196,7 @@ def save_lm(folder, model, tokenizer, about):
                 shutil.rmtree(folder / file.name, ignore_errors=True)
             os.replace(file, folder / file.name)
     except (OSError, SafetensorError) as why:
-        raise UserError(f"{folder} cannot be written ({why}): what was there is still there") from None
+        why = f"{folder} cannot be written ({why}): what was there is still there"
+        raise UserError(why) from None
     finally:
         shutil.rmtree(part, ignore_errors=True)
