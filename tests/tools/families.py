@@ -67,8 +67,7 @@ ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 # What the rule does not fit, by class of configuration.
-OWN = {
-    "BltLocalEncoderConfig": dict(hidden_size_global=32),
+OWN = {"BltLocalEncoderConfig": dict(hidden_size_global=32),
     "BltLocalDecoderConfig": dict(hidden_size_global=32),
     "CohereCompassTextConfig": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])}),
     "DbrxAttentionConfig": dict(rope_theta=1e4, clip_qkv=8.0),
@@ -91,8 +90,7 @@ OWN = {
     "ReformerConfig": dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8), axial_pos_embds_dim=(16, 16),
                            local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=2),
     "XmodConfig": dict(default_language="en_XX"),
-    "ZayaConfig": dict(num_experts_per_tok=1),
-}
+    "ZayaConfig": dict(num_experts_per_tok=1),}
 
 def longrope(turn):
     """A rotary table that is another one from a length of `turn` on."""
@@ -101,16 +99,14 @@ def longrope(turn):
     return dict(rope_parameters={**rope, **own}, **own)
 
 # Settings that make another architecture of a class.
-VARIANTS = {
-    "FalconForCausalLM (ALiBi)": dict(alibi=True),
+VARIANTS = {"FalconForCausalLM (ALiBi)": dict(alibi=True),
     "FalconForCausalLM (new decoder)": dict(new_decoder_architecture=True),
     "LlamaForCausalLM (dynamic NTK)": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
     "Phi3ForCausalLM (longrope, before its turn)": longrope(PROMPT + 10),
     "Phi3ForCausalLM (longrope, beyond)": longrope(PROMPT + 8),
     "Qwen2ForCausalLM (sliding)": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "StableLmForCausalLM (parallel)": dict(use_parallel_residual=True, qk_layernorm=True),
-    "XLMWithLMHeadModel (causal)": dict(causal=True),
-}
+    "XLMWithLMHeadModel (causal)": dict(causal=True),}
 # One of each kind of architecture.
 DEFAULT = """
 LlamaForCausalLM Qwen3ForCausalLM MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM Olmo2ForCausalLM Glm4ForCausalLM OlmoForCausalLM
@@ -124,13 +120,10 @@ RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM Lfm2ForCausalLM OpenAIGPTL
 XLNetLMHeadModel DeepseekV32ForCausalLM
 """.split()
 # What transformers registers beside decoder-only language models.
-OTHERS = {
-    "Gemma3nForConditionalGeneration": "its vision needs the package timm",
+OTHERS = {"Gemma3nForConditionalGeneration": "its vision needs the package timm",
     "Gemma4AssistantForCausalLM": "drafts from another model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts from another model's hidden states",
-    "MusicgenForCausalLM": "audio: several codebooks at a position",
-    "MusicgenMelodyForCausalLM": "audio: several codebooks at a position",
-}
+    "MusicgenForCausalLM": "audio: several codebooks at a position", "MusicgenMelodyForCausalLM": "audio: several codebooks at a position",}
 
 def classes():
     """Each class that this release registers, once."""
@@ -260,13 +253,8 @@ def half_right(model, text):
 PCT = partial(pct.pct, cost=0.05)
 
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
-CELLS = {
-    "plain": [(lambda model, text: None, verify.root_only)],
-    "chain": [(half_right, cape.chain)],
-    "tree": [(half_right, cape.cape), (half_right, PCT)],
-    "GLIDE": [(glide_drafter, None)],
-    "EDD": [(edd_drafter, None)],
-}
+CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(half_right, cape.chain)],
+    "tree": [(half_right, cape.cape), (half_right, PCT)], "GLIDE": [(glide_drafter, None)], "EDD": [(edd_drafter, None)],}
 BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "medusa")]
 
 def cell(model, target, prompt, expected, decodings):
@@ -346,8 +334,7 @@ REASONS = [
     (r"\d+%", "n %"),
     (r"layers of kind [\w, ]+, which", "layers of another kind (`{kinds}`), which"),
     (r"\(\w+(Error|Exception): .*?\): take a dec", "(its forward fails): take a dec"),
-    (r" \('\w+' object has no attribute '\w+'\)| \(list index out of range\)", ""),
-]
+    (r" \('\w+' object has no attribute '\w+'\)| \(list index out of range\)", ""),]
 
 def footnote(says, name, kinds):
     """The reason of a refusal, without what is the family's own."""
