@@ -920,11 +920,14 @@ EDITS["figures/rounds"] = [
     ("the cut path is whole", 'nodes["path"] = one.path[:1 + accepted]', 'nodes["path"] = one.path',
      "rounds::test_an_output_that_ends_within_an_accepted_run_has_no_choice"),
 ]
-EDITS["figures/walltime"] = [
+EDITS["figures/growth"] = [
     ("queries are not scaled", "queries *= (heads[1] / heads[0]) ** 0.5", "pass", "walltime::test_growth_keeps_logits_and_text"),
     ("drafters read other layers", "layer = c.layers_read[-1] + further", "layer = c.layers_read[-1]",
      "walltime::test_grown_drafters_draft_the_same"),
-    ("the first turn counts", "median(seconds[1:])", "median(seconds)", "walltime::test_medians_leave_out_the_first_turn"),
+    ("the constant is not scaled", "w[:, d:d + 1] = (d * eps) ** 0.5", "w[:, d:d + 1] = eps ** 0.5", "walltime::test_growth_keeps_logits_and_text"),
+]
+EDITS["figures/walltime"] = [
+    ("the first turn counts", "{name: median(seconds[1:])", "{name: median(seconds)", "walltime::test_medians_leave_out_the_first_turn"),
 ]
 
 
