@@ -237,7 +237,7 @@ def plain_step(outs):
     steps = sum(len(out.tokens) - 1 for out in outs)
     return sum(out.seconds - out.total["prefill"] for out in outs) / max(1, steps)
 
-TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer, if they take so many seconds
+TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer after so many seconds
 LONGEST = 24                                # tokens of one of its decodings
 
 def measure_costs(run, label):
@@ -306,7 +306,7 @@ def measured_prices(run, builds):
     return found
 
 def mean_extras(run, label, gamma):
-    """CAPE's control (section 5.4): the mean size of CAPE's sets, with this drafter, for every position."""
+    """CAPE's control (section 5.4): the mean size of CAPE's sets with this drafter."""
     build, total = partial(cape.cape, gamma=gamma), Counter()
     for _, ids, limit in run.prompts[:8]:
         total.update(run.decode(run.drafters[label], build, ids, min(limit, 64)).total)
