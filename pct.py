@@ -28,8 +28,8 @@ A builder is a function of expand and root (1,), a token id -> Tree.
 Each depth takes one drafter forward over the whole frontier, and one device-to-host sync.  Where
 expand has `remaining`, the tree is no deeper.
 
-To use this file alone, with any two causal LMs of one vocabulary: docs/any_project.py writes out one
-`expand` and one verification.  There the drafter's confidence should be how often its tokens are
+To use this file alone, with any two causal LMs of one vocabulary: docs/any_project.py writes out
+one `expand` and one verification.  There the drafter's confidence should be how often its tokens are
 accepted: divide its logits by a temperature that makes it so, before the softmax.
 
 Differences from the paper:

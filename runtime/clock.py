@@ -48,7 +48,7 @@ def swi(tokens, runs, costs):
     costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
     Erratum: "simply the sum of GPU time by all models" describes the denominator.
     """
-    assert len(runs) == len(costs) and costs[0] == 1, "there is a cost for each model; the target's is 1"
+    assert len(runs) == len(costs) and costs[0] == 1, "each model has a cost; the target's is 1"
     # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
@@ -284,7 +284,7 @@ def of_stages(outs, step, drafter, row):
             found[f"swi_{how}"] = swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
     return found
 
-# ---------------------------------------------------------------- what a step, a draft, a node costs
+# ---------------------------------------------------------------- costs of a step, a draft, a node
 def plain_step(outs):
     """Seconds of a plain step, from Records of one token a forward, without their prefills."""
     steps = sum(len(out.tokens) - 1 for out in outs)
@@ -303,10 +303,8 @@ def measure_costs(run, label):
     if label not in run.costs:
         turns = {}
         for name, drafter in run.drafters.items():
-            if getattr(drafter, "stages", None):
-                run.notes.append(f"{name} drafts its own chains: another tree takes as long to "
-                                 "draft and gains nothing; take --tree chain")
-            else:
+            # A cascade of models drafts its own chain, whatever the tree.
+            if not getattr(drafter, "stages", None):
                 turns[name] = builds_of(drafter)
         run.costs |= dict.fromkeys(run.drafters, {})
         run.costs |= measured_prices(run, turns)
