@@ -29,8 +29,8 @@ Each depth takes one drafter forward over the whole frontier, and one device-to-
 expand has `remaining`, the tree is no deeper.
 
 To use this file alone, with any two causal LMs of one vocabulary: docs/any_project.py writes out
-one `expand` and one verification.  There the drafter's confidence should be how often its tokens are
-accepted: divide its logits by a temperature that makes it so, before the softmax.
+one `expand` and one verification.  There the drafter's confidence should be how often its
+tokens are accepted: divide its logits by a temperature that makes it so, before the softmax.
 
 Differences from the paper:
  1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a

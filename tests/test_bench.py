@@ -122,8 +122,8 @@ def arm_of(name, *outs, **how):
     return arm
 
 def made_up_run(**more):
-    a = SimpleNamespace(costs={}, target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False, graphs=False)
-    return SimpleNamespace(**{"a": a, "cuda": False, "target": None, "drafters": {}, "trees": [], "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
+    a = SimpleNamespace(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False, graphs=False)
+    return SimpleNamespace(**{"a": a, "cuda": False, "target": None, "drafters": {}, "costs": {}, "trees": [], "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
 
 def test_figures_of_a_row_by_hand():
     """Two prompts of 9 and 13 new tokens; a plain step takes 0.1 s."""
