@@ -358,6 +358,7 @@ def row_of(run, arm, base, generate, group, which, truth=None):
         "drafter": arm.drafter,
         "tree": arm.tree,
         "settings": settings_of(arm.build) if arm.build else {},
+        "prices": run.costs.get(arm.drafter),                    # measured, with their ranges
         "group": group,
         "batch": 1,
         "prompts": len(outs),

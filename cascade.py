@@ -57,7 +57,8 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate, root_only
+from verify import (CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate,
+                    root_only)
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # the longest chain that is drafted for a tree builder

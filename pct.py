@@ -28,37 +28,9 @@ A builder is a function of expand and root (1,), a token id -> Tree.
 Each depth takes one drafter forward over the whole frontier, and one device-to-host sync.  Where
 expand has `remaining`, the tree is no deeper.
 
-To use this file alone, with causal LMs `target` and `drafter` of one vocabulary and without sliding
-windows, and a list of token ids `text`:
-
-    # At this temperature the drafter's confidence should be how often its tokens are accepted.
-    temperature = 1.0
-    def expand(tokens, parents):
-        for token, parent in zip(tokens.tolist(), parents):
-            paths.append(paths[parent] + [token] if parent >= 0 else text[:-1] + [token])
-        logits = [drafter(torch.tensor([path])).logits[0, -1] for path in paths[-len(parents):]]
-        return (torch.stack(logits) / temperature).softmax(-1)                        # (m, V)
-    while len(text) < 60:
-        paths = []
-        tree = pct.pct(expand, torch.tensor(text[-1:]), cost=0.05)
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        # The text is a chain above the root.  A token sees what its parent sees, and itself.
-        t, n = len(text) - 1, len(tokens)
-        above = [*range(-1, t - 1), *(t + parent for parent in parents)]
-        sees, position = torch.eye(t + n).bool(), [0] * (t + n)
-        for i in range(1, t + n):
-            sees[i] |= sees[above[i]]
-            position[i] = position[above[i]] + 1
-        mask = sees.log().to(target.dtype)                    # 0 or -inf: added to the scores
-        out = target(torch.tensor([text[:-1] + tokens]), attention_mask=mask[None, None],
-                     position_ids=torch.tensor([position]))
-        choice = out.logits[0, t:].argmax(-1).tolist()        # the target's token after each node
-        # Accept: walk down from the root while the target's choice is a child.
-        child = {place: i for i, place in enumerate(zip(parents, tokens))}
-        node = 0
-        while node is not None:
-            text.append(choice[node])
-            node = child.get((node, choice[node]))
+To use this file alone, with any two causal LMs of one vocabulary: docs/any_project.py writes out
+one `expand` and one verification.  There the drafter's confidence should be how often its
+tokens are accepted: divide its logits by a temperature that makes it so, before the softmax.
 
 Differences from the paper:
  1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a

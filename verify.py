@@ -2,11 +2,10 @@
 
 GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2; all three papers use it.
 
-The idea.  A drafter proposes a tree of tokens.  Its root is the last token of the text, which the
-target has not read yet.  One forward of the target reads all nodes; each sees the cached prefix and
-its own ancestors, and the target predicts a token after each.  Walk down from the root while the
-predicted token is a child: these nodes are accepted.  The last predicted token, which is no child,
-is the target's own and the next root.  So the output is plain decoding's, token for token.
+The idea.  A drafter proposes a tree of tokens, whose root is the last token of the text: the target
+has not read it yet.  One forward of the target reads all nodes; each sees the cached prefix and its
+own ancestors.  Walk down from the root while the token that the target chooses after a node is a
+child: these nodes are accepted.  The last chosen token, which is no child, is the next root.
 
     paper                  shape                 name here
     x_{<t}, its K and V    L x 2 x (1, H, t, d)  TreeCache.kv[layer]: the first `length` entries
@@ -17,35 +16,31 @@ is the target's own and the next root.  So the output is plain decoding's, token
     p_D(.|node)            (n - 1, V)            tree.p_draft: token i + 1 was sampled from row i
 
 A builder is a function build(expand, root (1,)) -> Tree.  It calls expand(tokens (m,), parents [m
-ints]) -> probabilities (m, V), which runs the drafter once over m new nodes: first over the root,
-whose parent is -1, alone or with nodes below it.  A Tree's tensors lie on the root's device.
-Parents come before their children; of children with one token the first counts.  No child has
-probability zero; a row of zeros means no prediction.  p_draft comes with sampled chains alone (node
-i + 1 is the child of node i), and is the rows that expand returned.  A builder may read
-expand.remaining (how deep a node may be; deeper ones are wasted), .root (the root's id, an int),
-.generator (for sampled chains), .drafter and .rule.
+ints]) -> probabilities (m, V), which runs the drafter once over m new nodes: the root first, with
+parent -1.  A tree's tensors lie on the root's device; parents come before their children, and of
+children with one token the first counts.  A row of zeros is no prediction, and no child has
+probability zero.  p_draft, the rows of expand, comes with a sampled chain alone.  A builder may use
+expand.remaining (deeper nodes are wasted), .root (its id), .generator, .drafter, .rule, .memory.
 
-Nodes have two numbers: the place in the Tree, and the place among all nodes that expand was given
+Nodes have two numbers: the place in the tree, and the place among all nodes that expand was given
 (expand_index).  The text ends with 7; CAPE drafts 3, then 5, and puts 4 beside the 3:
     p = expand(root, [-1])                              # expand_index 0: the root, 7
     p = expand(root.new_tensor([3]), [0])               # expand_index 1: 3, below the 7
     return Tree(root.new_tensor([7, 3, 5, 4]), root.new_tensor([-1, 0, 1, 0]))
-The target predicts 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2 are committed, the
+The target chooses 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2 are committed, the
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
-A drafter moves what it is given to its own device, and may answer from there.  It has
+A drafter answers from any device.  A round may end without expand, and keep may get [].  It has
     needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states]};
                              "source": called with the ids that an encoder reads, where there is one
-    reset()                  a new sequence
-    begin(view)              a round starts: the View of what was committed since the last one
+    reset(), begin(view)     a new sequence; a new round, and what was committed since the last one
     expand(tokens, parents)  as above -> logits (m, V), V the target's; a row of -inf: no prediction
     keep(path)               the expand_indices of accepted nodes, root first; it forgets the rest
-A round may end without expand, and keep may get [].  It may have
+and may have
     temperature              at which its softmax predicts the target's argmax best (calibration)
-    chain(root, most, warp, generator) -> (ids, p_draft or None): cascade.proposal asks for a chain
-                             after the root's id, instead of calling expand
+    chain(root, most, warp, generator) -> (ids, p_draft or None): for cascade.proposal
     suggest(token, parent, most) -> (ids, confidences): a chain at no cost after `token`, the child
-                             of expand_index `parent`, around which a builder may grow its tree
+                             of expand_index `parent`
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
@@ -67,10 +62,10 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
                                      TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
-# What a drafter is shown.  tokens (k,): committed since the last view; length: of all committed;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of tokens
-View = namedtuple("View", "tokens length kv hidden")
-# One round of an Output, lists: new tokens; accepted nodes, root first; the tree
+# What a drafter is shown: tokens (k,) committed since the last view; the length of all that is;
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of those tokens; their ids
+View = namedtuple("View", "tokens length kv hidden ids", defaults=(None,))
+# A round, as lists: its new tokens; the accepted nodes, root first; the tree
 Round = namedtuple("Round", "new path tokens parents")
 FEW = 8                  # nodes of a tree, so few that its depth is not asked for
 CHUNK = 512              # tokens of a prompt in one forward; cache entries to spare for trees
@@ -81,17 +76,14 @@ class UserError(ValueError):
 # ---------------------------------------------------------------- a tree from its parents
 def ancestor_mask(parents):
     """(n,) parents -> (n, n) bool: entry (i, j) says that node j is i or an ancestor of i."""
-    n = parents.shape[0]
-    # Number n is a sentinel that sees nothing: the root's parent, and its own.
-    ancestor = torch.where(parents < 0, n, parents).clamp(max=n)
-    ancestor = F.pad(ancestor, (0, 1), value=n)                                        # (n + 1,)
-    seen = torch.eye(n + 1, dtype=torch.bool, device=parents.device)           # each sees itself
-    seen[n] = False
+    n = len(parents)
+    ancestor = parents.clamp(0, n - 1)                         # the root is its own parent
+    seen = torch.eye(n, dtype=torch.bool, device=parents.device)               # each sees itself
     # Pointer doubling: add what the parent sees, then the ancestor two steps up, four ...
     for _ in range(n.bit_length()):
         seen = seen | seen[ancestor]
         ancestor = ancestor[ancestor]
-    return seen[:n, :n]
+    return seen
 
 def tree_mask(seen, cached):
     """mask_CAPE: ancestor mask (n, n) -> (n, cached + n) bool, where all nodes see the prefix."""
@@ -163,22 +155,21 @@ class Target:
     def check_attention(self):
         """UserError where a layer does not see the whole prefix: our mask replaces the model's."""
         window = getattr(self.config, "sliding_window", None)
-        kind = "sliding_attention" if window else "full_attention"
-        kinds = getattr(self.config, "layer_types", None) or [kind]
-        if set(kinds) != {"full_attention"}:
-            raise UserError("the target has layers of another kind than full attention, such as "
-                            "sliding windows: take runtime.families.any_target(model)")
+        kinds = getattr(self.config, "layer_types", None) or [window and "sliding_attention"]
+        if set(kinds) - {None, "full_attention"}:
+            raise UserError("not all layers of the target have full attention: take "
+                            "runtime.families.any_target(model)")
+
+    def capture(self, needs):
+        """A new decoding: from here on collect what a drafter reads, its `needs`."""
+        self.needs = {"kv": (), "hidden": (), **needs}
+        self.reset()
 
     def reset(self):
         """Forget the text; the allocated memory stays."""
         self.cache.length, self.ids = 0, []                    # ids: what the cache holds
         self.shown = 0                                         # how many of them a view has shown
         self.hidden = {index: [] for index in self.needs["hidden"]}            # of the others
-
-    def capture(self, needs):
-        """A new decoding: from here on collect what a drafter reads, its `needs`."""
-        self.needs = {"kv": (), "hidden": (), **needs}
-        self.reset()
 
     def remaining(self, ids):
         """How many tokens may follow a prompt; the last one is never forwarded."""
@@ -192,10 +183,7 @@ class Target:
 
     @torch.no_grad()
     def forward(self, tokens, parents=None, logits_to_keep=0):
-        """Forward new nodes after the prefix -> logits (n, V), or of the last ones alone.
-
-        tokens, parents (n,): a tree; parents None: a chain.
-        """
+        """Forward a tree, or a chain (parents None), after the prefix -> logits (n, V)."""
         n, cached = len(tokens), self.cache.length
         end = cached + n
         self.cache.reserve(end)
@@ -210,8 +198,8 @@ class Target:
             # Nodes beyond the context are never part of the output.
             position = (cached + depth).clamp(max=self.capacity - 1)
             mask = tree_mask(seen, cached)
-        tokens = tokens.to(self.device)
-        logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
+        nodes = tokens.to(self.device)
+        logits, *states = self.run(end, nodes, position, slots, mask, logits_to_keep)
         self.states = dict(zip(self.needs["hidden"], states))  # until commit
         return logits
 
@@ -249,10 +237,7 @@ class Target:
             self.hidden[index].append(states[nodes])
 
     def sync(self, ids, logits_to_keep=1, unchanged=0):
-        """Make the cache hold ids, a list -> logits of its last tokens, (logits_to_keep, V).
-
-        unchanged: so many first tokens are known to be cached, and are not compared.
-        """
+        """Cache ids, whose first `unchanged` are cached already -> logits (logits_to_keep, V)."""
         # The longest common prefix stays, but for the tokens whose logits are wanted.
         longest = min(len(self.ids), len(ids) - logits_to_keep)
         common = min(unchanged, longest)
@@ -269,14 +254,15 @@ class Target:
 
     def view(self):
         """What was committed since the last view, and what the drafter reads of it -> View."""
-        tokens = torch.tensor(self.ids[self.shown:]).to(self.device, non_blocking=True)
+        ids = self.ids[self.shown:]
+        tokens = torch.tensor(ids).to(self.device, non_blocking=True)
         self.shown = length = self.cache.length
         kv = {}
         for layer in self.needs["kv"]:
             kv[layer] = [entries[:, :, :length] for entries in self.cache.kv[layer]]
         hidden = {index: torch.cat(states) for index, states in self.hidden.items()}
         self.hidden = {index: [] for index in hidden}
-        return View(tokens, length, kv, hidden)
+        return View(tokens, length, kv, hidden, ids)
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
@@ -343,12 +329,10 @@ class Greedy:
 class Sampled:
     """The rule of sampling, from the distribution that transformers' own processors make."""
     def __init__(self, temperature=1.0, top_k=None, top_p=None, seed=0):
-        processors = [TemperatureLogitsWarper(float(temperature))]
-        if top_k:
-            processors.append(TopKLogitsWarper(top_k))
-        if top_p:
-            processors.append(TopPLogitsWarper(top_p))
-        self.seed, self.processors = seed, LogitsProcessorList(processors)
+        self.seed = seed
+        self.processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
+        for warper, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p)):
+            self.processors += [warper(value)] if value else []
 
     def warp(self, logits):
         """Logits (n, V) -> the distributions that tokens are sampled from (n, V)."""
@@ -376,9 +360,9 @@ class Sampled:
 
 # ---------------------------------------------------------------- the loop
 class Output:
-    """What generate() returns: tokens, the new ids; rounds, a Round each; runs: tokens a round."""
+    """What generate() returns: tokens, the new ids; rounds, a Round each."""
     def __init__(self, ids, limit, criteria, streamer):
-        self.tokens, self.rounds, self.runs = [], [], []
+        self.tokens, self.rounds = [], []
         self.criteria, self.streamer = StoppingCriteriaList(criteria), streamer
         self.text = torch.tensor([ids + [0] * limit])          # (1, all): it grows in place
         self.length, self.ended = len(ids), False
@@ -398,8 +382,13 @@ class Output:
         return new
 
     @property
+    def runs(self):
+        """New tokens of each round, the bonus token included."""
+        return [len(step.new) for step in self.rounds]
+
+    @property
     def tau(self):
-        """Average acceptance length: new tokens a round, the bonus token included."""
+        """Average acceptance length."""
         return sum(self.runs) / max(1, len(self.runs))
 
 class Expand:
@@ -506,7 +495,6 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
             drafter.keep(expand.path(sum(drafted, []), accepted))
         new = out.add(new)
         out.rounds.append(Round(new, path, tokens, parents))
-        out.runs.append(len(new))
     if streamer:
         streamer.end()
     return out

@@ -49,8 +49,8 @@ from types import SimpleNamespace
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, checked, draft_by_price, most_profitable, most_profitable_tree,
-    worth_first_forward)
+    NODE_PRICE, START, announce, checked, draft_by_price, grow_announced, most_profitable,
+    most_profitable_tree, worth_first_forward)
 from maxgram import LENGTHS, MaxGram, N, ints
 from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
 
@@ -120,7 +120,7 @@ def grow_with_chain(candidates, frontier, most):
     deepest = remaining - candidates.depth[best] - 1
     chain, _ = suggested(candidates, best, min(most, deepest))
     if not chain:
-        return candidates.grow(frontier)
+        return grow_announced(candidates, frontier)
 
     # The forward reads the frontier, `best` last; then the chain, each token below the one before.
     first_child = len(candidates.token)
@@ -131,6 +131,7 @@ def grow_with_chain(candidates, frontier, most):
     parents = [candidates.parent_index(node) for node in nodes]
     parents += range(index_of_best, index_of_best + len(chain))
     tokens = tokens_with_chain(candidates, nodes, chain)
+    announce(candidates, nodes, chain)
     c, x = candidates.draft(tokens, parents)
 
     for i, node in enumerate(nodes):
@@ -204,17 +205,24 @@ class Beside:
         self.gram.reset()
         self.places = []
         self.predicted = []
+        self.announced = None
 
     def begin(self, view):
         """A round starts: both are shown what was committed since the last one."""
         self.drafter.begin(view)
-        self.gram.commit(view.tokens)
+        # The ids as a list, where the view has them: no device-to-host sync.
+        ids = getattr(view, "ids", None)
+        self.gram.commit(view.tokens if ids is None else ids)
         self.places = []
         self.predicted = []
 
     def keep(self, path):
         """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
         self.drafter.keep(path)
+
+    def announce(self, ids):
+        """The ids (list) of the tokens that expand is given next: they need not be read back."""
+        self.announced = ids
 
     def place_after(self, token, parent):
         """The Place after a token below a node (-1: below the committed text)."""
@@ -243,7 +251,8 @@ class Beside:
     def expand(self, tokens, parents):
         """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), mixed."""
         # Read before the forward is launched: afterwards the host would wait for it.
-        ids = ints(tokens)
+        ids = ints(tokens) if self.announced is None else self.announced
+        self.announced = None
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)

@@ -56,6 +56,7 @@ decodings.
     python -m beyond.priced       # the demo: a node goes where it costs more than it gives
 """
 from collections import namedtuple
+from functools import partial
 from statistics import median, quantiles
 
 import torch
@@ -84,7 +85,8 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
         return priced_chain(expand, root, gram, prices, max_nodes)
     candidates = Candidates(expand, root, width)
     if worth_first_forward(expand, prices, depth):
-        draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
+        grow = partial(grow_announced, candidates)
+        draft_by_price(candidates, grow, prices, depth, max_nodes)
     return most_profitable_tree(candidates, prices, max_nodes)
 
 def checked(cost, node_price, start):
@@ -132,6 +134,19 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
         if gain < r * prices.cost:
             break
     return r
+
+def grow_announced(candidates, frontier):
+    """As Candidates.grow, for a drafter that would read its tokens from the device."""
+    announce(candidates, frontier)
+    return candidates.grow(frontier)
+
+def announce(candidates, nodes, chain=()):
+    """Tell a drafter that asks for it which ids expand is given next: some nodes', then a chain."""
+    expand = candidates.expand
+    drafter = getattr(expand, "drafter", None)
+    if hasattr(drafter, "announce"):
+        ids = [candidates.token[node] if node else expand.root for node in nodes]
+        drafter.announce(ids + list(chain))
 
 def remember(expand, s):
     """The share that a first forward kept, for Eq. 6 in later rounds."""

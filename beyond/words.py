@@ -101,7 +101,7 @@ def shorten(model, words):
         shorten_targets(model, words)
 
 def shorten_targets(model, words):
-    """The head is the target's, which keeps its own; model.target.head is the drafter's view of it."""
+    """The target keeps its own head; model.target.head is the drafter's view of it."""
     target = model.target
     if hasattr(target, "raw_head"):
         # target.head scales and caps what raw_head gives.
@@ -127,7 +127,8 @@ def demo():
     after = model.head(x)                                                      # (3, V)
     torch.testing.assert_close(after[:, words], before[:, words])
     assert after.isinf().sum() == 3 * 990
-    print(f"{len(words)} of {after.shape[1]} words are drafted, by {model.head.head.weight.numel()} weights")
+    weights = model.head.head.weight.numel()
+    print(f"{len(words)} of {after.shape[1]} words are drafted, by {weights} weights")
 
 if __name__ == "__main__":
     demo()

@@ -4,6 +4,7 @@
     python figures/walltime.py kernels --json kernels.jsonl           # bandwidth, attention at fresh lengths
     python figures/walltime.py grow --shape 7b --dtype float16 --out work/7b
     python figures/walltime.py costs --target work/7b/target --dtype float16 --json costs.jsonl
+    python figures/walltime.py long --target work/7b/target --checkpoint work/7b --dtype float16
     python bench.py --target work/7b/target --checkpoint work/7b --dtype float16 --drafter glide --tree cape
 
 `grow` makes the stand-in as large as Llama-2-7B (growth.py says how).  A line of `costs`: ms of a forward of n
@@ -31,6 +32,9 @@ import transformers  # noqa: E402
 from growth import grow_all  # noqa: E402
 
 import bench  # noqa: E402
+import cape  # noqa: E402
+import cascade  # noqa: E402
+import pct  # noqa: E402
 from data import read  # noqa: E402
 from runtime import clock, linear, load  # noqa: E402
 from verify import UserError  # noqa: E402
@@ -40,6 +44,7 @@ TURNS = REPEATS = 5                             # calls that are timed together,
 COPIED = {"cuda": 2 ** 30, "cpu": 2 ** 26}      # bytes of the copy that measures the memory's bandwidth
 HEADS, HEAD_SIZE = 32, 128                      # of the attention that is timed: Llama-2-7B's
 LENGTHS = range(513, 553, 8)                    # key lengths that no call has met before
+LONG_NEW = 64                                   # tokens that follow a long prompt
 STEP_MINUTES = 15                               # a step of `first` that takes longer has failed
 
 # ---------------------------------------------------------------- the machine and its kernels
@@ -183,6 +188,37 @@ def costs(a):
     return lines
 
 
+# ---------------------------------------------------------------- long prompts
+def long_prompts(a):
+    """-> a line for each context and arm: seconds of the prefill, ms of a round by part, bytes of the cache
+
+    What a round does on the host must not grow with the context: `other` shows it.
+    """
+    argv = ["--target", a.target, "--checkpoint", a.checkpoint, "--dtype", a.dtype, "--device", a.device]
+    run = bench.Run([*argv, "--drafter", "glide", "edd", "maxgram", "--tree", "cape", "--limit", "9"])
+    text, lines = [], []
+    for _, ids, _ in run.prompts:
+        text += ids
+    builds = {"glide": cape.cape, "edd": pct.pct, "maxgram": cascade.proposal}
+    for context in a.contexts:
+        if run.target.remaining([0] * context) < LONG_NEW:
+            raise UserError(f"--contexts {context}: the target's context is {run.target.capacity}, and {LONG_NEW} "
+                            "tokens are to follow; `grow --context` makes a target of more")
+        ids = (text * (context // len(text) + 1))[:context]
+        for name, drafter in run.drafters.items():
+            total = run.decode(drafter, builds[name], ids, LONG_NEW).total
+            line = {"target": a.target, "context": context, "drafter": name, "prefill_s": total["prefill"]}
+            for part in clock.SHARES:
+                line[f"{part}_ms"] = 1e3 * total[part] / total["rounds"]
+            held = [x for layer in run.target.cache.kv.values() for x in layer]
+            line["cache_bytes"] = sum(x.numel() * x.element_size() for x in held)
+            lines.append(line)
+            print(f"context {context}, {name}: prefill {line['prefill_s']:.2f} s; a round takes "
+                  + ", ".join(f"{part} {line[f'{part}_ms']:.2f}" for part in clock.SHARES)
+                  + f" ms; the cache {line['cache_bytes'] / 2 ** 20:.0f} MiB", flush=True)
+    return lines
+
+
 # ---------------------------------------------------------------- the first ten minutes on a new GPU
 def steps_of(a):
     """The steps of `first` -> {name: the command's words}."""
@@ -281,14 +317,16 @@ def first(a):
 # ---------------------------------------------------------------- the command line
 def parser():
     p = read.Parser(description="The first ten minutes on a new GPU (first), or one of its steps: time "
-                    "kernels, grow the stand-in to a large shape, time forwards (costs).")
+                    "kernels, grow the stand-in to a large shape, time forwards (costs), decode after "
+                    "long prompts (long).")
     flag = p.add_argument
-    flag("work", choices=["first", "kernels", "grow", "costs"])
+    flag("work", choices=["first", "kernels", "grow", "costs", "long"])
     flag("--shape", choices=["7b", "small"], default="7b", help="7b takes 27 GB; small: to try it")
     flag("--context", type=int, default=4096, help="grow: the context (default: 4096)")
     flag("--out", type=Path, help="grow: a new folder; first: the folder of all that it finds")
     flag("--target", default=str(load.STAND_IN), help="costs: folder of a Llama (default: the stand-in)")
-    flag("--contexts", nargs="+", type=int, default=[512, 3072, 32768], help="costs: tokens of the prompts")
+    flag("--contexts", nargs="+", type=int, default=[512, 3072, 32768], help="costs, long: tokens of the prompts")
+    flag("--checkpoint", default=str(load.CHECKPOINTS), help="long: folder of the target's drafters")
     flag("--graphs", action="store_true", help="costs: CUDA graphs")
     flag("--json", help="kernels, costs: write one line a measurement to this file")
     flag("--dtype", default="float16", choices=["float16", "bfloat16", "float32"])
@@ -309,7 +347,7 @@ def work(argv):
             raise UserError("--out: name a folder that is not there yet")
         grow_all(a)
     else:
-        lines = costs(a) if a.work == "costs" else kernels(a)
+        lines = {"costs": costs, "kernels": kernels, "long": long_prompts}[a.work](a)
         if a.json:
             bench.write_json(a.json, lines)
     return 0

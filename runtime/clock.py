@@ -48,7 +48,7 @@ def swi(tokens, runs, costs):
     costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
     Erratum: "simply the sum of GPU time by all models" describes the denominator.
     """
-    assert len(runs) == len(costs) and costs[0] == 1, "there is a cost for each model; the target's is 1"
+    assert len(runs) == len(costs) and costs[0] == 1, "each model has a cost; the target's is 1"
     # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
@@ -284,29 +284,27 @@ def of_stages(outs, step, drafter, row):
             found[f"swi_{how}"] = swi(row["tokens"], runs[:1 + len(costs)], [1, *costs])
     return found
 
-# ---------------------------------------------------------------- what a step, a draft, a node costs
+# ---------------------------------------------------------------- costs of a step, a draft, a node
 def plain_step(outs):
     """Seconds of a plain step, from Records of one token a forward, without their prefills."""
     steps = sum(len(out.tokens) - 1 for out in outs)
     return sum(out.seconds - out.total["prefill"] for out in outs) / max(1, steps)
 
-TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer, if they take so many seconds
+TURNS, FEWEST, ENOUGH = 12, 6, 30           # turns of measure_costs; fewer after so many seconds
 LONGEST = 24                                # tokens of one of its decodings
 
 def measure_costs(run, label):
     """The prices of a drafter of bench.Run, in plain steps -> {"cost", "node_price", "start", ...}.
 
     cost: s_d / s_t; the rest as priced.prices_of says.  All drafters are measured at once, in turns
-    with plain decoding, since other programs disturb, and kept in run.costs.  {}: it came to nothing,
-    or the drafter is a cascade of models.
+    with plain decoding, since other programs disturb, and kept in run.costs.  {}: it came to
+    nothing, or the drafter is a cascade of models.
     """
     if label not in run.costs:
         turns = {}
         for name, drafter in run.drafters.items():
-            if getattr(drafter, "stages", None):
-                run.notes.append(f"{name} drafts its own chains: another tree takes as long to draft "
-                                 "and gains nothing; take --tree chain")
-            else:
+            # A cascade of models drafts its own chain, whatever the tree.
+            if not getattr(drafter, "stages", None):
                 turns[name] = builds_of(drafter)
         run.costs |= dict.fromkeys(run.drafters, {})
         run.costs |= measured_prices(run, turns)
@@ -336,7 +334,7 @@ def measured_prices(run, builds):
         plain = run.decode(None, verify.root_only, ids, limit).total
         for label, kinds in builds.items():
             totals_of_turn = [plain] + [run.decode(*build, ids, limit).total for build in kinds]
-            # The first turn warms up; where the prompt is answered by one token there are no rounds.
+            # The first turn warms up; a prompt that is answered by one token has no rounds.
             if number and all(total["rounds"] for total in totals_of_turn):
                 turns[label].append(totals_of_turn)
         if number >= FEWEST and time.perf_counter() - started > ENOUGH:
@@ -355,11 +353,12 @@ def measured_prices(run, builds):
             continue
         low, high = prices["node_price_range"]
         run.notes.append(f"{said}, a verified node costs {prices['node_price']:.3f} "
-                         f"[{low:.3f}-{high:.3f}] plain steps, a drafted round {prices['start']:.3f}")
+                         f"[{low:.3f}-{high:.3f}] plain steps, "
+                         f"a drafted round {prices['start']:.3f}")
     return found
 
 def mean_extras(run, label, gamma):
-    """CAPE's control (section 5.4): the mean size of CAPE's sets, with this drafter, for every position."""
+    """CAPE's control (section 5.4): the mean size of CAPE's sets with this drafter."""
     build, total = partial(cape.cape, gamma=gamma), Counter()
     for _, ids, limit in run.prompts[:8]:
         total.update(run.decode(run.drafters[label], build, ids, min(limit, 64)).total)

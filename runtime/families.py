@@ -1,15 +1,15 @@
-"""Targets of any family: what verify.Target leaves out, and a proof at load that a model decodes right.
+"""Targets of any family: what verify.Target leaves out, and a proof that a model decodes right.
 
 verify.Target serves models that are built as Llama is.  AnyTarget adds
     windows          layers with a sliding window, alone or beside layers with full attention
     devices          a model that accelerate spread over several: inputs go where the embeddings are
     vocabularies     logits padded, or cut, to the vocabulary of another model
-    contexts         where the configuration names it otherwise; positions that no text takes (RoBERTa)
-    longrope         one RoPE table for short texts and another for long ones: cached keys cannot change
+    contexts         that the configuration names otherwise; positions that no text takes (RoBERTa)
+    longrope         a RoPE table for short texts and one for long: cached keys cannot change
     chains           models that ignore a tree's mask or position_ids verify chains only
     one memory       for all layers' keys and values, so that one copy compacts an accepted path
-and proves, by some tiny forwards, that a tree's logits are those of its paths.  docs/families.md lists
-what is served.
+and proves at load, by some tiny forwards, that a tree's logits are those of its paths.
+docs/families.md lists what is served.
 
     target = any_target(model)       # in the place of verify.Target(model)
 """
@@ -41,8 +41,9 @@ def context_of(model, config):
     context = next((getattr(config, name) for name in names if getattr(config, name, None)), 2048)
     for name, module in model.named_modules():
         # RoBERTa's table begins with positions that no text takes.
-        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
-            context -= module.padding_idx + 1
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and padding is not None:
+            context -= padding + 1
     return max(context, 0)
 
 
@@ -55,7 +56,7 @@ def device_of(model):
 
 
 def with_vocabulary(logits, vocab):
-    """Rows (n, V) as rows (n, vocab): what lies beyond is cut off, an id that is missing gets -inf."""
+    """Logits (n, V) -> (n, vocab): cut off, or -inf for ids that are missing."""
     missing = vocab - logits.shape[-1]
     return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
@@ -72,8 +73,8 @@ def windows_of(config):
     kinds = getattr(config, "layer_types", None) or [kind]
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
-        raise UserError(f"the target has layers of kind {', '.join(unknown)}, which keep no KV entries "
-                        "for a tree")
+        raise UserError(f"the target has layers of kind {', '.join(unknown)}, which keep no KV "
+                        "entries for a tree")
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 
@@ -105,7 +106,7 @@ class StackedCache(TreeCache):
                 self.stack(self.length)
 
     def of_layer(self, layer, k, v):
-        """As TreeCache.of_layer.  The first forward is kept as it is: stack() must know all layers."""
+        """As TreeCache.of_layer.  stack() follows the first forward: it must know all layers."""
         if not self.stacks:
             self.kv[layer] = [k.clone(), v.clone()]
         return self.kv[layer]
@@ -140,8 +141,8 @@ class StackedCache(TreeCache):
 class AnyTarget(Target):
     """verify.Target of any decoder-only family.
 
-    vocab: how many ids its rows of logits shall have, where it stands beside a target whose vocabulary is
-    padded otherwise.  verifies_trees: what the proof found.  Raises UserError for a model that cannot be
+    vocab: how many ids its logits shall have, beside a target whose vocabulary is padded otherwise.
+    verifies_trees: what the proof found.  Raises UserError for a model that cannot be
     decoded with a KV cache.
     """
     encoder_decoder = False
@@ -150,14 +151,14 @@ class AnyTarget(Target):
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
         if attention not in (None, "sdpa", "eager", folding.NAME):
-            raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' or "
-                            "'eager'")
+            raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' "
+                            "or 'eager'")
         if attention == "sdpa" and model.device.type == "cpu" and folding.has_groups(model):
             folding.fold_queries(model)
         super().__init__(model, capacity)
         self.device = device_of(model)
-        # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length (23
-        # to 440 ms), and every round has a new one: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
+        # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
+        # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
         torch.backends.cuda.enable_cudnn_sdp(False)
         # The type of hidden states: weights may be quantised, and of no floating type.
         with torch.no_grad():
@@ -177,7 +178,7 @@ class AnyTarget(Target):
         self.cache = StackedCache()
         self.reset()
 
-    # ------------------------------------------------------------ windows, devices, vocabularies, chains
+    # ------------------------------------------------ windows, devices, vocabularies, chains
     def check_attention(self):
         """As Target.check_attention; sliding windows are served."""
         self.windows = windows_of(self.config)
@@ -185,8 +186,8 @@ class AnyTarget(Target):
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward; refuses a tree where only chains can be verified."""
         if not self.verifies_trees and parents is not None and not is_chain(parents):
-            raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour the mask "
-                            "or the positions of a tree): use --tree chain")
+            raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour "
+                            "the mask or the positions of a tree): use --tree chain")
         own = self.capacity
         if self.short and not self.long:
             # One position beyond the short table would rotate the whole tree by the long one.
@@ -207,10 +208,10 @@ class AnyTarget(Target):
         return [with_vocabulary(logits.to(self.device), self.vocab), *states]
 
     def position_and_mask(self, keys, position, slots, mask):
-        """As Target.position_and_mask; windows shorten the mask.  Two kinds of layers have a mask each.
+        """As Target.position_and_mask; windows shorten the mask, one for each kind of layer.
 
-        A model that ignores position_ids, or takes none, counts them by its cache.  Without a mask of ours
-        a model applies its window itself.
+        A model that ignores position_ids, or takes none, counts them by its cache.  Without a mask
+        of ours a model applies its window itself.
         """
         if not self.verifies_trees:
             return {}
@@ -233,7 +234,7 @@ class AnyTarget(Target):
         return remaining
 
     def sync(self, ids, logits_to_keep=1, unchanged=0):
-        """As Target.sync; longrope rotates all of a long text by its long table: it is read at once."""
+        """As Target.sync; longrope rotates all of a long text by its long table: read at once."""
         chunk_size, long = self.chunk_size, bool(self.short) and len(ids) > self.short
         if long != self.long:
             self.reset()
@@ -276,11 +277,12 @@ class AnyTarget(Target):
             self.windows = windows
             if own:
                 config.sliding_window = own
-        raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does without one "
-                        f"({reason}): take a decoder-only language model that caches keys and values")
+        raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does "
+                        f"without one ({reason}): take a decoder-only language model that caches "
+                        "keys and values")
 
     def errors(self, parents):
-        """How far each node's logits are from those of its path alone, in standard deviations -> (n + 1,)."""
+        """How far each node's logits are from its path's alone -> (n + 1,), standard deviations."""
         n, errors = len(parents), []
         text, tokens, after = self.probe(n)
         # A cache of its own: a failed forward may leave anything in it.
@@ -307,7 +309,8 @@ class AnyTarget(Target):
         padding = getattr(config, "pad_token_id", None)
         ids = [i for i in range(min(config.vocab_size, 100)) if i != padding]
         # Longer than a window that the model alone knows of (GPT-Neo's), where it has one
-        windows = [size for name, size in vars(config).items() if "window" in name and isinstance(size, int)]
+        settings = vars(config).items()
+        windows = [size for name, size in settings if "window" in name and isinstance(size, int)]
         length = 6 if any(self.windows.values()) else max([6] + [size + 4 for size in windows])
         length = min(length, self.context - n - 1)
         text = [ids[(7 * i + 3) % len(ids)] for i in range(length)]

@@ -1,6 +1,6 @@
 """Fingerprints: which target a drafter was trained for, told by shapes and some weights.
 
-    mine = fingerprint(model, tokenizer)          # train.py writes it into a drafter's training.json
+    mine = fingerprint(model, tokenizer)      # train.py writes it into a drafter's training.json
     relation(about["target"], mine)               # "the same", "a relative" or "another"
 
 The idea.  A drafter is good for the target whose text it learned.  Beside another target it would
@@ -42,7 +42,7 @@ def matrices_of(model):
     return found
 
 def fingerprint(model, tokenizer=None):
-    """What tells one target from another: {"class", sizes, "probe": {name: weight}, "vocabulary"}."""
+    """What tells targets apart: {"class", sizes, "probe": {name: weight}, "vocabulary"}."""
     about = {"class": type(model).__name__, "probe": {}}
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
         about[name] = getattr(model.config.get_text_config(), name)
@@ -63,8 +63,8 @@ def relation(a, b):
     """What the targets of two fingerprints are to each other.
 
     "the same"     equal in what both say, weights up to half precision's rounding
-    "a relative"   of one architecture and vocabulary, and weights are near: one of them is rounded to
-                   4 bits, or lightly tuned, which 32 weights cannot tell apart
+    "a relative"   of one architecture and vocabulary, and weights are near: one of them is rounded
+                   to 4 bits, or lightly tuned, which 32 weights cannot tell apart
     "another"      all else
     """
     probes = [about.get("probe") for about in (a, b)]

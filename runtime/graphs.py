@@ -1,16 +1,17 @@
 """Static shapes and CUDA graphs around any `run`.
 
-At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them takes
-longer than running them.  A CUDA graph records which kernels ran on which addresses, and replays all
-by one launch.  Hence shapes and addresses must stay: nodes are padded to a power of two, keys to one
-of few lengths (bucket()), and inputs are copied into the tensors that the graph was recorded with.
+At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them
+takes longer than running them.  A CUDA graph records which kernels ran on which addresses, and
+replays all by one launch.  Hence shapes and addresses must stay: nodes are padded to a power of
+two, keys to one of few lengths (bucket()), and inputs are copied into the tensors that the graph
+was recorded with.
 
-    target = static(verify.Target(model))    # its forwards, plain decoding's too, have few shapes now
-    drafter = static(glide.Drafter(...))     # likewise GLIDE's, EDD's, VDM's, EAGLE's; MEDUSA never runs
+    target = static(verify.Target(model))    # its forwards, plain decoding's too, have few shapes
+    drafter = static(glide.Drafter(...))     # likewise GLIDE's, EDD's, EAGLE's; MEDUSA never runs
 
-A worked example: 5 nodes after 100 tokens are padded to 8, which write slots 100 ... 107 and read 256
-keys.  Nodes 5, 6, 7 are padding: they stand at position 0, see the first key, and their results are
-cut off; slots 105, 106, 107 are overwritten by the next forward, and no mask shows them to anybody.
+A worked example: 5 nodes after 100 tokens are padded to 8, which write slots 100 ... 107 and read
+256 keys.  Nodes 5, 6, 7 are padding: they stand at position 0, see the first key, and their results
+are cut off; slots 105, 106, 107 are overwritten by the next forward, and no mask shows them.
 """
 import sys
 from contextlib import contextmanager
@@ -29,10 +30,10 @@ KEYS = 256               # the least number of keys that a static forward reads
 def static(x, rows=1, keys=KEYS, record=True):
     """Give a target, or a drafter with a method `run`, static shapes -> x.
 
-    rows: fewest nodes of a forward; 64 makes all forwards of one size, so that in half precision a node
-    is rounded alike whatever stands beside it.  keys: what their number is a multiple of.  record: CUDA
-    graphs, on a CUDA device.  Who is static already stays as it is.  Raises UserError for a target that
-    is spread over devices, if it is to be recorded.
+    rows: fewest nodes of a forward; 64 makes all forwards of one size, so that in half precision a
+    node is rounded alike whatever stands beside it.  keys: what their number is a multiple of.
+    record: CUDA graphs, on a CUDA device.  What is static already stays as it is.  Raises UserError
+    for a target that is spread over devices, if it is to be recorded.
     """
     # A model that verifies chains only counts positions by its cache: it takes no padding.
     takes_padding = hasattr(x, "run") and getattr(x, "verifies_trees", True)
@@ -66,7 +67,7 @@ class Static:
 
     def __call__(self, keys, x, position, slots, mask, logits_to_keep=0):
         n = len(x)
-        # As they are: a prompt, which needs no mask; what keeps a GPU busy; the first forward of all.
+        # As they are: a prompt without a mask; what keeps a GPU busy; the first forward of all.
         if n > GRAPHED or mask is None and n > 1 or not self.held():
             more = (logits_to_keep,) if self.is_target else ()
             return self.own(keys, x, position, slots, mask, *more)
@@ -80,7 +81,7 @@ class Static:
             F.pad(x, (0, 0) * (x.ndim - 1) + (0, padding)),                            # (size, ...)
             F.pad(position, (0, padding)),                                             # (size,)
             torch.cat((slots, after)),                                                 # (size,)
-            self.padded_mask(mask, n, keys, size, total),                              # (size, total)
+            self.padded_mask(mask, n, keys, size, total),
         ]
         is_glide = bool(getattr(self.x, "kv", None))
         found = self.of_glide(total, inputs) if is_glide else self.replay(total, inputs)
@@ -93,7 +94,7 @@ class Static:
         if not self.is_target:
             self.x.reserve(total)
             return total
-        # Growing would void all recordings: the last bucket of a text is what its prefill allocated.
+        # Growing would void all recordings: a text's last bucket is what its prefill allocated.
         cache = self.x.cache
         cache.reserve(keys)
         return min(total, cache.allocated)
@@ -106,7 +107,7 @@ class Static:
         padded[n:, 0] = True
         return padded
 
-    # ------------------------------------------------------------ what x is: a target, GLIDE, EDD and its kin
+    # ------------------------------------------------ what x is: a target, GLIDE, EDD and its kin
     def held(self):
         """The tensors that hold x's keys and values: a recording knows their addresses."""
         if self.is_target:
@@ -118,7 +119,7 @@ class Static:
         return [tensor for pair in pairs for tensor in pair]
 
     def of_glide(self, total, inputs):
-        """GLIDE's forward: the target's keys and values, lengthened, and a mask of those that are there."""
+        """GLIDE's forward: the target's keys and values, lengthened, and what of them is there."""
         own, t = self.x.kv, self.x.t
         longer, length = {}, None
         for layer, kv in own.items():
@@ -126,7 +127,7 @@ class Static:
             length = longer[layer][0].shape[2]
         self.x.kv = longer
         there = torch.arange(length, device=self.x.device) < t                         # (length,)
-        there = there.repeat(len(inputs[0]), 1)                                        # (size, length)
+        there = there.repeat(len(inputs[0]), 1)                # (size, length)
         found = self.replay(total, [*inputs, there])
         self.x.kv = own
         return found
@@ -140,13 +141,13 @@ class Static:
 
     # ------------------------------------------------------------ recordings
     def replay(self, total, tensors):
-        """x's own run(total, *tensors) -> a list of tensors, by a recording where there can be one."""
-        # A recording knows where keys and values lie, and how far apart: a cache that grew voids it.
+        """x's own run(total, *tensors) -> its list, by a recording where there can be one."""
+        # A recording knows where keys and values lie, and how far apart: growth voids it.
         addresses = [(held.data_ptr(), *held.stride()) for held in self.held()]
         if addresses != self.addresses:
             self.recorded, self.addresses, self.pool = {}, addresses, None
-        # It knows which hidden states were captured, too.
-        key = (total, *self.x.needs.get("hidden", ()), *(x.shape for x in tensors))
+        # It knows which hidden states were captured, too; the mask's shape says the keys.
+        key = (*self.x.needs.get("hidden", ()), *(x.shape for x in tensors))
         if self.graphs and key not in self.recorded:
             inputs = [x.clone() for x in tensors]
             try:
@@ -163,19 +164,19 @@ class Static:
         return [x.clone() for x in replay()]
 
     def record(self, function, inputs):
-        """function(*inputs) as a callable without arguments, whose results lie at fixed addresses."""
+        """function(*inputs) as one without arguments, whose results lie at fixed addresses."""
         self.stream = self.stream or torch.cuda.Stream()
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             # Libraries set themselves up at a first call, which no recording may see.
             function(*inputs)
-            # A capture that fails leaves its stream behind (torch.cuda.graph.__exit__), so a model for
-            # which the host waits, as dynamic NTK or int8 weights, is found before.
+            # A capture that fails leaves its stream behind (torch.cuda.graph.__exit__), so a
+            # model for which the host waits (dynamic NTK, int8 weights) is found before.
             with no_syncs():
                 function(*inputs)
         torch.cuda.current_stream().wait_stream(self.stream)
         graph = torch.cuda.CUDAGraph()
-        # One pool serves all: no two replay at once, and results are copied out before the next one does.
+        # One pool serves all: no two replay at once, and results are copied out at once.
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
             out = function(*inputs)

@@ -91,7 +91,7 @@ def on_hub(name, revision, role):
     return False
 
 def with_weights(model_class, name, **more):
-    """A pretrained model whose attention takes a tree's mask: PyTorch's, or where it has none, eager."""
+    """A pretrained model whose attention takes a tree's mask: sdpa, or where it has none, eager."""
     try:
         return model_class.from_pretrained(name, attn_implementation="sdpa", **more)
     except ValueError as why:

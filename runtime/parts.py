@@ -203,7 +203,7 @@ class LongSpec(longspec.LongSpec, Glide):
 
 
 class OtherVocabulary(glide.Drafter):
-    """Decoding with a GLIDE whose vocabulary is padded to another size than the target's `vocab`."""
+    """Decoding with a GLIDE whose vocabulary is padded otherwise than the target's `vocab`."""
 
     def __init__(self, model, vocab):
         super().__init__(model)
@@ -243,7 +243,8 @@ def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None,
                          "sizes: read one layer")
     if c.num_attention_heads % keys.shape[1]:
         raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads, and its "
-                         f"configuration says {c.num_attention_heads}: GLIDE cannot share them evenly")
+                         f"configuration says {c.num_attention_heads}: GLIDE cannot share them "
+                         "evenly")
     return config
 
 

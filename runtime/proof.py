@@ -12,10 +12,10 @@ from verify import generate, root_only
 NEW = 32                 # tokens decoded after each prompt
 
 def proves_itself(target, drafter, prompts, new=NEW, stopping_criteria=()):
-    """A sentence where a drafter's first choice is right less than twice as often as chance, or None.
+    """A sentence where a drafter's first choice is right less than twice as often as by chance.
 
-    prompts: lists of ids, two will do.  Chance: how often its choices would be right at other places
-    of the texts.  Where a drafter predicts nothing (a row of zeros), it is not counted.
+    Else None.  prompts: lists of ids, two will do.  Chance: how often its choices would be right at
+    other places of the texts.  Rows of zeros, which predict nothing, are not counted.
     """
     predicted, tokens = [], []
 

@@ -118,8 +118,8 @@ def chains_only(run):
         others = [tree.label for tree in run.trees if tree.name not in ("chain", "drawn")]
         # Max-Gram alone has no stages: a tree that prices nodes shortens its chain where it should.
         if getattr(drafter, "stages", None) and others:
-            notes.append(f"{label} drafts its own chain: {', '.join(others)} takes as long to draft "
-                         "and gains nothing; --tree chain is enough")
+            notes.append(f"{label} drafts its whole chain whatever the tree: {', '.join(others)} "
+                         "takes as long to draft; --tree chain is enough")
     return notes
 
 def facts(run, names, rows, base):

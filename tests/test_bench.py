@@ -27,27 +27,22 @@ from runtime import clock, load, report
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 
-# GLIDE paper, Table 1: model, drafter, cost %, then (acceptance %, E(Spd.)) on GSM8K, Finance-Alpaca, Spider, Code.  gamma = 5 (section 5.1).
+# GLIDE paper, some rows of Table 1: model, drafter, cost %, then (acceptance %, E(Spd.)) on GSM8K, Finance-Alpaca, Spider, Code.
 TABLE_1 = """
 Vicuna-7B LLAMA-68m      7.7   51.6 1.46   49.7 1.41   19.2 0.89   34.8 1.11
-Vicuna-7B LLAMA-160m    49.0   58.0 0.66   57.1 0.65   25.1 0.38   40.0 0.48
 Vicuna-7B GLIDE-47m      6.7   64.8 1.97   63.2 1.90   55.7 1.64   67.0 2.06
-Vicuna-13B LLAMA-68m     6.2   50.2 1.51   49.3 1.48   19.0 0.94   32.7 1.13
 Vicuna-13B LLAMA-160m   39.3   56.8 0.75   56.8 0.75   25.4 0.45   38.3 0.54
 Vicuna-13B GLIDE-47m     5.5   67.1 2.16   65.0 2.07   57.1 1.77   68.6 2.24
-Vicuna-33B LLAMA-68m     4.6   49.1 1.57   46.5 1.50   30.0 1.16   31.5 1.19
-Vicuna-33B LLAMA-160m   29.5   56.1 0.89   53.1 0.84   31.4 0.59   36.7 0.64
 Vicuna-33B GLIDE-71m     6.8   69.3 2.16   64.3 1.94   62.7 1.87   68.9 2.14
-Mistral-7B LLAMA-45m     4.9   36.7 1.27   40.2 1.34   41.9 1.38   44.5 1.44
 Mistral-7B GLIDE-47m     6.6   60.1 1.80   56.4 1.67   59.8 1.79   62.6 1.89
 """
 
-@pytest.mark.parametrize("line", TABLE_1.strip().splitlines())
-def test_expected_speedup_reproduces_table_1(line):
-    """The table prints two decimals: a cell is off by at most 0.01 when rounding (0.005) is taken into account."""
-    c, *cells = map(float, line.split()[2:])
-    for alpha, printed in zip(cells[::2], cells[1::2]):
-        assert abs(round(clock.expected_speedup(alpha / 100, c / 100, 5), 2) - printed) <= 0.01 + 1e-9
+def test_expected_speedup_reproduces_table_1():
+    """gamma = 5 (section 5.1).  The table prints two decimals: a cell is off by at most 0.01 when rounding is taken into account."""
+    for line in TABLE_1.strip().splitlines():
+        c, *cells = map(float, line.split()[2:])
+        for alpha, printed in zip(cells[::2], cells[1::2]):
+            assert abs(round(clock.expected_speedup(alpha / 100, c / 100, 5), 2) - printed) <= 0.01 + 1e-9
 
 # ---------------------------------------------------------------- a small target with its drafters
 def tokenizer_of(text, vocab):
@@ -128,7 +123,7 @@ def arm_of(name, *outs, **how):
 
 def made_up_run(**more):
     a = SimpleNamespace(target="t", dtype="float32", device="cpu", seed=0, temperature=0.0, exact=False, graphs=False)
-    return SimpleNamespace(**{"a": a, "cuda": False, "target": None, "drafters": {}, "trees": [], "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
+    return SimpleNamespace(**{"a": a, "cuda": False, "target": None, "drafters": {}, "costs": {}, "trees": [], "prompts": [("a", [1], 9), ("b", [1], 9)], **more})
 
 def test_figures_of_a_row_by_hand():
     """Two prompts of 9 and 13 new tokens; a plain step takes 0.1 s."""
@@ -314,14 +309,15 @@ def test_costs_are_the_middle_of_turns_after_a_warm_up():
     assert [run.costs[name]["node_price"] for name in ("x", "y", "maxgram")] == pytest.approx([price] * 3)
     assert [run.costs[name]["cost"] for name in ("x", "y", "maxgram")] == pytest.approx([0.0715 - price, 0.1365 - price, 0])
     assert found["start"] == pytest.approx(0, abs=1e-9) and len(found["node_price_range"]) == len(found["cost_range"]) == 2
-    assert all(name in note and ("[" in note or name == "models") for name, note in zip(("models", "x", "y", "maxgram"), run.notes)) and len(run.notes) == 4
-    assert clock.measure_costs(run, "models") == {} and "take --tree chain" in run.notes[0] and turn[0] == 12, "measured once"
+    assert all(name in note and "[" in note for name, note in zip(("x", "y", "maxgram"), run.notes, strict=True))
+    assert clock.measure_costs(run, "models") == {} and turn[0] == 12, "measured once"
 
 def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     """s_d / s_t of a disturbed machine is refused; a given one is taken, and nothing is measured; fixed has CAPE's mean size."""
     run = bench.Run(args(small, "--drafter", "glide", "--tree", "pct", "pct(cost=0.3)", "pct-cost(node_price=0.5)", "fixed(size=1)", "fixed",
                          "--max-new-tokens", "5"))
     run.notes.clear()                                  # the random drafter's: it is right by chance
+    monkeypatch.setattr(clock, "TURNS", 1)
     pct, given, priced, size, fixed = run.trees
     assert bench.builder(run, "glide", given).keywords == {"cost": 0.3} and not run.costs and not run.notes
     assert bench.builder(run, "glide", size).keywords == {"size": 1}
@@ -356,7 +352,9 @@ def test_what_transformers_is_asked_for(small, monkeypatch, temperature, top_k):
     """Its own generate() with the same settings, among all tokens without --top-k, where the library's own default is 50; assisted
     generation with the stage; prompt lookup with ten tokens."""
     among = ["--top-k", str(top_k)] if top_k else []
-    run = bench.Run(args(small, "--drafter", "cascade(base, maxgram)", "--tree", "chain", *f"--temperature {temperature} --top-p 0.8".split(), *among))
+    drafters = ["--drafter", "cascade(base, maxgram)", f"cascade({small / 'other'})", "--tree", "chain"]
+    run = bench.Run(args(small, *drafters, *f"--temperature {temperature} --top-p 0.8".split(), *among))
+    assert run.notes[-1].endswith("will slow it down"), "a stage as large as its target"
     _, ids, limit = run.prompts[0]
     asked = []
     monkeypatch.setattr(run.model, "generate", lambda given, **how: asked.append(how) or torch.cat((given, given[:, :2]), 1))
@@ -375,58 +373,49 @@ def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
     for folder in (small / "model", small / "drafters" / "base"):
         shutil.copytree(folder, tmp_path / folder.name)
         config.save_pretrained(tmp_path / folder.name)
-    argv = args(small, "--target", str(tmp_path / "model"), "--checkpoint", str(tmp_path), "--tree", "chain", "--drafter", "maxgram", "cascade(base)", "--limit", "1")
-    assert bench.main([*argv, "--json", str(tmp_path / "r.jsonl")]) == 0
-    rows = rows_of(tmp_path / "r.jsonl")
-    assert len(rows) == 7 and all(row["lossless"] for row in rows)
+    argv = args(small, "--target", str(tmp_path / "model"), "--checkpoint", str(tmp_path), "--tree", "chain", "--drafter", "maxgram", "cascade(base)")
     run = bench.Run(argv)
     assert run.model.generation_config.eos_token_id == run.eos == 299
+    _, ids, limit = run.prompts[0]
+    expected, *found = [arm.decode(ids, limit).tokens for arm in bench.arms_of(run)]
+    assert found == [expected] * 6
 
 # ---------------------------------------------------------------- end to end
-FIELDS = """target drafter tree settings group dtype device threads batch seed depth temperature prompts tokens tokens_per_second
-speedup speedup_low speedup_high speedup_vs_generate tau alpha alpha_overlap alpha_depth nodes draft_forwards c expected_speedup draft_ms
-verify_ms other_ms target_ms share_draft share_verify share_other time_to_first_token peak_memory lossless first_divergence stages K runs
-distinct_4grams versions by_prompt""".split()
-TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=3, leaf=0)", "pct(width=1, cost=0.01)", "pct-cost",
-         "own-confidence(own=0.2)", "vct", "eagle2"]
+TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
 
-def test_the_whole_grid(small, tmp_path, capsys):
-    assert bench.main(args(small, "--drafter", "glide", "edd", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"),
-                           "--limit", "2", "--max-new-tokens", "6")) == 0
+def test_the_whole_grid(small, tmp_path, capsys, monkeypatch):
+    measured = []
+
+    def measure_costs(run, label):
+        measured.append(label)
+        return {"cost": 0.125, "node_price": 0.01, "start": 0.0}
+    monkeypatch.setattr(clock, "measure_costs", measure_costs)
+    assert bench.main(args(small, "--drafter", "glide", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"), "--limit", "1",
+                           "--max-new-tokens", "5")) == 0
+    assert measured == ["glide"], "once a drafter"
     rows = rows_of(tmp_path / "r.jsonl")
-    assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None)] + [
-        (d, t) for d in ("glide", "edd") for t in TREES]
+    assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None),
+                                                         *(("glide", tree) for tree in TREES)]
     assert any(r["speedup"] == 1 for r in rows[:2]), "the baseline is one of the plain arms"
+    assert all(not r["settings"] and r["c"] is r["tau"] is None for r in rows[:3])
     for r in rows:
-        assert set(FIELDS) <= set(r) and r["lossless"] is True and r["first_divergence"] is r["peak_memory"] is None
-        assert r["tokens"] == 2 * 6 and r["prompts"] == 2 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
+        assert r["lossless"] is True and r["first_divergence"] is r["peak_memory"] is None and {"torch", "transformers"} < r["versions"].keys()
+        assert r["tokens"] == 5 and r["prompts"] == r["batch"] == 1 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
+    for r in rows[3:]:
         tree, settings = r["tree"], r["settings"]
-        if not tree:
-            assert not settings and r["c"] is r["tau"] is None
-            continue
         assert r["draft_forwards"] > 0 and r["c"] > 0 and sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) == pytest.approx(1)
         assert (r["alpha"] is not None) == tree.startswith("chain") or r["nodes"] < 2 or "width=1" in tree, "only chains have an alpha"
         assert 1 <= r["tau"] <= r["depth"] + 1 and (r["nodes"] or tree[:3] in ("pct", "own")), "PCT may find nothing worth verifying"
         assert r["depth"] <= (10 if tree[:3] in ("pct", "own") else 6 if tree == "eagle2" else settings.get("gamma", 5))
-    found = {(r["drafter"], r["tree"]): r["settings"] for r in rows}
-    assert found["glide", "pct(width=3, leaf=0)"].items() >= {"width": 3, "leaf": 0}.items() and found["glide", "chain"] == {"gamma": 5}
-    assert all(found[d, "pct"]["cost"] == found[d, "pct-cost"]["cost"] for d in ("glide", "edd")), "measured once a drafter"
+    found = {r["tree"]: r["settings"] for r in rows[3:]}
+    assert found["pct(width=1, cost=0.01)"].items() >= {"width": 1, "cost": 0.01}.items() and found["chain"] == {"gamma": 5}
+    assert found["pct"]["cost"] == found["pct-cost"]["cost"] == 0.125
     out = capsys.readouterr().out
     assert "glide x cape(gamma=3)" in out and "baseline: plain" in out
 
-def test_exact_is_compared_with_what_it_costs(small, tmp_path):
-    """Tokens are held against plain decoding in the same shapes, speeds against the fastest plain decoding, exact or not."""
-    assert bench.main(args(small, "--exact", "--dtype", "bfloat16", "--drafter", "glide", "--tree", "chain", "--limit", "1",
-                           "--json", str(tmp_path / "r.jsonl"))) == 0
-    rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
-    assert list(rows) == [("plain", None), ("plain, two queries", None), ("plain, not exact", None), ("generate()", None), ("glide", "chain")]
-    assert rows["plain", None]["lossless"] and rows["glide", "chain"]["lossless"]
-    baselines = [r for (name, _), r in rows.items() if name.startswith("plain")]
-    assert max(baselines, key=lambda r: r["tokens_per_second"])["speedup"] == 1
-
 def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
-    assert bench.main(args(small, "--tree", "cape", "drawn", "--drafter", "glide", "maxgram", "--temperature", "0.8", "--top-k", "20",
-                           "--json", str(tmp_path / "r.jsonl"))) == 0
+    flags = "--tree cape drawn --drafter glide maxgram --temperature 0.8 --top-k 20 --limit 1 --max-new-tokens 8".split()
+    assert bench.main(args(small, *flags, "--json", str(tmp_path / "r.jsonl"))) == 0
     rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
     for drafter in ("glide", "maxgram"):
         assert rows[drafter, "cape"]["lossless"] is True, "keyed noise: plain sampling's tokens"
@@ -451,15 +440,16 @@ def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch,
 
     def interrupting(*given, **how):
         calls.append(1)
-        if len(calls) == 10:               # three arms of ours: warm-up, two prompts, and then
+        if len(calls) == 7:                # three arms of ours: warm-up, one prompt, and then
             raise KeyboardInterrupt
         return generate(*given, **how)
     monkeypatch.setattr(verify, "generate", interrupting)
-    assert bench.main(args(small, "--drafter", "maxgram", "--tree", "chain", "--json", str(path))) == 130
-    assert {r["prompts"] for r in rows_of(path) if r["group"] == "all"} == {2} and "2 of 3 prompts" in capsys.readouterr().err
-    calls[:] = [1] * 6                     # and before anything was measured
+    argv = args(small, "--drafter", "maxgram", "--tree", "chain", "--json", str(path), "--max-new-tokens", "4")
+    assert bench.main(argv) == 130
+    assert {r["prompts"] for r in rows_of(path)} == {1} and "1 of 3 prompts" in capsys.readouterr().err
+    calls[:] = [1] * 3                     # and before anything was measured
     path.unlink()
-    assert bench.main(args(small, "--drafter", "maxgram", "--tree", "chain", "--json", str(path))) == 130
+    assert bench.main(argv) == 130
     assert "before there was anything" in capsys.readouterr().err and not path.exists()
 
 def test_divergence_is_reported_with_its_gap(small):
@@ -478,20 +468,20 @@ def test_divergence_is_reported_with_its_gap(small):
 def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     """The README's main command, small, from another folder: the shipped weights, token for token; and what --show prints."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench.py"), *"--drafter glide --tree cape --limit 2 --max-new-tokens 10 --device cpu".split(),
-                                      *"--threads 1 --show --json r.jsonl".split()])
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "bench.py"), *"--drafter glide --tree cape --limit 1 --device cpu".split(),
+                                      *"--max-new-tokens 8 --threads 1 --show --json r.jsonl".split()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(sys.argv[0], run_name="__main__")
     done = capsys.readouterr()
-    assert ended.value.code == 0 and "all: 2 prompts" in done.out, done.err
+    assert ended.value.code == 0 and "all: 1 prompts" in done.out, done.err
     rows = rows_of(tmp_path / "r.jsonl")
     ours = next(r for r in rows if r["drafter"] == "glide")
-    assert ours["lossless"] is True and ours["tau"] > 1.2 and {r["group"] for r in rows} == {"all", "story", "retell"}
+    assert ours["lossless"] is True and ours["tau"] > 1.2 and {r["group"] for r in rows} <= {"all", "story"}
     shown, tau = re.search(r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*)\n--- tau ([\d.]+)\n", done.out, re.DOTALL).groups()
     assert "[" in shown and float(tau) == round(ours["by_prompt"][0]["tau"], 2)
 
 def test_the_screen_brackets_what_was_drafted_and_accepted(small, capsys, monkeypatch):
-    """Or has it in colour; half a character waits for its other half."""
+    """Or has it in colour; incomplete UTF-8 is held back."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(small / "model")
     ids = tokenizer("a b aé€b")["input_ids"]
     assert tokenizer.decode(ids[:-1]) + "b" == "a b aé€b" and len(ids) > 8, "characters of several tokens each"
@@ -520,7 +510,7 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
 
 def test_prompts_by_the_flags(small, tmp_path):
     """Groups take turns, and --limit keeps as many of each; --ask says what a row asks; without --prompts the project's own."""
-    rows = [{"group": "a", "prompt": f"a{i}"} for i in range(3)] + [{"group": "b", "prompt": "b"}] + [{"prompt": "c"}]
+    rows = [*({"group": "a", "prompt": f"a{i}"} for i in range(3)), {"group": "b", "prompt": "b"}, {"prompt": "c"}]
     (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "he.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def g("}\n{"prompt": "def h("}\n'))
 
@@ -541,9 +531,10 @@ def test_a_checkpoint_may_be_one_drafter_s_folder(small, tmp_path):
     shutil.copytree(small / "drafters" / "edd", tmp_path / "mine")
     about = json.loads((tmp_path / "mine" / "training.json").read_text())
     (tmp_path / "mine" / "training.json").write_text(json.dumps({**about, "validation": {"temperature": 0.5}}))
-    for checkpoint, name, temperature in ((tmp_path / "mine", "edd", 0.5), (tmp_path, "mine", 0.5), (tmp_path, "mine(raw=True)", 1)):
-        run = bench.Run(args(small, "--checkpoint", str(checkpoint), "--drafter", name))
-        assert type(run.drafters[name]).__module__ == "edd" and run.drafters[name].temperature == temperature
+    for checkpoint, temperatures in ((tmp_path / "mine", {"edd": 0.5}), (tmp_path, {"mine": 0.5, "mine(raw=True)": 1})):
+        run = bench.Run(args(small, "--checkpoint", str(checkpoint), "--max-new-tokens", "2", "--drafter", *temperatures))
+        assert {name: drafter.temperature for name, drafter in run.drafters.items()} == temperatures
+        assert {type(drafter).__module__ for drafter in run.drafters.values()} == {"edd"}
 
 # ---------------------------------------------------------------- cascades, encoders
 @pytest.fixture(scope="module")
@@ -560,42 +551,35 @@ def t5(tmp_path_factory):
 def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
     """And an encoder's input takes no room from the output."""
     (tmp_path / "p.txt").write_text("def add(a, b): return " * 80)
-    argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"), "--max-new-tokens", "8")
-    assert bench.main([*argv, "--prompts", str(small / "prompts.jsonl"), str(tmp_path / "p.txt"), "--limit", "2", "--drafter",
-                       "cascade(base, small, maxgram)", "maxgram", "cascade(base)", "--tree", "chain"]) == 0
-    rows = {r["drafter"]: r for r in rows_of(tmp_path / "r.jsonl") if r["group"] == "all"}
-    assert list(rows) == ["plain", "generate()", "assisted generation (base)", "assisted generation (small)", "cascade(base, small, maxgram)",
-                          "maxgram", "cascade(base)"]
-    assert all(r["lossless"] and r["tokens"] == 16 and r["prompt_tokens"] > 512 for r in rows.values())
-    assert bench.main([*argv, "--limit", "1", "--drafter", "cascade(base)", "--tree", "chain", "drawn", "--temperature", "1"]) == 0
+    argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"), "--max-new-tokens", "5")
+    assert bench.main([*argv, "--prompts", str(tmp_path / "p.txt"), "--drafter", "cascade(base, small, maxgram)", "maxgram", "--tree", "chain"]) == 0
+    rows = {r["drafter"]: r for r in rows_of(tmp_path / "r.jsonl")}
+    assert list(rows) == ["plain", "generate()", "assisted generation (base)", "assisted generation (small)", "cascade(base, small, maxgram)", "maxgram"]
+    assert all(r["lossless"] and r["tokens"] == 5 and r["prompt_tokens"] > 512 for r in rows.values())
+    run = bench.Run([*argv, "--drafter", "cascade(base)", "--tree", "drawn", "--temperature", "1"])
+    _, ids, limit = run.prompts[0]
+    assert len(bench.arms_of(run)[-1].decode(ids, limit).tokens) == 5
     for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         with pytest.raises(verify.UserError, match="it takes --"):
             bench.Run(argv + more)
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
     """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
-    two, three = "cascade(base, k=3, costs=(0.4,))", "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))"
-    assert bench.main(args(small, "--drafter", two, three, "maxgram", "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
-                           "--limit", "2", "--max-new-tokens", "8")) == 0
+    drafters = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))", "maxgram"
+    assert bench.main(args(small, "--drafter", *drafters, "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
+                           "--limit", "2", "--max-new-tokens", "6")) == 0
     rows = rows_of(tmp_path / "r.jsonl")
     assert all(r["lossless"] for r in rows) and "swi_given" in capsys.readouterr().out
     assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
     found = {(r["drafter"], r["tree"]): r for r in rows if r["stages"]}
-    assert len(found) == 6
+    assert len(found) == 4
     r = next(r for (d, t), r in found.items() if "lenience" in d and t == "chain")
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and r["settings"] == {"drawn": False}
     target, base, second, _ = r["runs"]
     rounds = target - r["prompts"]
     assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
     assert r["draft_forwards"] == pytest.approx(sum(r["runs"][1:]) / rounds)
-    folders = small / "model", small / "drafters" / "base", small / "drafters" / "small"
-    whole, *weights = [sum(p.numel() for p in load.load_target(str(folder), "float32", "cpu")[0].parameters()) for folder in folders]
-    for how, costs in (("given", (0.5, 0.25)), ("ms", [weight / whole for weight in weights])):
-        assert r[f"swi_{how}"] == pytest.approx(r["tokens"] / (target + costs[0] * base + costs[1] * second))
-
-def test_a_stage_as_large_as_its_target_is_noted(small):
-    run = bench.Run(args(small, "--tree", "chain", "--drafter", f"cascade({small / 'other'})", "--limit", "1"))
-    assert run.notes[-1].endswith("will slow it down")
+    assert r["swi_given"] == pytest.approx(r["tokens"] / (target + 0.5 * base + 0.25 * second))
 
 def test_whose_bigram_is_read(small, tmp_path):
     """The checkpoint's, unless it is another tokenizer's; one that was asked for must fit (test_bad_input.py)."""
@@ -622,7 +606,8 @@ def test_the_device_is_the_current_one_and_exact_sums_are_not_reduced(small, mon
     matmul, names = torch.backends.cuda.matmul, ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
     for name in names:
         setattr(matmul, name, True)
-    bench.Run(args(small, "--drafter", "maxgram", "--exact"))
+    run = bench.Run(args(small, "--drafter", "maxgram", "--exact"))
+    assert [arm.name for arm in bench.plain_arms(run)] == ["plain", "plain, two queries", "plain, not exact"], "the price of exactness is seen"
     assert not any(getattr(matmul, name) for name in names)
     for name in names:
         setattr(matmul, name, True)                    # PyTorch's default

@@ -1,19 +1,17 @@
 """Drafters and trees named as calls: what is read, what is refused, and that a refusal says what the function takes."""
 import inspect
-import json
 import random
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, shared
+from conftest import ROOT
 
 import bench
 import cape
 import pct
 import verify
-from beyond import graft
 from runtime import calls, grams, load
 from verify import UserError
 
@@ -24,16 +22,11 @@ def read(text):
 
 @pytest.mark.parametrize("text, name, words, settings, label", [("pct", "pct", [], {}, "pct"), ("pct()", "pct", [], {}, "pct"),
     ("  pct( width =7,leaf= 0 , ) ", "pct", [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)"),
-    ("pct_cost(cost=0.1)", "pct-cost", [], {"cost": 0.1}, "pct-cost(cost=0.1)"),
-    ("cape(sizes=(7, 5), edges=(0.5,))", "cape", [], {"sizes": (7, 5), "edges": (0.5,)}, "cape(sizes=(7,5), edges=(0.5,))"),
-    ("cape(sizes=[3], edges=[])", "cape", [], {"sizes": [3], "edges": []}, "cape(sizes=[3], edges=[])"),
-    ("cascade(base,small,k=(8, 13, 1),lenience=3)", "cascade", ["base", "small"], {"k": (8, 13, 1), "lenience": 3},
-     "cascade(base, small, k=(8,13,1), lenience=3)"),
+    ("cape(sizes=(7, 5), edges=[])", "cape", [], {"sizes": (7, 5), "edges": []}, "cape(sizes=(7,5), edges=[])"),
     ("cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)", "cascade", ["google/flan-t5-base", "./models/t5.small_2", "/abs/x-y"],
      {"k": 5}, "cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)"),
     ("maxgram(bigram='a/b.json')", "maxgram", [], {"bigram": "a/b.json"}, "maxgram(bigram='a/b.json')"),
-    ("beside(glide( raw=True),maxgram, bigram='F')", "beside", ["glide(raw=True)", "maxgram"], {"bigram": "F"}, "beside(glide(raw=True), maxgram, bigram='F')"),
-    ("graft(chain=5)", "graft", [], {"chain": 5}, "graft(chain=5)")])
+    ("beside(glide( raw=True),maxgram, bigram='F')", "beside", ["glide(raw=True)", "maxgram"], {"bigram": "F"}, "beside(glide(raw=True), maxgram, bigram='F')")])
 def test_calls(text, name, words, settings, label):
     """Words of a cascade are names of models."""
     assert read(text) == (name, FUNCTIONS[name], words, settings, label)
@@ -42,7 +35,7 @@ def test_what_is_read_is_what_was_written():
     """Random calls of every tree: any order, spaces, dashes for underscores."""
     rng = random.Random(0)
     values = [0, 7, -2, 0.25, 1e-3, True, None, (), (1,), (8, 13, 1), [2, 3], "a"]
-    for _ in range(300):
+    for _ in range(100):
         name, space = rng.choice(list(bench.TREES)), rng.choice(["", " ", "  "])
         takes = list(calls.settings_of(bench.TREES[name]))
         settings = {key: rng.choice(values) for key in rng.sample(takes, rng.randint(0, len(takes)))}
@@ -108,18 +101,17 @@ def test_drafters_are_what_the_checkpoint_holds(tmp_path):
     with pytest.raises(UserError, match="choose among edd-h9 my-own gemma4 eagle3 maxgram cascade"):
         checked("--checkpoint", str(tmp_path), "--drafter", "glide")
 
-@pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_a_language_model_drafts_trees(name):
+def test_a_language_model_drafts_trees(llama):
     """Each row is its own plain forward's over the path, in whatever steps and rounds; where its context ends, -inf."""
-    model, rng = shared(name), random.Random(0)
-    for capacity in (None, 14, 9):
-        stage, text = load.Stage(verify.Target(model, capacity)), []
-        for _ in range(6):
+    rng = random.Random(0)
+    for capacity in (None, 14):
+        stage, text = load.Stage(verify.Target(llama, capacity)), []
+        for _ in range(4):
             new, paths = [rng.randrange(12) for _ in range(rng.randint(1, 5))], []
             text += new
             stage.begin(verify.View(torch.tensor(new), len(text), {}, {}))
-            for m in (1, 2, 3):
-                parents = [rng.randint(-1, len(paths) - 1) for _ in range(m)]
+            for m in (1, 2, 3):                                     # the root, then nodes after any before them
+                parents = [rng.randrange(len(paths)) if paths else -1 for _ in range(m)]
                 tokens = [rng.randrange(12) for _ in range(m)]
                 paths += [(paths[parent] if parent >= 0 else []) + [token] for token, parent in zip(tokens, parents)]
                 rows = stage.expand(torch.tensor(tokens), parents)
@@ -127,7 +119,7 @@ def test_a_language_model_drafts_trees(name):
                     assert rows.isneginf().all() and rows.shape == (m, 12)
                     continue
                 with torch.no_grad():
-                    own = [model(torch.tensor([text + path])).logits[0, -1] for path in paths[-m:]]
+                    own = [llama(torch.tensor([text + path])).logits[0, -1] for path in paths[-m:]]
                 torch.testing.assert_close(rows, torch.stack(own))
             stage.keep([0])
         stage.reset()
@@ -137,29 +129,6 @@ def test_agreement_is_scored_on_words_that_it_was_not_fitted_to():
     """In every second hundred of words a long match is right and a short one wrong, in the others the opposite."""
     judged = [(1 + 4 * (i % 2), 0.01, i % 2 == i // 100 % 2) for i in range(400)]
     assert grams.fit_agreement(judged, lambda length: 0.5)["log_loss"] > 2
-
-@pytest.mark.long
-def test_the_stand_ins_drafters_stand_beside_maxgram(tmp_path):
-    """Named on the command line, each with the tree of graft: lossless, and with the agreement that make.py fitted to a file of ours."""
-    from checkpoints import make
-    for folder in (*load.drafters_in(load.CHECKPOINTS).values(), load.CHECKPOINTS / "base"):
-        (tmp_path / folder.name).symlink_to(folder)
-    bare = json.loads((load.CHECKPOINTS / "bigram.json").read_text())
-    bare.pop("agreement", None)
-    (tmp_path / "bigram.json").write_text(json.dumps(bare))
-    (tmp_path / "text.jsonl").write_text('{"text": "One day Tim had a red ball. One day Tim had a red ball.", "held_out": true}\n' * 3)
-    argv = ["--data", str(tmp_path / "text.jsonl"), "--checkpoint", str(tmp_path), "--drafter", "edd", "base", "--tokens", "30"]
-    assert not make.main(["agreement", *argv])
-    assert set(found := json.loads((tmp_path / "bigram.json").read_text())["agreement"]) == {"edd", "base"}
-    names = ["beside(edd, maxgram)", "beside(glide(raw=True), maxgram)", "beside(base, maxgram)"]
-    run = bench.Run(["--checkpoint", str(tmp_path), "--tree", "graft", "--limit", "2", "--max-new-tokens", "20", "--drafter", *names])
-    assert run.drafters[names[0]].agreement == tuple(found["edd"]["weights"]) and run.drafters[names[1]].agreement is None
-    assert run.drafters[names[2]].temperature == load.about_drafter(load.CHECKPOINTS / "base")["validation"]["temperature"] < 1
-    for _, ids, limit in run.prompts:
-        plain = run.decode(None, verify.root_only, ids, limit).tokens
-        for label in names:
-            out = run.decode(run.drafters[label], graft.graft, ids, limit)
-            assert out.tokens == plain and out.total["draft_forwards"] > 0, label
 
 def test_flags():
     """About twenty, each used, each with its default in --help; the defaults are the README's first command."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import plain, tiny
-from test_real import PROMPT, drafters_of, stage_of
+from test_real import PROMPT, drafters_of
 
 import cape
 import cascade
@@ -53,7 +53,7 @@ def test_what_the_host_waits_for_in_a_round(pretended, name, reads, copies):
 def test_cuda_decodes_as_the_model_itself(name, static):
     model, text = tiny(name).to("cuda"), plain(tiny(name), PROMPT, 30)
     wrap = graphs.static if static else lambda x: x
-    target, stage = wrap(any_target(model)), stage_of(tiny(name, seed=1).to("cuda"), 12)
+    target, stage = wrap(any_target(model)), any_target(tiny(name, seed=1).to("cuda"), vocab=12)
     trees = {"chain": cape.chain, "cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5), "eagle2": partial(pct.eagle2, total=15)}
     assert verify.generate(target, None, verify.root_only, PROMPT, 30).tokens == text
     for drafter in (*drafters_of(model), cascade.Cascade([wrap(stage)], vocab=12)):

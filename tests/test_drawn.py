@@ -4,8 +4,8 @@ verify.Sampled makes the drafting and the accepting stream from one seed.  Targe
 so that thousands of seeds take seconds.  Each new token is compared with the target's exact distribution after the two tokens
 before it, by Pearson's chi-square.
 
-False alarms: each p-value is compared with ALARM.  There are 3 for each of 5 cases, and one of the first token, which all
-share: a change of seeds makes correct code fail once in 60 000 times.  Power: the control shares one stream between drafting
+False alarms: each p-value is compared with ALARM.  There are 3 for each of 4 cases, and one of the first token, which all
+share: a change of seeds makes correct code fail once in 75 000 times.  Power: the control shares one stream between drafting
 and accepting, which was a bug once, and must be noticed with a p-value below ALARM in every block of SEEDS seeds.
 
     LONG=1 python -m pytest tests/test_drawn.py -s      # 60 000 seeds a case, some minutes; -s shows the statistics
@@ -41,7 +41,7 @@ class Target(verify.Target):
     def __init__(self):
         self.cache = SimpleNamespace(length=0, reserve=lambda rows: None)
 
-    def prefill(self, ids, drafter=None):
+    def prefill(self, ids, new_tokens=0):
         self.commit(None, ids)
         return EXACT[ids[-2], ids[-1]]
 
@@ -84,7 +84,6 @@ def cascade_of(seeds, K, lenience=1.0, gram=None):
 
 DRAWN, CHAIN = partial(cape.drawn, gamma=2), partial(cascade.proposal, drawn=True)
 CASES = {"glide": (lambda: Drafter(table(2, VOCAB)), DRAWN), "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
-    "lenient cascade": (lambda: cascade_of([2, 3], [[2, 1], [0, 2]], 2.0), CHAIN),
     "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), CHAIN),
     "Max-Gram": (lambda: cascade_of([], [[3]], 1.0, MaxGram([1, 2, 1])), CHAIN),}
 
@@ -137,8 +136,7 @@ def chi_squares(counts):
 def test_the_output_follows_the_target(case):
     assert min(chi_squares(decoded(case, range(BLOCKS * SEEDS)))) > ALARM
 
-@pytest.mark.parametrize("case", ["glide", "cascade"])
-def test_one_stream_for_drafting_and_accepting_is_noticed(case, monkeypatch):
+def test_one_stream_for_drafting_and_accepting_is_noticed(monkeypatch, case="glide"):
     """The negative control: the same statistics, where the draws of drafts decide their acceptance, too."""
     own = verify.stream
     monkeypatch.setattr(verify, "stream", lambda seed, purpose, device="cpu": own(seed, str(purpose).replace("draft", "accept"), device))

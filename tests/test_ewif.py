@@ -23,11 +23,6 @@ def round_tokens(rng, alpha, k):
     heads = rng.random((TRIALS, k)) < alpha
     return np.cumprod(heads, axis=1).sum(1) + 1
 
-def reviewed(rng, alpha, lengths):
-    """A review of drafts of these lengths, coin by coin -> tokens (TRIALS,), the reviewer's own included."""
-    heads = np.cumprod(rng.random((len(lengths), lengths.max())) < alpha, axis=1)
-    return (heads * (np.arange(lengths.max()) < lengths[:, None])).sum(1) + 1
-
 def probabilities(alpha, k):
     """Equation 3: {tokens: probability}."""
     return {i + 1: alpha ** i * (1 - alpha) for i in range(k)} | {k + 1: alpha ** k}
@@ -45,18 +40,12 @@ def test_phi_is_the_generating_function_of_equation_3(alpha, k):
         if abs(alpha * x - 1) > 1e-9:                           # the closed form as Theorem 4.1 prints it, not equation 6
             series = (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
             assert 1 + series == pytest.approx(true) and (x == 1 or x + series != pytest.approx(true, abs=0.1))
-    h = 1e-5
-    slope = (ewif.phi(1 + h, alpha, k) - ewif.phi(1 - h, alpha, k)) / (2 * h)
-    assert slope == pytest.approx(sum(j * q for j, q in p.items()), rel=1e-6)
-    assert ewif.ewif_speculative(alpha, 0.0, k) == pytest.approx(slope, rel=1e-6)
+    assert ewif.ewif_speculative(alpha, 0.0, k) == pytest.approx(sum(j * q for j, q in p.items()))
 
 @pytest.mark.parametrize("alpha, c, k", [(0.65, 0.01, 9), (0.2, 0.3, 1)])
-def test_corollary_4_2_is_what_a_simulation_gives(alpha, c, k):
-    tokens = round_tokens(np.random.default_rng(1), alpha, k)
-    assert near(tokens / (1 + c * k), ewif.ewif_speculative(alpha, c, k))
-    assert near(0.7 ** tokens, ewif.phi(0.7, alpha, k))          # a generating function: E x^tokens
+def test_corollary_4_2_is_glides_expected_speedup(alpha, c, k):
+    """And Theorem 4.5 with one drafter."""
     closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))
-    # GLIDE's E(Spd.) is the same, and Theorem 4.5 with one drafter
     found = ewif.ewif_speculative(alpha, c, k), clock.expected_speedup(alpha, c, k), ewif.ewif_horizontal([alpha] * k, [c] * k)
     assert found == pytest.approx((closed,) * 3)
 
@@ -72,14 +61,9 @@ def test_plain_decoding_has_factor_one_and_swi_by_hand():
 VERTICAL = [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.95, 0.7, 0.02, 0.001, 5, 5), (1.0, 0.6, 0.1, 0.01, 3, 2), (0.8, 0.0, 0.1, 0.01, 3, 4)]
 
 @pytest.mark.parametrize("alpha, inner, c1, c2, n, k", VERTICAL)
-def test_theorem_4_3_is_what_a_simulation_gives(alpha, inner, c1, c2, n, k):
-    rng = np.random.default_rng(2)
-    tokens, seconds = reviewed(rng, alpha, sum(round_tokens(rng, inner, k) for _ in range(n))), 1 + n * (c1 + k * c2)
-    value = ewif.ewif_vertical(alpha, inner, c1, c2, n, k)
-    assert near(tokens / seconds, value)
-    runs = [TRIALS, n * TRIALS, n * k * TRIALS]                  # and SWI of a long run is its EWIF
-    assert clock.swi(tokens.sum(), runs, [1, c1, c2]) == pytest.approx(value, rel=0.02)
-    # summed over the draft's length: the n-fold convolution of equation 3, and Leviathan et al.'s expectation
+def test_theorem_4_3_is_the_sum_over_the_drafts_length(alpha, inner, c1, c2, n, k):
+    """The n-fold convolution of equation 3, and Leviathan et al.'s expectation for a draft of that length."""
+    value, seconds = ewif.ewif_vertical(alpha, inner, c1, c2, n, k), 1 + n * (c1 + k * c2)
     lengths = np.array([1.0])
     for _ in range(n):
         lengths = np.convolve(lengths, [0.0] + list(probabilities(inner, k).values()))
@@ -129,7 +113,6 @@ def test_theorem_4_3_holds_where_reviews_are_independent_and_how_it_is_mended():
 def test_corollary_4_4():
     for alpha, inner, n, k, c1 in product((0.05, 0.4, 0.99), (0.05, 0.5, 0.95), (1, 8), (1, 10), (0.01, 0.2)):
         assert ewif.phi(alpha, inner, k) < alpha
-        assert (1 - (alpha * inner) ** (k + 1)) / (1 - alpha * inner) > 1                # the proof says < 1
         alone = ewif.ewif_speculative(alpha, c1, n)
         assert ewif.ewif_vertical(alpha, inner, c1, 0.0, n, k) > alone
         # how large c2 may be: where the tokens gained are paid for by the time of n k drafts, and not beyond
@@ -164,18 +147,12 @@ def test_corollary_4_6_is_the_derivative(k):
         up[l - 1], down[l - 1] = alphas[l - 1] + h, alphas[l - 1] - h
         slope = (ewif.ewif_horizontal(up, costs) - ewif.ewif_horizontal(down, costs)) / (2 * h)
         assert ewif.d_ewif_horizontal(l, alphas, costs) == pytest.approx(slope, rel=1e-7)
-    # the two cases that the corollary writes out
-    first = sum(np.prod(alphas[1:i]) for i in range(1, k + 1)) / (1 + sum(costs))
-    assert ewif.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first)
-    assert ewif.d_ewif_horizontal(k, alphas, costs) == pytest.approx(np.prod(alphas[:-1]) / (1 + sum(costs)))
-    alphas[0] = 0.0                                              # nothing is divided by alpha_l
-    assert ewif.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first)
+    first, alphas[0] = ewif.d_ewif_horizontal(1, alphas, costs), 0.0
+    assert ewif.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first), "nothing is divided by alpha_l"
 
-@pytest.mark.parametrize("call", [lambda: ewif.phi(0.5, 1.2, 3), lambda: ewif.ewif_speculative(0.5, 0.1, -1),
-    lambda: ewif.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1), lambda: ewif.ewif_vertical(-0.1, 0.5, 0.1, 0.1, 1, 1),
-    lambda: ewif.ewif_vertical(0.5, 0.5, 0.1, 0.1, 1, -1), lambda: ewif.ewif_horizontal([0.5], []),
-    lambda: ewif.d_ewif_horizontal(0, [0.5], [0.1]), lambda: ewif.d_ewif_horizontal(2, [0.5], [0.1]),
-    lambda: clock.swi(10, [5, 5], [1]), lambda: clock.swi(10, [5, 5], [0.1, 1])])
+@pytest.mark.parametrize("call", [
+    lambda: ewif.phi(0.5, 1.2, 3), lambda: ewif.ewif_speculative(0.5, 0.1, -1), lambda: ewif.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1),
+    lambda: ewif.ewif_horizontal([0.5], []), lambda: ewif.d_ewif_horizontal(2, [0.5], [0.1]), lambda: clock.swi(10, [5, 5], [1])])
 def test_arguments_out_of_range_are_refused(call):
     with pytest.raises(AssertionError):
         call()

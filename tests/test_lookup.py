@@ -36,15 +36,15 @@ def by_hand(model, texts, new, window):
                     alike.append(len(after) / (i + 1))
     return {at: np.mean(values) for at, values in mass.items()}, np.mean(alike)
 
-@pytest.mark.parametrize("name, window", [("llama", 99), ("llama-eager", 99), ("mistral", 9), ("qwen2", 99)])
+@pytest.mark.parametrize("name, window", [("llama-eager", 99), ("mistral", 9)])
 def test_the_mass_of_each_layer_against_queries_and_keys(name, window):
     model = tiny(name, seed=3)
-    prompts = [("x", [i, 3, 1, 4, 1, i + 2], 16) for i in range(4)]
+    prompts = [("x", [i, 3, 1, 4, 1, i + 2], 10) for i in range(4)]
     run = SimpleNamespace(model=model, prompts=prompts, a=SimpleNamespace(target=name), target=SimpleNamespace(encoder_decoder=False))
     run.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(target_of(model), drafter, build, ids, limit))
     rows, columns = probe.lookup(run)
     model = tiny(name, seed=3)
-    expected, alike = by_hand(model, [ids + plain(model, ids, limit) for _, ids, limit in prompts], 16, window)
+    expected, alike = by_hand(model, [ids + plain(model, ids, limit) for _, ids, limit in prompts], 10, window)
     assert len(rows) == 4 and "head" not in rows[3] and compare.grid(rows, columns).count("\n") == 5
     for layer, row in enumerate(rows[:3]):
         heads = [expected[layer, head] for head in range(4)]

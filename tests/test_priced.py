@@ -123,7 +123,7 @@ class Suggester:
 
 def test_graft_without_suggestions_is_pct_cost():
     """Node for node, whether there is no drafter, one that suggests nothing, or room for no chain."""
-    for seed in range(80):
+    for seed in range(40):
         table, settings = random_table(seed, vocab=8, zeros=[0, 0.5][seed % 2]), dict(cost=[0.02, 0.1, 0.3][seed % 3], node_price=[0, 0.01, 0.05][seed % 3])
         found = []
         for build, suggest in ((priced.pct_cost, None), (graft.graft, None), (graft.graft, lambda *_: ([], []))):

@@ -4,24 +4,21 @@ import json
 import shutil
 
 import pytest
-import test_drawn
 import torch
 from conftest import VOCAB, plain, random_drafter, shared
 from test_bench import args, check_mistake, rows_of, small  # noqa: F401
 
 import bench
-import cape
 import pct
 import verify
-from beyond.words import ShortHead, shorten
+from beyond.words import shorten
 from checkpoints import smollm2
 from runtime import load, parts
 
-PROMPT, NEW = [3, 1, 4, 1, 5], 24
+PROMPT, NEW = [3, 1, 4, 1, 5], 8
 WORDS = [7, 2, 5, 3]
-TREES = {"chain": cape.chain, "cape": cape.cape, "pct": pct.pct}
 
-@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
 def test_words_alone_are_drafted_and_the_output_stays(name):
     model = shared("llama")
     text, drafter = plain(model, PROMPT, NEW), random_drafter(model, name)
@@ -45,11 +42,10 @@ def test_words_alone_are_drafted_and_the_output_stays(name):
     drafter.keep = lambda path: (keep(path), whole.keep(path))
     drafter.reset = lambda: (reset(), whole.reset())
     drafter.expand = compared
-    for build in TREES.values():
-        out = verify.generate(verify.Target(model), drafter, build, PROMPT, NEW)
-        assert out.tokens == text and seen
-        for a_round in out.rounds:
-            assert set(a_round.tokens[1:]) <= set(WORDS)
+    out = verify.generate(verify.Target(model), drafter, pct.pct, PROMPT, NEW)
+    assert out.tokens == text and seen
+    for a_round in out.rounds:
+        assert set(a_round.tokens[1:]) <= set(WORDS)
 
 def test_a_target_that_scales_its_head():
     """EAGLE drafts by the target's own head, which stays whole for the target."""
@@ -62,16 +58,6 @@ def test_a_target_that_scales_its_head():
     torch.testing.assert_close(draft_model.target.head(x)[:, WORDS], before[:, WORDS])
     assert draft_model.target.head(x).isneginf().sum() == 2 * (VOCAB - len(WORDS))
     torch.testing.assert_close(model.lm_head(x), before)
-
-def test_drawn_chains_of_few_words_follow_the_target(monkeypatch):
-    words = torch.tensor([2, 0])
-    logits = test_drawn.table(2, test_drawn.VOCAB)
-    drafter = test_drawn.Drafter(logits)
-    drafter.expand = ShortHead(lambda tokens: logits[tokens][:, words], words, test_drawn.VOCAB)
-    drafter.expand = lambda tokens, parents, head=drafter.expand: head(tokens)
-    monkeypatch.setitem(test_drawn.CASES, "words", (lambda: drafter, test_drawn.DRAWN))
-    counts = test_drawn.decoded("words", range(test_drawn.SEEDS))
-    assert min(test_drawn.chi_squares(counts)) > test_drawn.ALARM
 
 # ---------------------------------------------------------------- the command line
 def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
@@ -87,12 +73,12 @@ def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
     assert words[:4] == [tokenizer.eos_token_id, 5, 7, 8] and len(set(words)) == 40
 
     argv = args(small, "--checkpoint", str(tmp_path / "drafters"))
-    names = ["glide(words=30)", "edd(words=1)"]
-    assert bench.main([*argv, "--drafter", *names, "--json", str(tmp_path / "rows.jsonl")]) == 0
+    few = ["--tree", "cape", "--limit", "1", "--max-new-tokens", "4"]
+    assert bench.main([*argv, *few, "--drafter", "glide(words=30)", "--json", str(tmp_path / "rows.jsonl")]) == 0
     capsys.readouterr()
     drafted = [row for row in rows_of(tmp_path / "rows.jsonl") if row["tree"]]
-    assert {row["drafter"] for row in drafted} == set(names) and all(row["lossless"] for row in drafted)
-    for given, words in (("41", "has 40 words"), ("0", "give how many"), ("'a'", "give how many")):
+    assert {row["drafter"] for row in drafted} == {"glide(words=30)"} and all(row["lossless"] for row in drafted)
+    for given, words in (("41", "has 40 words"), ("0", "give how many")):
         check_mistake([*argv, "--drafter", f"glide(words={given})"], words, capsys)
     for text, words in (("[]", "holds no list"), ('{"vocabulary": "0", "words": [1]}', "of another vocabulary")):
         path.write_text(text)

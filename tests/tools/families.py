@@ -20,7 +20,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conftest import ROOT, plain
+from conftest import ROOT, plain, weighty
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
 
@@ -34,33 +34,27 @@ from runtime.families import AnyTarget
 # What a number in a default configuration becomes, by its field's name, in nested configurations too.
 SIZES = {}
 for line in """
-32 hidden_size n_embd d_model dim emb_dim embedding_size input_embedding_size output_embedding_size embedding_dim
-32 word_embed_proj_dim lru_width backbone_hidden_size prompt_mid_dim pronunciation_embed_dim shape_embed_dim
-64 attention_hidden_size mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len model_max_length
-64 context_length max_target_positions max_source_positions
-3 num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers
-3 num_encoder_layers num_blocks depth
-4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads
-4 num_decoder_attention_heads num_encoder_attention_heads attention_heads num_experts n_routed_experts
-4 num_local_experts moe_num_experts swa_num_attention_heads index_n_heads index_topk_blocks
-4 hidden_size_per_layer_input mamba_n_heads linear_num_value_heads mamba_num_heads n_mamba_heads time_step_rank
-4 qk_rope_head_dim query_pre_attn_scalar rotary_dim linear_num_heads dim_model_base hc_lowrank patch_size
-2 num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k swa_num_key_value_heads
-2 linear_num_key_heads kv_n_heads index_local_blocks n_groups mamba_n_groups mamba_ngroups num_query_groups
-2 zero_expert_num o_groups max_window_layers
-1 n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers n_group
-1 num_expert_group topk_group
+32 hidden_size n_embd d_model dim emb_dim embedding_size input_embedding_size output_embedding_size embedding_dim word_embed_proj_dim
+32 lru_width backbone_hidden_size prompt_mid_dim pronunciation_embed_dim shape_embed_dim
+64 attention_hidden_size mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
+64 max_target_positions max_source_positions
+3 num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers num_blocks depth
+4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_decoder_attention_heads
+4 num_encoder_attention_heads attention_heads num_experts n_routed_experts num_local_experts moe_num_experts swa_num_attention_heads
+4 index_n_heads index_topk_blocks hidden_size_per_layer_input mamba_n_heads linear_num_value_heads mamba_num_heads n_mamba_heads
+4 time_step_rank qk_rope_head_dim query_pre_attn_scalar rotary_dim linear_num_heads dim_model_base hc_lowrank patch_size
+2 num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k swa_num_key_value_heads linear_num_key_heads kv_n_heads
+2 index_local_blocks n_groups mamba_n_groups mamba_ngroups num_query_groups zero_expert_num o_groups max_window_layers
+1 n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers n_group num_expert_group topk_group
 0 num_nextn_predict_layers
-48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff d_inner dim_ff feed_forward_size ffn_hidden_size
-48 intermediate_size_mlp dense_intermediate_size vocab_size vocab_size_per_layer_input unpadded_vocab_size
-48 decoder_vocab_size encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size
-16 moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size
-16 moe_shared_expert_intermediate_size expert_ffn_hidden_size kv_lora_rank q_lora_rank o_lora_rank mamba_d_state
-16 ssm_state_size state_size router_hidden_size mamba_d_head mamba_head_dim mamba_headdim
+48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff d_inner dim_ff feed_forward_size ffn_hidden_size intermediate_size_mlp
+48 dense_intermediate_size vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab
+48 pronunciation_vocab_size shape_vocab_size
+16 moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size
+16 kv_lora_rank q_lora_rank o_lora_rank mamba_d_state ssm_state_size state_size router_hidden_size mamba_d_head mamba_head_dim mamba_headdim
 16 shared_experts_intermediate_size attention_head_dim image_size
-8 qk_nope_head_dim v_head_dim swa_head_dim swa_v_head_dim dim_head d_head kv_channels index_head_dim
-8 linear_key_head_dim linear_value_head_dim linear_head_dim attention_head_size index_topk block_size
-8 index_block_size mamba_chunk_size chunk_size adapter_rank
+8 qk_nope_head_dim v_head_dim swa_head_dim swa_v_head_dim dim_head d_head kv_channels index_head_dim linear_key_head_dim
+8 linear_value_head_dim linear_head_dim attention_head_size index_topk block_size index_block_size mamba_chunk_size chunk_size adapter_rank
 6 sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size
 """.strip().splitlines():
     size, *fields = line.split()
@@ -73,20 +67,17 @@ ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 # What the rule does not fit, by class of configuration.
-OWN = {
-    "BltLocalEncoderConfig": dict(hidden_size_global=32),
+OWN = {"BltLocalEncoderConfig": dict(hidden_size_global=32),
     "BltLocalDecoderConfig": dict(hidden_size_global=32),
-    "CohereCompassTextConfig": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4,
-                                                                            mrope_section=[2, 1, 1])}),
+    "CohereCompassTextConfig": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])}),
     "DbrxAttentionConfig": dict(rope_theta=1e4, clip_qkv=8.0),
     "DeepseekV2Config": dict(num_experts_per_tok=2, first_k_dense_replace=1),
     "Dots1Config": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1),
-    "Dots3NoteTextConfig": dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16,
-                                swa_kv_lora_rank=16, swa_head_dim=12, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
+    "Dots3NoteTextConfig": dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16,
+                                swa_head_dim=12, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
     "GPTNeoConfig": dict(attention_types=[[["local", "global", "local"], 1]]),
-    "Gemma3nTextConfig": dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2,
-                              num_kv_shared_layers=2, intermediate_size=[48] * 4,
-                              activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    "Gemma3nTextConfig": dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
+                              intermediate_size=[48] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
     "Gemma4TextConfig": dict(global_head_dim=16),
     "Gemma4UnifiedTextConfig": dict(global_head_dim=16),
     "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention", "conv"]),
@@ -95,15 +86,11 @@ OWN = {
     "Mamba2Config": dict(num_heads=8),
     "MllamaTextConfig": dict(cross_attention_layers=[1]),
     "MoshiConfig": dict(sliding_window=CONTEXT),               # as by default; the class slides nothing
-    "Qwen4ExpTextConfig": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
-                               indexer_compress_ratio=4),
-    "ReformerConfig": dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8),
-                           axial_pos_embds_dim=(16, 16), local_attn_chunk_length=8, lsh_attn_chunk_length=8,
-                           num_buckets=2),
+    "Qwen4ExpTextConfig": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16, indexer_compress_ratio=4),
+    "ReformerConfig": dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8), axial_pos_embds_dim=(16, 16),
+                           local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=2),
     "XmodConfig": dict(default_language="en_XX"),
-    "ZayaConfig": dict(num_experts_per_tok=1),
-}
-
+    "ZayaConfig": dict(num_experts_per_tok=1),}
 
 def longrope(turn):
     """A rotary table that is another one from a length of `turn` on."""
@@ -111,46 +98,36 @@ def longrope(turn):
     own = dict(original_max_position_embeddings=turn)
     return dict(rope_parameters={**rope, **own}, **own)
 
-
 # Settings that make another architecture of a class.
-VARIANTS = {
-    "FalconForCausalLM (ALiBi)": dict(alibi=True),
+VARIANTS = {"FalconForCausalLM (ALiBi)": dict(alibi=True),
     "FalconForCausalLM (new decoder)": dict(new_decoder_architecture=True),
     "LlamaForCausalLM (dynamic NTK)": dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
     "Phi3ForCausalLM (longrope, before its turn)": longrope(PROMPT + 10),
     "Phi3ForCausalLM (longrope, beyond)": longrope(PROMPT + 8),
     "Qwen2ForCausalLM (sliding)": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "StableLmForCausalLM (parallel)": dict(use_parallel_residual=True, qk_layernorm=True),
-    "XLMWithLMHeadModel (causal)": dict(causal=True),
-}
+    "XLMWithLMHeadModel (causal)": dict(causal=True),}
 # One of each kind of architecture.
 DEFAULT = """
-LlamaForCausalLM Qwen3ForCausalLM MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM Olmo2ForCausalLM
-Glm4ForCausalLM OlmoForCausalLM NanoChatForCausalLM Starcoder2ForCausalLM StableLmForCausalLM GlmForCausalLM
-GPTNeoXForCausalLM GPTJForCausalLM CohereForCausalLM FalconForCausalLM GraniteForCausalLM Gemma2ForCausalLM
-SmolLM3ForCausalLM BeamForCausalLM MixtralForCausalLM GptOssForCausalLM DbrxForCausalLM DeepseekV2ForCausalLM
-DeepseekV3ForCausalLM LongcatFlashForCausalLM DiffLlamaForCausalLM Gemma3nForCausalLM BitNetForCausalLM
-ApertusForCausalLM Gemma4ForCausalLM MiMoV2FlashForCausalLM GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel
-GPTNeoForCausalLM BloomForCausalLM MptForCausalLM MllamaForCausalLM GotOcr2ForConditionalGeneration
-WhisperForCausalLM MoshiForCausalLM BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM BertLMHeadModel
-RobertaForCausalLM XLMWithLMHeadModel MambaForCausalLM RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM
-Lfm2ForCausalLM OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead XLNetLMHeadModel
-DeepseekV32ForCausalLM
+LlamaForCausalLM Qwen3ForCausalLM MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM Olmo2ForCausalLM Glm4ForCausalLM OlmoForCausalLM
+NanoChatForCausalLM Starcoder2ForCausalLM StableLmForCausalLM GlmForCausalLM GPTNeoXForCausalLM GPTJForCausalLM CohereForCausalLM
+FalconForCausalLM GraniteForCausalLM Gemma2ForCausalLM SmolLM3ForCausalLM BeamForCausalLM MixtralForCausalLM GptOssForCausalLM
+DbrxForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM LongcatFlashForCausalLM DiffLlamaForCausalLM Gemma3nForCausalLM
+BitNetForCausalLM ApertusForCausalLM Gemma4ForCausalLM MiMoV2FlashForCausalLM GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel
+GPTNeoForCausalLM BloomForCausalLM MptForCausalLM MllamaForCausalLM GotOcr2ForConditionalGeneration WhisperForCausalLM MoshiForCausalLM
+BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM BertLMHeadModel RobertaForCausalLM XLMWithLMHeadModel MambaForCausalLM
+RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM Lfm2ForCausalLM OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead
+XLNetLMHeadModel DeepseekV32ForCausalLM
 """.split()
 # What transformers registers beside decoder-only language models.
-OTHERS = {
-    "Gemma3nForConditionalGeneration": "its vision needs the package timm",
+OTHERS = {"Gemma3nForConditionalGeneration": "its vision needs the package timm",
     "Gemma4AssistantForCausalLM": "drafts from another model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts from another model's hidden states",
-    "MusicgenForCausalLM": "audio: several codebooks at a position",
-    "MusicgenMelodyForCausalLM": "audio: several codebooks at a position",
-}
-
+    "MusicgenForCausalLM": "audio: several codebooks at a position", "MusicgenMelodyForCausalLM": "audio: several codebooks at a position",}
 
 def classes():
     """Each class that this release registers, once."""
     return [name for name in dict.fromkeys(REGISTRY.values()) if name not in OTHERS]
-
 
 def names(some=None):
     """Families of these classes (of all): each class, its variants, and an encoder that can be a decoder as both."""
@@ -159,17 +136,14 @@ def names(some=None):
     variants = [name for name in VARIANTS if name.partition(" ")[0] in some]
     return sorted(some + encoders + variants, key=str.lower)
 
-
 def default():
     """Families of DEFAULT, with all variants."""
     return names({*DEFAULT, *(name.partition(" ")[0] for name in VARIANTS)})
-
 
 def is_encoder(name):
     """Does a configuration decide whether the class looks ahead?"""
     model_class = getattr(transformers, name)
     return "not config.is_decoder" in inspect.getsource(model_class.__init__)
-
 
 def small(config_class, **own):
     """A small configuration of the class: its default one, shrunk by the names of its fields."""
@@ -204,7 +178,6 @@ def small(config_class, **own):
         fields["num_key_value_heads"] = HEADS
     return config_class(**{**fields, **OWN.get(config_class.__name__, {}), **own})
 
-
 def make(name, seed=0):
     """A random model, with weights large enough that its distributions are far from uniform, float64 where it can."""
     class_name, _, variant = name.partition(" ")
@@ -225,7 +198,6 @@ def make(name, seed=0):
             model = model.float()
             model(ids, use_cache=False)
     return model
-
 
 # ---------------------------------------------------------------- decoding
 class HalfRight:
@@ -255,7 +227,6 @@ class HalfRight:
             row[truth] = (0.6, 0.3, 0.6, 0.3, 0)[at % 5]
         return rows.log()
 
-
 def text_of(model, length=PROMPT):
     """A prompt, and what the model's own uncached forward says after it; of some, that with the most varied text."""
     found = []
@@ -266,45 +237,25 @@ def text_of(model, length=PROMPT):
             break
     return max(found, key=lambda pair: len(set(pair[1])))
 
-
-def weighty(draft_model, model):
-    """A draft model with weights large enough that every part matters."""
-    torch.manual_seed(1)
-    for p in draft_model.parameters():
-        if p.ndim >= 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return draft_model.to(model.dtype).eval()
-
-
 def glide_drafter(model, text):
     config = parts.glide_config(model, width=24)
     angles = parts.target_angles(model, CONTEXT, config.layers_read)
-    return glide.Drafter(weighty(parts.Glide(config, angles), model))
-
+    return glide.Drafter(weighty(lambda: parts.Glide(config, angles), 1).to(model.dtype))
 
 def edd_drafter(model, text, variant="edd"):
     config = parts.config_of(variant, model, hidden=-2)
     draft_model, drafter = parts.KINDS[config.kind]
-    return drafter(weighty(draft_model(config, model), model))
-
+    return drafter(weighty(lambda: draft_model(config, model), 1).to(model.dtype))
 
 def half_right(model, text):
     return HalfRight(text)
 
-
 PCT = partial(pct.pct, cost=0.05)
 
-
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
-CELLS = {
-    "plain": [(lambda model, text: None, verify.root_only)],
-    "chain": [(half_right, cape.chain)],
-    "tree": [(half_right, cape.cape), (half_right, PCT)],
-    "GLIDE": [(glide_drafter, None)],
-    "EDD": [(edd_drafter, None)],
-}
+CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(half_right, cape.chain)],
+    "tree": [(half_right, cape.cape), (half_right, PCT)], "GLIDE": [(glide_drafter, None)], "EDD": [(edd_drafter, None)],}
 BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "medusa")]
-
 
 def cell(model, target, prompt, expected, decodings):
     for drafter, build in decodings:
@@ -318,10 +269,8 @@ def cell(model, target, prompt, expected, decodings):
             same = next((i for i, pair in enumerate(zip(found, meant)) if pair[0] != pair[1]), len(found))
             return f"WRONG: from token {same} of {len(meant)}"
 
-
 # A tree and its paths: 0 - 1 - 3, 0 - 2 - 4, 0 - 2 - 5
 PARENTS, PATHS = [-1, 0, 0, 1, 2, 2], [[0, 1, 3], [0, 2, 4], [0, 2, 5]]
-
 
 def tree_logits(model, target, prompt):
     """Logits of a tree's nodes against the uncached forward of each path: tokens would not notice a small error."""
@@ -336,7 +285,6 @@ def tree_logits(model, target, prompt):
             if not error < 1e-3:
                 return f"WRONG: the logits of a tree are off by {error:.1g} of their spread"
 
-
 # ---------------------------------------------------------------- the matrix
 def outcome(work):
     """work() -> what a cell says: "yes" of None, else what it returned; one sentence of ours is a refusal."""
@@ -349,7 +297,6 @@ def outcome(work):
             return f"refused: {says}"
         last = (says.splitlines() or [""])[-1][:200]
         return f"traceback: {type(why).__name__}: {last} ({file.name}:{frame.lineno})"
-
 
 def row(name, baselines=()):
     """{column: what its cell says} of a family; {"model": why} where transformers itself cannot build it or run it.
@@ -381,16 +328,13 @@ def row(name, baselines=()):
         alone = says == "yes" and set(made["alone"].values()) == {"yes"}
         return {"by": "Target" if alone else "AnyTarget", **made["cells"]}
 
-
 # ---------------------------------------------------------------- the table
 # What differs between families in one and the same sentence.
 REASONS = [
     (r"\d+%", "n %"),
     (r"layers of kind [\w, ]+, which", "layers of another kind (`{kinds}`), which"),
     (r"\(\w+(Error|Exception): .*?\): take a dec", "(its forward fails): take a dec"),
-    (r" \('\w+' object has no attribute '\w+'\)| \(list index out of range\)", ""),
-]
-
+    (r" \('\w+' object has no attribute '\w+'\)| \(list index out of range\)", ""),]
 
 def footnote(says, name, kinds):
     """The reason of a refusal, without what is the family's own."""
@@ -401,7 +345,6 @@ def footnote(says, name, kinds):
     for pattern, instead in REASONS:
         says = re.sub(pattern, instead, says)
     return says.replace(class_name, "the class")
-
 
 def table(rows):
     """{name: row} -> docs/families.md."""
@@ -442,7 +385,6 @@ Made by `python tests/tools/families.py` with {release}.
 |---|---|{"---|" * len(CELLS)}
 """ + "\n".join(lines) + "\n\nRefused because\n\n" + "\n".join(reasons) + "\n\nLeft out\n\n" + "\n".join(others) + "\n"
 
-
 def main():
     wanted = sys.argv[1:]
     rows = {}
@@ -452,7 +394,6 @@ def main():
             print(name, *(f"{column}: {says}" for column, says in rows[name].items()), sep="\n    ", flush=True)
     if not wanted:
         (ROOT / "docs" / "families.md").write_text(table(rows), encoding="utf-8")
-
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()

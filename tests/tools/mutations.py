@@ -251,6 +251,7 @@ EDITS["beyond/priced"] = [
     ('the first forward is never tried again', 'memory["share"] = s + FORGET * (1 - s)', 'pass'),
     ('what first forwards kept is forgotten', 'memory["share"] = before + LEARN * (s - before)', 'pass'),
     ('the second forward keeps all that the first kept', 'gain += s ** i - prices.cost', 'gain += s - prices.cost'),
+    ('the chain is not announced', 'drafter.announce(ids + list(chain))', 'drafter.announce(ids)', 'graft'),
     ("Max-Gram's chain is ten", 'n = len(ids)\n', 'n = min(10, len(gram.propose([expand.root])[0]))\n'),
     ("Max-Gram's chain has no start", 'T = 1 + prices.start\n    place', 'T = 1\n    place'),
     ('prices in seconds', 'return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)', 'return Prices(both - node_price, node_price, start)'),
@@ -275,7 +276,8 @@ EDITS["beyond/graft"] = [
     ('the predicted token alone', 'rho = p + w * (1 - p)', 'rho = w'),
     ('another temperature', 'mixture = (self.temperature * mixture).to(logits.dtype)', 'mixture = mixture.to(logits.dtype)'),
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
-    ('the committed text is not shown', '        self.gram.commit(view.tokens)\n', ''),
+    ('the committed text is not shown', '        self.gram.commit(view.tokens if ids is None else ids)\n', ''),
+    ('what was announced once counts for ever', '        self.announced = None\n        rows', '        rows'),
     ('the mixture without its maximum', 'return w.clamp(min=0)', 'return w'),
     ('agreement with a drafter that has no prediction', 'w = torch.where(none, confidence, self.weight(p, lengths))', 'w = self.weight(p, lengths)'),
 ]
@@ -384,7 +386,7 @@ EDITS["verify"] = [
      "verify::test_sliding_windows_are_refused_in_a_sentence"),
     ("a mask that each layer pads", "mask = F.pad(mask, (0, -keys % 8))", "pass", "verify::test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one"),
     ("a prompt takes a mask", "if parents is None and cached:", "if parents is None:", "verify::test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one"),
-    ("a later chunk takes no mask", "if parents is None and cached:", "if False:", "verify::test_sync_keeps_the_common_prefix"),
+    ("a later chunk takes no mask", "if parents is None and cached:", "if False:", "verify::test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one"),
     ("a prompt's cache grows as it is read", "self.cache.reserve(len(ids) + new_tokens + CHUNK)", "pass",
      "verify::test_a_cache_is_allocated_once_for_a_prompt"),
     ("entries not moved on commit", "if path != list(range(len(path))):", "if False:", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
@@ -538,7 +540,7 @@ EDITS["runtime/families"] = [
      "{kind: window for kind in kinds}", "families verify::test_tree_logits_and_commit_equal_each_path_alone"),
     ("a mask of one kind for all", "near = within_window(mask, window, position, slots) if window else mask",
      "near = within_window(mask, window or 3, position, slots)", "families"),
-    ("RoBERTa's table is as long as it says", "context -= module.padding_idx + 1", "pass", "families"),
+    ("RoBERTa's table is as long as it says", "context -= padding + 1", "pass", "families"),
     ("MPT's context goes by another name", 'names = ("max_position_embeddings", "max_seq_len")',
      'names = ("max_position_embeddings",)', "families"),
     ("no proof", "        if model not in self.proven:\n", "        self.proven[model] = True\n        if False:\n", "families"),
@@ -550,7 +552,7 @@ EDITS["runtime/families"] = [
     ("trees for chains", "if not self.verifies_trees and parents is not None and not is_chain(parents):", "if False:",
      "families"),
     ("positions for who takes none", "        if not self.verifies_trees:\n            return {}\n", "", "families"),
-    ("flash attention", 'if attention not in (None, "sdpa", "eager"):', "if False:", "families"),
+    ("flash attention", 'if attention not in (None, "sdpa", "eager", folding.NAME):', "if False:", "families"),
     ("longrope's room is the context's",
      "return min(remaining, self.short - len(ids) + 1)", "return remaining", "families"),
     ("a node beyond the turning point turns its tree", "self.capacity = min(own, self.short)", "pass", "families"),
@@ -569,7 +571,7 @@ EDITS["runtime/families"] = [
 ]
 EDITS["runtime/attention"] = [
     ("queries of a group see another's mask", "repeat(1, 1, groups, 1)", "repeat_interleave(groups, 2)", "families"),
-    ("folded masks are padded in each layer", "F.pad(mask, (0, -keys % 8))", "mask", "families"),
+    ("folded masks are padded in each layer", "F.pad(attention_mask, (0, -keys % 8))", "attention_mask", "families"),
     ("a CPU repeats keys", '    model.set_attn_implementation(NAME)\n', "", "families"),
 ]
 EDITS["runtime/graphs"] = [
@@ -591,10 +593,9 @@ EDITS["runtime/graphs"] = [
     ("a spread model is recorded", "if record and len(spread) > 1:", "if False:", "graphs"),
     ("a capture meets the first sync", '    torch.cuda.set_sync_debug_mode("error")\n', "", "graphs"),
     ("a recording replays its own input", "            kept.copy_(x)\n", "            pass\n", "graphs"),
-    ("a recording of few keys serves more", "key = (total, *", "key = (0, *", "graphs"),
     ("a recording serves all sizes", ", *(x.shape for x in tensors))", ")", "graphs"),
     ("a recording does not know where its keys lie", "if addresses != self.addresses:", "if False:", "graphs"),
-    ("a recording serves other hidden states", '(total, *self.x.needs.get("hidden", ()), ', "(total, ", "graphs"),
+    ("a recording serves other hidden states", '(*self.x.needs.get("hidden", ()), ', "(0, ", "graphs"),
     ("what cannot be recorded stops the program", "except RuntimeError as why:", "except KeyError as why:", "graphs"),
     ("it is tried again", "                self.graphs = False\n", "                return self.own(total, *tensors)\n",
      "graphs"),
@@ -918,11 +919,14 @@ EDITS["figures/rounds"] = [
     ("the cut path is whole", 'nodes["path"] = one.path[:1 + accepted]', 'nodes["path"] = one.path',
      "rounds::test_an_output_that_ends_within_an_accepted_run_has_no_choice"),
 ]
-EDITS["figures/walltime"] = [
+EDITS["figures/growth"] = [
     ("queries are not scaled", "queries *= (heads[1] / heads[0]) ** 0.5", "pass", "walltime::test_growth_keeps_logits_and_text"),
     ("drafters read other layers", "layer = c.layers_read[-1] + further", "layer = c.layers_read[-1]",
      "walltime::test_grown_drafters_draft_the_same"),
-    ("the first turn counts", "median(seconds[1:])", "median(seconds)", "walltime::test_medians_leave_out_the_first_turn"),
+    ("the constant is not scaled", "w[:, d:d + 1] = (d * eps) ** 0.5", "w[:, d:d + 1] = eps ** 0.5", "walltime::test_growth_keeps_logits_and_text"),
+]
+EDITS["figures/walltime"] = [
+    ("the first turn counts", "{name: median(seconds[1:])", "{name: median(seconds)", "walltime::test_medians_leave_out_the_first_turn"),
 ]
 
 
