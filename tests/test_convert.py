@@ -1,8 +1,7 @@
 """Published drafters: what is converted says what its published forward, written out here from the published keys, says."""
 import json
 import math
-import re
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 import cape
 import edd
 import glide
-import pct
 import verify
 from checkpoints import convert
 from runtime import load, parts
@@ -39,7 +37,7 @@ text = partial(some_text, vocab=VOCAB)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """{name: folder of a target, with a tokenizer of as many words as it has ids, as Hugging Face saves them}."""
+    """{name: folder of a target, with a tokenizer of as many words as it has ids, as Hugging Face saves them}; each is read once."""
     top, words = tmp_path_factory.mktemp("targets"), Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t0"))
     torch.manual_seed(5)
     for name, model in TARGETS.items():
@@ -48,7 +46,9 @@ def folders(tmp_path_factory):
                 nn.init.uniform_(p, 0.5, 1.5)                    # norms, and biases, that matter
         PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(top / name)
         model.save_pretrained(top / name)
-    return {name: top / name for name in TARGETS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load, "load_target", cache(load.load_target))
+        yield {name: top / name for name in TARGETS}
 
 # ---------------------------------------------------------------- the published layouts, with random weights
 def drawn(shapes, seed=0):
@@ -194,12 +194,10 @@ def published_longspec(w, config, target, ids, kv, limits, window):
     return layer_with_a_glimpse(w, "", config, x, kv[-1], limits, turns, norms, window) @ target.get_output_embeddings().weight.detach().T
 
 def lossless(model, drafter, prompt=(3, 1, 4, 1, 5, 9, 2)):
-    expected, target = plain(model, prompt, 16), any_target(model)
-    for build in (cape.chain, cape.cape, pct.pct):
-        assert verify.generate(target, drafter, build, list(prompt), 16).tokens == expected, build
+    assert verify.generate(any_target(model), drafter, cape.cape, list(prompt), 8).tokens == plain(model, prompt, 8)
 
 # ---------------------------------------------------------------- equal to the published forwards
-@pytest.mark.parametrize("name, bias", [("llama", True), ("qwen2", True), ("mistral", False)])
+@pytest.mark.parametrize("name, bias", [("qwen2", True), ("mistral", False)])
 def test_eagle(folders, tmp_path, name, bias):
     weights, config = eagle_files(name, bias)
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
@@ -224,8 +222,7 @@ def test_eagle(folders, tmp_path, name, bias):
     lossless(model, drafter)
 
 @pytest.mark.parametrize("name, layers, key_heads, vocab, prefix", [
-    ("llama", 1, 4, VOCAB, ""), ("llama", 2, 2, VOCAB, "small_model."), ("mistral", 2, 4, VOCAB, ""),
-    ("qwen2", 1, 2, VOCAB - 8, ""), ("llama", 1, 4, VOCAB + 8, ""),                 # padded otherwise than the target's
+    ("llama", 2, 2, VOCAB + 8, "small_model."), ("mistral", 1, 4, VOCAB, ""), ("qwen2", 1, 2, VOCAB - 8, ""),     # padded, or not
 ])
 def test_glide(folders, tmp_path, name, layers, key_heads, vocab, prefix):
     weights, config = glide_files(name, layers, key_heads, vocab=vocab, prefix=prefix)
@@ -259,13 +256,13 @@ def test_glide(folders, tmp_path, name, layers, key_heads, vocab, prefix):
         assert (other - expected)[12:].abs().max() > 0.01
     lossless(model, drafter)
 
-@pytest.mark.parametrize("name, key_heads, window", [("scaled", 4, 3), ("qwen2", 2, 3), ("llama", 2, 512)])
+@pytest.mark.parametrize("name, key_heads, window", [("scaled", 4, 3), ("qwen2", 2, 512)])
 def test_longspec(folders, tmp_path, monkeypatch, name, key_heads, window):
     """Training's rows, drafted chains, and each path of a tree."""
     weights, config = longspec_files(name, key_heads)
-    monkeypatch.setattr(convert, "WINDOW", window)
-    if window == 512:                                                       # what is never read need not be there
-        monkeypatch.undo()
+    if window < 512:
+        monkeypatch.setattr(convert, "WINDOW", window)
+    else:                                                                   # what is never read need not be there
         weights = {key: weight for key, weight in weights.items() if not key.startswith(("cross_attn.k", "cross_attn.v"))}
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
     assert about["kind"] == "longspec" and about["config"]["window"] == window and about["config"]["layers_read"] == [2]
@@ -292,8 +289,8 @@ def test_longspec(folders, tmp_path, monkeypatch, name, key_heads, window):
             torch.testing.assert_close(rows[i], published(path, kv, [t] * len(path), window)[-1], **NEAR)
     lossless(model, drafter)
 
-@pytest.mark.parametrize("name, heads, prefix", [("llama", 3, ""), ("qwen2", 11, "medusa_head.")])
-def test_medusa(folders, tmp_path, name, heads, prefix):
+def test_medusa(folders, tmp_path):
+    name, heads, prefix = "qwen2", 11, "medusa_head."
     weights, config = medusa_files(name, heads, prefix)
     drafter, about, model = converted(written(tmp_path / "in", weights, config), folders[name], tmp_path / "out")
     assert about["kind"] == "medusa" and about["config"]["heads"] == heads
@@ -311,10 +308,9 @@ def test_medusa(folders, tmp_path, name, heads, prefix):
     lossless(model, drafter)
 
 # ---------------------------------------------------------------- files
-@pytest.mark.parametrize("files", [eagle_files, longspec_files])
-def test_pickled_weights_are_as_good(folders, tmp_path, files, capsys):
+def test_pickled_weights_are_as_good(folders, tmp_path, capsys):
     """Also in several files, and beside what a training leaves; types stay, a table of rotary angles is no weight."""
-    weights, config = files("llama")
+    weights, config = eagle_files("llama")
     half = {key: weight.half() for key, weight in weights.items()}
     keys = sorted(half)
     written(tmp_path / "bin" / "in", half | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, config, "pytorch_model.bin")
@@ -352,31 +348,22 @@ WRONG = {"a key too many": (eagle_files, changed("layers.0.input_layernorm.weigh
     "a missing key": (eagle_files, lambda w, c: w.pop("layers.0.mlp.up_proj.weight"), "key layers.0.mlp.up_proj.weight, which is missing"),
     "a shape": (eagle_files, changed("fc.weight", FC), r"fc.weight has shape (32, 32), and for this target it must be (32, 64)"),
     "theta": (eagle_files, setting(rope_theta=10000.0), "rope_theta is 10000.0, and must be 500.0 here"),
-    "heads": (eagle_files, setting(num_attention_heads=8, num_key_value_heads=4), "num_attention_heads is 8"),
     "size of a head": (eagle_files, setting(head_dim=4), "head_dim is 4"),
     "scaling": (eagle_files, setting(rope_scaling={"type": "linear", "factor": 2.0}), "rope_scaling is {'rope_type': 'linear', 'factor': 2.0}"),
-    "another target": (eagle_files, changed("embed_tokens.weight", torch.ones(VOCAB, WIDTH)), "40 of 40 rows of embed_tokens.weight are another target's"),
-    "one row": (eagle_files, lambda w, c: w["embed_tokens.weight"][7].mul_(1.1), "1 of 40 rows of embed_tokens.weight"),
+    "another target": (eagle_files, lambda w, c: w["embed_tokens.weight"][7].mul_(1.1), "1 of 40 rows of embed_tokens.weight are another"),
     "integers": (eagle_files, changed("fc.weight", FC.char()), "is torch.int8: take floating weights"),
     "a bias": (glide_files, setting(attention_bias=True), "attention_bias is True, and must be False"),
     "a scaled GLIDE": (glide_files, setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is {'rope_type': 'dynamic'"),
     "a larger target": (glide_files, setting(large_hidden_size=64), "large_hidden_size is 64, and must be 32"),
     "heads that do not part": (glide_files, setting(num_attention_heads=5), "5 heads and 4 of keys do not part a width of 24"),
     "no embedding": (glide_files, lambda w, c: w.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
-    "a word for a number": (glide_files, setting(num_attention_heads="many"), "num_attention_heads is 'many', and must be a count"),
     "LongSpec without a bias": (longspec_files, lambda w, c: w.pop("self_attn.q_proj.bias"), "key self_attn.q_proj.bias, which is missing"),
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
-    "MEDUSA's vocabulary": (medusa_files, changed("0.1.weight", FC), "0.1.weight has shape (32, 32), and for this target it must be (40, 32)"),
     "scaling in a word": (glide_files, setting(rope_scaling="linear"), "rope_scaling is 'linear', and must be an object"),
-    "a list of parameters": (eagle_files, setting(rope_parameters=[1]), "rope_parameters is [1], and must be an object"),
     "theta within": (eagle_files, setting(rope_parameters={"rope_theta": "500"}), "rope_theta is '500', and must be a number above 0"),
-    "theta in words": (glide_files, setting(rope_theta="1e4"), "rope_theta is '1e4', and must be a number above 0"),
-    "no heads": (longspec_files, setting(num_attention_heads=0), "num_attention_heads is 0, and must be a count"),
     "half a head": (eagle_files, setting(num_key_value_heads=2.5), "num_key_value_heads is 2.5, and must be a count"),
-    "no block": (glide_files, setting(block_size=-5), "block_size is -5, and must be a count"),
     "epsilon is no number": (longspec_files, setting(rms_norm_eps=float("nan")), "rms_norm_eps is nan, and must be a number above 0"),
-    "a width in words": (eagle_files, setting(hidden_size="32"), "hidden_size is '32', and must be a count"),
     "a bias in words": (eagle_files, setting(bias="no"), "bias is 'no', and must be true or false"),
     "an embedding without a width": (glide_files, changed("model.embed_tokens.weight", torch.zeros(40)), "model.embed_tokens.weight has shape (40,)"),
     "an MLP of no size": (longspec_files, changed("mlp.gate_proj.weight", torch.tensor(1.0)), "must be (64, 32)"),
@@ -414,8 +401,7 @@ def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     source.unlink()
     (source / "folder.bin").mkdir(parents=True)
     refused("holds no *.safetensors, *.bin or *.pt", *target)
-    more = "cannot be read, or holds more than weights"
-    for held, words in (({"0.0.linear.weight": Code()}, more), (["a list"], more), ({"epoch": 3}, "epoch in")):
+    for held, words in (({"0.0.linear.weight": Code()}, "cannot be read, or holds more than weights"), ({"epoch": 3}, "epoch in")):
         torch.save(held, source / "medusa_lm_head.pt")
         refused(words, *target)
     (source / "model.safetensors").write_bytes(b"half a file")
@@ -424,24 +410,29 @@ def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     written(source, {"2.1.weight": weights["2.1.weight"]}, config, "more.safetensors")
     refused("2.1.weight is in", *target)
     (source / "more.safetensors").unlink()
-    for broken in ("{", "[1, 2]", "3", "[" * 9999, '{"small_cfg": "x"}'):
+    for broken in ("{", "[1, 2]", "[" * 9999, '{"small_cfg": "x"}'):
         (source / "config.json").write_text(broken)
         refused("config.json is no JSON object", *target)
     (source / "config.json").unlink()
     refused("/no/such does not exist", "--target", "/no/such")
     refused("--device x: say cpu, cuda", *target, "--device", "x")
+
+def test_a_checkpoint_is_written_as_a_whole_into_a_new_folder(folders, tmp_path, capsys, monkeypatch):
+    weights, _ = medusa_files()
+    source, out = written(tmp_path / "in", weights, {}), tmp_path / "out"           # of config.json nothing is needed
+
+    def command(out):
+        return convert.main([str(source), "--target", str(folders["llama"]), "--out", str(out), "--device", "cpu"])
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file" / "out", tmp_path / "file"):
-        assert convert.main([str(source), *map(str, target), "--out", str(out), "--device", "cpu"]) == 2
-        assert re.search("cannot be written|Not a directory|is not empty", capsys.readouterr().err)
-    monkeypatch.setattr(convert, "save_file", lambda weights, path, about: path.write_text("half") and [][0])
-    with pytest.raises(IndexError):                                             # whatever happens while it is written
-        convert.main([str(source), *map(str, target), "--out", str(tmp_path / "out"), "--device", "cpu"])
+    for taken, words in ((tmp_path / "file" / "out", "Not a directory"), (tmp_path / "file", "is not empty"), (source, "is not empty")):
+        assert command(taken) == 2
+        assert words in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(convert, "save_file", lambda weights, path, about: path.write_text("half") and [][0])
+        with pytest.raises(IndexError):                                             # whatever happens while it is written
+            command(out)
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}, "nothing is left behind"
-    monkeypatch.undo()
-    assert convert.main([str(source), *map(str, target), "--out", str(source), "--device", "cpu"]) == 2
-    assert "is not empty: name a new folder" in capsys.readouterr().err
-    converted(source, folders["llama"], tmp_path / "out")                       # MEDUSA's config.json says nothing that is needed
+    assert command(out) == 0 and {path.name for path in out.iterdir()} == {"model.safetensors", "training.json"}
 
 def test_from_the_hub_safetensors_come_first(folders, tmp_path, capsys, monkeypatch):
     """Pickled files are only asked for where there are no others; no network is one sentence."""
@@ -518,11 +509,10 @@ def test_a_drafter_is_loaded_in_the_type_of_what_it_reads(tmp_path):
     """Half precision states of int8 weights, whose scales are single; what learns in single precision reads them, too."""
     model = quantised(tiny("qwen2", **SMALL).bfloat16(), torch.float32)
     batch = batch_of(model, text(12)[None], {2, LAST})
-    for name in ("edd", "eagle", "medusa", "glide"):
+    for name in ("edd", "glide"):
         module = draft_model_of(name, model)[0].float()
         assert module.loss(batch).isfinite()
         save(tmp_path / name, module, kind=name)
         drafter, _ = parts.load(glide if name == "glide" else edd, tmp_path / name, model)
         assert {p.dtype for p in drafter.model.parameters()} == {torch.bfloat16} and drafter.device == torch.device("cpu")
-        out = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 9)
-        assert len(out.tokens) == 9
+        assert len(verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 4).tokens) == 4
