@@ -56,6 +56,8 @@ def test_alone_it_says_what_runtime_parts_makes_it_say(target, name, tmp_path):
     save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
     drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
     torch.testing.assert_close(*tree_logits(drafters, batch_of(model, text(12)[None], {2, LAST})))
+    child = torch.tensor([1]), [3]
+    torch.testing.assert_close(drafters[0].confidence(*child), (drafters[1].expand(*child) / 0.7).softmax(-1).float())
 
 # ---------------------------------------------------------------- equations 3 and 4
 def test_dual_block_mask_entry_by_entry():
@@ -134,19 +136,19 @@ def test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone(target, name):
 
 def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
     """The same logits as in one go; a builder may propose the root alone without asking.  A gap in the text is noticed."""
-    hidden = torch.randn(1, 700, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    batch = {"ids": text(700, 6)[None], "kv": {}, "hidden": {2: hidden}}
+    hidden = torch.randn(1, 1300, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    batch = {"ids": text(1300, 6)[None], "kv": {}, "hidden": {2: hidden}}
     drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
-    for before, t in ((0, 200), (200, 201), (201, 600)):
+    for before, t in ((0, 200), (200, 201), (201, 1200)):
         drafter.begin(view(batch, before, t))
         if t != 201:
             row = drafter.expand(batch["ids"][0, t:t + 1], [-1])
         drafter.keep([])
-    fresh.begin(view(batch, 0, 600))
-    torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 600:602], [-1, 0])[:1], atol=1e-6, rtol=0)
-    assert drafter.cache.kept["keys"].shape[2] > 600
-    with pytest.raises(AssertionError, match="cannot go on from token 601 after 600"):
-        drafter.begin(view(batch, 601, 603))
+    fresh.begin(view(batch, 0, 1200))
+    torch.testing.assert_close(row, fresh.expand(batch["ids"][0, 1200:1202], [-1, 0])[:1], atol=1e-6, rtol=0)
+    assert drafter.cache.kept["keys"].shape[2] > 1200
+    with pytest.raises(AssertionError, match="cannot go on from token 1201 after 1200"):
+        drafter.begin(view(batch, 1201, 1203))
 
 # ---------------------------------------------------------------- losses, and what learns
 @pytest.mark.parametrize("kinds", [ALONE, parts.KINDS])
@@ -231,7 +233,7 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     draft_model = random_named(llama, "medusa")
     for k, (head, w) in enumerate(zip(draft_model.heads, draft_model.w)):
         z = f @ w.weight.T + w.bias.normal_()
-        found.append((f + z / (1 + (-z).exp())) @ head.weight.T)
+        found.append((f + z * z.sigmoid()) @ head.weight.T)
         picked = [-found[k][b, i].log_softmax(-1)[ids[b, i + 2 + k]] for b in range(2) for i in range(20 - 2 - k)]
         loss += 0.8 ** k * sum(picked) / 38                               # 19 rows of each text count
     torch.testing.assert_close(draft_model.loss(batch).double(), loss, atol=1e-5, rtol=1e-5)
@@ -240,6 +242,7 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     rows = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
     torch.testing.assert_close(rows[[0, 1, 3, 4, 5]], torch.stack(found)[:, 0, 7])
     assert torch.equal(rows[1], rows[2]) and (rows[6:] == float("-inf")).all(), "whatever the path; nothing beyond the last head"
+    assert not drafter.confidence(torch.arange(1), [7]).any()
 
 # ---------------------------------------------------------------- checkpoints
 def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):

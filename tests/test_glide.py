@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, SIZES, VOCAB, plain, random_edd, shared, tiny, weighty
+from conftest import ROOT, SIZES, VOCAB, plain, random_edd, random_glide, shared, tiny, weighty
 from safetensors.torch import load_file, save_file
 from test_house import run_alone
 
@@ -25,14 +25,6 @@ from training import drafters
 EXACT = dict(atol=1e-9, rtol=0)
 
 # ---------------------------------------------------------------- what test_edd.py and test_convert.py use, too
-def random_glide(model, layers=1, glimpse=True, length=64, **more):
-    """As conftest's, for a target of any family, with the settings of training."""
-    config = parts.glide_config(model, 24, layers, glimpse, **more)
-    return weighty(lambda: parts.Glide(config, parts.target_angles(model, length, config.layers_read)).double(), 1)
-
-def random_drafter(*args, **more):
-    return glide.Drafter(random_glide(*args, **more))
-
 def text(length, seed=2, vocab=VOCAB):
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
@@ -160,18 +152,18 @@ def test_no_entry_is_staler_than_in_training(llama):
 
 def test_a_long_prompt_is_encoded_in_chunks(llama, monkeypatch):
     """A context longer than the first capacity, too: the same logits as in one go."""
-    batch, logits = {"ids": text(700, 6)[None], "hidden": {}}, []
+    batch, logits = {"ids": text(1100, 6)[None], "hidden": {}}, []
     torch.manual_seed(6)
-    batch["kv"] = {m: torch.randn(2, 1, 4, 700, 8, dtype=torch.float64) for m in (1, 2)}
-    for chunk, steps in ((2000, (650,)), (200, (300, 650))):
+    batch["kv"] = {m: torch.randn(2, 1, 4, 1100, 8, dtype=torch.float64) for m in (1, 2)}
+    for chunk, steps in ((2000, (1050,)), (400, (500, 1050))):
         monkeypatch.setattr(glide, "CHUNK", chunk)
-        drafter, before = random_drafter(llama, 2, length=700), 0
+        drafter, before = glide.Drafter(random_glide(llama, 2, length=1100)), 0
         for t in steps:
             drafter.begin(view(batch, before, t))
             logits.append(drafter.expand(batch["ids"][0, t:t + 1], [-1]))
             before = t
     torch.testing.assert_close(logits[0], logits[2], **EXACT)
-    assert drafter.store.shape[-2] > 650
+    assert drafter.store.shape[-2] > 1050
 
 @pytest.mark.parametrize("loss", ["ce", "kl"])
 def test_losses_are_what_their_names_say(llama, loss):
@@ -320,16 +312,11 @@ def test_tables_are_the_target_s_at_every_length(rope, switch):
         for long, short, own in zip(table, parts.target_angles(model, n), turned_by(model, n)):
             since = switch if n > switch else 0
             assert torch.equal(long[since:n], own[since:]) and torch.equal(long[:n], short)
-    # In a longer text the same positions have other angles, where there is such a thing.
-    at_once, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(context + 1024)[None])
-    assert torch.equal(table[0][context:], at_once[0, context:])
-    differ = (table[0] - at_once[0])[:switch].abs().max().item()
     if rope in (LONG, NTK):
-        assert differ > 0.1
         with pytest.raises(ValueError, match="does not rotate as Llama does: use runtime/parts.py"):
             glide.target_angles(model, 9)
     else:
-        assert differ == 0 and torch.equal(glide.target_angles(model, context + 1024)[1], table[1])
+        assert torch.equal(glide.target_angles(model, context + 1024)[1], table[1])
 
 @pytest.mark.parametrize("name, layer, more", [
     ("Phi", 2, dict(partial_rotary_factor=0.5)), ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)),
@@ -357,13 +344,13 @@ def test_tables_of_modules_that_say_it_otherwise():
     torch.testing.assert_close(sin, turn.sin())
     gemma = other("Gemma3", **GEMMA3)
     gemma.config.rope_parameters["full_attention"] = None
-    assert [parts.target_angles(gemma, 10, (layer,))[0].shape for layer in range(3)] == [(10, 8), (10, 0), (10, 8)]
+    assert [len(parts.target_angles(gemma, 10, (layer,))[0][0]) for layer in range(3)] == [8, 0, 8]
 
 @pytest.mark.parametrize("name, more", [("DeepseekV3", LATENT), ("Gemma4", WIDE)])
 def test_sizes_are_those_of_what_the_target_caches(name, more):
     """Latents, or sizes that differ by layer: training equals decoding.  (The output is plain decoding's: test_families.py.)"""
     model = other(name, **more)
-    drafter, batch = random_drafter(model), batch_of(model, text(12)[None])
+    drafter, batch = glide.Drafter(random_glide(model)), batch_of(model, text(12)[None])
     if more.get("kv_lora_rank"):                                  # one head: what turns and the latent; the latent
         keys, values = parts.whole(*batch["kv"][2], 12)
         assert torch.equal(keys, torch.cat(batch["kv"][2][::-1], -1)) and torch.equal(values, batch["kv"][2][0]) and keys.shape[-1] == 16
