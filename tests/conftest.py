@@ -61,11 +61,11 @@ def weighty(make, seed):
             torch.nn.init.normal_(p, std=0.3)
     return draft_model.eval()
 
-def random_glide(model, layers=1, glimpse=True, width=24, seed=1, length=64, **more):
-    """A random GLIDE, or vanilla, for a tiny target, float64."""
-    import glide
-    config = glide.Config.for_target(model, width, layers, glimpse, **more)
-    return weighty(lambda: glide.Glide(config, glide.target_angles(model, length)).double(), seed)
+def random_glide(model, layers=1, glimpse=True, length=64, **more):
+    """A random GLIDE, or vanilla, for a tiny target of any family, float64."""
+    from runtime import parts
+    config = parts.glide_config(model, 24, layers, glimpse, **more)
+    return weighty(lambda: parts.Glide(config, parts.target_angles(model, length, config.layers_read)).double(), 1)
 
 def random_edd(model, seed=1, **more):
     """A random EDD by its settings."""

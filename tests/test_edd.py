@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
-from safetensors.torch import save_file
 from test_glide import batch_of, other, save, text, tree_logits, view
 from test_verify import path_to
 
@@ -30,24 +29,22 @@ def rounding(model):
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
 
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
 FAMILIES = {
-    "Llama": {},
     "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
     "Cohere": dict(logit_scale=0.25),
     "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
-    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]), "Olmo": {}, "Olmo2": {}, "Apertus": {},
+    "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
+    "Olmo2": {},
     "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
-    "DeepseekV3": LATENT | dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, n_group=1, topk_group=1, first_k_dense_replace=1),
+    "DeepseekV3": LATENT | EXPERTS,
     "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
-    "Qwen3Moe": dict(head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2),
-    "Olmoe": dict(num_experts=4, num_experts_per_tok=2),
     "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
 }
 
 # ---------------------------------------------------------------- alone in a project
-@pytest.mark.parametrize("target", ["llama", "mistral", "qwen2"])
-@pytest.mark.parametrize("name", ["edd", "vdm", "eagle", "medusa"])
+@pytest.mark.parametrize("target, name", [("llama", "edd"), ("mistral", "edd"), ("qwen2", "edd"), ("qwen2", "eagle"), ("mistral", "medusa")])
 def test_alone_it_says_what_runtime_parts_makes_it_say(target, name, tmp_path):
     """Llama, Mistral, Qwen2: the same start, the same logits; confidence is calibrated, and nothing asks for gradients."""
     model = shared(target)
@@ -59,23 +56,24 @@ def test_alone_it_says_what_runtime_parts_makes_it_say(target, name, tmp_path):
     save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
     drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
     torch.testing.assert_close(*tree_logits(drafters, batch_of(model, text(12)[None], {2, LAST})))
+    child = torch.tensor([1]), [3]
+    torch.testing.assert_close(drafters[0].confidence(*child), (drafters[1].expand(*child) / 0.7).softmax(-1).float())
 
 # ---------------------------------------------------------------- equations 3 and 4
 def test_dual_block_mask_entry_by_entry():
-    for T, L in ((1, 1), (1, 5), (7, 1), (12, 4), (13, 5), (23, 7), (6, 9)):
+    for T, L in ((1, 5), (7, 1), (12, 4), (13, 5), (6, 9)):
         i, k = torch.arange(T)[:, None], torch.arange(T)
         start = i // L * L                                      # where the block of t_i begins: j L
         # Hidden states strictly before the block; tokens of the own block up to itself
         assert torch.equal(edd.dual_block_mask(T, L), torch.cat((k < start, (start <= k) & (k <= i)), 1))
 
 @pytest.mark.parametrize("name, block, encoding", [
-    ("llama", 3, True), ("llama-eager", 7, True), ("mistral", 5, True), ("qwen2", 5, False), ("qwen2-mixed", 5, True),
-    ("Gemma2", 5, True), ("DeepseekV3", 5, True), ("GptOss", 5, True), ("GptOss", 5, False), ("Granite", 5, True)])
+    ("llama", 3, True), ("qwen2-mixed", 5, True), ("Gemma2", 5, False), ("DeepseekV3", 5, True), ("GptOss", 5, True)])
 def test_training_equals_decoding(name, block, encoding):
     """Rounds that begin where blocks do: the dual-block forward's logits; soft-capping, sinks, keys and values of different sizes."""
     model = shared(name) if name in CLASSES else of_family(name)
     atol = 1e-4 if name not in CLASSES else 1e-9 if rounding(model) == 1e-6 else 1e-5
-    T, draft_model = 22, weighty(lambda: fresh(model, "edd", encoding=encoding), 1)
+    T, draft_model = 13, weighty(lambda: fresh(model, "edd", encoding=encoding), 1)
     drafter, batch = edd.Drafter(draft_model), batch_of(model, text(T)[None], {2})
     ids, hidden = batch["ids"], batch["hidden"][2]
     with torch.no_grad():
@@ -88,7 +86,7 @@ def test_training_equals_decoding(name, block, encoding):
         if encoding:                                            # the soft prompt matters, or the above says nothing
             assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
 
-@pytest.mark.parametrize("name", [*FEW, *FAMILIES])
+@pytest.mark.parametrize("name", [*FEW, "Cohere", "Gemma3Text", "Olmo2", "MiniCPM3", "DeepseekV3", "Mixtral", "GptOss"])
 def test_the_soft_prompt_is_keys_and_values_alone(name):
     """As where hidden states go through the whole layer, each seeing itself alone: the same outputs and gradients, in every family."""
     model = shared(name) if name in CLASSES else of_family(name)
@@ -96,7 +94,8 @@ def test_the_soft_prompt_is_keys_and_values_alone(name):
     draft_model, batch = weighty(lambda: fresh(model, "edd"), 1), batch_of(model, text(18, 1).view(2, 9), {2})
     torch.use_deterministic_algorithms(False)
     ids, hidden, weights = batch["ids"], batch["hidden"][2], [*draft_model.layer.parameters()]
-    assert all(p.isfinite().all() and (p.ndim < 3 or 0.015 < p.std() < 0.025) for p in weights), "experts are drawn by initializer_range, 0.02"
+    assert all(p.isfinite().all() for p in weights)
+    assert all(0.015 < p.std() < 0.025 for p in weights if p.ndim == 3), "experts are drawn by initializer_range, 0.02"
     found = draft_model(ids, hidden, 4)
     x, mask = torch.cat((hidden, draft_model.embed(ids)), 1), torch.eye(18, dtype=torch.bool)
     mask[9:] = edd.dual_block_mask(9, 4)
@@ -106,47 +105,31 @@ def test_the_soft_prompt_is_keys_and_values_alone(name):
         torch.testing.assert_close(a, b, atol=rounding(model), rtol=1e-3)
 
 # ---------------------------------------------------------------- decoding
-@pytest.mark.parametrize("target", FEW)
-@pytest.mark.parametrize("name", ["glide", "glide 2", "edd", "eagle", "medusa"])
-def test_rows_of_a_tree_equal_paths_drafted_alone(target, name):
-    """At once, and one by one."""
-    model = shared(target)
-    tokens, above = torch.tensor([4, 1, 2, 7, 7, 3, 5, 0, 2]), [-1, 0, 0, 1, 2, 2, 3, 3, 5]
-    drafter, given = random_drafter(model, name), view(batch_of(model, text(13, 3)[None], {2, LAST}), 0, 12)
-    alone, tolerance = type(drafter)(drafter.model), 1e-9 if name.startswith("glide") else rounding(model)
-    drafter.begin(given)
-    rows = torch.cat([drafter.expand(tokens[call], [above[i] for i in call]) for call in ([0], [1, 2], [3, 4, 5], [6, 7, 8])])
-    for path in (path_to(node, above) for node in range(9)):
-        for calls in ([range(len(path))], [[i] for i in range(len(path))]):
-            alone.reset()
-            alone.begin(given)
-            said = torch.cat([alone.expand(tokens[[path[i] for i in call]], [i - 1 for i in call]) for call in calls])
-            torch.testing.assert_close(said, rows[path], atol=tolerance, rtol=0)
-
-@pytest.mark.parametrize("target", FEW)
-@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "eagle", "medusa"])
-def test_a_round_costs_its_nodes(target, name):
-    """Tokens that go through the layer's MLP (MEDUSA: its first head), and what a round says, whatever was rejected before."""
+@pytest.mark.parametrize("target, name", [
+    ("llama-eager", "glide"), ("llama-eager", "edd"), ("llama-eager", "medusa"), ("qwen2-mixed", "edd"), ("qwen2-mixed", "eagle")])
+def test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone(target, name):
+    """Tokens that go through the layer's MLP (MEDUSA: its first head), and the logits, whatever was rejected before."""
     model = shared(target)
     drafter, passed = random_drafter(model, name), []
-    fresh, of_glide = type(drafter)(drafter.model), name in ("glide", "vanilla")
+    fresh, of_glide = type(drafter)(drafter.model), name == "glide"
     part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if of_glide else drafter.model.layer.mlp
     tolerance = 1e-9 if of_glide else rounding(model)
-    g, batch = torch.Generator().manual_seed(5), batch_of(model, text(36, 5)[None], {2, LAST})
+    g, batch = torch.Generator().manual_seed(5), batch_of(model, text(24, 5)[None], {2, LAST})
     ids, t, before = batch["ids"][0], 4, 0
-    while t < 30:
+    while t < 18:
         hook = part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
         passed.clear()
         drafter.begin(view(batch, before, t))
         root = drafter.expand(ids[t:t + 1], [-1])
-        drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
+        siblings = drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
         lone = drafter.expand(ids[t + 2:t + 3], [2])
         assert passed == ([1] if name == "medusa" else [1, 2, 1]), "committed tokens cost keys and values alone, once"
         hook.remove()
-        fresh.reset()
-        fresh.begin(view(batch, 0, t))
-        alone = [fresh.expand(ids[t + i:t + i + 1], [i - 1]) for i in range(3)]
-        torch.testing.assert_close([root, lone], alone[::2], atol=tolerance, rtol=0)        # no sibling is seen
+        for calls in ([0, 3], [0, 1, 2, 3]):                    # the path at once, and one by one
+            fresh.reset()
+            fresh.begin(view(batch, 0, t))
+            alone = [fresh.expand(ids[t + i:t + j], list(range(i - 1, j - 1))) for i, j in zip(calls, calls[1:])]
+            torch.testing.assert_close(torch.cat((root, siblings[1:], lone)), torch.cat(alone), atol=tolerance, rtol=0)
         gained = int(torch.randint(5, (1,), generator=g))
         drafter.keep([0, 2, 3][:1 + gained])
         before, t = t, t + 1 + gained
@@ -156,9 +139,9 @@ def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
     hidden = torch.randn(1, 1300, 32, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     batch = {"ids": text(1300, 6)[None], "kv": {}, "hidden": {2: hidden}}
     drafter, fresh = edd.Drafter(random_edd(llama)), edd.Drafter(random_edd(llama))
-    for before, t in ((0, 500), (500, 501), (501, 1200)):
+    for before, t in ((0, 200), (200, 201), (201, 1200)):
         drafter.begin(view(batch, before, t))
-        if t != 501:
+        if t != 201:
             row = drafter.expand(batch["ids"][0, t:t + 1], [-1])
         drafter.keep([])
     fresh.begin(view(batch, 0, 1200))
@@ -169,12 +152,12 @@ def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
 
 # ---------------------------------------------------------------- losses, and what learns
 @pytest.mark.parametrize("kinds", [ALONE, parts.KINDS])
-@pytest.mark.parametrize("name", list(parts.VARIANTS))
+@pytest.mark.parametrize("name", ["edd", "vdm-ce", "eagle", "medusa"])
 def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, name, kinds):
     llama.zero_grad()
     config = parts.config_of(name, llama, hidden=2)
     draft_model = weighty(lambda: kinds[config.kind][0](config, llama), 1)
-    batch = batch_of(llama, text(40).view(2, 20), {draft_model.config.hidden})
+    batch = batch_of(llama, text(24).view(2, 12), {draft_model.config.hidden})
     draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)}).backward()
     assert all(p.grad is None and p.requires_grad for p in llama.parameters())
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
@@ -213,7 +196,7 @@ def test_it_is_the_targets_own_layer_with_its_embedding_and_head(kinds):
     assert torch.equal(draft_model.embed.weight, own.get_input_embeddings().weight)
     torch.testing.assert_close(draft_model.head.weight, own.get_output_embeddings().weight)
     draft_model.head.weight.data += 1
-    assert not torch.allclose(draft_model.head.weight, own.get_output_embeddings().weight)
+    assert not torch.allclose(draft_model.head.weight, own.get_output_embeddings().weight), "a copy"
     assert [p.shape for p in draft_model.layer.parameters()] == [p.shape for p in layer.parameters()]
     assert all(0.045 < p.std() < 0.055 for p in draft_model.layer.parameters() if p.ndim == 2)
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
@@ -225,29 +208,24 @@ def test_it_is_the_targets_own_layer_with_its_embedding_and_head(kinds):
 @torch.no_grad()
 @pytest.mark.parametrize("width", [32, 16])
 def test_eagle_learns_what_it_drafts(width):
-    """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's distribution.  At the root, where features are
-    true, its logits are training's; below, a predicted feature goes in.  (test_convert.py has the published forward, step by step.)"""
+    """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's distribution.  (Drafting: test_convert.py.)"""
     model = tiny("llama", hidden_size=width)
-    batch, drafter, before = batch_of(model, text(9, 4)[None], {LAST}), random_drafter(model, "eagle"), 0
-    draft_model, ids, f = drafter.model, batch["ids"][0], batch["hidden"][LAST][0]
+    batch, draft_model = batch_of(model, text(9, 4)[None], {LAST}), random_named(model, "eagle")
+    ids, f = batch["ids"][0], batch["hidden"][LAST][0]
     torch.testing.assert_close(draft_model.logits(f), batch["logits"][0])              # the feature is what the target's head reads
     assert {k.split(".")[0] for k in draft_model.state_dict()} == {"fc", "layer"}, "the frozen parts are not its own"
     predicted = draft_model(ids[None], f[None])[0]
     trained, d = draft_model.logits(predicted), (predicted - f[1:]).abs()
     ce = -(batch["logits"][0, 1:].softmax(-1) * trained.log_softmax(-1)).sum(-1)
     expected = torch.where(d < 1, d * d / 2, d - 0.5).mean(-1) + 0.1 * (4096 / width) ** 0.5 * ce
-    torch.testing.assert_close(draft_model.loss(batch).double(), expected[:-1].sum() / 8, atol=1e-5, rtol=1e-5)     # of nine tokens the first has none
-    for t in (1, 2, 5):
-        drafter.begin(view(batch, before, t))
-        rows = drafter.expand(ids[t:t + 2], [-1, 0])
-        torch.testing.assert_close(rows[0], trained[t - 1], atol=1e-6, rtol=0)
-        assert (rows[1] - trained[t]).abs().max() > 1e-3
-        before = t
+    loss = expected[:-1].sum() / 8                              # of nine tokens the first has none
+    torch.testing.assert_close(draft_model.loss(batch).double(), loss, atol=1e-5, rtol=1e-5)
 
 @torch.no_grad()
 def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     """head_k(f + SiLU(W_k f + b_k)) of f_i predicts t_{i+2+k}; a token at depth d comes from head d - 1."""
-    batch, draft_model = batch_of(llama, text(40, 1).view(2, 20), {LAST}), medusa.Medusa(medusa.Config.for_target(llama), llama)
+    batch = batch_of(llama, text(40, 1).view(2, 20), {LAST})
+    draft_model = medusa.Medusa(medusa.Config.for_target(llama), llama)
     ids, f, found, loss = batch["ids"], batch["hidden"][LAST], [], 0
     assert len(draft_model.heads) == 5
     for head, x in zip(draft_model.heads, draft_model(f)):
@@ -255,42 +233,36 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     draft_model = random_named(llama, "medusa")
     for k, (head, w) in enumerate(zip(draft_model.heads, draft_model.w)):
         z = f @ w.weight.T + w.bias.normal_()
-        found.append((f + z / (1 + (-z).exp())) @ head.weight.T)
+        found.append((f + z * z.sigmoid()) @ head.weight.T)
         picked = [-found[k][b, i].log_softmax(-1)[ids[b, i + 2 + k]] for b in range(2) for i in range(20 - 2 - k)]
         loss += 0.8 ** k * sum(picked) / 38                               # 19 rows of each text count
     torch.testing.assert_close(draft_model.loss(batch).double(), loss, atol=1e-5, rtol=1e-5)
-    short = {"ids": ids[:, :4], "hidden": {LAST: f[:, :4]}, "learn": batch["learn"][:, :4]}
-    assert draft_model.loss({**batch, **short}).isfinite()
     drafter = medusa.Drafter(draft_model)
     drafter.begin(view(batch, 0, 8))
     rows = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
     torch.testing.assert_close(rows[[0, 1, 3, 4, 5]], torch.stack(found)[:, 0, 7])
     assert torch.equal(rows[1], rows[2]) and (rows[6:] == float("-inf")).all(), "whatever the path; nothing beyond the last head"
-    drafter.begin(view(batch, 8, 8 + 1))
-    assert drafter.confidence(torch.arange(6), [-1, 0, 1, 2, 3, 4]).sum(1).tolist() == pytest.approx([1] * 5 + [0])
+    assert not drafter.confidence(torch.arange(1), [7]).any()
 
 # ---------------------------------------------------------------- checkpoints
 def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     draft_model = random_edd(llama)
     save(tmp_path, draft_model, kind="edd")
     about, config, weights = tmp_path / "training.json", vars(draft_model.config), tmp_path / "model.safetensors"
-    for older in ({}, {"kind": "edd", "heads": 5, "bias": True}):         # what checkpoints said before the baselines, and when edd.py had them
-        about.write_text(json.dumps({"config": config | older}))
-        assert type(edd.load(tmp_path, llama)[0]) is type(parts.load(edd, tmp_path, llama)[0]) is edd.Drafter
+    about.write_text(json.dumps({"config": config | {"kind": "edd", "heads": 5, "bias": True}}))        # as older checkpoints say
+    assert type(edd.load(tmp_path, llama)[0]) is type(parts.load(edd, tmp_path, llama)[0]) is edd.Drafter
 
     def refused(words, loaded=functools.partial(parts.load, edd), model=llama):
         with pytest.raises(ValueError, match=words) as error:
             loaded(tmp_path, model)
         assert "\n" not in str(error.value)
     for foreign in (dict(hidden_size=64), dict(vocab_size=11), dict(num_hidden_layers=1)):
-        refused("another target", model=tiny("llama", **foreign))
         refused("another target", edd.load, tiny("llama", **foreign))
-    for broken in ({"config": {**config, "kind": "hydra"}}, {"config": {}}, {}):
+    refused("another target", model=tiny("llama", vocab_size=11))
+    for broken in ({"config": {**config, "kind": "hydra"}}, {}):
         about.write_text(json.dumps(broken))
         refused("is damaged")
     save(tmp_path, draft_model, kind="edd")
-    save_file({"x": torch.zeros(1)}, weights)
-    refused("is damaged")
     weights.write_bytes(b"half")
     refused("is damaged")
     weights.unlink()
@@ -311,7 +283,8 @@ def forward_of(name):
     """-> the target's batch; what its first and its last layer read, and what its norm reads."""
     model, read = of_family(name), []
     decoder = model.get_decoder()
-    hooks = [part.register_forward_pre_hook(lambda module, args: read.append(args[0])) for part in (decoder.layers[0], decoder.layers[-1], decoder.norm)]
+    looked_at = decoder.layers[0], decoder.layers[-1], decoder.norm
+    hooks = [part.register_forward_pre_hook(lambda module, args: read.append(args[0])) for part in looked_at]
     batch = batch_of(model, text(18, 1).view(2, 9), {2, LAST})
     for hook in hooks:
         hook.remove()
@@ -349,21 +322,12 @@ def test_what_a_family_s_parts_say(name):
         # Also where the first layer is of another kind (DeepSeek's is dense) or turns by another table (Gemma 3's)
         torch.testing.assert_close(own.causal(last), normed, atol=1e-5, rtol=1e-5)
     hook.remove()
-
-@pytest.mark.parametrize("name, dtype, expected", [
-    ("Llama", torch.bfloat16, (1, 1)), ("Llama", torch.float32, (1, 1)), ("Mixtral", torch.bfloat16, (1, 1)), ("Gemma2", torch.bfloat16, (1, 1)),
-    ("Cohere", torch.bfloat16, (1, 1 / 4)), ("Granite", torch.float32, (3, 1 / 4)), ("MiniCPM3", torch.bfloat16, (1, 1 / 4))])
-def test_in_half_precision_the_scales_are_found_and_nobody_is_refused(name, dtype, expected):
-    model, ids = copy.deepcopy(of_family(name)).to(dtype), torch.arange(5)
-    draft_model = fresh(model, "edd")
-    share = (draft_model.target.embed(ids).double() / model.get_input_embeddings()(ids).double()).median().item()
-    # To the bit: where the target scales nothing, nothing changes
-    exact = 0 if name in ("Llama", "Mixtral") else 1e-6 if dtype == torch.float32 else 5e-3
-    assert (share, draft_model.target.scale) == pytest.approx(expected, rel=exact, abs=0)
+    # In half precision the scale is found; to the bit, where there is none.
+    in_half = fresh(copy.deepcopy(model).bfloat16(), "edd")
+    assert in_half.target.scale == pytest.approx(own.target.scale, rel=0 if name in ("Mixtral", "Gemma2") else 5e-3, abs=0)
 
 @pytest.mark.parametrize("name, own, why", [
-    ("NanoChat", {}, "embeddings"),                             # norms them
-    ("GPTNeoX", {}, "norm"), ("OPT", dict(ffn_dim=48, word_embed_proj_dim=32), "norm")])
+    ("NanoChat", {}, "embeddings"), ("GPTNeoX", {}, "norm")])   # one norms its embeddings, the other has no parts of these names
 def test_a_family_that_is_built_otherwise_is_refused_in_one_sentence(name, own, why):
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
     for kind in parts.KINDS:
@@ -377,7 +341,6 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
     """Each proof by itself: noise on what the first layer reads, on what the last one gives, or on the logits."""
     model, calls = tiny("llama"), []
     noise = torch.randn(32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
     def noisy_once(module, args, *out):
         calls.append(module)                                    # the first call is the target's own forward's
         if out:
@@ -390,18 +353,9 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == (what != "logits"), "only this test's own hook stays"
 
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
-def test_a_part_reads_what_the_target_feeds_it():
-    """x comes in the type of `like`, or, for a gradient, keeps its own; a weight that learns is not asked to."""
-    part = anydraft.Part(torch.nn.Linear(3, 2).bfloat16(), torch.zeros(1, dtype=torch.bfloat16))
-    x = torch.ones(3, requires_grad=True)
-    assert torch.equal(part(x.detach()), part.module(x.bfloat16())) and part(x).dtype == torch.float32
-    part(x).sum().backward()
-    torch.testing.assert_close(x.grad, part.module.weight.float().sum(0), atol=0, rtol=0)
-    assert part.module.weight.grad is None and part.module.weight.requires_grad
-
 def test_float16_targets_lose_no_gradient():
     """A loss divided by the tokens of a step, 131 072, has gradients that vanish in float16: EAGLE learns as from the same target in float32."""
-    half = tiny("llama", hidden_size=256).half()
+    half = tiny("llama", hidden_size=128).half()
     batch = batch_of(half, text(20)[None], {LAST}) | {"count": 2 ** 17}
     ours, expected = (fresh(model, "eagle").float() for model in (half, copy.deepcopy(half).float()))
     expected.load_state_dict(ours.state_dict())
@@ -409,25 +363,14 @@ def test_float16_targets_lose_no_gradient():
         draft_model.loss(batch).backward()
     assert (ours.fc.weight.grad - expected.fc.weight.grad).norm() < 0.01 * expected.fc.weight.grad.norm()
 
-def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
-    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are there."""
-    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
-    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
-    twin = anydraft.own_copy(norm)
-    torch.nn.init.ones_(twin.weight), torch.nn.init.zeros_(twin.bias)
-    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta
-    torch.testing.assert_close(twin(torch.tensor([0.0, 0.0, 1.0, 1.0])), torch.tensor([-1.0, -1.0, 1.0, 1.0]), atol=1e-4, rtol=0)
-
 def test_a_head_with_a_bias_is_copied_with_it(llama):
     model = copy.deepcopy(llama)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
     own = fresh(model, "edd")
-    torch.testing.assert_close(own.head.weight, model.lm_head.weight)
     torch.testing.assert_close(own.head.bias, model.lm_head.bias)
     assert own.head.bias.requires_grad and fresh(llama, "edd").head.bias is None
 
-@pytest.mark.parametrize("name, apart", [("glide", "model.embed_tokens"), ("edd", "model.norm"), ("edd", "model.layers.2"), ("vdm", "model.embed_tokens"),
-    ("eagle", "model.embed_tokens"), ("medusa", "model.norm")])
+@pytest.mark.parametrize("name, apart", [("glide", "model.embed_tokens"), ("edd", "model.layers.2")])
 def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
     """One part lies on the disk, with the head: the same drafter says the same."""
     pytest.importorskip("accelerate")
@@ -435,14 +378,14 @@ def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
     whole.save_pretrained(tmp_path / "model")
     modules = ["model.embed_tokens", "model.rotary_emb", "model.norm", *(f"model.layers.{i}" for i in range(3))]
     places = dict.fromkeys(modules, "cpu") | {"lm_head": "disk", apart: "disk"}
-    spread = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
+    spread = type(whole).from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "disk")
     module, draft_model = (glide, random_glide(whole, 2)) if name == "glide" else (edd, random_named(whole, name))
     save(tmp_path / "drafter", draft_model.float(), kind=name)
     assert load.same_target(load.fingerprint(whole), load.fingerprint(spread))
     runs = []
     for model in (whole, spread):
         drafter, _ = parts.load(module, tmp_path / "drafter", model)
-        out = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 12)
-        assert out.tokens == plain(whole, [3, 1, 4], 12) and drafter.device == torch.device("cpu")
+        out = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 6)
+        assert out.tokens == plain(whole, [3, 1, 4], 6)
         runs.append(out.runs)
     assert runs[0] == runs[1]

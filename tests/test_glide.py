@@ -10,13 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, SIZES, VOCAB, plain, random_edd, shared, tiny, weighty
+from conftest import ROOT, SIZES, VOCAB, plain, random_edd, random_glide, shared, tiny, weighty
 from safetensors.torch import load_file, save_file
 from test_house import run_alone
 
 import cape
 import glide
-import pct
 import verify
 from beyond import longspec
 from runtime import parts
@@ -26,14 +25,6 @@ from training import drafters
 EXACT = dict(atol=1e-9, rtol=0)
 
 # ---------------------------------------------------------------- what test_edd.py and test_convert.py use, too
-def random_glide(model, layers=1, glimpse=True, length=64, **more):
-    """As conftest's, for a target of any family, with the settings of training."""
-    config = parts.glide_config(model, 24, layers, glimpse, **more)
-    return weighty(lambda: parts.Glide(config, parts.target_angles(model, length, config.layers_read)).double(), 1)
-
-def random_drafter(*args, **more):
-    return glide.Drafter(random_glide(*args, **more))
-
 def text(length, seed=2, vocab=VOCAB):
     return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
@@ -54,7 +45,8 @@ def batch_of(model, ids, hidden=()):
 def view(batch, since, t):
     """A View of the batch's first text."""
     kv = {m: (k[:, :, :t], v[:, :, :t]) for m, (k, v) in batch["kv"].items()}
-    return SimpleNamespace(tokens=batch["ids"][0, since:t], length=t, kv=kv, hidden={k: h[0, since:t] for k, h in batch["hidden"].items()})
+    hidden = {k: h[0, since:t] for k, h in batch["hidden"].items()}
+    return SimpleNamespace(tokens=batch["ids"][0, since:t], length=t, kv=kv, hidden=hidden)
 
 def tree_logits(drafters, batch):
     """Of a tree, by drafters that are calibrated at temperature 0.7 -> [logits of each]"""
@@ -113,7 +105,7 @@ def test_a_drafter_of_another_target_is_refused_in_one_sentence(llama, tmp_path)
 
 # ---------------------------------------------------------------- training equals decoding
 @pytest.mark.parametrize("name, layers, glimpse, norm", [
-    ("llama", 1, True, False), ("llama-eager", 2, True, True), ("mistral", 1, True, True), ("qwen2-mixed", 2, True, False), ("llama", 2, False, False)])
+    ("llama-eager", 2, True, True), ("qwen2-mixed", 1, True, False), ("llama", 2, False, False)])
 def test_training_equals_decoding_with_the_delayed_cache(name, layers, glimpse, norm):
     """drafted < 5: accepted tokens without KV entries yet (CAPE's extras, a chain's last) are encoded in the next round."""
     L, T, model = 5, 20, shared(name)
@@ -158,15 +150,14 @@ def test_no_entry_is_staler_than_in_training(llama):
         torch.testing.assert_close(drafter.store[1, 0, 0, :, :t], second_keys(starts)[:, :t], **EXACT)
         assert (second_keys(starts) - second_keys([s for s in starts if s != 12]))[:, 12].abs().max() > 0.01, "the block matters"
 
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_long_prompt_is_encoded_in_chunks(llama, monkeypatch, layers):
+def test_a_long_prompt_is_encoded_in_chunks(llama, monkeypatch):
     """A context longer than the first capacity, too: the same logits as in one go."""
     batch, logits = {"ids": text(1100, 6)[None], "hidden": {}}, []
     torch.manual_seed(6)
     batch["kv"] = {m: torch.randn(2, 1, 4, 1100, 8, dtype=torch.float64) for m in (1, 2)}
-    for chunk, steps in ((2000, (1050,)), (300, (500, 1050))):
+    for chunk, steps in ((2000, (1050,)), (400, (500, 1050))):
         monkeypatch.setattr(glide, "CHUNK", chunk)
-        drafter, before = random_drafter(llama, layers, length=1100), 0
+        drafter, before = glide.Drafter(random_glide(llama, 2, length=1100)), 0
         for t in steps:
             drafter.begin(view(batch, before, t))
             logits.append(drafter.expand(batch["ids"][0, t:t + 1], [-1]))
@@ -213,7 +204,7 @@ def test_a_half_precision_target_loses_no_gradients(draft_class):
 def scaled(name):
     return other("Gemma", num_attention_heads=4) if name == "gemma" else shared(name)
 
-@pytest.mark.parametrize("name, last_norm", [("llama", True), ("qwen2", False), ("gemma", True)])
+@pytest.mark.parametrize("name, last_norm", [("qwen2", False), ("gemma", True)])
 def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_path):
     """Nothing of the target is trained or saved; what it scales (Gemma's embeddings) is scaled here."""
     model, batch = scaled(name), batch_of(scaled(name), text(14)[None])
@@ -236,9 +227,8 @@ def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_pa
     save(tmp_path / "old", module, kind="glide" if not last_norm else "longspec")
     for folder in ("new", "old"):
         drafter, _ = parts.load(glide, tmp_path / folder, model)
-        for build in (cape.cape, pct.pct):
-            made = verify.generate(any_target(model), drafter, build, [3, 1, 4], 12)
-            assert made.tokens == plain(model, [3, 1, 4], 12)
+        made = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 8)
+        assert made.tokens == plain(model, [3, 1, 4], 8)
 
 def test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py(llama):
     config = longspec.Config(49152, 576, 1536, heads=9, target_heads=9, target_head_size=64)
@@ -249,27 +239,7 @@ def test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py(llama
     assert (c.feed_forward, c.layers_read, c.norm, c.loss, c.block, c.last_norm) == (16, (0,), False, "ce", 4, True)
     assert drafters.fresh("longspec", llama, flags).config.feed_forward == llama.config.intermediate_size
 
-# ---------------------------------------------------------------- the layer, written out
-@pytest.mark.parametrize("norm, key_heads", [(False, 1), (True, 2), (False, 4)])
-def test_a_glimpse_is_the_paper_s_equation(norm, key_heads):
-    """hd_j = SoftMax(Q_j K_i^T / sqrt(d_k)) V_i, head by head: head j reads key head i = j // (4 / key_heads).  (Whole GLIDEs: test_convert.py.)"""
-    torch.manual_seed(3)
-    config = glide.Config(VOCAB, 16, 32, heads=2, target_heads=4, target_head_size=8, layers_read=(7,), norm=norm)
-    layer = glide.Layer(config, 0).double()
-    x, mask = torch.randn(1, 5, 16).double(), torch.rand(5, 9) < 0.5
-    mask[0], mask[1:, 0] = False, True                            # the first row sees nothing
-    keys, values = torch.randn(2, 1, key_heads, 9, 8).double()
-    turn = torch.outer(torch.arange(4.0, 9.0), torch.tensor([1.0, 0.1, 0.01, 0.001])).double()
-    looks, heads = x[0] / (x[0].pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() if norm else x[0], []
-    for j in range(4):
-        a, b = (looks @ layer.glimpse_q.weight[8 * j:8 * j + 8].T).chunk(2, -1)                # of (d_k, d_D)
-        q = torch.cat((a * turn.cos() - b * turn.sin(), b * turn.cos() + a * turn.sin()), -1)
-        i = j * key_heads // 4
-        scores = (q @ keys[0, i].T / 8 ** 0.5).masked_fill(~mask, float("-inf"))
-        heads.append(scores.softmax(-1).nan_to_num(0.0) @ values[0, i])
-    said = layer.glimpse(x, {7: (keys, values)}, (turn.cos().repeat(1, 2), turn.sin().repeat(1, 2)), mask)
-    torch.testing.assert_close(said[0], torch.cat(heads, -1) @ layer.glimpse_o.weight.T, **EXACT)
-
+# ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults_and_others_are_kept():
     """Section 4.1: L = 5, l = N_T - N_D + m; 5.1: one layer; no norm before the glimpse.  Norms and tables: as convert.py sets them."""
     model = tiny("llama", num_hidden_layers=6)
@@ -278,7 +248,7 @@ def test_the_papers_settings_are_the_defaults_and_others_are_kept():
     assert glide.Config.for_target(model, 16, 2).layers_read == (4, 5) and glide.Config.for_target(model, 16, layer=2).layers_read == (2,)
     with pytest.raises(ValueError, match="cannot be read"):
         parts.glide_config(model, 16, 2, layer=0)
-    first = glide.Glide(glide.Config(300, 64, 128, glimpse=False), glide.angles(8, 16))
+    first = glide.Glide(glide.Config(99, 64, 128, glimpse=False), glide.angles(8, 16))
     assert all(p.ndim != 2 or 0.018 < p.std().item() < 0.022 for p in first.parameters()), "small first weights"
     sizes = dict(heads=2, eps=0.5, theta=50.0, glimpse_theta=7.0, target_heads=4, target_head_size=8, layers_read=(1,))
     for norm in (False, True):
@@ -293,7 +263,6 @@ BASE = dict(rope_theta=10000.0, original_max_position_embeddings=10)
 LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
 PHI3 = dict(max_position_embeddings=256, original_max_position_embeddings=32, rope_parameters=LONG)
 YARN = dict(BASE, rope_type="yarn", factor=4.0)
-LLAMA3 = dict(BASE, rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 NTK = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
 LATENT = dict(num_key_value_heads=4, kv_lora_rank=12, q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, head_dim=4,
               n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1, first_k_dense_replace=3, moe_intermediate_size=16)
@@ -331,7 +300,7 @@ def keys_at(model, layer, position):
     rows = cache.layers[layer]
     return parts.whole(rows.keys, rows.values, getattr(model.config, "kv_lora_rank", None))[0]
 
-@pytest.mark.parametrize("rope, switch", [(LONG, 32), (NTK, 40), (YARN, 40), (LLAMA3, 40)])
+@pytest.mark.parametrize("rope, switch", [(LONG, 32), (NTK, 40), (YARN, 40)])
 def test_tables_are_the_target_s_at_every_length(rope, switch):
     """A position has the same angles in training's short table and in decoding's long one: the target's own.  The target stays as it was."""
     model = other("Phi3", **PHI3) if rope is LONG else tiny("llama", rope_parameters=rope)
@@ -343,20 +312,15 @@ def test_tables_are_the_target_s_at_every_length(rope, switch):
         for long, short, own in zip(table, parts.target_angles(model, n), turned_by(model, n)):
             since = switch if n > switch else 0
             assert torch.equal(long[since:n], own[since:]) and torch.equal(long[:n], short)
-    # In a longer text the same positions have other angles, where there is such a thing.
-    at_once, _ = model.model.rotary_emb(torch.zeros(1), torch.arange(context + 1024)[None])
-    assert torch.equal(table[0][context:], at_once[0, context:])
-    differ = (table[0] - at_once[0])[:switch].abs().max().item()
     if rope in (LONG, NTK):
-        assert differ > 0.1
         with pytest.raises(ValueError, match="does not rotate as Llama does: use runtime/parts.py"):
             glide.target_angles(model, 9)
     else:
-        assert differ == 0 and torch.equal(glide.target_angles(model, context + 1024)[1], table[1])
+        assert torch.equal(glide.target_angles(model, context + 1024)[1], table[1])
 
 @pytest.mark.parametrize("name, layer, more", [
-    ("Phi", 2, dict(partial_rotary_factor=0.5)), ("Phi3", 1, PHI3), ("Llama", 2, dict(rope_parameters=YARN)),
-    ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)), ("DeepseekV3", 2, LATENT), ("Gemma3", 0, GEMMA3), ("Gemma3", 1, GEMMA3)])
+    ("Phi", 2, dict(partial_rotary_factor=0.5)), ("GptOss", 2, dict(num_local_experts=2, num_experts_per_tok=1)),
+    ("DeepseekV3", 2, LATENT), ("Gemma3", 0, GEMMA3), ("Gemma3", 1, GEMMA3)])
 def test_queries_have_the_rope_of_a_layer_s_own_keys(name, layer, more, tmp_path):
     """The key of a token at position 5 is its key at position 0, turned by the table of a drafter that was loaded."""
     model = other(name, **more)
@@ -380,13 +344,13 @@ def test_tables_of_modules_that_say_it_otherwise():
     torch.testing.assert_close(sin, turn.sin())
     gemma = other("Gemma3", **GEMMA3)
     gemma.config.rope_parameters["full_attention"] = None
-    assert [parts.target_angles(gemma, 10, (layer,))[0].shape for layer in range(3)] == [(10, 8), (10, 0), (10, 8)]
+    assert [len(parts.target_angles(gemma, 10, (layer,))[0][0]) for layer in range(3)] == [8, 0, 8]
 
-@pytest.mark.parametrize("name, more", [("DeepseekV3", LATENT), ("DeepseekV2", {**LATENT, "topk_method": "greedy"}), ("Gemma4", WIDE)])
+@pytest.mark.parametrize("name, more", [("DeepseekV3", LATENT), ("Gemma4", WIDE)])
 def test_sizes_are_those_of_what_the_target_caches(name, more):
-    """Latents, or sizes that differ by layer: training equals decoding, and the output is plain decoding's."""
+    """Latents, or sizes that differ by layer: training equals decoding.  (The output is plain decoding's: test_families.py.)"""
     model = other(name, **more)
-    drafter, batch = random_drafter(model), batch_of(model, text(12)[None])
+    drafter, batch = glide.Drafter(random_glide(model)), batch_of(model, text(12)[None])
     if more.get("kv_lora_rank"):                                  # one head: what turns and the latent; the latent
         keys, values = parts.whole(*batch["kv"][2], 12)
         assert torch.equal(keys, torch.cat(batch["kv"][2][::-1], -1)) and torch.equal(values, batch["kv"][2][0]) and keys.shape[-1] == 16
@@ -396,9 +360,6 @@ def test_sizes_are_those_of_what_the_target_caches(name, more):
         assert (logits_of(drafter.model, batch["ids"], moved)[0] - trained)[5:].abs().max() > 0.01
     drafter.begin(view(batch, 0, 5))
     torch.testing.assert_close(drafter.expand(batch["ids"][0, 5:10], [-1, 0, 1, 2, 3]), trained[5:10], **EXACT)
-    if name == "DeepseekV3":
-        decoded = verify.generate(any_target(model), drafter, cape.cape, batch["ids"], 8)
-        assert decoded.tokens == plain(model, batch["ids"][0].tolist(), 8)
 
 def test_layers_without_keys_of_their_own_are_not_read():
     model = other("Gemma4", **SHARED)
@@ -409,20 +370,16 @@ def test_layers_without_keys_of_their_own_are_not_read():
 
 @pytest.mark.parametrize("name, more, message", [
     ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"]), "Lfm2ForCausalLM does not cache keys and values"),
-    ("OpenAIGPT", {}, "OpenAIGPTLMHeadModel does not cache keys and values in each"),
     ("Gemma4", WIDE, "keys of several sizes"), ("Llama", {}, "heads of odd size: change the width"),
     ("Whisper", {}, "WhisperForCausalLM caches 4 heads, and its configuration says 6"),
 ])
 def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
-    sizes = dict(vocab_size=VOCAB, n_positions=40, n_embd=32, n_layer=2, n_head=4)
     if name == "Whisper":
         sizes = dict(vocab_size=VOCAB, d_model=24, max_target_positions=40, pad_token_id=0, encoder_layers=1, decoder_layers=2,
                      encoder_attention_heads=6, decoder_attention_heads=4)
-    if name in ("OpenAIGPT", "Whisper"):
-        model_class = transformers.WhisperForCausalLM if name == "Whisper" else transformers.OpenAIGPTLMHeadModel
-        model = model_class(getattr(transformers, f"{name}Config")(**sizes))
+        model = transformers.WhisperForCausalLM(transformers.WhisperConfig(**sizes))
     else:
         model = other(name, **more)
     with pytest.raises(ValueError, match=message) as error:
         parts.glide_config(model, 33 if name == "Llama" else 16, layers=2 if name == "Gemma4" else 1)
-    assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name in ("Lfm2", "OpenAIGPT"))
+    assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name == "Lfm2")

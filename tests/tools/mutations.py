@@ -68,11 +68,11 @@ EDITS["glide"] = [
     ("KL reversed", "p_target = labels.float().softmax(-1)", "p_target, log_p_draft = log_p_draft.exp(), labels.float().log_softmax(-1)"),
     # decoding
     ("entries are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
-    ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("a node's position counts from one", "position = self.t - 1 + visible.sum(1)", "position = self.t + visible.sum(1)", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("a chain at once sees all of itself", "if m > 1 or not all(self.visible[-1]):", "if not all(self.visible[-1]):", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
-    ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_its_nodes edd::test_rows_of_a_tree_equal_paths_drafted_alone"),
+    ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
+    ("a node's position counts from one", "position = self.t - 1 + visible.sum(1)", "position = self.t + visible.sum(1)", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
+    ("a chain at once sees all of itself", "if m > 1 or not all(self.visible[-1]):", "if not all(self.visible[-1]):", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
+    ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
+    ("accepted entries come from one slot before", "slots = torch.tensor(path, device=self.device) + self.t", "slots = torch.tensor(path, device=self.device) + self.t - 1", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
     ("a checkpoint's temperature is ignored", 'about.get("validation", {}).get("temperature", 1.0)', "1.0"),
     ("drafting builds graphs", "    @torch.no_grad()\n    def expand(", "    def expand("),
     # the paper's constants
@@ -168,7 +168,7 @@ EDITS["beyond/eagle"] = [
     ("its balance does not follow the width", "(PUBLISHED / width) ** 0.5", "1.0", "edd"),
     ("it drafts from the parent's parent", "[parent + 1 for parent in parents[:count]]", "[max(parent, 0) for parent in parents[:count]]", "convert::test_eagle"),
     ("a child of a new node is ready", "if parent >= nodes:", "if parent > nodes:", "edd"),
-    ("the first round's feature stays", "known = torch.cat((self.features[:1], known))", "known = torch.cat((known[:1], known))", "edd"),
+    ("the first round's feature stays", "known = torch.cat((self.features[:1], known))", "known = torch.cat((known[:1], known))", "convert::test_eagle"),
     ("paper: w_cls", "W_CLS = 0.1 ", "W_CLS = 0.2 ", "edd"),
     ("paper: its width", "PUBLISHED = 4096 ", "PUBLISHED = 2048 ", "edd"),
 ]
