@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, plain
-from test_bench import check_mistake, rows_of
+from test_bench import rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bench
@@ -118,13 +118,6 @@ def test_medians_leave_out_the_first_turn(monkeypatch):
     monkeypatch.setattr(walltime, "TURNS", 3)
     assert walltime.medians(False, {name: lambda name=name: calls.append(name) for name in "ab"}) == {"a": 2, "b": 3}
     assert calls == (["a"] * walltime.REPEATS + ["b"] * walltime.REPEATS) * 4
-
-@pytest.mark.parametrize("argv, words", [
-    (["grow", "--out", "x", "--device", "cuda"], "no CUDA device is available here"), (["grow", "--device", "cpu"], "name a folder"),
-    (["grow", "--shape", "13b"], "13b"), (["costs", "--device", "cpu", "--target", "nowhere"], "nowhere")])
-def test_mistakes_are_one_sentence(argv, words, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    check_mistake(argv, words, capsys, walltime, "figures/walltime.py")
 
 def test_first_goes_on_after_a_failure_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     """Steps are processes: one that fails leaves the others; the next call runs what has not succeeded."""
