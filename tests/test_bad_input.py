@@ -90,14 +90,14 @@ def bench_py(arguments, words, make=None):
 
 # Numbers and names
 for flags, words in {
-        "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0", "--limit x": "invalid int value", "--max-new-tokens 0": "--max-new-tokens is 0",
+        "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0", "--limit x": "invalid int value",
         "--temperature -1": "--temperature is -1", "--temperature nan": "--temperature is nan", "--temperature inf": "--temperature is inf",
         "--top-p 0": "--top-p is 0", "--top-p nan": "--top-p is nan", "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
         "--threads 0": "--threads is 0", "--threads 99999999999": "--threads is 99999999999", "--seed -1": "invalid seed value",
         "--dtype int8": "invalid choice", "--device x": "say cpu, cuda", "--device meta": "say cpu, cuda", "--device mps": "say cpu, cuda",
         "--graphs": "--graphs: ", "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file", "--json T": "name a file",
         "--json /dev/null/x": "name a file", "--template lama": "--template lama: say plain vicuna, or name a file", "--template T": "name a file",
-        "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'", "--tree cape cape": "name each once",
+        "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'", "--tree pct-cost pct_cost": "name each once",
         "--tree chain(": "closing bracket", "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
         "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1", "--tree pct(width=0)": "width is 0",
         "--tree cape(gamma=33)": "chain of 33", "--tree cape(sizes=(3,1))": "edges need", "--tree cape(edges=(0.6,0.3,0.8))": "ascend",
@@ -116,7 +116,7 @@ for flags, words in {
         "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(maxgram,edd)": "name one drafter of trees",
         "--drafter beside(cascade(base),maxgram)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
         "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False", "--drafter gemma4": "the hub name or folder of one",
-        "--drafter gemma4(MODEL)": "drafts for a Gemma 4", "--drafter eagle3(a,b)": "name one hub name", "--drafter eagle3(MODEL)": "fc.weight is missing",
+        "--drafter gemma4(MODEL)": "drafts for a Gemma 4", "--drafter eagle3(MODEL)": "fc.weight is missing",
         "--target /no/such/model": "does not exist", "--target DRAFTERS": "cannot be loaded", "--target PROMPTS": "cannot be loaded",
         "--target DRAFTERS/glide": "cannot be loaded", "--checkpoint /no/such --drafter glide": "no drafter in /no/such",
         "--checkpoint PROMPTS --drafter glide": "called 'glide'", "--prompts /no/such": "/no/such", "--prompts T": "cannot be read",
@@ -164,7 +164,8 @@ bench_py("--checkpoint T --drafter cascade(base)", "the stage", copied("drafters
 bench_py("--target T/model --prompts T/p.txt", "vocabulary is 300", several(copied("model", other_tokenizer), text("p.txt", SOURCE[:100])))
 bench_py("--checkpoint T --drafter cascade(base)", "another tokenizer than the target", copied("drafters/base", other_tokenizer))
 bench_py("--checkpoint T --drafter beside(base,maxgram,bigram='T/b.json')", "its agreement with base is not three numbers",
-         several(copied("drafters/base", lambda folder: None), text("b.json", json.dumps({"bigram": [0] * 300, "agreement": {"base": {"weights": "abc"}}}))))
+         several(copied("drafters/base", lambda folder: None),
+                 text("b.json", json.dumps({"bigram": [0] * 300, "agreement": {"base": {"weights": "abc"}}}))))
 for content, words in {"[": "cannot be read", '{"bigram": 3}': "no array of token ids", "[999]": "another vocabulary", b"\xff": "cannot be read",
                        json.dumps({"bigram": [0] * 300, "confidence": "x"}): "its confidence"}.items():
     bench_py("--drafter maxgram(bigram='T/b.json')", words, text("b.json", content))
@@ -180,8 +181,9 @@ case("figures/rounds.py", "--prompt two", "invalid int value: 'two'")
 case("figures/rounds.py", [*BASE, "--prompt", "3"], "--prompt is 3: there are 1 prompts")
 for arguments, words in {
         "": "required: names", "glide-table-9": "no table called 'glide-table-9': choose among cascade-k papers main", "main --limt 3": "--limt",
-        "main --json x": "say --out FOLDER", "main --out RESULTS": "docs/ is written by `paper.py write` alone", "write --rows /no/such": "holds no measured tables",
-        "main --out PROMPTS": "name a folder", "main --out /dev/null/x": "name a folder", "main --target nowhere --out T/o": "nowhere does not exist"}.items():
+        "main --json x": "say --out FOLDER", "main --out RESULTS": "docs/ is written by `paper.py write` alone",
+        "write --rows /no/such": "holds no measured tables", "main --out PROMPTS": "name a folder",
+        "main --target nowhere --out T/o": "nowhere does not exist"}.items():
     case("figures/paper.py", arguments, words)
 case("figures/paper.py", "write --rows T", "is damaged", text("measured.json", "{"))
 case("figures/paper.py", "write --rows T", "holds no a.jsonl", text("measured.json", '{"a.jsonl": {}}'))

@@ -86,7 +86,8 @@ def test_bars_say_what_the_rows_say(tmp_path):
 
 def test_curves_are_the_logs_and_labels_lie_apart():
     """The points of the paths, read back by the grid's own labels."""
-    points = {"glide": [(0, 0.01), (400_000, 0.31), (2_400_000, 0.552)], "edd": [(0, 0.0), (2_000_000, 0.551)], "small": [(0, 0.02), (2_300_000, 0.55)]}
+    points = {"glide": [(0, 0.01), (400_000, 0.31), (2_400_000, 0.552)], "edd": [(0, 0.0), (2_000_000, 0.551)],
+              "small": [(0, 0.02), (2_300_000, 0.55)]}
     rows = [{"drafter": name, "group": "all", "init": False, "curve": [*map(list, curve)]} for name, curve in points.items()]
     rows.append({"drafter": "edd", "group": "all", "init": True, "curve": [[0, 0.5], [400_000, 0.56]]})
     points["edd"] += [(2_000_000, 0.5), (2_400_000, 0.56)]
@@ -107,7 +108,8 @@ ROUNDS = [
     {"accepted": " <b> & c", "bonus": "d", "texts": ["r", "a", "b", "c", "e"], "parents": [-1, 0, 0, 1, 1], "p": [None, 0.5, 0.25, 0.001, 1.0],
      "verified": 4, "path": [0, 1, 3], "own": 7, "choice": "ch"},
     {"accepted": "", "bonus": " e\n", "texts": ["x", "y"], "parents": [-1, 0], "p": [None, 0.5], "verified": 2, "path": [0], "own": 8, "choice": "z"},
-    {"accepted": "f", "bonus": "", "texts": ["u", "f"], "parents": [-1, 0], "p": [None, 0.5], "verified": 2, "path": [0, 1], "own": None, "choice": None}]
+    {"accepted": "f", "bonus": "", "texts": ["u", "f"], "parents": [-1, 0], "p": [None, 0.5], "verified": 2, "path": [0, 1], "own": None,
+     "choice": None}]
 ARM = {"name": "glide × cape", "tokens": 6, "first": "r", "rounds": ROUNDS}
 
 def test_wrapping_keeps_every_character():

@@ -107,7 +107,8 @@ def test_what_is_not_there_is_left_out_with_one_sentence(tmp_path):
 
 def said(alpha, **kinds):
     """What a log says of a drafter."""
-    return {"loss": 1.0, "alpha": alpha, "tau": 1 + 2 * alpha, "held_out_loss": 2.0, "by_kind": {kind: {"alpha": x, "tau": 1 + x} for kind, x in kinds.items()}}
+    by_kind = {kind: {"alpha": x, "tau": 1 + x} for kind, x in kinds.items()}
+    return {"loss": 1.0, "alpha": alpha, "tau": 1 + 2 * alpha, "held_out_loss": 2.0, "by_kind": by_kind}
 
 def test_a_training_log_is_rows_a_table_and_curves(tmp_path, monkeypatch, capsys):
     """Its last run alone, each step once; a gain is over the last million tokens, between evaluations by a straight line."""
@@ -319,8 +320,9 @@ def test_claims_are_held_level_or_not(folder):
     good, level, bad, missing = tau("a × t", "b × t"), tau("a × t", "c × t"), tau("b × t", "a × t"), tau("f × t", "a × t")
     untested = tau("b × t", "a × t", key="nodes")
     said = [({"holds": [good], "main": True, "found": "A is first", "finding": 1}, "held", ""),
-        ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"), ({"holds": [good, bad], "reason": "because"}, "not held", "because"),
-        ({"holds": [level, bad]}, "not held", ""), ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: f × t"),
+        ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"),
+        ({"holds": [good, bad], "reason": "because"}, "not held", "because"), ({"holds": [level, bad]}, "not held", ""),
+        ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: f × t"),
         ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"), ({"holds": [good, untested]}, "untested", ""),
         ({"holds": [untested, level]}, "level", ""), ({"holds": [untested, bad]}, "not held", "")]
     made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **claim} for i, (claim, _, _) in enumerate(said)]

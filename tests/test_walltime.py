@@ -165,7 +165,8 @@ def test_the_shipped_weights_grown_go_through_bench(tmp_path, monkeypatch):
     assert walltime.main(["grow", "--shape", "small", "--out", str(folder), "--context", "512", *flags]) == 0
     assert walltime.main(["costs", "--target", str(folder / "target"), "--contexts", "24", *flags]) == 0
     assert [(row["nodes"], row["context"]) for row in rows_of(out)] == [(1, 24), (2, 24)]
-    argv = ["--drafter", "glide", "edd", "maxgram", "cascade(base, small, maxgram)", "--tree", "chain", "--limit", "2", "--max-new-tokens", "12", *flags]
+    drafters = ["--drafter", "glide", "edd", "maxgram", "cascade(base, small, maxgram)"]
+    argv = [*drafters, "--tree", "chain", "--limit", "2", "--max-new-tokens", "12", *flags]
     taus = []
     for more in ([], ["--target", str(folder / "target"), "--checkpoint", str(folder)]):
         assert bench.main([*argv, *more]) == 0
