@@ -221,7 +221,7 @@ def template_of(name, tokenizer):
     except (jinja2.TemplateSyntaxError, UnicodeError, OSError) as why:
         reason = first_line(why)
         raise UserError(f"--template: {name} is no Jinja template ({reason}): mend it") from None
-    except (jinja2.TemplateError, TypeError):            # this chat it refuses, others it may know
+    except Exception:                                    # this chat it refuses, others it may know
         pass
     return template
 

@@ -1,4 +1,4 @@
-"""Measured rows as Markdown: a table with the paper's values beside ours, paired tests, verdicts on claims.
+"""Measured rows as Markdown: a table with the paper's values next to ours, paired tests, verdicts on claims.
 
 A table is an entry of docs/results/tables.json, its rows are the lines of docs/results/FILE.jsonl, a claim is
 an entry of docs/results/claims.json, made of comparisons: docs/results/README.md explains their keys.
@@ -20,7 +20,7 @@ import numpy as np
 MORE, LESS, LEVEL, UNTESTED = "more", "less", "level", "untested"
 SIGNIFICANT = 0.05
 SPEEDS = ("speedup", "expected_speedup", "swi_measured", "swi_ms")     # compared by their ratios
-MILLION = 1_000_000                        # tokens over which a drafter's gain is said
+MILLION = 1_000_000                        # tokens over which a drafter's gain is measured
 DRAWS = 10_000                             # of signs; the smallest p there can be is 1 / (1 + DRAWS)
 
 # ---------------------------------------------------------------- rows
@@ -64,9 +64,9 @@ def rows_of_log(path, drafters=("*",)):
             init = "--init" in row["command"]
             if "--resume" not in row["command"]:
                 found = {}                     # an earlier run's
-        for name, said in row.items():
-            if isinstance(said, dict) and any(fnmatch.fnmatch(name, pattern) for pattern in drafters):
-                for kind, figures in {"all": said, **said["by_kind"]}.items():
+        for name, evaluation in row.items():
+            if isinstance(evaluation, dict) and any(fnmatch.fnmatch(name, pattern) for pattern in drafters):
+                for kind, figures in {"all": evaluation, **evaluation["by_kind"]}.items():
                     found.setdefault((name, kind), {})[row["tokens_seen"]] = figures
     rows = []
     for (name, kind), points in found.items():
@@ -134,7 +134,7 @@ def heading_and_form(name):
 def headings_of(columns):
     return [heading_and_form(name)[0] for name in columns]
 
-# ---------------------------------------------------------------- the paper's values beside ours
+# ---------------------------------------------------------------- the paper's values next to ours
 def beside(rows, columns, paper):
     """A grid of strings, the headings first: our rows, and each paper's value left of our own.
 
@@ -143,11 +143,11 @@ def beside(rows, columns, paper):
     headings = headings_of(columns)
     both = [heading for heading in headings[1:] if any(heading in row for row in paper["rows"])]
 
-    def line(cells, said):
-        found = [cells[0], said.get("as", "–")]
+    def line(cells, its):
+        found = [cells[0], its.get("as", "–")]
         for heading, cell in zip(headings[1:], cells[1:]):
             if heading in both:
-                found.append(said.get(heading, "–"))
+                found.append(its.get(heading, "–"))
             found.append(cell)
         return found
 
@@ -158,9 +158,9 @@ def beside(rows, columns, paper):
     for row in rows:
         lines.append(line(cells_of(row, columns), printed.get(name_of(row), {})))
     ours = [name_of(row) for row in rows]
-    for said in paper["rows"]:
-        if said["arm"] not in ours:
-            lines.append(line([said["arm"] or "–"] + ["–"] * len(headings[1:]), said))
+    for its in paper["rows"]:
+        if its["arm"] not in ours:
+            lines.append(line([its["arm"] or "–"] + ["–"] * len(headings[1:]), its))
     return lines
 
 def markdown(lines, words):
@@ -173,7 +173,7 @@ def markdown(lines, words):
     return "\n".join(found)
 
 def grid(rows, columns, paper=None):
-    """Rows as a Markdown table, beside the paper's values where there are any."""
+    """Rows as a Markdown table, next to the paper's values where there are any."""
     if paper:
         return markdown(beside(rows, columns, paper), 2)
     lines = [cells_of(row, columns) for row in rows]
@@ -195,22 +195,22 @@ def by_kind(rows, columns):
 def read_specs(folder, name, tuned=None):
     """docs/results/NAME, tables.json or claims.json, with drafters in the place of @names.
 
-    "best" of tables.json says {"@name": [drafters]}: the fastest of them in the rows of "tuned by", which are
-    measured on other prompts, is taken, or else the first.  tuned: the folder of these rows, or the same.
+    "best" of tables.json is {"@name": [drafters]}.  @name becomes the fastest of them in the rows of "tuned
+    by", which are measured on other prompts, or else the first.  tuned: the folder of these rows, or the same.
     """
-    said = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
-    path = (tuned or folder) / said.get("tuned by", "")
+    content = json.loads((folder / "tables.json").read_text(encoding="utf-8"))
+    path = (tuned or folder) / content.get("tuned by", "")
     rows = read_rows(path) if path.is_file() else []
     speeds = {row["drafter"]: row["tokens_per_second"] for row in rows if row.get("group") in (None, "all")}
     text = (folder / name).read_text(encoding="utf-8")
-    for at, drafters in said.get("best", {}).items():
+    for at, drafters in content.get("best", {}).items():
         best = max(drafters, key=lambda drafter: speeds.get(drafter, 0))
         text = re.sub(at + r"\b", best, text)
     return json.loads(text)
 
 # ---------------------------------------------------------------- one table
 def remarks(rows):
-    """The baseline among the rows, and where the output of one left it."""
+    """Sentences: the baseline among the rows, and the first token at which an output differs from it."""
     base = baseline(rows)
     if base:
         yield (f"Baseline: {name_of(base)}, {base['target_ms']:.2f} ms a token; "
@@ -223,7 +223,7 @@ def remarks(rows):
             yield f"{name_of(row)} leaves plain decoding at {where}{gap}."
 
 def setting(rows):
-    """What the rows ran under, in parts, each said once where the page says it for all tables."""
+    """The settings of the run that made the rows: target, type, device, temperature, versions."""
     first = next((row for row in rows if "dtype" in row), None)
     if not first:
         return []
@@ -234,11 +234,11 @@ def setting(rows):
     return parts + [f"{package} {version}" for package, version in first["versions"].items()]
 
 def table(spec, rows, measured, common=()):
-    """One table of the page -> paragraphs.  measured: when and where; common: what the page says for all."""
-    said = [spec.get("claim", "")]
+    """One table of the page -> paragraphs.  measured: when and where; common: settings named at its head."""
+    sentences = [spec.get("claim", "")]
     if spec.get("paper"):
-        said.append(f"In the paper: {spec['paper']['where']}.")
-    parts = [f"### {spec['title']}", " ".join(text for text in said if text)]
+        sentences.append(f"In the paper: {spec['paper']['where']}.")
+    parts = [f"### {spec['title']}", " ".join(sentence for sentence in sentences if sentence)]
     if "command" in spec:
         parts.append(f"```\n{spec['command']}\n```")
     rows = [row for row in rows if name_of(row) in spec.get("shown", [name_of(row)])]
@@ -258,25 +258,25 @@ def signs(n):
     # RandomState's numbers are the same in all releases of numpy.
     return 2.0 * np.random.RandomState(0).randint(0, 2, (DRAWS, n)) - 1.0              # (DRAWS, n)
 
-def share_as_far(drawn, found):
-    """p: the share of the sums `drawn` (DRAWS,) that are at least as far from zero as the one found."""
-    as_far = int((np.abs(drawn) >= abs(found) - 1e-9).sum())
-    # What was found is one of the ways.
+def share_as_far(sampled, found):
+    """p: the share of the sums `sampled` (DRAWS,) at least as far from zero as the observed one, `found`."""
+    as_far = int((np.abs(sampled) >= abs(found) - 1e-9).sum())
+    # The observed signs are one of the possible ways.
     return (1 + as_far) / (1 + DRAWS)
 
 def sign_flips(differences):
     """How often would chance give a mean at least as far from zero?  A paired randomisation test, two-sided.
 
-    Were there no difference between two arms, each prompt's could as well have the other sign: so signs are
-    drawn, and their means counted that are as far from zero as the one found.  With eight differences of 1
-    two of the 256 ways are, all plus and all minus: p = 0.008.
+    If two arms did not differ, each prompt's difference could as well have the other sign.  So signs are
+    sampled, and p is the share of means as far from zero as the observed one.  Of eight differences of 1, two
+    of the 256 ways are that far, all plus and all minus: p = 0.008.
 
-    It takes differences for symmetric.  Where they are strongly skewed (log-normal) it rejects in 12 to 15 % of
-    cases without a difference, not in 5 %; so speeds are compared by logarithms, and a sign test that decides
-    otherwise is named beside it.
+    It assumes that differences are symmetric.  Where they are strongly skewed (log-normal) it rejects in 12 to
+    15 % of cases without a difference, not in 5 %.  So speeds are compared by logarithms, and where a sign test
+    decides otherwise its p is given, too.
     """
-    drawn = signs(len(differences)) @ np.array(differences, dtype=float)               # (DRAWS,)
-    return share_as_far(drawn, sum(differences))
+    sampled = signs(len(differences)) @ np.array(differences, dtype=float)               # (DRAWS,)
+    return share_as_far(sampled, sum(differences))
 
 def sign_test(differences):
     """p of as uneven a split into higher and lower prompts, if both were as likely; ties are left out."""
@@ -294,8 +294,8 @@ def relabelled(mine, its):
     values = np.array([*mine, *its], dtype=float)
     order = np.random.RandomState(0).random_sample((DRAWS, len(values))).argsort(1)    # (DRAWS, n)
     dealt = (values - values.mean())[order]
-    drawn = dealt[:, :len(mine)].sum(1)                                                # (DRAWS,)
-    return share_as_far(drawn, sum(mine) - len(mine) * values.mean())
+    sampled = dealt[:, :len(mine)].sum(1)                                                # (DRAWS,)
+    return share_as_far(sampled, sum(mine) - len(mine) * values.mean())
 
 # ---------------------------------------------------------------- one comparison
 # name: in words; value: of all prompts together, None where not measured; values: of each prompt, or None;
@@ -400,7 +400,7 @@ def compare(folder, spec, other):
     return Found(verdict, f"{words} ({tested})", "")
 
 def every(folder, spec):
-    """{"in": [files], "every": key} -> Found: LESS where a drafted row says false."""
+    """{"in": [files], "every": key} -> Found: LESS where the key is false in a row with a tree."""
     rows = [row for file in spec["in"] for row in rows_in(folder, file).values() if row.get("tree")]
     values = [row[spec["every"]] for row in rows if row.get(spec["every"]) is not None]
     if not values:
@@ -409,7 +409,7 @@ def every(folder, spec):
     return Found(verdict, f"{spec['every']} in {sum(values)} of {len(values)} rows", "")
 
 def height(folder, spec, other):
-    """By what the best of several arms is chosen: the mean that is tested, or the one figure there is."""
+    """The value by which the best of several arms is chosen: the tested mean, or the row's own figure."""
     side = side_of(folder, spec, other)
     values = [value for value in side.values or [] if value is not None]
     return mean_of(spec, values) if values else side.value or 0

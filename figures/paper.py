@@ -5,15 +5,15 @@
     python figures/paper.py all                          # go on: tables that work/results/ holds are left out
     python figures/paper.py all --target lmsys/vicuna-7b-v1.5 --checkpoint my-drafters --out vicuna
     python figures/paper.py write --rows work/results    # take those rows in, and write docs/ from all rows
-    python figures/paper.py check                        # write nothing; exit 1 where docs/ is another
+    python figures/paper.py check                        # write nothing; exit 1 where docs/ is out of date
 
-docs/results/README.md explains tables.json (tables and their commands) and claims.json.  Flags given here win
-over a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME.  Drafters that are not there are
-left out, with one sentence.  Tables that name no command are further arms of another table's run.  A table
-whose command is train.py's is read from that run's log, work/NAME/log.jsonl, whether it has ended or not.
+docs/results/README.md explains tables.json (tables and their commands) and claims.json.  Flags given here
+override a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME.  Missing drafters are left out,
+with one sentence.  A table without a command shows further arms of another table's run.  A table whose command
+is train.py's is made from that run's log, work/NAME/log.jsonl, whether the run has ended or not.
 
-A table is written when it is done: an interruption loses that table alone, and the same command goes on with
-it.  Flags other than --out, --again, --work and --rows are bench.py's.
+A table is written when it is done: an interruption loses that table alone, and the same command continues
+with it.  Flags other than --out, --again, --work and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
 import json
@@ -61,7 +61,7 @@ def write_json(path, value):
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
-    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which win).
+    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which override them).
 
     work: the folder that stands for work/.
     """
@@ -70,7 +70,7 @@ def arguments_of(command, flags, work="work"):
     return script, arguments + flags
 
 def is_there(text, a):
-    """Whether all that the call `text` of --drafter names can be loaded, as far as its folders say."""
+    """Whether every checkpoint that `text`, a call of --drafter, names is in its folder."""
     without_settings = re.sub(r"\w+=(\([^)]*\)|[^,)]*)", "", text)
     names = {*re.split(r"[(),\s]+", without_settings)}
     for name in names - {"", "maxgram", "cascade", "beside", *load.BEYOND}:
@@ -81,7 +81,7 @@ def is_there(text, a):
     return True
 
 def shipped(arguments):
-    """Leave out what is not there -> (arguments, or None where nothing is left; sentences about the rest)."""
+    """Leave out missing drafters -> (arguments, or None where none is left; sentences about the missing)."""
     a = bench.parser().parse_known_args(arguments)[0]              # arguments may be of any script
     present = [text for text in a.drafter if is_there(text, a)]
     absent = [text for text in a.drafter if text not in present]
@@ -91,7 +91,7 @@ def shipped(arguments):
     return arguments, [f"{a.checkpoint} does not hold {' '.join(absent)}"]
 
 def lacking(spec, flags, work):
-    """-> a table's script, its arguments or its log, None where nothing is left; sentences about the rest."""
+    """-> a table's script; its arguments or its log, None where it cannot run; sentences about what is missing."""
     script, arguments = arguments_of(spec["command"], flags, work)
     if script != "train.py":
         return script, *shipped(arguments)
@@ -116,7 +116,7 @@ def rows_of_command(script, arguments, spec):
 
 # ---------------------------------------------------------------- one table
 def rows_of(spec, flags, work):
-    """Run the command of a table, or read its log -> (rows, sentences about what is not there)."""
+    """Run the command of a table, or read its log -> (rows, sentences about what is missing)."""
     script, arguments, sentences = lacking(spec, flags, work)
     if arguments is None:
         return [], sentences
@@ -145,8 +145,8 @@ def measure(spec, flags, a):
     bench.write_json(a.out / spec["file"], rows)
     if "curve" in rows[0]:
         (a.out / f"{spec['name']}.svg").write_text(pictures.curves(rows), encoding="utf-8")
-    said = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "flags": shlex.join(flags)}
-    write_json(a.out / "measured.json", {**measured(a.out), spec["file"]: said})
+    entry = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "flags": shlex.join(flags)}
+    write_json(a.out / "measured.json", {**measured(a.out), spec["file"]: entry})
     print("\n" + "\n\n".join(compare.table(spec, read_rows(a.out / spec["file"]), [])), flush=True)
 
 def show_list(specs, flags, a):
@@ -189,26 +189,26 @@ def verdict(folder, claim):
 def claims_table(judged):
     """[(claim, its verdict)] -> a Markdown table."""
     lines = [["where", "claim", "verdict", "figures", "reason"]]
-    for claim, (said, figures, reason) in judged:
-        said = f"**{said}**" if said == FAILED else said
-        lines.append([claim["where"], claim["claim"], said, figures or "–", reason or "–"])
+    for claim, (decision, figures, reason) in judged:
+        decision = f"**{decision}**" if decision == FAILED else decision
+        lines.append([claim["where"], claim["claim"], decision, figures or "–", reason or "–"])
     return markdown(lines, len(lines[0]))
 
 def counted(judged):
     """"12 held, 3 level, 5 not held", and what is not counted: "; 2 untested"."""
-    count = Counter(said for _, (said, _, _) in judged)
-    words = ", ".join(f"{count[said]} {said}" for said in (HELD, LEVEL, FAILED))
-    return f"{words}; {count[UNTESTED]} untested" if count[UNTESTED] else words
+    count = Counter(decision for _, (decision, _, _) in judged)
+    text = ", ".join(f"{count[decision]} {decision}" for decision in (HELD, LEVEL, FAILED))
+    return f"{text}; {count[UNTESTED]} untested" if count[UNTESTED] else text
 
 def claims_page(folder):
     """docs/results/ -> the text of docs/claims.md: what matters, the rest folded, then what stays open."""
     claims = compare.read_specs(folder, "claims.json")
     judged = [(claim, verdict(folder, claim)) for claim in claims]
-    said = [pair for pair in judged if pair[1][0] != OPEN]
-    first = [pair for pair in said if pair[0].get("main")]
-    rest = [pair for pair in said if not pair[0].get("main")]
+    decided = [pair for pair in judged if pair[1][0] != OPEN]
+    first = [pair for pair in decided if pair[0].get("main")]
+    rest = [pair for pair in decided if not pair[0].get("main")]
     parts = [head(folder, "claims"), f"**Of the {len(first)} that matter most: {counted(first)}.**"]
-    for paper in unique(claim["paper"] for claim, _ in said):
+    for paper in unique(claim["paper"] for claim, _ in decided):
         parts.append(f"## {paper}")
         mine, more = ([pair for pair in pairs if pair[0]["paper"] == paper] for pairs in (first, rest))
         parts += [claims_table(mine)] if mine else []
@@ -217,8 +217,8 @@ def claims_page(folder):
             parts += [claims_table(more), "</details>"]
     for title, test in (("What cannot be said here", True), ("What waits for rows of its own", False)):
         lines = [["paper", "where", "claim", "why"]]
-        for claim, (said, _, reason) in judged:
-            if said == OPEN and ("cannot" in claim) == test:
+        for claim, (decision, _, reason) in judged:
+            if decision == OPEN and ("cannot" in claim) == test:
                 lines.append([claim["paper"], claim["where"], claim["claim"], reason])
         parts += [f"## {title}", markdown(lines, len(lines[0]))] if lines[1:] else []
     return "\n\n".join(parts) + "\n"
@@ -226,8 +226,8 @@ def claims_page(folder):
 # ---------------------------------------------------------------- the page of results
 def about(folder, file):
     """Parts of a sentence about when and where a file of rows was measured."""
-    said = measured(folder).get(file, {})
-    parts = [said.get("machine"), said.get("date"), said.get("flags") and f"with {said['flags']}"]
+    entry = measured(folder).get(file, {})
+    parts = [entry.get("machine"), entry.get("date"), entry.get("flags") and f"with {entry['flags']}"]
     return [part for part in parts if part]
 
 def findings(folder):
@@ -235,8 +235,8 @@ def findings(folder):
     claims = [claim for claim in compare.read_specs(folder, "claims.json") if "finding" in claim]
     lines = [["what", "verdict", "figures"]]
     for claim in sorted(claims, key=lambda claim: claim["finding"]):
-        said, figures, reason = verdict(folder, claim)
-        lines.append([claim["found"], said, figures or reason])
+        decision, figures, reason = verdict(folder, claim)
+        lines.append([claim["found"], decision, figures or reason])
     return markdown(lines, len(lines[0]))
 
 def results_page(folder):
@@ -249,7 +249,7 @@ def results_page(folder):
             specs.append(spec)
         else:
             waiting.append(f"- {spec['section']}, {spec['title']} (`{spec['name']}`)")
-    # What most of the tables share, but for flags, is said once.
+    # Settings that most of the tables share, but for flags, are named once.
     count = Counter()
     for spec in specs:
         parts = [*about(folder, spec["file"]), *compare.setting(rows[spec["name"]])]
@@ -288,7 +288,7 @@ def take_in(rows, folder):
     write_json(folder / "measured.json", {**measured(folder), **new})
 
 def pages(docs, check):
-    """Write docs/, or only look whether it is up to date -> exit status."""
+    """Write docs/, or only check that it is up to date -> exit status."""
     differ = []
     for file, text in written(docs).items():
         if not file.exists() or file.read_text(encoding="utf-8") != text:
@@ -306,7 +306,7 @@ def tables(a):
     """{name: table}, with the k that --out, or else docs/results/, found to be the best."""
     tuned = a.out if (a.out / TUNED).exists() else None
     specs = compare.read_specs(DOCS / "results", "tables.json", tuned)["tables"]
-    # What the others take their k from comes first.
+    # The table that determines k comes first.
     specs = sorted(specs, key=lambda spec: spec["file"] != TUNED)
     return {spec["name"]: spec for spec in specs}
 
@@ -333,8 +333,8 @@ def measure_all(names, flags, a):
             print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
-            said = why if report.is_mistake(why) else traceback.format_exc()
-            print(f"{name}: {said}", file=sys.stderr)
+            message = why if report.is_mistake(why) else traceback.format_exc()
+            print(f"{name}: {message}", file=sys.stderr)
             refused = True
     return 2 if refused else 0
 

@@ -131,20 +131,20 @@ def continuation(arm, prompt):
     for each in rounds:
         pieces += [("drafted", each["accepted"]), ("own", each["bonus"])]
     # The first token is the prefill's.
-    said = f"{arm['tokens'] - 1} tokens in {len(rounds)} rounds"
+    caption = f"{arm['tokens'] - 1} tokens in {len(rounds)} rounds"
     y = 34
     meanings = [("yes-box", f"drafted by {arm['name']} and accepted"), ("mono bold", OWN),
                 ("mono dim", "the prompt")]
     body = [
         *legend(MARGIN, y, meanings, size="", letter=7.1),
-        label(WIDTH - MARGIN, y, said, "bold end"),
+        label(WIDTH - MARGIN, y, caption, "bold end"),
         stroke(f"M{MARGIN} {y + 16}H{WIDTH - MARGIN}", "grid"),
     ]
     y += 42
     for line in wrap(pieces, COLUMNS):
         body += set_line(line, pieces, y)
         y += LINE
-    return picture(y + 2, f"A continuation by {arm['name']}: {said}", body)
+    return picture(y + 2, f"A continuation by {arm['name']}: {caption}", body)
 
 # ---------------------------------------------------------------- one round
 NODE, PITCH, ROW = 92, 119, 30             # width of a node; from a depth, from a row to the next
@@ -239,15 +239,15 @@ def one_round(arm, prompt):
         before += each["accepted"] + each["bonus"]
     before = before.removesuffix(nodes["texts"][0])[-96:]
     verified, gained = nodes["verified"] - 1, len(nodes["path"]) - 1
-    said = (f"{arm['name']}, round {number + 1} of a continuation: {verified} nodes verified, "
-            f"{gained} accepted, {gained + 1} new tokens")
+    caption = (f"{arm['name']}, round {number + 1} of a continuation: {verified} nodes verified, "
+               f"{gained} accepted, {gained + 1} new tokens")
     top, side = 232, 92
     drawn, lowest = tree(nodes, top)
     y = max(lowest, top + 56 + side) + 34
     meanings = [("own-box", OWN), ("yes-box", "drafted and accepted"), ("box", "drafted and dropped")]
     body = [
         FLOW.read_text(encoding="utf-8").rstrip(),
-        label(MARGIN, 176, said, "bold"),
+        label(MARGIN, 176, caption, "bold"),
         label(MARGIN, 200, f"… {visible(before, 96)}", "mono small dim"),
         *drawn,
         label(MARGIN, top + 44, "what a node sees", "small dim"),
@@ -255,7 +255,7 @@ def one_round(arm, prompt):
         *legend(MARGIN, y, meanings),
         label(WIDTH - MARGIN, y, "numbers: the drafter's probability of the token", "small dim end"),
     ]
-    return picture(y + 18, f"One round: {said}", body)
+    return picture(y + 18, f"One round: {caption}", body)
 
 # ---------------------------------------------------------------- the bar chart
 def bar_chart(chart, folder):

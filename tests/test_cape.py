@@ -95,7 +95,8 @@ def test_the_constants_are_the_papers():
     def defaults(f):
         return {k: v.default for k, v in inspect.signature(f).parameters.items() if v.default is not inspect.Parameter.empty}
     assert [defaults(f) for f in BUILDERS] == [{"gamma": 5}, {"gamma": 5, "generator": None},
-        {"gamma": 5, "sizes": (7, 5, 3, 1), "edges": (0.3, 0.6, 0.8), "max_nodes": 32}, {"gamma": 5, "size": 4, "max_nodes": 32}, {"gamma": 5, "width": 4}]
+        {"gamma": 5, "sizes": (7, 5, 3, 1), "edges": (0.3, 0.6, 0.8), "max_nodes": 32},
+        {"gamma": 5, "size": 4, "max_nodes": 32}, {"gamma": 5, "width": 4}]
 
     table = random_table(3, vocab=20)
     assert torch.bincount(cape.fixed(table_expand(table), ROOT_0).parents[1:]).tolist() == [5] * 5      # 1 + 4 each
@@ -140,7 +141,9 @@ def test_parents_are_told_to_the_drafter():
         assert sequences(cape.chain(path_expand(), root, 4)) == chain
         assert sequences(cape.cape(path_expand(), root, 4))[:5] == chain
         assert len(sequences(cape.drawn(path_expand(), root, 4))) == 5
-        assert sequences(cape.beam(path_expand(), root, 4, 3)) == beams(lambda seq: row_after(seq).tolist(), seed, 4, 3)
+        for gamma, width in ((4, 3), (2, 33)):                                             # and wider than the vocabulary
+            expected = beams(lambda path: row_after(path).tolist(), seed, gamma, width)
+            assert sequences(cape.beam(path_expand(), root, gamma, width)) == expected
 
 @pytest.mark.parametrize("build, wrong, says", [
     *((build, dict(gamma=0), "gamma") for build in BUILDERS), (cape.cape, dict(sizes=(1, 2)), "sizes"),
@@ -234,14 +237,10 @@ def test_one_read_a_tree_and_nothing_sent_from_the_second_round_on(build):
 
 # ---------------------------------------------------------------- drawn chains
 def test_drawn_keeps_the_distribution_of_each_token():
-    for seed in range(10):
-        table = random_table(seed, zeros=[0.0, 0.6][seed % 2])
-        expand = table_expand(table)
-        tree = cape.drawn(expand, torch.tensor([1]), 5, torch.Generator().manual_seed(seed))
-        n = len(sequences(tree)) - 1
-        assert tree.parents.tolist() == list(range(-1, n)) and torch.equal(tree.p_draft, table[tree.tokens[:-1]]) and expand.calls == 5
-        assert n == 5 or table[tree.tokens[-1]].sum() == 0, "it ends where nothing is possible"
-        assert (tree.p_draft.gather(1, tree.tokens[1:, None]) > 0).all()
+    table = random_table(1, zeros=0.6)
+    tree = cape.drawn(table_expand(table), torch.tensor([1]), 5, torch.Generator().manual_seed(0))
+    assert torch.equal(tree.p_draft, table[tree.tokens[:-1]]) and (tree.p_draft.gather(1, tree.tokens[1:, None]) > 0).all()
+    assert len(sequences(tree)) == 6 or table[tree.tokens[-1]].sum() == 0, "it ends where nothing is possible"
 
 def test_draws_follow_the_row_and_the_generator():
     row = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
@@ -262,21 +261,6 @@ def test_draws_follow_the_row_and_the_generator():
     assert drawn(1, generator=torch.Generator().manual_seed(2)) == drawn(2), "the one given goes before"
     torch.manual_seed(1)
     assert drawn(None) != drawn(None), "none: torch's own"
-
-# ---------------------------------------------------------------- what CAPE is compared with
-def test_fixed_has_the_same_number_everywhere_and_beam_is_brute_force():
-    """Also a beam that is wider than the vocabulary: every sequence."""
-    for seed in range(20):
-        table, start = random_table(seed), torch.tensor([3])
-        tree = cape.fixed(table_expand(table), start, 4, 2)
-        assert [tree.parents.tolist().count(i) for i in range(4)] == [3, 3, 3, 3]
-        width, gamma = 1 + seed % 5, 1 + seed % 4
-        expand, rows = table_expand(table), table.tolist()
-        assert sequences(cape.beam(expand, start, gamma, width)) == beams(lambda seq: rows[seq[-1]], 3, gamma, width)     # noqa: B023
-        assert expand.calls == gamma and expand.widest <= width
-    for gamma in (1, 2, 3):
-        tree = cape.beam(table_expand(random_table(gamma, vocab=3)), ROOT_0, gamma, 33)
-        assert len(sequences(tree)) == sum(3 ** length for length in range(gamma + 1))
 
 # ---------------------------------------------------------------- the file alone
 BEFORE = """

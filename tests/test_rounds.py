@@ -157,7 +157,8 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     monkeypatch.setattr(run.drafters["glide"], "predicted", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
     last = (arm := decode(run))["rounds"][-1]
     assert all(each["gram"] == [i for i in range(1, each["verified"]) if each["tokens"][i] == end] for each in arm["rounds"]) and last["gram"]
-    assert last["own"] is last["choice"] is None and last["bonus"] == "" and last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
+    assert last["own"] is last["choice"] is None and last["bonus"] == ""
+    assert last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
 
 def test_nodes_by_hand():
     """Two nodes verified, one left out with its child, and what was asked behind no probability."""

@@ -837,13 +837,13 @@ EDITS["data/prepare"] = [
 
 # ---------------------------------------------------------------- the papers' tables, claims
 EDITS["figures/compare"] = [
-    ("the paper's values on our side", "                found.append(said.get(heading, \"–\"))\n            found.append(cell)",
-     "                found.append(cell)\n            found.append(said.get(heading, \"–\"))", "paper::test_the_paper_s_values_by_hand"),
-    ("the paper's rows without one of ours are lost", 'if said["arm"] not in ours:', "if False:",
+    ("the paper's values on our side", "                found.append(its.get(heading, \"–\"))\n            found.append(cell)",
+     "                found.append(cell)\n            found.append(its.get(heading, \"–\"))", "paper::test_the_paper_s_values_by_hand"),
+    ("the paper's rows without one of ours are lost", 'if its["arm"] not in ours:', "if False:",
      "paper::test_the_paper_s_values_by_hand"),
     ("signs are not drawn", "np.random.RandomState(0).randint(0, 2, (DRAWS, n))", "np.ones((DRAWS, n))",
      "paper::test_drawn_signs_give_the_exact_p"),
-    ("one-sided", "np.abs(drawn) >= abs(found)", "drawn >= abs(found)", "paper::test_drawn_signs_give_the_exact_p"),
+    ("one-sided", "np.abs(sampled) >= abs(found)", "sampled >= abs(found)", "paper::test_drawn_signs_give_the_exact_p"),
     ("the margin is ignored", ' + spec.get("by", 0) for', " for", "paper::test_comparisons_by_hand"),
     ("the factor is ignored", '[spec.get("times", 1) * y', "[y", "paper::test_comparisons_by_hand"),
     ("a tie, untested, counts as more", "return Found(UNTESTED, in", "return Found(MORE, in", "paper::test_comparisons_by_hand"),
