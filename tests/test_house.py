@@ -255,3 +255,15 @@ def test_no_file_names_a_path_of_one_machine():
     one_machine = re.compile(rb"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/\w")
     paths = [ROOT / name for name in filter(None, listed.stdout.split("\0")) if not name.endswith(".safetensors")]
     assert not [path for path in paths if path.is_file() and one_machine.search(path.read_bytes())]
+
+def test_no_edit_of_the_mutations_is_stale():
+    """tests/tools/mutations.py applies each to a text that occurs once, and names tests that are there."""
+    import mutations
+    stale = []
+    for name, file, old, _, tests in mutations.edits(None):
+        found = source(file).count(old)
+        missing = [test for test in tests if not (ROOT / test.partition("::")[0]).exists()
+                   or test.partition("::")[2].partition("[")[0] not in source(test.partition("::")[0])]
+        if found != 1 or missing:
+            stale.append((name, found, missing))
+    assert not stale
