@@ -104,7 +104,8 @@ def told(model, drafter, at_once):
 
     out = verify.generate(target, drafter, build, PROMPT, NEW)
     assert out.tokens == written_by(model)[:NEW]
-    assert {4, 1} <= {len(step.new) for step in out.rounds} and len(max(out.rounds, key=lambda step: len(step.new)).new) == 4
+    runs = [len(step.new) for step in out.rounds]
+    assert max(runs) == 4 and min(runs) < 3
     return seen
 
 @pytest.mark.parametrize("kind, ordered", [("own", False), ("for images", True)])
