@@ -363,6 +363,14 @@ def test_float16_targets_lose_no_gradient():
         draft_model.loss(batch).backward()
     assert (ours.fc.weight.grad - expected.fc.weight.grad).norm() < 0.01 * expected.fc.weight.grad.norm()
 
+def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
+    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are allocated."""
+    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
+    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
+    twin = anydraft.own_copy(norm)
+    torch.nn.init.ones_(twin.weight)
+    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta and twin(torch.ones(4)).shape == (4,)
+
 def test_a_head_with_a_bias_is_copied_with_it(llama):
     model = copy.deepcopy(llama)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
