@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
-from test_glide import batch_of, other, save, text, tree_logits, view
+from test_glide import LATENT, batch_of, other, save, text, tree_logits, view
 from test_verify import path_to
 
 import cape
@@ -28,8 +28,6 @@ def rounding(model):
     """How far two ways to one number may be apart: eager attention takes its softmax in float32."""
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
 
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
 FAMILIES = {
     "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
@@ -37,8 +35,9 @@ FAMILIES = {
     "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "Olmo2": {},
-    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
-    "DeepseekV3": LATENT | EXPERTS,
+    "MiniCPM3": dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, dim_model_base=8,
+                     scale_emb=2.0),
+    "DeepseekV3": LATENT | dict(first_k_dense_replace=1),
     "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
 }
@@ -83,8 +82,6 @@ def test_training_equals_decoding(name, block, encoding):
             for i in range(t, min(t + block, T)):
                 torch.testing.assert_close(drafter.expand(ids[0, i:i + 1], [i - t - 1])[0], trained[i], atol=atol, rtol=0)
             drafter.keep(list(range(min(block, T - t))))
-        if encoding:                                            # the soft prompt matters, or the above says nothing
-            assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
 
 @pytest.mark.parametrize("name", [*FEW, "Cohere", "Gemma3Text", "Olmo2", "MiniCPM3", "DeepseekV3", "Mixtral", "GptOss"])
 def test_the_soft_prompt_is_keys_and_values_alone(name):
@@ -325,16 +322,6 @@ def test_what_a_family_s_parts_say(name):
     # In half precision the scale is found; to the bit, where there is none.
     in_half = fresh(copy.deepcopy(model).bfloat16(), "edd")
     assert in_half.target.scale == pytest.approx(own.target.scale, rel=0 if name in ("Mixtral", "Gemma2") else 5e-3, abs=0)
-
-@pytest.mark.parametrize("name, own, why", [
-    ("NanoChat", {}, "embeddings"), ("GPTNeoX", {}, "norm")])   # one norms its embeddings, the other has no parts of these names
-def test_a_family_that_is_built_otherwise_is_refused_in_one_sentence(name, own, why):
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
-    for kind in parts.KINDS:
-        with pytest.raises(ValueError, match=why) as refusal:
-            fresh(model, kind)
-        assert "is built otherwise (" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert not parts.Glide.start_from(SimpleNamespace(embed=model.get_input_embeddings()), model), "GLIDE starts at random there"
 
 @pytest.mark.parametrize("what", ["embeddings", "last layer", "logits"])
 def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
