@@ -216,7 +216,6 @@ def test_which_layers_are_read():
     # of config.json
     ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "not three layers"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, "4"]}, "not three layers"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, -3, 4]}, "the target has 8 layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "the target has 8 layers"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads evenly"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "a width of 32 does not divide into 5 heads"),
@@ -260,11 +259,10 @@ class Reciting:
     """A drafter that knows what the target will write, and predicts `change` of it; None: nothing."""
     needs = {}
 
-    def __init__(self, texts, change):
-        self.texts, self.change = {tuple(text[:len(PROMPT)]): text for text in texts}, change
+    def __init__(self, text, change):
+        self.text, self.change = text, change
 
     def begin(self, view):
-        self.text = self.texts.get(tuple(view.tokens.tolist()), getattr(self, "text", None))
         self.token = self.change(self.text[view.length + 1])
 
     def expand(self, tokens, parents):
@@ -274,18 +272,15 @@ class Reciting:
     reset = keep = lambda *args: None
 
 def test_a_drafter_proves_itself(llama):
-    prompts = [PROMPT, PROMPT[::-1]]
-    texts = [prompt + plain(llama, prompt, 25) for prompt in prompts]
-    target, random = any_target(llama), torch.Generator().manual_seed(0)
+    text, target, random = PROMPT + plain(llama, PROMPT, 33), any_target(llama), torch.Generator().manual_seed(0)
 
     def sentence(change):
-        return proves_itself(target, Reciting(texts, change), prompts, 24)
-
+        return proves_itself(target, Reciting(text, change), [PROMPT], 32)
     assert sentence(lambda token: token) is None
     assert sentence(lambda token: token if torch.rand(1, generator=random) < 0.4 else 0) is None
-    assert "right 0 times of 46" in sentence(lambda token: (token + 1) % VOCAB)
+    assert "right 0 times of 31" in sentence(lambda token: (token + 1) % VOCAB)
     assert "vocabulary" in sentence(lambda token: torch.randint(VOCAB, (), generator=random).item())
     assert sentence(lambda token: None) is None                # one that never says anything is not judged
     # Where the target writes one token only all is right by chance, and that is no alarm.
     target.run = lambda *args, own=target.run: [torch.zeros_like(own(*args)[0]).index_fill(1, torch.tensor(7), 9.0)]
-    assert proves_itself(target, Reciting([PROMPT + [7] * 40], lambda token: token), [PROMPT], 24) is None
+    assert proves_itself(target, Reciting(PROMPT + [7] * 40, lambda token: token), [PROMPT], 24) is None

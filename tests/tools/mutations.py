@@ -53,7 +53,7 @@ EDITS["glide"] = [
     ("gradients pass through the target's type", "        k = k.to(q.dtype)\n        v = v.to(q.dtype)\n", "        q = q.to(k.dtype)\n"),
     # RoPE
     ("theta fixed at 10000", "cos, sin = rotary(position.float(), position)", "cos, sin = (x[None] for x in angles(8, length))"),
-    ("queries of the glimpse have no RoPE", "q = self.query_rope(q, *rope)", "q = q + 0"),
+    ("queries of the glimpse have no RoPE", "q = self.query_rope(q, *rope)", "q = q + 0", "convert::test_drafts_are_those_of_the_published_forward"),
     ("the drafter's own keys have no RoPE", "        k = apply_rope(k, *rope)\n", "", "convert::test_drafts_are_those_of_the_published_forward"),
     ("the other half is negative", "torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
     ("theta to another power", "theta ** (-pair / size)", "theta ** (-2 * pair / size)", "convert::test_drafts_are_those_of_the_published_forward"),
