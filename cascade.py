@@ -57,8 +57,7 @@ import torch
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import (CHUNK, StepCache, Target, Tree, UserError, accept, accept_drawn, generate,
-                    root_only)
+from verify import CHUNK, Target, Tree, UserError, accept, accept_drawn, generate, root_only
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
 HORIZON = 64                    # the longest chain that is drafted for a tree builder
@@ -269,7 +268,7 @@ class EncoderDecoder(Target):
 
     def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run.  The decoder knows a chain's positions and mask by itself."""
-        self.caches.self_attention_cache = StepCache(self.cache, slots, keys)
+        self.caches.self_attention_cache = self.cache.step(slots, keys)
         out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
                          past_key_values=self.caches, use_cache=True)
         return [out.logits[0, -logits_to_keep:]]

@@ -36,13 +36,16 @@ def folded_attention(module, query, key, value, attention_mask, scaling=None, dr
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout,
                                       scaling=scaling, **more)
     query = query.reshape(1, heads // groups, groups * n, -1)
-    # Rows stay multiples of eight long, as some kernels want (verify.Target.position_and_mask).
-    keys = attention_mask.shape[-1]
-    mask = F.pad(attention_mask, (0, -keys % 8))
-    mask = mask.repeat(1, 1, groups, 1)[..., :keys]            # (1, 1, G n, keys)
+    mask = aligned(attention_mask.repeat(1, 1, groups, 1))     # (1, 1, G n, keys)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     out = out.reshape(1, heads, n, -1)
     return out.transpose(1, 2).contiguous(), None
+
+
+def aligned(mask):
+    """A mask (..., keys), its rows at multiples of eight: some kernels pad others, in each layer."""
+    keys = mask.shape[-1]
+    return F.pad(mask, (0, -keys % 8))[..., :keys]
 
 
 def has_groups(model):

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from cascade import EncoderDecoder
 from data.read import first_line
 from runtime import attention as folding
-from verify import Target, TreeCache, UserError
+from verify import CHUNK, Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
 CHAIN = [-1, 0, 1, 2]
@@ -105,11 +105,12 @@ class StackedCache(TreeCache):
             if self.stacks:
                 self.stack(self.length)
 
-    def of_layer(self, layer, k, v):
-        """As TreeCache.of_layer.  stack() follows the first forward: it must know all layers."""
+    def update(self, k, v, layer, *args, **kwargs):
+        """As TreeCache.update.  stack() follows the first forward: it must know all layers."""
         if not self.stacks:
             self.kv[layer] = [k.clone(), v.clone()]
-        return self.kv[layer]
+        self.slots = self.slots.to(k.device)
+        return super().update(k, v, layer)
 
     def stack(self, filled):
         """Move the first `filled` entries of all layers to new memory."""
@@ -147,6 +148,7 @@ class AnyTarget(Target):
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()                               # {model: its verifies_trees}
+    chunk_size = CHUNK                                         # tokens of a prompt in one forward
 
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
@@ -155,8 +157,9 @@ class AnyTarget(Target):
                             "or 'eager'")
         if attention == "sdpa" and model.device.type == "cpu" and folding.has_groups(model):
             folding.fold_queries(model)
-        super().__init__(model, capacity)
-        self.device = device_of(model)
+        self.model, self.device = model.eval(), device_of(model)
+        self.config = model.config.get_text_config()
+        self.windows = windows_of(self.config)
         # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
         # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -170,6 +173,8 @@ class AnyTarget(Target):
         # longrope: the length up to which the short table serves; whether the text is beyond
         self.short, self.long = short_context(self.config), False
         self.vocab = self.known
+        self.cache = StackedCache()
+        self.capture({})
         if model not in self.proven:
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
@@ -179,10 +184,6 @@ class AnyTarget(Target):
         self.reset()
 
     # ------------------------------------------------ windows, devices, vocabularies, chains
-    def check_attention(self):
-        """As Target.check_attention; sliding windows are served."""
-        self.windows = windows_of(self.config)
-
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward; refuses a tree where only chains can be verified."""
         if not self.verifies_trees and parents is not None and not is_chain(parents):
@@ -207,7 +208,7 @@ class AnyTarget(Target):
         states = [state.to(self.device) for state in states]
         return [with_vocabulary(logits.to(self.device), self.vocab), *states]
 
-    def position_and_mask(self, keys, position, slots, mask):
+    def position_and_mask(self, position, slots, mask):
         """As Target.position_and_mask; windows shorten the mask, one for each kind of layer.
 
         A model that ignores position_ids, or takes none, counts them by its cache.  Without a mask
@@ -215,17 +216,18 @@ class AnyTarget(Target):
         """
         if not self.verifies_trees:
             return {}
-        found = super().position_and_mask(keys, position, slots, mask)
-        if mask is None or not any(self.windows.values()):
+        found = super().position_and_mask(position, slots, mask)
+        if mask is None:
             return found
         masks = {}
         for kind, window in self.windows.items():
             near = within_window(mask, window, position, slots) if window else mask
-            masks[kind] = super().position_and_mask(keys, position, slots, near)["attention_mask"]
+            added = super().position_and_mask(position, slots, near)["attention_mask"]
+            masks[kind] = folding.aligned(added)
         found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
 
-    # ------------------------------------------------------------ longrope
+    # ------------------------------------------------------------ long prompts, longrope
     def remaining(self, ids):
         """As Target.remaining; a text that begins with longrope's short table ends with it."""
         remaining = super().remaining(ids)
@@ -234,17 +236,27 @@ class AnyTarget(Target):
         return remaining
 
     def sync(self, ids, logits_to_keep=1, unchanged=0):
-        """As Target.sync; longrope rotates all of a long text by its long table: read at once."""
-        chunk_size, long = self.chunk_size, bool(self.short) and len(ids) > self.short
+        """As Target.sync, in chunks: all hidden states of a long prompt would fill the memory.
+
+        longrope rotates all of a long text by its long table: it is read at once.
+        """
+        long = bool(self.short) and len(ids) > self.short
         if long != self.long:
             self.reset()
         self.long = long
-        if long:
-            self.chunk_size = len(ids)
-        try:
-            return super().sync(ids, logits_to_keep, unchanged)
-        finally:
-            self.chunk_size = chunk_size
+        size = len(ids) if long else self.chunk_size
+        chunks = []
+        for end in range((unchanged // size + 1) * size, len(ids) - logits_to_keep + 1, size):
+            if self.ids[:end] != ids[:end]:
+                super().sync(ids[:end], 1, unchanged)
+                chunks.append((self.new, self.hidden))
+            unchanged = end
+        logits = super().sync(ids, logits_to_keep, unchanged)
+        # A view shows all of them.
+        for new, hidden in reversed(chunks):
+            self.new = new + self.new
+            self.hidden = [torch.cat(states) for states in zip(hidden, self.hidden)]
+        return logits
 
     # ------------------------------------------------------------ the proof
     @torch.no_grad()

@@ -68,7 +68,7 @@ def test_stop_strings_and_several_ends_are_transformers_own(writer):
         build = oracle(target, prompt + text, draw.randint(0, 6))
         out = verify.generate(target, None, build, given, 14, stopping_criteria=stop, streamer=streamer)
         assert out.tokens == wanted, (case, strings, eos)
-        assert streamer.text == tokenizer.decode(out.tokens) and sum(out.runs) == len(out.tokens) - 1
+        assert streamer.text == tokenizer.decode(out.tokens) and sum(len(step.new) for step in out.rounds) == len(out.tokens) - 1
         ended += len(wanted) < 14
     assert 2 < ended < 6, "some end early, some do not"
 

@@ -73,19 +73,19 @@ def test_greedy_output_is_plain_decoding(number, name, length):
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected, target = plain(model, prompt, new), target_of(model)
     out = verify.generate(target, None, verify.root_only, prompt, 14)
-    assert out.tokens == expected and out.runs == [1] * (new - 1), "the baseline: one token a forward"
+    assert out.tokens == expected and len(out.rounds) == new - 1, "the baseline: one token a forward"
     for drafter, tree in PAIRS if LONG else PAIRS[number % 11::11]:
         made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
         out = verify.generate(target, made, BUILDS[tree], prompt, 14)
         assert out.tokens == expected, f"{drafter} x {tree}"
-        assert sum(out.runs) == new - 1 and out.tau == (new - 1) / max(1, len(out.runs))
+        assert sum(len(step.new) for step in out.rounds) == new - 1 and out.tau == (new - 1) / max(1, len(out.rounds))
         for step in out.rounds:
             assert [step.tokens[node] for node in step.path[1:]][:len(step.new) - 1] == step.new[:-1]
             assert [step.parents[node] for node in step.path] == [-1, *step.path[:-1]]
         if drafter == "always right":
-            assert len(out.runs) == math.ceil((new - 1) / 6)
+            assert len(out.rounds) == math.ceil((new - 1) / 6)
         if drafter == "never right":
-            assert len(out.runs) == new - 1 and all(step.path == [0] for step in out.rounds)
+            assert len(out.rounds) == new - 1 and all(step.path == [0] for step in out.rounds)
     assert target.ids == (prompt + expected)[:len(target.ids)], "the cache holds the output and nothing else"
 
 # ---------------------------------------------------------------- trees, the cache
@@ -116,6 +116,7 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     prompt = torch.randint(VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
     target.capture({"hidden": [0, 1, 3]})
     target.prefill(prompt)
+    views = [target.view()]
     logits = target.forward(tokens, torch.tensor(parents))
     paths = [path_to(node, parents) for node in range(18)]
     for row, path in zip(logits, paths):
@@ -128,35 +129,38 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     n = len(text)
     assert target.ids == text and target.cache.length == n and len(target.cache.kv) == 3
     for layer, held in target.cache.kv.items():
-        for rows, whole in zip(held, fresh.cache.kv[layer]):
-            torch.testing.assert_close(rows[:, :, :n], whole[:, :, :n], **TOLERANCE)
-    # hidden states: rows of what was committed, as the library numbers them (the last layer's normed)
+        for entries, whole in zip(held, fresh.cache.kv[layer]):
+            torch.testing.assert_close(entries[:, :, :n], whole[:, :, :n], **TOLERANCE)
+    # Hidden states are those of what was committed, as the library numbers them (the last layer's normed).
     states = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states
-    view = target.view()
-    assert view.tokens.tolist() == text and view.length == n and set(view.hidden) == {0, 1, 3}
-    for k, rows in view.hidden.items():
-        torch.testing.assert_close(rows, states[k][0], **TOLERANCE)
+    views.append(target.view())
+    assert sum((view.tokens.tolist() for view in views), []) == sum((view.ids for view in views), []) == text and views[1].length == n
+    for k in (0, 1, 3):
+        torch.testing.assert_close(torch.cat([view.hidden[k] for view in views]), states[k][0], **TOLERANCE)
     more, upper = random_tree(5, seed + 100)
     torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), **TOLERANCE)
 
 @torch.inference_mode()
 def test_sync_keeps_the_common_prefix(model):
-    """Also of texts longer than a slice, and where the caller knows how much is cached (`same`, a lower bound)."""
-    target, before, shown = target_of(model), [], []
+    """Also of texts longer than a chunk, and where the caller knows how much is cached (`unchanged`, a lower bound)."""
+    target, before = any_target(model), []
+    target.chunk_size = 7
+    target.capture({"hidden": [1]})
     for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11],
                 [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):
         common = next((i for i, (a, b) in enumerate(zip(before, ids)) if a != b), min(len(before), len(ids)))
         for rows, same in ((1, 0), (1, common), (min(4, len(ids)), max(0, common - 2))):
-            target.chunk_size, forwarded, n = 7, [], len(ids)
-            target.model.get_input_embeddings().register_forward_hook(lambda module, args, out, seen=forwarded: seen.append(args[0].numel()))
-            logits = target.sync(ids, rows, same)
-            target.model.get_input_embeddings()._forward_hooks.clear()
-            torch.testing.assert_close(logits, model(torch.tensor([ids]), use_cache=False).logits[0, -rows:], **TOLERANCE)
+            forwarded, n = [], len(ids)
+            with model.get_input_embeddings().register_forward_hook(lambda module, args, out, seen=forwarded: seen.append(args[0].numel())):
+                logits = target.sync(ids, rows, same)
+            own = model(torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+            torch.testing.assert_close(logits, own.logits[0, -rows:], **TOLERANCE)
             assert logits.shape == (rows, VOCAB) and target.ids == ids and target.cache.length == n
-            assert sum(forwarded) == n - min(common, n - rows) and max(forwarded) < 7 + 1 + rows
+            new = n - min(common, n - rows)
+            assert sum(forwarded) == new and max(forwarded) < 7 + 1 + rows
             view, common = target.view(), n
-            shown = shown[:view.length - len(view.tokens)] + view.tokens.tolist()
-            assert shown == ids and view.length == n, "what a drafter is shown adds up, rolled back or not"
+            assert view.tokens.tolist() == view.ids == ids[n - new:] and view.length == n, "what was read"
+            torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
 @torch.inference_mode()
@@ -173,9 +177,9 @@ def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
 @torch.inference_mode()
 def test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one(llama):
     """The first chunk is the model's own causal forward; rows of other masks begin at multiples of eight, so that no layer pads them."""
-    target, masks, seen = verify.Target(llama), [], verify.Target.position_and_mask
-    target.chunk_size = 5
-    target.position_and_mask = lambda *given: masks.append(seen(target, *given)["attention_mask"]) or seen(target, *given)
+    target, masks = any_target(llama), []
+    target.chunk_size, own = 5, target.position_and_mask
+    target.position_and_mask = lambda *given: masks.append(own(*given)["attention_mask"]) or own(*given)
     target.prefill([1, 2, 3] * 4)
     target.forward(torch.tensor([1]), torch.tensor([-1]))
     target.forward(torch.tensor([1, 2]), torch.tensor([-1, 0]))
@@ -208,13 +212,13 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
         for build in (cape.chain, cape.beam, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria([eos, VOCAB - 1 - eos])])
             cut = min(end, next((i + 1 for i, token in enumerate(expected) if token == VOCAB - 1 - eos), 99))
-            assert out.tokens == expected[:cut] and sum(out.runs) == cut - 1
+            assert out.tokens == expected[:cut] and sum(len(step.new) for step in out.rounds) == cut - 1
     for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1), (MaxTimeCriteria(60), 24)):
         assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[criterion]).tokens == expected[:end]
     for limit in range(1, 16):
         for build in (cape.chain, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, limit)
-            assert out.tokens == expected[:limit] and sum(out.runs) == limit - 1
+            assert out.tokens == expected[:limit]
             # No builder that asks drafts more than the limit allows: no tree is deeper than what may still follow its root.
             at = 1
             for step in out.rounds:
@@ -365,14 +369,6 @@ def test_plain_sampling_is_keyed_by_position(llama):
     assert generate(llama, None, verify.root_only, new=9, rule=rule).tokens == ids[len(PROMPT):]
     logits = torch.randn(3, VOCAB).bfloat16()
     assert torch.equal(rule.warp(logits), rule.warp(logits.float())) and rule.warp(logits).dtype == torch.float32
-
-def test_noise_is_drawn_for_the_depths_of_a_tree(monkeypatch):
-    """Not for each node: a wide tree has hundreds."""
-    positions, own = [], verify.keyed_noise
-    monkeypatch.setattr(verify, "keyed_noise", lambda seed, position, *rest: positions.append(position) or own(seed, position, *rest))
-    tree = verify.Tree(torch.zeros(9, dtype=torch.long), torch.tensor([-1, 0, 0, 0, 1, 1, 2, 2, 3]))
-    verify.Sampled().choose(tree, torch.randn(9, VOCAB), 20)
-    assert positions == [20, 21, 22]
 
 def chi_square_p(counts, expected):
     """Upper tail of Pearson's statistic; cells that expect under 5 are pooled."""
