@@ -8,7 +8,8 @@ import torch
 import transformers
 from conftest import VOCAB, plain, tiny, weighty
 from test_convert import feed_forward, rms, self_attention, written
-from test_verify import chi_square_p, path_to
+from test_glide import batch_of, text, view
+from test_verify import BUILDS, chi_square_p, path_to
 from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig
 
 import verify
@@ -16,7 +17,8 @@ from beyond import eagle3, gemma4
 from runtime.families import any_target
 from runtime.proof import proves_itself
 
-PROMPT, WIDTH, WINDOW, NEW = [3, 1, 4, 1, 5, 9], 32, 5, 12
+PROMPT, WIDTH, WINDOW = [3, 1, 4, 1, 5, 9], 32, 5
+NODES, PARENTS = torch.tensor([1, 2, 3, 2, 5, 7, 7]), [-1, 0, 0, 1, 2, 4, 4]
 NEAR = dict(atol=1e-5, rtol=1e-4)                              # rotary tables of a float64 model are float32
 KINDS = ["sliding_attention", "full_attention"]
 
@@ -49,18 +51,20 @@ def assistant_of(ordered=False, width=WIDTH, **more):
     model.generation_config.num_assistant_tokens = 4
     return model
 
-@cache
-def written_by(model):
-    return plain(model, PROMPT, NEW + 8)
+def begun(model, drafter, before=0, t=6):
+    """A round begins after t tokens of a text, `before` of which the drafter knows -> the text's batch"""
+    batch = batch_of(model, text(14)[None], drafter.needs["hidden"])
+    drafter.begin(view(batch, before, t))
+    return batch
 
-def begun(model, drafter):
-    """A target that has read PROMPT, and its drafter, at the beginning of a round -> target"""
-    target = any_target(model)
-    target.capture(drafter.needs)
-    drafter.reset()
-    target.prefill(PROMPT)
-    drafter.begin(target.view())
-    return target
+def trees(model, drafter, at_once):
+    """-> of some rounds the committed ids, and the logits of NODES, by generations or at once."""
+    calls = [range(7)] if at_once else [[0], [1, 2], [3, 4], [5, 6]]
+    for before, t in ((0, 6), (6, 7), (7, 12)):
+        batch = begun(model, drafter, before, t)
+        rows = torch.cat([drafter.expand(NODES[call], [PARENTS[i] for i in call]) for call in calls])
+        drafter.keep([0, 1, 3])
+        yield batch["ids"][0, :t].tolist(), rows
 
 @torch.no_grad()
 def along(model, assistant, ids, path):
@@ -78,43 +82,13 @@ def along(model, assistant, ids, path):
         state = out.last_hidden_state
     return out.logits[0, 0]
 
-def told(model, drafter, at_once):
-    """Decode with trees that know the text: at each depth the true token, and beside it another.
-
-    -> of each round the committed ids, tokens and parents in the order of expansion, and the drafter's logits.
-    """
-    target, text, seen, own = any_target(model), PROMPT + written_by(model), [], drafter.expand
-
-    def build(expand, root):
-        at, depths = target.cache.length, range(1, 1 + min(3, expand.remaining))
-        tokens, parents, rows = root.tolist(), [-1], []
-        for depth in depths:
-            truth = text[at + depth]
-            tokens += [truth, (truth + depth) % VOCAB]
-            parents += 2 * [max(0, 2 * depth - 3)]             # the true node of the depth before
-        drafter.expand = lambda *nodes: rows.append(own(*nodes)) or rows[-1]
-        done, tokens = 0, torch.tensor(tokens)
-        for size in [len(tokens)] if at_once else [1] + [2 for _ in depths]:
-            expand(tokens[done:done + size], parents[done:done + size])
-            done += size
-        seen.append((target.ids[:at], tokens.tolist(), parents, torch.cat(rows)))
-        # At some roots the tree ends early, so that something is rejected.
-        most = done if at % 3 else min(done, 2)
-        return verify.Tree(tokens[:most], torch.tensor(parents[:most]))
-
-    out = verify.generate(target, drafter, build, PROMPT, NEW)
-    assert out.tokens == written_by(model)[:NEW]
-    runs = [len(step.new) for step in out.rounds]
-    assert max(runs) == 4 and min(runs) < 3
-    return seen
-
 @pytest.mark.parametrize("kind, ordered", [("own", False), ("for images", True)])
 def test_a_trees_rows_are_those_of_its_paths(kind, ordered):
     """So its chains are the candidates of transformers' own assisted generation.  Ordered: at once; else depth by depth."""
     model, assistant = gemma(kind), assistant_of(ordered)
-    for ids, tokens, parents, logits in told(model, gemma4.Drafter(assistant, model), ordered)[::3]:
+    for ids, logits in trees(model, gemma4.Drafter(assistant, model), ordered):
         for node, row in enumerate(logits):
-            alone = along(model, assistant, ids, [tokens[i] for i in path_to(node, parents)])
+            alone = along(model, assistant, ids, NODES[path_to(node, PARENTS)].tolist())
             left_out = row.isinf()
             assert left_out.any() == ordered
             torch.testing.assert_close(row[~left_out], alone[~left_out], **NEAR)
@@ -126,11 +100,9 @@ def test_all_nodes_of_a_depth_take_one_forward():
     drafter = gemma4.Drafter(assistant, model)
     assistant.model.register_forward_pre_hook(lambda module, args, more: calls.append(more["inputs_embeds"].shape[1]), with_kwargs=True)
     begun(model, drafter)
-    drafter.expand(torch.tensor([1]), [-1])
-    drafter.expand(torch.tensor([1, 2, 3]), [0, 0, 0])
-    assert calls == [1, 3]
-    drafter.expand(torch.tensor([4, 5, 6, 7]), [1, 2, 4, 4])   # two of them below the first
-    assert calls == [1, 3, 2, 2]
+    drafter.expand(NODES[:1], PARENTS[:1])
+    drafter.expand(NODES[1:], PARENTS[1:])
+    assert calls == [1, 2, 2, 2]
 
 def test_an_assistant_is_loaded_from_a_folder(tmp_path):
     """Also where its configuration names other key heads than the target has, as gemma-4-31B's (vllm-ascend#11168)."""
@@ -139,10 +111,11 @@ def test_an_assistant_is_loaded_from_a_folder(tmp_path):
     drafter = gemma4.load(str(tmp_path), model)
     with pytest.raises(ValueError):
         Gemma4TextConfig.kv_sharing_modes.fget(gemma_config(4))    # all_shared leaves nothing behind
-    begun(model, drafter)
-    row, alone = drafter.expand(torch.tensor([1]), [-1])[0], along(model, assistant_of(ordered=True), PROMPT, [1])
+    prompt = begun(model, drafter)["ids"][0, :6].tolist()
+    row, alone = drafter.expand(torch.tensor([1]), [-1])[0], along(model, assistant_of(ordered=True), prompt, [1])
     assert row.dtype == torch.float64
     torch.testing.assert_close(row[row.isfinite()], alone[row.isfinite()], **NEAR)
+    assert verify.generate(any_target(model), drafter, BUILDS["pct"], prompt, 8).tokens == plain(model, prompt, 8)
 
 @pytest.mark.parametrize("make, words", [(lambda: assistant_of(width=24), "width 24 against the target's 32"),
     (lambda: assistant_of(global_head_dim=24), "head size of full_attention 24 against the target's 16"),
@@ -212,12 +185,12 @@ def test_eagle3_is_the_published_forward(tmp_path, llama8, name, at_once):
     drafter = eagle3.load(str(folder), llama8)
     assert drafter.needs == {"hidden": list(STATES)}
     words = list(DRAFTS[name].get("words") or range(VOCAB))
-    for ids, tokens, parents, logits in told(llama8, drafter, at_once)[::2]:
+    for ids, logits in trees(llama8, drafter, at_once):
         with torch.no_grad():
             hidden = llama8(torch.tensor([ids]), output_hidden_states=True).hidden_states
         states = torch.cat([hidden[layer][0] for layer in STATES], -1)                 # (t, 3 D)
         for node, row in enumerate(logits):
-            path = [tokens[i] for i in path_to(node, parents)]
+            path = NODES[path_to(node, PARENTS)].tolist()
             again = spoken(weights, config, llama8.get_input_embeddings().weight.detach(), states, ids, path)
             torch.testing.assert_close(row[words], again, **NEAR)
             assert row.isfinite().sum() == len(words)
@@ -243,7 +216,6 @@ def test_which_layers_are_read():
     # of config.json
     ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "not three layers"),
     ({"eagle_aux_hidden_state_layer_ids": [2, 3, "4"]}, "not three layers"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, -3, 4]}, "the target has 8 layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "the target has 8 layers"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads evenly"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "a width of 32 does not divide into 5 heads"),
@@ -266,31 +238,31 @@ def test_a_draft_vocabulary_is_known_by_d2t_alone(tmp_path, llama8):
     del weights["t2d"]
     folder = written(tmp_path, weights, config | {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]})
     drafter = eagle3.load(str(folder), llama8)
-    target, root, words = begun(llama8, drafter), torch.tensor([7]), DRAFTS["draft vocabulary"]["words"]
+    batch, words = begun(llama8, drafter), DRAFTS["draft vocabulary"]["words"]
+    root = batch["ids"][0, 6:7]
     row = drafter.expand(root, [-1])
     assert drafter.needs == {"hidden": [3, 4, 5]}
     assert row[0].isfinite().nonzero()[:, 0].tolist() == [*words]
     # The first token of drawn chains, by p and q of the real models
     rule, count = verify.Sampled(1.5), 2000
-    q = rule.warp(row)                                                                 # (1, V)
-    p = rule.warp(target.forward(root, torch.tensor([-1])))                            # (1, V)
+    q, p = rule.warp(row), rule.warp(batch["logits"][:, 6])                            # (1, V) each
     assert (q == 0).any() and (p - q).abs().sum() > 0.2
     counts, generator = torch.zeros(VOCAB, dtype=torch.float64), verify.stream(0, "accept")
     for drafted in torch.multinomial(q[0], count, True, generator=verify.stream(0, "draw")):
         tree = verify.Tree(torch.stack((root[0], drafted)), torch.tensor([-1, 0]), q)
         counts[verify.accept_drawn(tree, torch.cat((p, p)), generator)[0]] += 1
     assert chi_square_p(counts, count * p[0].double()) > 1e-4
+    assert verify.generate(any_target(llama8), drafter, BUILDS["pct"], PROMPT, 8).tokens == plain(llama8, PROMPT, 8)
 
 # ---------------------------------------------------------------- a drafter proves itself
 class Reciting:
     """A drafter that knows what the target will write, and predicts `change` of it; None: nothing."""
     needs = {}
 
-    def __init__(self, texts, change):
-        self.texts, self.change = {tuple(text[:len(PROMPT)]): text for text in texts}, change
+    def __init__(self, text, change):
+        self.text, self.change = text, change
 
     def begin(self, view):
-        self.text = self.texts.get(tuple(view.tokens.tolist()), getattr(self, "text", None))
         self.token = self.change(self.text[view.length + 1])
 
     def expand(self, tokens, parents):
@@ -300,18 +272,15 @@ class Reciting:
     reset = keep = lambda *args: None
 
 def test_a_drafter_proves_itself(llama):
-    prompts = [PROMPT, PROMPT[::-1]]
-    texts = [prompt + plain(llama, prompt, 25) for prompt in prompts]
-    target, random = any_target(llama), torch.Generator().manual_seed(0)
+    text, target, random = PROMPT + plain(llama, PROMPT, 33), any_target(llama), torch.Generator().manual_seed(0)
 
     def sentence(change):
-        return proves_itself(target, Reciting(texts, change), prompts, 24)
-
+        return proves_itself(target, Reciting(text, change), [PROMPT], 32)
     assert sentence(lambda token: token) is None
     assert sentence(lambda token: token if torch.rand(1, generator=random) < 0.4 else 0) is None
-    assert "right 0 times of 46" in sentence(lambda token: (token + 1) % VOCAB)
+    assert "right 0 times of 31" in sentence(lambda token: (token + 1) % VOCAB)
     assert "vocabulary" in sentence(lambda token: torch.randint(VOCAB, (), generator=random).item())
     assert sentence(lambda token: None) is None                # one that never says anything is not judged
     # Where the target writes one token only all is right by chance, and that is no alarm.
     target.run = lambda *args, own=target.run: [torch.zeros_like(own(*args)[0]).index_fill(1, torch.tensor(7), 9.0)]
-    assert proves_itself(target, Reciting([PROMPT + [7] * 40], lambda token: token), [PROMPT], 24) is None
+    assert proves_itself(target, Reciting(PROMPT + [7] * 40, lambda token: token), [PROMPT], 24) is None

@@ -7,10 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import transformers
-from conftest import CLASSES, SIZES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
-from test_glide import batch_of, other, save, text, tree_logits, view
-from test_verify import path_to
+from conftest import CLASSES, VOCAB, plain, random_drafter, random_edd, random_glide, random_named, shared, tiny, weighty
+from test_glide import LATENT, batch_of, other, save, text, tree_logits, view
 
 import cape
 import edd
@@ -28,8 +26,6 @@ def rounding(model):
     """How far two ways to one number may be apart: eager attention takes its softmax in float32."""
     return 1e-3 if model.config._attn_implementation == "eager" else 1e-6
 
-LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, num_key_value_heads=4)
-EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=16, n_routed_experts=4, n_group=1, topk_group=1, first_k_dense_replace=1)
 GEMMA = dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=9)
 FAMILIES = {
     "Granite": dict(embedding_multiplier=3.0, logits_scaling=4.0, residual_multiplier=0.5, attention_multiplier=0.2),
@@ -37,8 +33,9 @@ FAMILIES = {
     "Gemma2": GEMMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0),
     "Gemma3Text": GEMMA | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"]),
     "Olmo2": {},
-    "MiniCPM3": LATENT | dict(dim_model_base=8, scale_emb=2.0),
-    "DeepseekV3": LATENT | EXPERTS,
+    "MiniCPM3": dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=4, qk_nope_head_dim=8, v_head_dim=8, head_dim=4, dim_model_base=8,
+                     scale_emb=2.0),
+    "DeepseekV3": LATENT | dict(first_k_dense_replace=1),
     "Mixtral": dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2),
     "GptOss": dict(num_key_value_heads=2, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=9),
 }
@@ -46,13 +43,10 @@ FAMILIES = {
 # ---------------------------------------------------------------- alone in a project
 @pytest.mark.parametrize("target, name", [("llama", "edd"), ("mistral", "edd"), ("qwen2", "edd"), ("qwen2", "eagle"), ("mistral", "medusa")])
 def test_alone_it_says_what_runtime_parts_makes_it_say(target, name, tmp_path):
-    """Llama, Mistral, Qwen2: the same start, the same logits; confidence is calibrated, and nothing asks for gradients."""
+    """Llama, Mistral, Qwen2: the same logits; confidence is calibrated, and nothing asks for gradients."""
     model = shared(target)
     config = parts.config_of(name, model, hidden=2)
     alone, drafter_class = ALONE[config.kind]
-    ours, any_family = (draft_class(config, model).state_dict() for draft_class in (alone, parts.KINDS[config.kind][0]))
-    for key in [key for key in ours if key.startswith(("embed", "head", "norm", "w."))]:
-        torch.testing.assert_close(ours[key], any_family[key])
     save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
     drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
     torch.testing.assert_close(*tree_logits(drafters, batch_of(model, text(12)[None], {2, LAST})))
@@ -83,8 +77,6 @@ def test_training_equals_decoding(name, block, encoding):
             for i in range(t, min(t + block, T)):
                 torch.testing.assert_close(drafter.expand(ids[0, i:i + 1], [i - t - 1])[0], trained[i], atol=atol, rtol=0)
             drafter.keep(list(range(min(block, T - t))))
-        if encoding:                                            # the soft prompt matters, or the above says nothing
-            assert (draft_model.head(draft_model(ids, hidden.roll(1, -1), block))[0] - trained)[block:].abs().max() > 0.01
 
 @pytest.mark.parametrize("name", [*FEW, "Cohere", "Gemma3Text", "Olmo2", "MiniCPM3", "DeepseekV3", "Mixtral", "GptOss"])
 def test_the_soft_prompt_is_keys_and_values_alone(name):
@@ -278,18 +270,6 @@ def of_family(name):
             torch.nn.init.uniform_(p, 0.5, 1.5)
     return model
 
-@functools.cache
-def forward_of(name):
-    """-> the target's batch; what its first and its last layer read, and what its norm reads."""
-    model, read = of_family(name), []
-    decoder = model.get_decoder()
-    looked_at = decoder.layers[0], decoder.layers[-1], decoder.norm
-    hooks = [part.register_forward_pre_hook(lambda module, args: read.append(args[0])) for part in looked_at]
-    batch = batch_of(model, text(18, 1).view(2, 9), {2, LAST})
-    for hook in hooks:
-        hook.remove()
-    return batch, *read[-3:]
-
 def fresh(model, kind, **more):
     config = parts.config_of(kind, model, hidden=2, **more)
     return parts.KINDS[kind][0](config, model)
@@ -302,12 +282,17 @@ def divergence(p_logits, q_logits):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_what_a_family_s_parts_say(name):
     """Heads on the last feature, embeddings, and the layer with the last layer's weights say what the target's own do."""
-    model, (batch, first, last, normed) = of_family(name), forward_of(name)
-    f, ids, fed = batch["hidden"][LAST], batch["ids"], []
+    model, read, fed = of_family(name), [], []
+    decoder = model.get_decoder()
+    parts_of = decoder.layers[0], decoder.layers[-1], decoder.norm
+    hooks = [part.register_forward_pre_hook(lambda module, args: read.append(args[0])) for part in parts_of]
+    batch = batch_of(model, text(18, 1).view(2, 9), {LAST})
+    first, last, normed = read[-3:]
+    f, ids = batch["hidden"][LAST], batch["ids"]
     medusa, eagle, own = fresh(model, "medusa"), fresh(model, "eagle"), fresh(model, "edd")
-    own.norm.load_state_dict(model.get_decoder().norm.state_dict())
-    own.layer.load_state_dict(model.get_decoder().layers[-1].state_dict())
-    hook = eagle.fc.register_forward_pre_hook(lambda module, args: fed.append(args[0]))
+    own.norm.load_state_dict(decoder.norm.state_dict())
+    own.layer.load_state_dict(decoder.layers[-1].state_dict())
+    hooks += [eagle.fc.register_forward_pre_hook(lambda module, args: fed.append(args[0]))]
     with torch.no_grad():
         of_medusa = [head(x) for head, x in zip(medusa.heads, medusa(f))]
         for logits in (*of_medusa, eagle.target.head(f), own.head(own.norm(normed))):
@@ -321,20 +306,11 @@ def test_what_a_family_s_parts_say(name):
         assert (name == "Granite") == (not torch.allclose(model.get_input_embeddings()(ids), first))
         # Also where the first layer is of another kind (DeepSeek's is dense) or turns by another table (Gemma 3's)
         torch.testing.assert_close(own.causal(last), normed, atol=1e-5, rtol=1e-5)
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
     # In half precision the scale is found; to the bit, where there is none.
     in_half = fresh(copy.deepcopy(model).bfloat16(), "edd")
     assert in_half.target.scale == pytest.approx(own.target.scale, rel=0 if name in ("Mixtral", "Gemma2") else 5e-3, abs=0)
-
-@pytest.mark.parametrize("name, own, why", [
-    ("NanoChat", {}, "embeddings"), ("GPTNeoX", {}, "norm")])   # one norms its embeddings, the other has no parts of these names
-def test_a_family_that_is_built_otherwise_is_refused_in_one_sentence(name, own, why):
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**{**SIZES, **own})).eval()
-    for kind in parts.KINDS:
-        with pytest.raises(ValueError, match=why) as refusal:
-            fresh(model, kind)
-        assert "is built otherwise (" in str(refusal.value) and "\n" not in str(refusal.value)
-    assert not parts.Glide.start_from(SimpleNamespace(embed=model.get_input_embeddings()), model), "GLIDE starts at random there"
 
 @pytest.mark.parametrize("what", ["embeddings", "last layer", "logits"])
 def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
@@ -362,6 +338,14 @@ def test_float16_targets_lose_no_gradient():
     for draft_model in (ours, expected):
         draft_model.loss(batch).backward()
     assert (ours.fc.weight.grad - expected.fc.weight.grad).norm() < 0.01 * expected.fc.weight.grad.norm()
+
+def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
+    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are allocated."""
+    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
+    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
+    twin = anydraft.own_copy(norm)
+    torch.nn.init.ones_(twin.weight)
+    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta and twin(torch.ones(4)).shape == (4,)
 
 def test_a_head_with_a_bias_is_copied_with_it(llama):
     model = copy.deepcopy(llama)

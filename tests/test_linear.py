@@ -59,7 +59,6 @@ def test_blocks_are_of_the_weight_as_it_is(everything, monkeypatch):
             torch.testing.assert_close(module(x.to(module.weight.dtype)), expected, rtol=1e-5, atol=1e-5)
         return bool(seen)
 
-    assert uses_blocks(module)
     assert list(whole.state_dict()) == ["0.weight", "0.bias"] and len(list(whole.parameters())) == 2
     assert uses_blocks(module) and not uses_blocks(copy.deepcopy(module)), "a copy may be trained"
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, fused=True)
@@ -72,12 +71,11 @@ def test_blocks_are_of_the_weight_as_it_is(everything, monkeypatch):
     with torch.no_grad():
         module.weight += 1
     assert not uses_blocks(module)
-    linear.pack(whole)
-    assert uses_blocks(module)
-    linear.unpack(whole)
-    assert not uses_blocks(module)
-    linear.pack(whole)
-    assert not uses_blocks(module.double())
+    for change in (lambda: linear.unpack(whole), module.double):
+        linear.pack(whole)
+        assert uses_blocks(module)
+        change()
+        assert not uses_blocks(module)
 
 def test_the_rule(monkeypatch):
     weight = torch.empty(256, 256)

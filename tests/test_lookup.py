@@ -63,13 +63,15 @@ def test_the_linear_map_is_least_squares_with_a_ridge(monkeypatch):
     noisy = [each + 1.5 * torch.randn(each.shape) for each in told]
     assert probe.named_before(told, texts) == 1.0
     assert probe.named_before([torch.randn(30, 6) for _ in texts], texts) < 0.45, "nothing is known; a guess is right in a fifth"
-    (x, y), (its, truth) = ([np.concatenate([np.array(pair[part]) for pair in some]) for part in (0, 1)] for some in (
-        [(noisy[i][1:], texts[i][:-1]) for i in (0, 1, 2, 4, 5, 6)], [(noisy[i][1:], texts[i][:-1]) for i in (3, 7)]))
-    scale = [x.mean(0), x.std(0, ddof=1)]
-    x, its, hot = (x - scale[0]) / scale[1], (its - scale[0]) / scale[1], np.eye(5)[y]
-    ridge = np.concatenate((x, np.sqrt(probe.RIDGE * len(x)) * np.eye(6)))
-    weights, *_ = np.linalg.lstsq(ridge, np.concatenate((hot - hot.mean(0), np.zeros((6, 5)))), rcond=None)
-    share = ((its @ weights + hot.mean(0)).argmax(1) == truth).mean()
+
+    def pairs(some):
+        """States, and the token that each should name."""
+        return torch.cat([noisy[i][1:] for i in some]), torch.cat([texts[i][:-1] for i in some])
+    (x, y), (held_out, truth) = pairs([0, 1, 2, 4, 5, 6]), pairs([3, 7])
+    mean, std, hot = x.mean(0), x.std(0), torch.eye(5, dtype=torch.float64)[y]
+    x = torch.cat(((x - mean) / std, (probe.RIDGE * len(x)) ** 0.5 * torch.eye(6)))
+    weights = torch.linalg.lstsq(x, torch.cat((hot - hot.mean(0), torch.zeros(6, 5)))).solution
+    share = (((held_out - mean) / std @ weights + hot.mean(0)).argmax(1) == truth).double().mean().item()
     assert probe.named_before(noisy, texts) == pytest.approx(share) and 0.3 < share < 0.95
 
 def test_a_family_whose_attention_cannot_be_read_gets_one_sentence():
