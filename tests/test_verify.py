@@ -68,13 +68,13 @@ def generate(model, drafter, build, prompt=PROMPT, new=12, rule=None, **how):
 
 @pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
 def test_greedy_output_is_plain_decoding(number, name, length):
-    """Every drafter x tree: with LONG=1 at each class and length, else at some of them."""
+    """Every drafter x tree: with LONG=1 at each class and length, else at one of them."""
     model, new = shared(name), min(14, CONTEXT - length + 1)
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected, target = plain(model, prompt, new), target_of(model)
     out = verify.generate(target, None, verify.root_only, prompt, 14)
     assert out.tokens == expected and len(out.rounds) == new - 1, "the baseline: one token a forward"
-    for drafter, tree in PAIRS if LONG else PAIRS[number % 11::11]:
+    for drafter, tree in PAIRS if LONG else PAIRS[number::20]:
         made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
         out = verify.generate(target, made, BUILDS[tree], prompt, 14)
         assert out.tokens == expected, f"{drafter} x {tree}"
@@ -163,16 +163,12 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
-@torch.inference_mode()
-def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch):
-    asked, own = [], type(llama).forward
+@pytest.mark.parametrize("kind", ["edd", "glide"])
+def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch, kind):
+    drafter, asked, own = random_drafter(llama, kind), [], type(llama).forward
     monkeypatch.setattr(type(llama), "forward", lambda self, *a, **k: asked.append(k.get("output_hidden_states")) or own(self, *a, **k))
-    target = verify.Target(llama)
-    verify.generate(target, random_drafter(llama, "edd"), cape.cape, PROMPT, 4)
-    assert asked and all(asked)
-    asked.clear()
-    verify.generate(target, random_drafter(llama, "glide"), cape.cape, PROMPT, 4)
-    assert asked and not any(asked)
+    verify.generate(verify.Target(llama), drafter, cape.cape, PROMPT, 4)
+    assert {bool(given) for given in asked} == {kind == "edd"}
 
 @torch.inference_mode()
 def test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one(llama):
@@ -207,15 +203,15 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
     """Any of transformers' criteria ends the text at the token where it holds (stop strings: test_real.py)."""
     expected, target = plain(llama, PROMPT, 24), verify.Target(llama)
     drafter = HandMade(PROMPT + expected, 1.0)
-    for eos in set(expected):
+    for eos in sorted(set(expected))[:4]:
         end = expected.index(eos) + 1
-        for build in (cape.chain, cape.beam, oracle(target, PROMPT + expected)):
+        for build in (cape.beam, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria([eos, VOCAB - 1 - eos])])
             cut = min(end, next((i + 1 for i, token in enumerate(expected) if token == VOCAB - 1 - eos), 99))
             assert out.tokens == expected[:cut] and sum(len(step.new) for step in out.rounds) == cut - 1
     for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1), (MaxTimeCriteria(60), 24)):
         assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[criterion]).tokens == expected[:end]
-    for limit in range(1, 16):
+    for limit in (1, 2, 3, 5, 6, 7, 8, 12):
         for build in (cape.chain, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, limit)
             assert out.tokens == expected[:limit]
@@ -347,17 +343,17 @@ def test_the_warper_is_temperature_then_top_k_then_top_p():
                 total = sum(p[token] for token in best)
             torch.testing.assert_close(warped, torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)]))
 
-@pytest.mark.parametrize("how", [{"temperature": 1.0, "top_k": 4}, {"temperature": 1.3, "top_k": 6, "top_p": 0.9}] + [
-    pytest.param(how, marks=pytest.mark.long) for how in ({"temperature": 0.5}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.8})])
-def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(model, how):
-    drafter, differ = random_drafter(model, "glide"), set()
-    for seed in range(3 if LONG else 2):
-        rule = verify.Sampled(seed=seed, **how)
+@pytest.mark.parametrize("name", CLASSES if LONG else ["llama", "qwen2-mixed"])
+def test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed(name):
+    """test_random.py draws other trees and settings."""
+    model, outputs = shared(name), set()
+    for seed in range(3):
+        rule = verify.Sampled(1.3, top_k=6, top_p=0.9, seed=seed)
         expected = generate(model, None, verify.root_only, rule=rule).tokens
-        differ.add(tuple(expected))
-        for tree in ("chain", "cape", "pct"):                  # test_random.py draws all others
-            assert generate(model, drafter, BUILDS[tree], rule=rule).tokens == expected, tree
-    assert len(differ) > 1, "the seed matters"
+        outputs.add(tuple(expected))
+        for tree in ("chain", "cape", "pct"):
+            assert generate(model, random_drafter(model, "glide"), BUILDS[tree], rule=rule).tokens == expected, tree
+    assert len(outputs) > 1, "the seed matters"
 
 def test_plain_sampling_is_keyed_by_position(llama):
     """Token i is argmax p / noise(seed, its position), by the model's own forward; in half precision p is float32."""
@@ -380,28 +376,20 @@ def chi_square_p(counts, expected):
     return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), x / 2).item()
 
 def test_sampled_text_follows_the_target():
-    """Three sampled tokens over a vocabulary of 5 against all 125 probabilities.  False-alarm odds: one in a million.
+    """Two sampled tokens over a vocabulary of 5 against all 25 probabilities.  False-alarm odds: one in a million.
 
     (Plain sampling, which trees equal token for token; what follows from drawn chains is in test_drawn.py.)
     """
-    model, prompt, n, exact = tiny("llama", vocab_size=5, num_hidden_layers=1), [1, 2], 1500 if LONG else 300, {}
-    warp, root = verify.Sampled(0.8, top_k=4).warp, verify.Tree(torch.tensor([0]), torch.tensor([-1]))
-    logits = torch.tensor([[0.3, 1.5, -1.0, 0.0, 2.0]])
-    counts = torch.zeros(5)
-    for seed in range(3000):
-        counts[verify.Sampled(0.8, top_k=4, seed=seed).choose(root, logits, 7)] += 1
-    assert chi_square_p(counts, warp(logits)[0] * 3000) > 1e-6, "one draw"
+    model, n, exact = tiny("llama", vocab_size=5, num_hidden_layers=1), 3000 if LONG else 400, torch.zeros(5, 5)
+    warp = verify.Sampled(0.8, top_k=4).warp
     with torch.no_grad():
-        for a, b in product(range(5), range(5)):
-            rows = warp(model(torch.tensor([prompt + [a, b]]), use_cache=False).logits[0, 1:])
-            for c in range(5):
-                exact[a, b, c] = (rows[0, a] * rows[1, b] * rows[2, c]).item()
-    assert abs(sum(exact.values()) - 1) < 1e-6
-    target, counts = verify.Target(model), dict.fromkeys(exact, 0)
+        for a in range(5):
+            rows = warp(model(torch.tensor([[1, 2, a]]), use_cache=False).logits[0, 1:])
+            exact[a] = rows[0, a] * rows[1]
+    target, counts = verify.Target(model), torch.zeros(5, 5)
     for seed in range(n):
-        counts[tuple(verify.generate(target, None, verify.root_only, prompt, 3, verify.Sampled(0.8, top_k=4, seed=seed)).tokens)] += 1
-    p = chi_square_p(torch.tensor([float(v) for v in counts.values()]), torch.tensor(list(exact.values())) * n)
-    assert p > 1e-6, p
+        counts[tuple(verify.generate(target, None, verify.root_only, [1, 2], 2, verify.Sampled(0.8, top_k=4, seed=seed)).tokens)] += 1
+    assert chi_square_p(counts.flatten(), exact.flatten() * n) > 1e-6
 
 def tables(*shape, seed):
     """Random distributions, far from uniform."""
@@ -411,7 +399,7 @@ def tables(*shape, seed):
 def test_drawn_chain_acceptance_follows_the_target():
     """accept_drawn on fixed random tables: the first token, and how often it is the drafted one.  Odds as above."""
     g, p_target, p_draft = torch.Generator().manual_seed(7), tables(3, 6, seed=7), tables(2, 6, seed=8)
-    n, first, accepted = 8000 if LONG else 2000, torch.zeros(6), 0
+    n, first, accepted = 8000 if LONG else 1500, torch.zeros(6), 0
     for _ in range(n):
         drawn = torch.multinomial(p_draft, 1, generator=g)[:, 0]
         tree = verify.Tree(torch.cat((torch.tensor([0]), drawn)), torch.arange(-1, 2), p_draft)
@@ -426,7 +414,7 @@ def test_drawn_chain_acceptance_follows_the_target():
 def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
     """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection what torch.multinomial draws, no statistics."""
     after = torch.full((6,), 1 / 6, dtype=torch.float64)
-    for seed, q in enumerate(tables(100, 6, seed=9)):
+    for seed, q in enumerate(tables(40, 6, seed=9)):
         u, x = torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item(), seed % 6
         tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
         for ratio in (u - 1e-9, u + 1e-9, 1.0):
@@ -440,15 +428,16 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
             residual = torch.stack(((p - q).clamp(min=0) + 1e-30, after))
             redrawn = torch.multinomial(residual, 1, generator=g)[:, 0].tolist()
             assert choice == [x if u < ratio else redrawn[0], redrawn[1]], (u, ratio)
-    sure = torch.eye(4)[[1, 1, 1]]                             # target and drafter are certain of token 1: nothing is left after a rejection
-    tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), sure[:2])
+    # Both are certain of token 1, and rounding rejects it: nothing is left of the difference.
+    sure = torch.eye(4)[[1, 1, 1]]
+    tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), 9 * sure[:2])
     assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]
 
 def test_drafting_and_accepting_do_not_share_a_random_stream(llama, monkeypatch):
     """What draws a draft must not decide its acceptance, whatever the seed and the position; each round has streams of its own."""
     purposes = [f"{what} {position}" for what in ("draft", "accept") for position in range(20)] + list(range(20))
-    seeds = {verify.stream(seed, purpose).initial_seed() for seed in range(50) for purpose in purposes}
-    assert len(seeds) == 50 * len(purposes)
+    seeds = {verify.stream(seed, purpose).initial_seed() for seed in range(9) for purpose in purposes}
+    assert len(seeds) == 9 * len(purposes)
     drawn, accepted, own = [], [], verify.accept_drawn
 
     def build(expand, root):

@@ -414,7 +414,7 @@ EDITS["verify"] = [
     ("acceptance ratio x 1.0001", "value=torch.inf) < ratio", "value=torch.inf) < 1.0001 * ratio",
      "verify::test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding"),
     ("the token after the last node counts as drafted", "F.pad(u, (0, 1), value=torch.inf)", "F.pad(u, (0, 1))",
-     "verify::test_drawn_chain_acceptance_follows_the_target"),
+     "verify::test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding"),
     ("acceptance ratio reversed", "(p_target / p_draft).gather", "(p_draft / p_target).gather",
      "verify::test_drawn_chain_acceptance_follows_the_target"),
     ("residual without p_draft", "residual = (p_target - p_draft).clamp(min=0)", "residual = p_target.clamp(min=0)",
