@@ -164,7 +164,7 @@ class Target:
         slots = torch.arange(cached, end, device=self.device)
         position, mask = slots, None                           # None: the model's own, causal
         if parents is None and cached:
-            parents = torch.arange(-1, n - 1)
+            parents = slots - cached - 1                       # each node below the one before it
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)

@@ -1,10 +1,9 @@
 """Decoding on a device: nothing is mixed, the host waits twice a round; on a CUDA device, where there is one, the same tokens."""
 import json
-import subprocess
-import sys
+import multiprocessing
 from functools import partial
-from pathlib import Path
 
+import pretended
 import pytest
 import torch
 from conftest import plain, tiny
@@ -19,31 +18,30 @@ from runtime.families import any_target
 
 DEPTH = 5                                          # of PCT's trees in pretended.py
 
+# Of a round: device-to-host syncs (the tree as it is built, of PCT each depth; the reviews of a cascade; the acceptance), copies
+MOST = {"glide x chain": (2, 1), "glide x cape, sampled": (2, 2), "glide x drawn": (2, 1), "edd x eagle2": (1 + DEPTH, 7), "cascade": (5, 5),
+        "mixture x graft": (7, 8), "maxgram, drawn": (3, 5), "edd x pct, static": (1 + DEPTH, 6)}
+
 @pytest.fixture(scope="module")
-def pretended():
-    """What pretended.py printed: {name: its line}."""
-    script = Path(__file__).parent / "tools" / "pretended.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    assert done.returncode == 0, done.stderr[-2000:]
-    return {row["name"]: row for row in map(json.loads, done.stdout.splitlines())}
+def decodings(tmp_path_factory):
+    """What pretended.py prints: {name: its line}."""
+    path = tmp_path_factory.mktemp("pretended") / "lines"
+    with open(path, "w") as file:
+        child = multiprocessing.get_context("fork").Process(target=pretended.main, args=(MOST, file))
+        child.start()
+        child.join()
+    if child.exitcode == 77:
+        pytest.skip("g++ cannot build a device guard")
+    assert child.exitcode == 0, "on stderr: why"
+    return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
 
-def test_the_tokens_are_the_cpus(pretended):
+@pytest.mark.parametrize("name", MOST)
+def test_the_tokens_are_the_cpus_and_the_host_seldom_waits(decodings, name):
     """Nothing ran over two devices, and nothing in float64."""
-    assert len(pretended) == 13
-    for name, row in pretended.items():
-        assert row["tokens"] == row["expected"] and len(row["tokens"]) == 14, name
-
-@pytest.mark.parametrize("name, reads, copies", [
-    ("glide x chain", 2, 1), ("glide x cape", 2, 2), ("vanilla x cape", 2, 2), ("glide x cape, sampled", 3, 2), ("glide x drawn", 2, 1),
-    ("edd x pct", 1 + DEPTH, 6), ("edd x eagle2", 1 + DEPTH, 7), ("cascade", 5, 5), ("mixture x cape", 7, 4), ("mixture x graft", 7, 8), ("maxgram", 2, 2)])
-def test_what_the_host_waits_for_in_a_round(pretended, name, reads, copies):
-    """Reads: the tree as it is built (of PCT each depth, of a sampled one its depth), the reviews of a cascade, the acceptance."""
-    row = pretended[name]
+    row, (reads, copies) = decodings[name], MOST[name]
+    assert row["tokens"] == row["expected"] and len(row["tokens"]) == pretended.NEW
     once = 3                                       # the first token; CAPE's tables
-    assert row["read"] <= reads * row["rounds"] + 2, row["lines"]
-    assert row["copy"] <= copies * row["rounds"] + once, row["lines"]
+    assert row["read"] <= reads * row["rounds"] + 2 and row["copy"] <= copies * row["rounds"] + once, row["lines"]
 
 # ---------------------------------------------------------------- a real one
 @pytest.mark.cuda

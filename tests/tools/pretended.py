@@ -6,16 +6,15 @@ The idea.  A tensor on the pretended device says "cuda" and holds a tensor of th
 one that gets tensors of both kinds raises, as does one that makes float64 (Apple's GPUs have none).  What the host reads
 of the device, and what it copies there, is counted by the line of ours that asked.  Times mean nothing; kernels, streams
 and graphs are not pretended.  Needs g++ where torch is a CPU build, for a device guard that does nothing; exit status 77
-where it cannot be built.  test_device.py runs this in a process of its own, as it replaces parts of torch.
+where it cannot be built.  test_device.py runs main() in a forked process, as it replaces parts of torch.
 """
 import collections
-import contextlib
 import ctypes
 import json
+import linecache
 import subprocess
 import sys
 import tempfile
-import traceback
 from functools import partial
 from pathlib import Path
 
@@ -83,12 +82,13 @@ def held(x):
 
 def count(what):
     """By the innermost line of the top-level files."""
-    for frame in reversed(traceback.extract_stack()):
-        path = Path(frame.filename)
+    frame, where = sys._getframe(), "elsewhere"
+    while frame and where == "elsewhere":
+        path = Path(frame.f_code.co_filename)
         if path.parent == ROOT:
-            counts[what, f"{path.name}: {frame.line}"] += 1
-            return
-    counts[what, "elsewhere"] += 1
+            where = f"{path.name}: {linecache.getline(str(path), frame.f_lineno).strip()}"
+        frame = frame.f_back
+    counts[what, where] += 1
 
 
 def operate(func, args, kwargs):
@@ -207,15 +207,13 @@ def move_module(module, device="cuda", dtype=None):
 def pretend():
     register_guard()
     torch.nn.Module.to = move_module
-    # Wrapped tensors know no inference mode.
-    torch.inference_mode = lambda mode=True: torch.no_grad() if mode else contextlib.nullcontext()
     plain = torch.Generator
     torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": plain("cpu")})
 
 
 # ---------------------------------------------------------------- some decodings
 def decodings():
-    """-> [(name, builder, what makes the drafter of a model on the CPU or on the device, rule, static shapes)]"""
+    """-> [(name, builder, what makes the drafter of a model on the CPU or on the device, rule)]"""
     from conftest import tiny
 
     import cape
@@ -247,19 +245,19 @@ def decodings():
     def mixtures(model):
         return graft.Beside(edds(model), maxgram.MaxGram())
     greedy, sampled, pct_tree = verify.Greedy(), verify.Sampled(0.8), partial(pct.pct, cost=0.1, depth=5)
-    return [("glide x chain", cape.chain, glides, greedy, False),
-            ("glide x cape", cape.cape, glides, greedy, False),
-            ("vanilla x cape", cape.cape, partial(glides, glimpse=False), greedy, False),
-            ("glide x cape, sampled", cape.cape, glides, sampled, False),
-            ("glide x drawn", cape.drawn, glides, sampled, False),
-            ("edd x pct", pct_tree, edds, greedy, False),
-            ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy, False),
-            ("maxgram", cascade.proposal, grams, greedy, False),
-            ("cascade", cascade.proposal, cascades, greedy, False),
-            ("mixture x cape", cape.cape, mixtures, greedy, False),
-            ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy, False),
-            ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled, False),
-            ("edd x pct, static", pct_tree, edds, greedy, True)]
+    return [("glide x chain", cape.chain, glides, greedy),
+            ("glide x cape", cape.cape, glides, greedy),
+            ("vanilla x cape", cape.cape, partial(glides, glimpse=False), greedy),
+            ("glide x cape, sampled", cape.cape, glides, sampled),
+            ("glide x drawn", cape.drawn, glides, sampled),
+            ("edd x pct", pct_tree, edds, greedy),
+            ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
+            ("maxgram", cascade.proposal, grams, greedy),
+            ("cascade", cascade.proposal, cascades, greedy),
+            ("mixture x cape", cape.cape, mixtures, greedy),
+            ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy),
+            ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled),
+            ("edd x pct, static", pct_tree, edds, greedy)]
 
 
 def after_prefill(prefill, *given):
@@ -269,31 +267,34 @@ def after_prefill(prefill, *given):
     return logits
 
 
-def main():
+@torch.no_grad()
+def main(names=(), out=sys.stdout):
+    """Decode, here and there, by these names or all of them.  No inference mode: wrapped tensors do not know it."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     pretend()
     from conftest import tiny
 
     import verify
     from runtime import graphs
-    here, prompt = tiny("llama").float(), [3, 1, 4, 1, 5]
-    expected = {}
-    for name, build, make, rule, _ in decodings():
-        expected[name] = verify.generate(verify.Target(here), make(here), build, prompt, NEW, rule).tokens
-    there = tiny("llama").float()
-    with Functions(), Operations():
-        there.to("cuda")
-        for name, build, make, rule, static in decodings():
+    generate = verify.generate.__wrapped__
+    here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
+    for name, build, make, rule in decodings():
+        if names and name not in names:
+            continue
+        expected = generate(verify.Target(here), make(here), build, prompt, NEW, rule).tokens
+        with Functions(), Operations():
+            there.to("cuda")
             target, drafter = verify.Target(there), make(there)
             assert target.device.type == "cuda"
-            if static:
+            if name.endswith("static"):
                 target, drafter = [graphs.static(x, record=False) for x in (target, drafter)]
             target.prefill = partial(after_prefill, target.prefill)
-            out = verify.generate(target, drafter, build, prompt, NEW, rule)
-            found = {what: sum(n for (kind, _), n in counts.items() if kind == what) for what in ("read", "copy")}
-            lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
-            print(json.dumps({"name": name, "tokens": out.tokens, "expected": expected[name], "rounds": len(out.rounds), **found,
-                              "lines": lines}), flush=True)
+            found = generate(target, drafter, build, prompt, NEW, rule)
+        lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
+        row = {"name": name, "tokens": found.tokens, "expected": expected, "rounds": len(found.rounds), "lines": lines}
+        for what in ("read", "copy"):
+            row[what] = sum(n for (kind, _), n in counts.items() if kind == what)
+        print(json.dumps(row), file=out, flush=True)
 
 
 if __name__ == "__main__":
