@@ -28,8 +28,8 @@ The target chooses 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
 A drafter answers from any device.  A round may end without expand, and keep may get [].  It has
-    needs                    {"kv": [layers], "hidden": [indices of hidden_states]} that it reads, and
-                             "source", a function to call with the ids that an encoder reads
+    needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states],
+                             "source": f}, where f is called with an encoder's ids
     reset(), begin(view)     a new sequence; a new round, and what was committed since the last one
     expand(tokens, parents)  as above -> logits (m, V), V the target's; a row of -inf: no prediction
     keep(path)               the expand_indices of accepted nodes, root first; it forgets the rest
@@ -396,7 +396,6 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     no_tree = root_only(None, torch.tensor(ids[-1:], device=target.device))
     root = rule.choose(no_tree, logits, target.cache.length)                           # (1,)
     new = out.add(root.tolist())
-
     while not out.ended:
         # Draft: the drafter proposes a tree that hangs from the root x_t.
         if drafter:
