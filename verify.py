@@ -28,8 +28,8 @@ The target chooses 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
 A drafter answers from any device.  A round may end without expand, and keep may get [].  It has
-    needs                    {"kv": [layers], "hidden": [indices of hidden_states]}: what it reads;
-                             "source": a function to call with the ids that an encoder reads
+    needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states],
+                             "source": f}, where f is called with an encoder's ids
     reset(), begin(view)     a new sequence; a new round, and what was committed since the last one
     expand(tokens, parents)  as above -> logits (m, V), V the target's; a row of -inf: no prediction
     keep(path)               the expand_indices of accepted nodes, root first; it forgets the rest

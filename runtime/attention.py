@@ -43,7 +43,7 @@ def folded_attention(module, query, key, value, attention_mask, scaling=None, dr
 
 
 def aligned(mask):
-    """A mask (..., keys), its rows at multiples of eight: no kernel pads it in each layer."""
+    """A mask (..., keys) with rows at multiples of eight: some kernels pad others in each layer."""
     keys = mask.shape[-1]
     return F.pad(mask, (0, -keys % 8))[..., :keys]
 

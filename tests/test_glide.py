@@ -107,10 +107,11 @@ def test_a_drafter_of_another_target_is_refused_in_one_sentence(llama, tmp_path)
 @pytest.mark.parametrize("name, layers, glimpse, norm", [
     ("llama-eager", 2, True, True), ("qwen2-mixed", 1, True, False), ("llama", 2, False, False)])
 def test_training_equals_decoding_with_the_delayed_cache(name, layers, glimpse, norm):
-    """Rows are right by test_convert.py.  drafted < 5: accepted tokens without KV entries yet (CAPE's extras, a chain's last) are encoded in the next round."""
+    """drafted < 5: accepted tokens without KV entries yet (CAPE's extras, a chain's last) are encoded in the next round."""
     L, T, model = 5, 20, shared(name)
     draft_model, batch = random_glide(model, layers, glimpse, norm=norm), batch_of(model, text(T)[None])
     ids = batch["ids"][0]
+    assert draft_model.config.norm == norm
     with torch.no_grad():
         trained = logits_of(draft_model, batch["ids"], batch["kv"])[0]
     for drafted in (5, 2):
