@@ -18,9 +18,8 @@ from runtime.families import AnyEncoderDecoder, AnyTarget, StackedCache, any_tar
 DOCS = ROOT / "docs" / "families.md"
 row = lru_cache(maxsize=None)(families.row)
 # Two kinds of layers, learned positions, chains only, an encoder, a recurrent state, a latent cache ...
-SOME = ("Gemma3ForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "BertLMHeadModel", "MambaForCausalLM", "DeepseekV2ForCausalLM",
-        "LlamaForCausalLM", "Gemma4ForCausalLM", "GptOssForCausalLM", "CohereForCausalLM", "WhisperForCausalLM", "XLNetLMHeadModel",
-        "Phi3ForCausalLM (longrope, before its turn)", "Phi3ForCausalLM (longrope, beyond)", "FalconForCausalLM (ALiBi)")
+SOME = ("GptOssForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "BertLMHeadModel", "MambaForCausalLM", "DeepseekV2ForCausalLM", "Gemma4ForCausalLM",
+        "WhisperForCausalLM", "XLNetLMHeadModel", "Phi3ForCausalLM (longrope, before its turn)", "FalconForCausalLM (ALiBi)")
 
 def documented():
     """{name: cells} of the table, and the release that it was made with."""
@@ -219,16 +218,6 @@ def test_a_model_spread_over_devices():
     assert type(target.cache) is StackedCache
     for rate in (0.5, 1.0):
         assert verify.generate(target, HandMade([1, 2, 3] + expected, rate), cape.beam, [1, 2, 3], 14).tokens == expected
-
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
-@torch.inference_mode()
-def test_hidden_states_are_shown_as_the_library_numbers_them(name):
-    model, target = shared(name), AnyTarget(shared(name))
-    target.capture({"hidden": [1, 3]})
-    target.prefill([1, 2, 3])
-    states = model(torch.tensor([[1, 2, 3]]), output_hidden_states=True).hidden_states
-    for k, rows in target.view().hidden.items():
-        torch.testing.assert_close(rows, states[k][0], atol=2e-5, rtol=1e-4)
 
 def test_any_target_picks_the_class():
     assert type(any_target(shared("llama"), 7, VOCAB + 1)) is AnyTarget

@@ -108,7 +108,7 @@ def test_ancestor_mask_against_walking_up():
         for i in range(n):
             assert mask[i].nonzero().flatten().tolist() == sorted(path_to(i, parents))
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", range(6 if LONG else 2))
 @torch.inference_mode()
 def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     """Every node of a random tree sees its own path and nothing else; a committed path leaves the cache of a fresh prefill."""
@@ -220,14 +220,6 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
             for step in out.rounds:
                 assert len(step.parents) - 1 <= max(0, limit - at - 1) or build is not cape.chain
                 at += len(step.new)
-
-def test_criteria_read_a_text_that_grows_in_place(llama):
-    """Nothing is copied, however long it is."""
-    seen = []
-    criterion = lambda ids, scores: seen.append((ids.data_ptr(), ids[0].tolist())) or torch.tensor([False])   # noqa: E731
-    out = generate(llama, None, verify.root_only, new=6, stopping_criteria=[criterion])
-    assert len({where for where, _ in seen}) == 1
-    assert [ids for _, ids in seen] == [PROMPT + out.tokens[:n] for n in range(1, 6)], "at the limit nobody is asked"
 
 def test_a_streamer_is_shown_the_prompt_and_each_rounds_tokens(llama):
     expected, put = plain(llama, PROMPT, 16), []

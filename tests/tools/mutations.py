@@ -563,7 +563,7 @@ EDITS["runtime/families"] = [
     ("rows of both tables", "        if long != self.long:\n            self.reset()\n", "", "families"),
     ("what a stage does not know is any logit", 'value=float("-inf")) if missing', "value=9.0) if missing", "families"),
     ("a stage is shown ids that it does not know", "tokens = tokens.clamp(max=self.known - 1)", "pass", "families"),
-    ("hidden states are lost", "self.vocab), *states]", "self.vocab)]", "families"),
+    ("hidden states are lost", "self.vocab), *states]", "self.vocab)]", "verify::test_sync_keeps_the_common_prefix"),
     ("the type is the weights'", "self.dtype = model.get_input_embeddings()(token).dtype",
      "self.dtype = next(p for p in model.model.layers[0].mlp.parameters()).dtype", "real"),
     ("rows of a spread model are not moved", "memory[:, :, :, self.length:end] = memory.index_select(3, slots)", "pass", "families"),
