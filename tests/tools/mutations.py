@@ -596,7 +596,7 @@ EDITS["runtime/graphs"] = [
     ("a spread model is recorded", "if record and len(spread) > 1:", "if False:", "graphs"),
     ("a capture meets the first sync", '    torch.cuda.set_sync_debug_mode("error")\n', "", "graphs"),
     ("a recording replays its own input", "            kept.copy_(x)\n", "            pass\n", "graphs"),
-    ("a recording serves all sizes", ", *(x.shape for x in tensors))", ")", "graphs"),
+    ("a recording serves all sizes", ", *(x.shape for x in tensors))", ",)", "graphs"),
     ("a recording does not know where its keys lie", "if addresses != self.addresses:", "if False:", "graphs"),
     ("a recording serves other hidden states", '(*self.x.needs.get("hidden", ()), ', "(0, ", "graphs"),
     ("what cannot be recorded stops the program", "except RuntimeError as why:", "except KeyError as why:", "graphs"),
