@@ -164,7 +164,9 @@ def test_the_shipped_weights_grown_go_through_bench(tmp_path, monkeypatch):
     folder, out, flags = tmp_path / "grown", tmp_path / "r.jsonl", ["--dtype", "float32", "--device", "cpu", "--json", str(tmp_path / "r.jsonl")]
     assert walltime.main(["grow", "--shape", "small", "--out", str(folder), "--context", "512", *flags]) == 0
     assert walltime.main(["costs", "--target", str(folder / "target"), "--contexts", "24", *flags]) == 0
-    assert [(row["nodes"], row["context"]) for row in rows_of(out)] == [(1, 24), (2, 24)]
+    # Where linear.py makes blocks for the grown weights, they are timed without them and with.
+    found = [(row["blocks"], row["nodes"], row["context"]) for row in rows_of(out)]
+    assert found[:2] == [(False, 1, 24), (False, 2, 24)] and found[2:] in ([], [(True, 1, 24), (True, 2, 24)])
     drafters = ["--drafter", "glide", "edd", "maxgram", "cascade(base, small, maxgram)"]
     argv = [*drafters, "--tree", "chain", "--limit", "2", "--max-new-tokens", "12", *flags]
     taus = []
