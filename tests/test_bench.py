@@ -1,5 +1,4 @@
 """The benchmark end to end, its figures by hand and against the paper's table, its prompts, and its mistakes."""
-import contextlib
 import gzip
 import json
 import re
@@ -194,8 +193,6 @@ def test_the_baseline_is_the_faster_plain_arm(capsys, monkeypatch):
     assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True]
     (line,) = [line for line in out.splitlines() if line.startswith("ratio of totals")]
     assert "plain 0.50x, " in line and "plain-x x chain 2.67x" in line, "10 tokens in 0.375 s, beside 10 in 1"
-    assert all(re.search(rf"\b{re.escape(column)}", report.legend()) for column in report.COLUMNS) and out.count(report.legend()) == 1
-    assert "eager" not in report.legend() and "eager" in report.legend(graphs=True)
 
 def test_tokens_are_held_against_the_exact_ones(monkeypatch):
     """Where rounding makes the fastest plain decoding predict something else, an arm that does so has lost.  Under sampling a chain
@@ -213,49 +210,31 @@ def test_tokens_are_held_against_the_exact_ones(monkeypatch):
         row = bench.row_of(run, arm, base, exact, "all", [0], truth)
         assert (row["lossless"], row["first_divergence"]) == (lossless, other and {"prompt": 0, "from": other})
 
-def test_notes_under_a_table():
-    """Why an arm is slower than plain decoding, and what to do; and which trees a sequence drafter cannot fill."""
-    def row(tree="chain", speedup=0.8, draft=0.1, **more):
-        return {"tree": tree, "speedup": speedup, "round_ms": 14.0, "target_ms": 10.0, "share_draft": draft, "share_verify": 0.6,
-                "tau": 1.2, "nodes": 9.0, **more}
-    found = report.slower(["plain", "a", "b", "c"], [row(tree=None), row(), row(draft=0.7), row(speedup=1.0)])
-    assert len(found) == 2 and all(note.startswith(f"{name} is slower than plain decoding") for name, note in zip("ab", found))
-    assert "takes 1.4 plain steps" in found[0] and "gives 1.2 tokens; of 9.0 nodes verified 8.8 are not accepted" in found[0]
-    assert "fewer nodes" in found[0] and "a smaller drafter" in found[1]
-    trees = [SimpleNamespace(name=name.partition("(")[0], label=name) for name in ("chain", "pct(width=3)", "drawn", "cape")]
-    drafters = {"edd": object(), "maxgram": SimpleNamespace(stages=[]), "cascade(base)": SimpleNamespace(stages=[1])}
-    (note,) = report.chains_only(made_up_run(drafters=drafters, trees=trees))
-    assert note.startswith("cascade(base) ") and "pct(width=3), cape" in note and "chain," not in note
+def test_an_arm_that_is_slower_than_plain_decoding_is_named():
+    """With what a round takes and gives, and which of its parts to shorten."""
+    common = {"tree": "chain", "round_ms": 14.0, "target_ms": 10.0, "share_verify": 0.6, "tau": 1.2, "nodes": 9.0}
+    rows = [{**common, "speedup": speedup, "share_draft": draft} for speedup, draft in ((0.8, 0.1), (0.8, 0.7), (1.0, 0.1))]
+    wide, deep = report.slower("abc", rows)
+    assert "of 9.0 nodes verified 8.8 are not accepted" in wide and "fewer nodes" in wide
+    assert deep.startswith("b is slower") and "a smaller drafter" in deep
 
-class Bar(contextlib.nullcontext):
-    """tqdm's, on a terminal or not."""
-    def __init__(self, disable=False):
-        self.seen, self.disable = [], disable
-        super().__init__(self)
-        self.update, self.set_postfix_str = lambda: None, self.seen.append
-
-def test_arm_order_is_random_in_each_prompt(monkeypatch, capsys):
-    """After a warm-up any order comes up; the bar carries the running speedup, or without a terminal a line a prompt.  With graphs
-    all prompts are decoded once before, at full length."""
+def test_arm_order_is_random_in_each_prompt(monkeypatch):
+    """After a warm-up any order comes up.  With graphs all prompts are decoded once before, at full length."""
     run, order = made_up_run(), []
     run.prompts = [("a", [1], 50)] * 40
 
-    def measured(bar):
-        def arm(name, tree=None):
-            return bench.Arm(name, lambda ids, limit: order.append((name, limit)) or clock.Record([1]), tree)
-        monkeypatch.setattr(bench, "tqdm", lambda **_: bar)
+    def arm(name, tree=None):
+        return bench.Arm(name, lambda ids, limit: order.append((name, limit)) or clock.Record([1]), tree)
+
+    def turns():
         order.clear()
         assert bench.measure(run, [arm("a"), arm("b", "chain"), arm("c", "cape")]) == 40
-        return [tuple(order[i:i + 3]) for i in range(0, len(order), 3)], bar.seen, capsys.readouterr().err.splitlines()
-    turns, seen, lines = measured(Bar())
-    names = [tuple(name for name, _ in turn) for turn in turns]
-    assert names[0] == ("a", "b", "c") and {limit for _, limit in turns[0]} == {bench.WARM_UP} and len(turns) == 41
-    assert set(names[1:]) == set(permutations("abc")) and {limit for turn in turns[1:] for _, limit in turn} == {50}
-    assert len(seen) == 40 and all(re.fullmatch(r"b x chain \d+\.\d\dx, c x cape \d+\.\d\dx", text) for text in seen) and not lines
+        return [tuple(order[i:i + 3]) for i in range(0, len(order), 3)]
+    first, *others = turns()
+    assert first == tuple((name, bench.WARM_UP) for name in "abc") and len(others) == 40
+    assert set(others) == {tuple((name, 50) for name in names) for names in permutations("abc")}
     run.a.graphs = True
-    turns, seen, lines = measured(Bar(disable=True))
-    assert len(turns) == 80 and {limit for turn in turns for _, limit in turn} == {50} and not seen
-    assert len(lines) == 40 and re.fullmatch(r"prompt 3 of 40; fastest so far: [bc] x c\w+ \d+\.\d\dx", lines[2])
+    assert len(turns()) == 80 and {limit for _, limit in order} == {50}
 
 # ---------------------------------------------------------------- the clock
 def test_the_clock_says_what_time_was_spent_on(monkeypatch):
@@ -384,7 +363,7 @@ def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
 # ---------------------------------------------------------------- end to end
 TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]
 
-def test_the_whole_grid(small, tmp_path, capsys, monkeypatch):
+def test_the_whole_grid(small, tmp_path, monkeypatch):
     measured = []
 
     def measure_costs(run, label):
@@ -398,21 +377,17 @@ def test_the_whole_grid(small, tmp_path, capsys, monkeypatch):
     assert [(r["drafter"], r["tree"]) for r in rows] == [("plain", None), ("plain, two queries", None), ("generate()", None),
                                                          *(("glide", tree) for tree in TREES)]
     assert any(r["speedup"] == 1 for r in rows[:2]), "the baseline is one of the plain arms"
-    assert all(not r["settings"] and r["c"] is r["tau"] is None for r in rows[:3])
     for r in rows:
         assert r["lossless"] is True and r["first_divergence"] is r["peak_memory"] is None and {"torch", "transformers"} < r["versions"].keys()
         assert r["tokens"] == 5 and r["prompts"] == r["batch"] == 1 and r["speedup_low"] <= r["speedup"] <= r["speedup_high"]
     for r in rows[3:]:
-        tree, settings = r["tree"], r["settings"]
+        tree = r["tree"]
         assert r["draft_forwards"] > 0 and r["c"] > 0 and sum(r[f"share_{k}"] for k in ("draft", "verify", "other")) == pytest.approx(1)
         assert (r["alpha"] is not None) == tree.startswith("chain") or r["nodes"] < 2 or "width=1" in tree, "only chains have an alpha"
         assert 1 <= r["tau"] <= r["depth"] + 1 and (r["nodes"] or tree[:3] in ("pct", "own")), "PCT may find nothing worth verifying"
-        assert r["depth"] <= (10 if tree[:3] in ("pct", "own") else 6 if tree == "eagle2" else settings.get("gamma", 5))
     found = {r["tree"]: r["settings"] for r in rows[3:]}
     assert found["pct(width=1, cost=0.01)"].items() >= {"width": 1, "cost": 0.01}.items() and found["chain"] == {"gamma": 5}
     assert found["pct"]["cost"] == found["pct-cost"]["cost"] == 0.125
-    out = capsys.readouterr().out
-    assert "glide x cape(gamma=3)" in out and "baseline: plain" in out
 
 def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
     flags = "--tree cape drawn --drafter glide maxgram --temperature 0.8 --top-k 20 --limit 1 --max-new-tokens 8".split()
@@ -481,16 +456,6 @@ def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     shown, tau = re.search(r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*)\n--- tau ([\d.]+)\n", done.out, re.DOTALL).groups()
     assert "[" in shown and float(tau) == round(ours["by_prompt"][0]["tau"], 2)
 
-def test_the_screen_brackets_what_was_drafted_and_accepted(small, capsys):
-    """Incomplete UTF-8 is held back."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(small / "model")
-    ids, screen = tokenizer("a b aé€b")["input_ids"], report.Screen(tokenizer)
-    for value in ([[1, 2]], ids[:1], ids[1:4], ids[4:6], ids[6:]):                       # the prompt is not shown
-        screen.put(torch.tensor(value))
-    screen.end()
-    text = capsys.readouterr().out
-    assert text.replace("[", "").replace("]", "") == "a b aé€b\n" and text.startswith("a[ b") and text.count("[") == text.count("]") > 1
-
 # ---------------------------------------------------------------- prompts
 def test_a_second_turn_continues_the_first(small, tmp_path):
     """It holds the first, plain decoding's answer, and the second question.  --limit takes rows, evenly over categories."""
@@ -505,16 +470,11 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
     assert run.tokenizer.decode(first) == "def add(;" and run.tokenizer.decode(second) == f"def add(;{answer};return;"
 
 def test_prompts_by_the_flags(small, tmp_path):
-    """Groups take turns, and --limit keeps as many of each; --ask says what a row asks; without --prompts the project's own."""
-    rows = [*({"group": "a", "prompt": f"a{i}"} for i in range(3)), {"group": "b", "prompt": "b"}, {"prompt": "c"}]
-    (tmp_path / "file.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    """--limit and --ask reach read.py; too long prompts are left out; without --prompts the project's own."""
     (tmp_path / "he.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def g("}\n{"prompt": "def h("}\n'))
-
-    def prompts(*more, given=("--prompts", str(tmp_path / "file.jsonl"), str(tmp_path / "he.jsonl.gz"))):
-        run = bench.Run(["--target", str(small / "model"), "--drafter", "maxgram", "--device", "cpu", *given, *more])
-        return [(group, run.tokenizer.decode(ids)) for group, ids, _ in run.prompts]
-    assert [group for group, _ in prompts()] == ["a", "b", "file", "he", "a", "he", "a"]
-    assert [text for _, text in prompts("--limit", "5", "--ask", "Q {prompt}")] == ["Q a0", "Q b", "Q c", "Q def g(", "Q a1"]
+    run = bench.Run(args(small, "--drafter", "maxgram", "--prompts", str(tmp_path / "he.jsonl.gz"),
+                         str(small / "prompts.jsonl"), "--limit", "2", "--ask", "Q {prompt}"))
+    assert [run.tokenizer.decode(ids) for _, ids, _ in run.prompts] == ["Q def g(", "Q def add("]
     run = bench.Run(["--drafter", "maxgram", "--device", "cpu"])
     assert [group for group, _, _ in run.prompts] == ["story", "retell", "math"] * (bench.LOOK // 3)
     (tmp_path / "long.jsonl").write_text('{"prompt": "%s"}' % ("x y " * 200))

@@ -20,7 +20,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from conftest import ROOT, plain, weighty
+from conftest import ROOT, plain, random_glide, weighty
+from test_verify import HandMade
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as REGISTRY
 
@@ -76,8 +77,7 @@ OWN = {"BltLocalEncoderConfig": dict(hidden_size_global=32),
     "Dots3NoteTextConfig": dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16,
                                 swa_head_dim=12, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
     "GPTNeoConfig": dict(attention_types=[[["local", "global", "local"], 1]]),
-    "Gemma3nTextConfig": dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=2,
-                              intermediate_size=[48] * 4, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    "Gemma3nTextConfig": dict(num_kv_shared_layers=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
     "Gemma4TextConfig": dict(global_head_dim=16),
     "Gemma4UnifiedTextConfig": dict(global_head_dim=16),
     "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention", "conv"]),
@@ -200,22 +200,8 @@ def make(name, seed=0):
     return model
 
 # ---------------------------------------------------------------- decoding
-class HalfRight:
+class HalfRight(HandMade):
     """A drafter that knows the text: of five tokens two come first in its rows, two second, one has no probability."""
-    needs = {}
-
-    def __init__(self, text):
-        self.text = text
-
-    def reset(self):
-        pass
-
-    def begin(self, view):
-        self.t, self.depth = view.length, []
-
-    def keep(self, path):
-        pass
-
     def expand(self, tokens, parents):
         rows = torch.full((len(parents), VOCAB), 0.1 / VOCAB)
         for row, parent in zip(rows, parents):
@@ -238,9 +224,7 @@ def text_of(model, length=PROMPT):
     return max(found, key=lambda pair: len(set(pair[1])))
 
 def glide_drafter(model, text):
-    config = parts.glide_config(model, width=24)
-    angles = parts.target_angles(model, CONTEXT, config.layers_read)
-    return glide.Drafter(weighty(lambda: parts.Glide(config, angles), 1).to(model.dtype))
+    return glide.Drafter(random_glide(model, length=CONTEXT).to(model.dtype))
 
 def edd_drafter(model, text, variant="edd"):
     config = parts.config_of(variant, model, hidden=-2)
@@ -248,7 +232,7 @@ def edd_drafter(model, text, variant="edd"):
     return drafter(weighty(lambda: draft_model(config, model), 1).to(model.dtype))
 
 def half_right(model, text):
-    return HalfRight(text)
+    return HalfRight(text, 0.5)
 
 PCT = partial(pct.pct, cost=0.05)
 
