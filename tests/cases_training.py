@@ -18,11 +18,10 @@ WRITE = f"continuations {TARGET} --length 40 --out T/o.jsonl"
 
 CASES = [
     # names and numbers
-    *((("train.py", f"{what} --data T/good.jsonl --device cpu", f"cannot train {what}")) for what in ("glid", "edd-h", "glide-w0")),
+    ("train.py", "glid --data T/good.jsonl --device cpu", "cannot train glid"),
     ("train.py", "", "required: what"), ("train.py", "glide", "required: --data"), ("train.py", "glide --dat x --width x --data x", "invalid int value"),
     *(("train.py", f"glide --data T/good.jsonl {flag} {value}", f"{flag} is {value}") for flag, value in (
-        ("--steps", "0"), ("--steps", "-1"), ("--lr", "-1.0"), ("--lr", "0.0"), ("--lr", "inf"), ("--lr", "nan"), ("--every", "0"), ("--batch", "0"),
-        ("--micro", "0"), ("--width", "0"), ("--layers", "0"), ("--block", "-2"), ("--length", "0"))),
+        ("--steps", "-1"), ("--lr", "0.0"), ("--lr", "inf"), ("--lr", "nan"), ("--every", "0"), ("--block", "-2"))),
     ("train.py", "glide --data T/good.jsonl --length 6", "longer than a block"), ("train.py", "glide --data x --optimizer x", "invalid choice"),
     ("train.py", "glide --data x --seed -1", "invalid seed value"), ("train.py", f"glide --data x --seed {2 ** 63}", "invalid seed value"),
     ("train.py", "glide --data x --device x", "--device x: say"), ("train.py", "glide --data x --device cuda:99", "no "),
@@ -46,12 +45,12 @@ CASES = [
     ("train.py", f"glide {TRAIN} --data T/late.jsonl", "no chat's first answer begins early enough"),
     ("train.py", f"glide {TRAIN} --data T/bytes.txt", "cannot be read as text or JSON lines"),
     *(("train.py", f"glide {TRAIN} --data T/{name}.jsonl", words) for name, words in (
-        ("times-text", '"times" is \'3\''), ("times-null", '"times" is None'), ("times-less", '"times" is -1'), ("held", '"held_out" is \'no\''),
-        ("ids-float", "row 1 of T/ids-float.jsonl cannot be read (token ids are whole numbers"), ("ids-nested", "token ids are whole numbers"),
-        ("ids-less", "token ids are whole numbers"), ("ids-text", "token ids are whole numbers"), ("ids-true", "token ids are whole numbers"),
+        ("times-text", '"times" is \'3\''), ("times-less", '"times" is -1'), ("held", '"held_out" is \'no\''),
+        ("ids-float", "row 1 of T/ids-float.jsonl cannot be read (token ids are whole numbers"),
+        ("ids-nested", "token ids are whole numbers"), ("ids-less", "token ids are whole numbers"),
         ("ids-large", "holds token id 300, the target has 300 tokens"), ("unknown", "has no text"))),
     *(("train.py", f"glide {TRAIN} --data T/{name}", "is damaged, or was not prepared by") for name in (
-        "ready-meta", "ready-list", "ready-index", "ready-bin", "ready-kinds", "ready-range", "ready-float")),
+        "ready-meta", "ready-index", "ready-bin", "ready-range")),
     ("train.py", f"glide {TRAIN} --data T/ready --template vicuna", "was prepared with another tokenizer or --template"),
     # templates
     ("train.py", f"glide {TRAIN} --data T/good.jsonl --template x", "--template x: say plain vicuna"),
@@ -59,32 +58,25 @@ CASES = [
     ("train.py", f"glide {TRAIN} --data T/good.jsonl --template T/bytes.txt", "is no Jinja template"),
     ("train.py", f"glide {TRAIN} --data T/chats.jsonl --template T/refuses.jinja", "none that the chat template takes"),
     # prepare.py
-    ("prepare.py", "T/good.jsonl --out T/o", "required: --tokenizer"), ("prepare.py", "T/good.jsonl --tokenizer T/no --out T/o", "--tokenizer: T/no cannot be loaded"),
-    ("prepare.py", "T/no --tokenizer T/model --out T/o", "T/no does not exist"), ("prepare.py", "T/pipe --tokenizer T/model --out T/o", "T/pipe is no file"),
+    ("prepare.py", "T/good.jsonl --out T/o", "required: --tokenizer"),
+    ("prepare.py", "T/good.jsonl --tokenizer T/no --out T/o", "--tokenizer: T/no cannot be loaded"),
     ("prepare.py", "T/good.jsonl --tokenizer T/model --out T/foreign", "T/foreign holds something else than prepared data"),
-    ("prepare.py", "T/good.jsonl --tokenizer T/model --out T/good.jsonl", "holds something else than prepared data"),
     ("prepare.py", "T/good.jsonl --tokenizer T/model --out T/ready-meta", "is damaged, or was not prepared by"),
     # make.py
     ("make.py", "", "required: made"), ("make.py", "corpse", "invalid choice: 'corpse'"), ("make.py", "corpus", "required: --stories"),
     ("make.py", "corpus --stories T/no", "--stories: T/no does not exist"), ("make.py", "target", "required: --data"),
     ("make.py", "target --data T/no --work T/w --out T/o", "--data: T/no does not exist"),
     *(("make.py", f"target {MAKE} {flag} {value}", f"{flag} is {value}") for flag, value in (
-        ("--steps", "0"), ("--vocab", "-3"), ("--vocab", "256"), ("--width", "100"), ("--length", "1"), ("--lr", "-1.0"), ("--layers", "0"), ("--batch", "0"),
-        ("--repeat", "1.5"), ("--first-share", "-0.5"))),
+        ("--vocab", "256"), ("--width", "100"), ("--length", "1"), ("--repeat", "1.5"), ("--first-share", "-0.5"))),
     ("make.py", "target --data T/ids.jsonl --work T/w --out T/o --device cpu", "a tokenizer is trained on text"),
-    ("make.py", f"{WRITE} --data T/good.jsonl --target T/no", "target T/no does not exist"), ("make.py", f"{WRITE} --data T/good.jsonl --length 65", "context of 64"),
     ("make.py", f"{WRITE} --data T/good.jsonl --temperature -1.0", "--temperature is -1.0"), ("make.py", f"{WRITE} --data T/empty", "no document that begins"),
-    ("make.py", f"{WRITE} --data T/good.jsonl --temperature nan", "--temperature is nan"), ("make.py", f"{WRITE} --data T/pipe", "T/pipe is no file"),
     ("make.py", f"{WRITE} --data T/good.jsonl --out T/good.jsonl", "good.jsonl exists"),
     ("make.py", f"{WRITE} --data T/good.jsonl --out T/good.jsonl --resume", "holds something else than what this command writes"),
-    ("make.py", f"{WRITE} --data T/times-null.jsonl", '"times" is None'), ("make.py", f"{WRITE} --data T/unknown.jsonl", "has none of the fields"),
     ("make.py", "bigram", "required: --corpus"), ("make.py", "bigram --corpus T/no --tokenizer T/model --out T/b.json", "--corpus: T/no does not exist"),
     *(("make.py", f"bigram --corpus T/{name} --tokenizer T/model --out T/b.json", words) for name, words in (
-        ("ids-float.jsonl", "token ids are whole numbers"), ("no.bin", "does not exist"), ("nothing", "holds no text"), ("uneven.bin", "odd number of bytes"),
-        ("high.bin", "the corpus holds token id 60000"), ("unknown.jsonl", "has none of the fields"))),
+        ("nothing", "holds no text"), ("uneven.bin", "odd number of bytes"), ("high.bin", "the corpus holds token id 60000"))),
     ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/nothing --out T/b.json", "--tokenizer"),
     ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/model --out T/nothing", "is a folder"),
-    ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/model --out T/good.jsonl/b.json", "good.jsonl"),
     ("make.py", f"agreement {TARGET} --data T/good.jsonl --checkpoint T/no", "bigram.json"),
 ]
 
@@ -94,10 +86,11 @@ def make_files(folder, model, text):
     shutil.copytree(model, folder / "model")
     good = [{"text": text[i:] + text, "held_out": i == 1} for i in range(4)]
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
-    files = {"good": good, "late": [{"messages": [{"role": "user", "content": text * 3}, {"role": "assistant", "content": text}]}] * 9, "ids": [{"ids": [1, 2]}],
-             "chats": [{"messages": chat}] * 3, "unknown": [{"body": "x"}], "times-text": [{"text": "a", "times": "3"}], "times-null": [{"text": "a", "times": None}],
-             "times-less": [{"text": "a", "times": -1}], "held": [{"text": "a", "held_out": "no"}], "ids-float": [{"ids": [1.5, 2]}], "ids-nested": [{"ids": [[1], [2]]}],
-             "ids-less": [{"ids": [3, -1]}], "ids-text": [{"ids": ["a"]}], "ids-true": [{"ids": [True]}], "ids-large": [{"ids": [1, 300]}]}
+    late = [{"role": "user", "content": text * 3}, {"role": "assistant", "content": text}]
+    files = {"good": good, "late": [{"messages": late}] * 9, "ids": [{"ids": [1, 2]}], "chats": [{"messages": chat}] * 3,
+             "unknown": [{"body": "x"}], "times-text": [{"text": "a", "times": "3"}], "times-less": [{"text": "a", "times": -1}],
+             "held": [{"text": "a", "held_out": "no"}], "ids-float": [{"ids": [1.5, 2]}], "ids-nested": [{"ids": [[1], [2]]}],
+             "ids-less": [{"ids": [3, -1]}], "ids-large": [{"ids": [1, 300]}]}
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}",
@@ -112,15 +105,12 @@ def make_files(folder, model, text):
     os.mkfifo(folder / "pipe")
     from transformers import AutoTokenizer
     ready = prepare.prepare([folder / "good.jsonl"], AutoTokenizer.from_pretrained(model), folder / "ready")
-    index, meta = np.load(ready / "train.npy"), json.loads((ready / "meta.json").read_text())
+    index = np.load(ready / "train.npy")
 
     def damaged(name, file, write):
         shutil.copytree(ready, folder / f"ready-{name}")
         write(folder / f"ready-{name}" / file)
     damaged("meta", "meta.json", lambda path: path.write_text("{}"))
-    damaged("list", "meta.json", lambda path: path.write_text("[1]"))
-    damaged("kinds", "meta.json", lambda path: path.write_text(json.dumps({**meta, "kinds": []})))
     damaged("index", "train.npy", lambda path: path.write_bytes(b"no array"))
     damaged("bin", "train.bin", lambda path: path.write_bytes(path.read_bytes()[:-3]))
     damaged("range", "train.npy", lambda path: np.save(path, index + [10 ** 6, 0, 0]))
-    damaged("float", "train.npy", lambda path: np.save(path, index.astype(float)))

@@ -22,7 +22,6 @@ import probe  # noqa: E402
 RESULTS = paper.DOCS / "results"
 SPECS = compare.read_specs(RESULTS, "tables.json")["tables"]
 CLAIMS = compare.read_specs(RESULTS, "claims.json")
-TINY = ["--limit", "1", "--max-new-tokens", "8", "--device", "cpu", "--threads", "1"]
 
 def run_of(spec):
     """The table whose command makes the rows, its script, its arguments, its flags."""
@@ -132,26 +131,6 @@ def test_a_training_log_is_rows_a_table_and_curves(tmp_path, monkeypatch, capsys
     assert "| glide × chain | 0.000 | 0.750 | +0.5000 |" in capsys.readouterr().out
     assert (tmp_path / "rows" / "t.svg").read_text() == pictures.curves(compare.read_rows(tmp_path / "rows" / "t.jsonl"))
 
-@pytest.mark.long
-def test_a_table_end_to_end(tmp_path, monkeypatch, capsys):
-    """Of a table's arms those that can be loaded are measured, and no arm that it does not name."""
-    printed = [{"arm": "glide × chain", "as": "w Dist.", "α": "0.650"}]
-    spec = {"name": "t", "title": "T", "section": "s", "minutes": 1, "file": "t.jsonl", "columns": ["arm", "alpha"],
-            "arms": ["glide × chain", "vanilla × cape"], "paper": {"where": "there", "rows": printed},
-            "command": "python bench.py --drafter glide bush vanilla --tree chain cape"}
-    with monkeypatch.context() as patch:
-        made_up(tmp_path, patch, [], specs=[spec])
-        patch.setattr(paper, "rows_of_command", ROWS_OF_COMMAND)
-        assert paper.main(["t", *TINY[:1], "2", *TINY[2:], "--out", str(tmp_path / "rows")]) == 0
-    out, err = capsys.readouterr()
-    rows = [row for row in compare.read_rows(tmp_path / "rows" / "t.jsonl") if row["group"] == "all"]
-    assert [compare.name_of(row) for row in rows] == ["plain", "plain, two queries", "generate()", "glide × chain", "vanilla × cape"]
-    chain = rows[-2]
-    assert {"group", "speedup", "tau", "alpha", "c", "expected_speedup", "draft_ms"} <= chain["by_prompt"].keys()
-    assert all(len(values) == 2 for values in chain["by_prompt"].values())
-    assert err.count("does not hold bush") == 1 and f"| glide × chain | w Dist. | 0.650 | {chain['alpha']:.3f} |" in out
-
-ROWS_OF_COMMAND = paper.rows_of_command
 CHAIN, CAPE = "python bench.py --drafter glide --tree chain", "python bench.py --drafter maxgram --tree cape"
 
 def made_up(tmp_path, monkeypatch, tables, ends=(), specs=()):
@@ -198,15 +177,9 @@ def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tm
     assert paper.main(["c", *argv[1:]]) == 0 and names_in(out / "c.jsonl") == ["plain", "glide × chain", "glide × cape"]
     assert paper.main(["d", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6
     assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6, "d has measured it"
-    assert paper.main(["b", "--limit", "4", *argv[3:], "--again"]) == 0 and len(calls) == 7
-    (out / "b.jsonl").unlink()
-    assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 8, "its rows were deleted"
     said = paper.measured(out)
     assert said["a.jsonl"]["flags"] == "--limit 3" and said["b.jsonl"]["flags"] == "--limit 4" and said["a.jsonl"]["machine"]
     assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before, "docs/ is as it was"
-    capsys.readouterr()
-    assert paper.main(["list", *argv[1:]]) == 0
-    assert re.search(r"a +1 min  a \(measured\)\n.*\nd +b  d\nc .*\(measured\)\nall that is left +1 min", capsys.readouterr().out)
 
 def test_write_takes_rows_in_and_check_writes_nothing(tmp_path, monkeypatch, capsys):
     made_up(tmp_path, monkeypatch, [("a", CHAIN), ("d", "a")])
@@ -239,14 +212,6 @@ def test_the_paper_s_values_by_hand():
     assert compare.grid(rows, ["arm", "tau", "c"], said).splitlines() == [
         "| arm | in the paper | τ, paper | τ, here | c |", "| --- | --- | ---: | ---: | ---: |", "| plain | – | – | – | – |",
         "| glide × chain | GLIDE | 3.0 | 2.50 | 0.100 |", "| – | LLAMA | ~2 | – | – |", "| edd × chain | EDD | – | – | – |"]
-
-def test_cells_of_lists_and_of_what_is_not_there():
-    row = {"drafter": "a", "positions": [{"drafted": 8, "accepted": 6}, {"drafted": 4, "accepted": 1}],
-           "bins": [{"low": 0.30000000000000004, "acceptance": 0.25}, {"low": 0.9, "acceptance": None}],
-           "tau": None, "share_draft": 0.5, "lossless": False, "k1": 3}
-    columns = ["position 1", "position 2", "position 3", "bin 0.3", "bin 0.9", "draft", "lossless", "gain", "k=k1:d", "k=k2:d"]
-    assert compare.cells_of(row, columns) == ["0.75", "0.25", "–", "0.25", "–", "–", "**NO**", "–", "3", "–"]
-    assert compare.cells_of({**row, "tau": 1.0, "share_draft": 0.256}, ["draft", "tau"]) == ["26%", "1.00"]
 
 def exact(found):
     """p of the randomisation test by all 2^n ways of signs."""
@@ -293,25 +258,20 @@ FAST = {"key": "speedup"}
     (tau("b × t", "a × t"), "less", "τ: b × t 2 against a × t 2.5 (-0.5 a prompt, above on 0 of 12, p = 0.0"),
     (tau("a × t", "c × t"), "level", "τ: a × t 2.5 against c × t 2.48 (+0.0167 a prompt, above on 7 of 12, p = 0.7"),
     (tau("a × t", "b × t", by=0.6), "less", "against b × t 2 + 0.6"), (tau("a × t", "b × t", by=0.5), "level", " + 0.5 "),
-    (tau("a × t", "b × t", times=1.3), "less", "against 1.3 of b × t 2"), (tau("b × t", "a × t", times=0.7), "more", "against 0.7 of"),
-    (tau("a × t", 2.4), "more", "τ: a × t 2.5 against 2.4 "), (tau(2.4, "a × t"), "less", "τ: 2.4 against a × t 2.5"),
+    (tau("b × t", "a × t", times=0.7), "more", "against 0.7 of"), (tau("a × t", 2.4), "more", "τ: a × t 2.5 against 2.4 "),
     (tau("a × t", ["b × t", "c × t", "f × t"], best=True), "level", "τ: a × t 2.5 against c × t 2.48"),
     # speeds by their ratios
     (tau("a × t", "b × t", **FAST, times=1.2), "more", "speedup: a × t 2.5 against 1.2 of b × t 2 (1.04 times a prompt, above on 11 of 11"),
-    (tau("e × t", "a × t", **FAST), "less", "speedup: e × t 2 against a × t 2.5 (0.8 times"),
     # two tests that differ
     (tau("a × t", "c × t", by=-0.08), "more", "; by a sign test 0.77)"),
     # one kind of text; two kinds, which share no prompt
     (tau("d × t", "c × t", group="y"), "more", "τ: d × t (y) 3 against c × t (y) 2.5"), (tau("a × t", "c × t", group="x"), "level", "of 6"),
     (tau(kind("d × t", "y"), kind("d × t", "x")), "more", "τ: d × t (y) 3 against d × t (x) 2 (+1, 6 and 6 prompts, p = 0.0"),
-    (tau(kind("a × t", "y"), kind("c × t", "x")), "level", "6 and 6 prompts"),
     # without values of each prompt no verdict, whatever the figures; a tie is none either
     (tau("e × t", {"arm": "b × t", "key": "ece"}), "untested", "τ: e × t 4 against b × t, ECE, 0.06 (untested)"),
     (tau("a × t", "b × t", key="nodes"), "untested", "nodes: a × t 10 against b × t 10 (untested)"),
-    (tau(0.05, {"arm": "a × t", "key": "ece"}), "untested", "0.05 against a × t, ECE, 0.06 (untested)"),
-    (tau("a × t", "f × t"), None, "not measured: f × t"), ({**tau("a × t", "b × t"), "in": "none.jsonl"}, None, "not measured: a × t, b × t"),
-    ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 5 rows"),
-    ({"in": ["none.jsonl"], "every": "lossless"}, None, "not measured: none.jsonl")])
+    (tau("a × t", "f × t"), None, "not measured: f × t"),
+    ({"in": ["r.jsonl", "none.jsonl"], "every": "lossless"}, "less", "lossless in 1 of 5 rows")])
 def test_comparisons_by_hand(folder, spec, verdict, words):
     (found,) = compare.judged(folder, spec)
     assert found.verdict == verdict and words in found.words + found.missing
@@ -323,17 +283,13 @@ def test_claims_are_held_level_or_not(folder):
         ({"holds": [tau("a × t", ["b × t", "c × t"])], "reason": "why"}, "level", "why"),
         ({"holds": [good, bad], "reason": "because"}, "not held", "because"), ({"holds": [level, bad]}, "not held", ""),
         ({"holds": [missing, bad]}, "not held", ""), ({"holds": [good, missing]}, paper.OPEN, "not measured: f × t"),
-        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"), ({"holds": [good, untested]}, "untested", ""),
-        ({"holds": [untested, level]}, "level", ""), ({"holds": [untested, bad]}, "not held", "")]
+        ({"holds": [good], "cannot": "it needs a GPU"}, paper.OPEN, "it needs a GPU"), ({"holds": [good, untested]}, "untested", "")]
     made = [{"paper": "P", "where": "Table 1", "claim": f"claim | {i}", **claim} for i, (claim, _, _) in enumerate(said)]
     assert [paper.verdict(folder, claim)[::2] for claim in made] == [tuple(expected) for _, *expected in said]
     (folder / "claims.json").write_text(json.dumps(made))
     (folder / "claims.head.md").write_text("# Claims\n")
     page = paper.claims_page(folder)
-    assert "**Of the 1 that matter most: 1 held, 0 level, 0 not held.**" in page
-    parts = ["claim \\| 0", "<details><summary>7 more: 0 held, 2 level, 4 not held; 1 untested", "| Table 1 | claim \\| 2 | **not held** | ",
-             "## What cannot", "it needs a GPU", "## What waits"]
-    assert [page.index(part) for part in parts] == sorted(page.index(part) for part in parts)
+    assert "**Of the 1 that matter most: 1 held, 0 level, 0 not held.**" in page and "| claim \\| 2 | **not held** | " in page
     assert paper.findings(folder).splitlines()[2].startswith("| A is first | held | τ: a × t 2.5 against b × t 2 ")
 
 def test_a_prediction_by_hand():
