@@ -69,6 +69,7 @@ CASES = [
     *(("make.py", f"target {MAKE} {flag} {value}", f"{flag} is {value}") for flag, value in (
         ("--vocab", "256"), ("--width", "100"), ("--length", "1"), ("--repeat", "1.5"), ("--first-share", "-0.5"))),
     ("make.py", "target --data T/ids.jsonl --work T/w --out T/o --device cpu", "a tokenizer is trained on text"),
+    ("make.py", f"{WRITE} --data T/good.jsonl --length 65", "context of 64"),
     ("make.py", f"{WRITE} --data T/good.jsonl --temperature -1.0", "--temperature is -1.0"), ("make.py", f"{WRITE} --data T/empty", "no document that begins"),
     ("make.py", f"{WRITE} --data T/good.jsonl --out T/good.jsonl", "good.jsonl exists"),
     ("make.py", f"{WRITE} --data T/good.jsonl --out T/good.jsonl --resume", "holds something else than what this command writes"),

@@ -122,8 +122,6 @@ def test_formats_by_name(tokenizer, tmp_path):
         assert read.template_of(None, own) == HIS
     (tmp_path / "mine.jinja").write_text(THINKS)
     assert read.template_of(str(tmp_path / "mine.jinja"), own) == THINKS
-    with pytest.raises(read.UserError, match="--template other: say plain vicuna, or name a file"):
-        read.template_of("other", own)
     own.bos_token, own.chat_template = "<|endoftext|>", "{{ bos_token }}" + HIS
     own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     assert own("hi")["input_ids"][0] == 0 and own.decode(read.encode([USER, ASSISTANT], own)) == "<|endoftext|><user>hi|<assistant>yes|"
@@ -134,8 +132,6 @@ def test_many_documents_at_once_are_encoded_as_one_by_one(tokenizer):
     at_once = [[part.tolist() for part in parts] for parts in read.encode_all(found, tokenizer, HIS)]
     assert at_once == [[part.tolist() for part in next(read.encode_all([one], tokenizer, HIS))] for one in found]
     assert at_once[0] == [tokenizer("add a")["input_ids"]] and at_once[3] == at_once[5] == list(read.encode_all([CHAT], tokenizer, refuses))[0] == []
-    with pytest.raises(read.UserError, match="the chat template refuses the messages"):
-        read.chat_ids(CHAT, tokenizer, refuses)
 
 # ---------------------------------------------------------------- prompts
 def test_prompts_of_rows(tokenizer, tmp_path):
@@ -155,10 +151,6 @@ def test_prompts_of_rows(tokenizer, tmp_path):
     first = "<system>be|<user>add a|<assistant>"
     assert asked({"messages": CHAT}, system="be") == [first, first + "a + b|<user>return|<assistant>"]
     assert asked({"question": "q"}, ask="{question}?") == ["q?"]
-    for row, ask, words in (({"question": "q"}, "{other}", "--ask '{other}' does not fit a row"), ({"body": "x"}, None, "row 1 is empty"),
-                            ({"messages": [ASSISTANT]}, None, "row 1 is empty, or has none of the fields")):
-        with pytest.raises(read.UserError, match=words.replace("{", "[{]")):
-            asked(row, ask=ask)
 
 # ---------------------------------------------------------------- prepared data
 def prepared(tmp_path, tokenizer, *paths, template=None, name="out"):
@@ -180,8 +172,6 @@ def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, token
     found, _ = prepared(tmp_path, tokenizer, dump(tmp_path / "rows.jsonl", rows), name="other")
     assert [ids[0] for _, ids in found["val"]] == [1, 2, 3]
     assert [ids[0] for _, ids in found["train"]] == sorted([*range(4, 60), 7])
-    kinds = [{"ids": [1, 2], "group": f"g{i}"} for i in range(30)]
-    assert len(prepared(tmp_path, tokenizer, dump(tmp_path / "rows.jsonl", kinds), name="kinds")[1]["kinds"]) == prepare.KINDS
 
 def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer, capsys):
     good = [json.dumps({"text": f"add {i}", "meta": {"set": "C4"}}) for i in range(3)]
@@ -202,9 +192,6 @@ def test_what_is_left_out_is_counted_and_named(tmp_path, tokenizer, capsys):
     assert f"left out, 1 chats without an answer to learn from: row 2 of {chats}" in err
     assert f"1 rows without text: row 3 of {chats}" in err and meta["without_answer"] == meta["left_out"] == 1
     assert [ids[-1] != end for _, ids in found["train"]] == [True, True], "a chat ends as its template says"
-    for text, words in (([{"ids": [1, 2, 3, 299, 300]}], "holds token id 300, the target has 300"), ([{"text": ""}], "has no text")):
-        with pytest.raises(read.UserError, match=words):
-            prepared(tmp_path, tokenizer, dump(tmp_path / "ids.jsonl", text), name="ids")
 
 def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, tokenizer, capsys):
     for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt"):
@@ -214,8 +201,6 @@ def test_a_folder_is_read_in_order_without_what_is_hidden_or_no_text(tmp_path, t
     found, _ = prepared(tmp_path, tokenizer, tmp_path / "data")
     assert [tokenizer.decode(ids[:-1]) for _, ids in found["train"]] == ["a.txt", "b.txt", "d/e.txt"]
     assert f"left out, 1 rows without text: {tmp_path / 'data' / 'b.png'}" in capsys.readouterr().err
-    with pytest.raises(read.UserError, match="b.png cannot be read"):
-        prepared(tmp_path, tokenizer, tmp_path / "data" / "b.png", name="other")
 
 def test_a_long_text_begins_and_ends_once(tmp_path, tokenizer, monkeypatch):
     """However many pieces it is read in: one token before it, where the tokenizer writes one, and one end-of-text."""
@@ -253,10 +238,6 @@ def test_tokens_are_those_of_the_files_as_they_are(tmp_path, tokenizer, monkeypa
     assert (tmp_path / "out" / "meta.json").exists() and not (tmp_path / "new").exists()
     monkeypatch.setattr(prepare, "write_splits", write)
     assert decoded("nine ten nine ten") == decoded("nine ten nine ten", "new")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "precious").write_text("x")
-    with pytest.raises(read.UserError, match="holds something else than prepared data"):
-        decoded(first, "mine")
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path, tokenizer):
     """What Python and numpy hold at most while 1.5 MB of JSON lines and 1 MB of one text become tokens: less than a third."""
@@ -325,7 +306,8 @@ def test_an_epoch_has_every_piece_once_in_even_steps():
     seen, place = np.concatenate(first), [at for at, step in enumerate(first) for _ in step]
     assert len(set(seen)) == len(seen) and sizes[list(set(range(1000)) - set(seen))].sum() < 512, "once, but what fills no step"
     assert [(sum(sizes[seen[:i + 1]]) - 1) // 512 for i in range(len(seen))] == place, "where its last token falls"
-    assert all(map(np.array_equal, first, again)) and not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others), "by the seed and the epoch"
+    assert all(map(np.array_equal, first, again)), "by the seed and the epoch"
+    assert not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others)
     assert [sorted(step) for step in prepare.order(sizes[:3], 512, 0, 0)] == [[0, 1, 2]], "too few for a step: one has them all"
 
 def test_parts_of_a_step_fit_with_their_padding():

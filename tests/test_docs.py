@@ -62,14 +62,6 @@ def test_a_table_says_all_that_is_needed_to_judge_it(tmp_path):
     text = table(tmp_path, [PLAIN, {**ROW, "lossless": False, "first_divergence": {"prompt": 2, "token": 17, "logit_gap": 0.00123}}])
     assert "| **NO** |" in text and "glide × cape leaves plain decoding at token 17 of prompt 3, where the logits differ by 0.0012." in text
 
-def test_kinds_of_text_are_folded(tmp_path):
-    rows = [PLAIN, ROW, {**ROW, "group": "code", "nodes": 1.0}, {**ROW, "group": "math", "nodes": 2.0}]
-    text = table(tmp_path, rows, columns=["arm", "nodes"], kinds=["speedup=speedup:.1f", "nodes"])
-    assert "| glide × cape | 20.4 |" in text and text.count("| plain |") == 1
-    assert text.endswith("<details><summary>By kind of text: speedup, nodes</summary>\n\n| arm | code | math |\n"
-                         "| --- | ---: | ---: |\n| glide × cape | 1.4, 1.0 | 1.4, 2.0 |\n\n</details>")
-    assert "<details>" not in table(tmp_path, rows, kinds=[])
-
 # ---------------------------------------------------------------- the pictures
 def texts(svg):
     """The texts of a well-formed picture."""
@@ -111,12 +103,6 @@ ROUNDS = [
     {"accepted": "f", "bonus": "", "texts": ["u", "f"], "parents": [-1, 0], "p": [None, 0.5], "verified": 2, "path": [0, 1], "own": None,
      "choice": None}]
 ARM = {"name": "glide × cape", "tokens": 6, "first": "r", "rounds": ROUNDS}
-
-def test_wrapping_keeps_every_character():
-    pieces = [("prompt", NASTY), ("drafted", " a b\n"), ("own", "one two three")]
-    lines = ["".join(character for character, _ in line) for line in pictures.wrap(pieces, 20)]
-    assert all(len(line) <= 21 for line in lines)               # a line's end may hang over
-    assert "".join(lines) == "".join(text for _, text in pieces).expandtabs(4) and lines[-1] == "one two three"
 
 def test_a_continuation_boxes_what_was_accepted_and_nothing_else():
     svg = pictures.continuation(ARM, NASTY)

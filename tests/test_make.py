@@ -24,8 +24,9 @@ from checkpoints.bigram import load_tokenizer
 from data import corpus, prepare, read
 from maxgram import build_bigram
 from runtime import load
-from training import continuations, drafters
 from runtime.grams import measure_confidence, read_bigram
+from training import continuations, drafters
+
 
 # ---------------------------------------------------------------- tokenizer, target
 def test_the_tokenizer_of_a_corpus(tmp_path):
@@ -34,16 +35,13 @@ def test_the_tokenizer_of_a_corpus(tmp_path):
     ids = tokenizer("x = 1234567890 é\n")["input_ids"]
     assert tokenizer.decode(ids) == "x = 1234567890 é\n" and tokenizer.eos_token_id == 0 and len(tokenizer) <= 300
     assert sum(tokenizer.decode([i]).strip().isdigit() for i in ids) == 10
-    rows = [{"text": "plain words " * 50}, {"text": "zyxwvuts " * 500, "held_out": True}, {"ids": [1, 2]}]
-    a = make.parser().parse_args(["target", "--data", str(dump(tmp_path / "rows.jsonl", rows[:2])), "--work", str(tmp_path), "--vocab", "300"])
+    rows = [{"text": "plain words " * 50}, {"text": "zyxwvuts " * 500, "held_out": True}]
+    a = make.parser().parse_args(["target", "--data", str(dump(tmp_path / "rows.jsonl", rows)), "--work", str(tmp_path), "--vocab", "300"])
     vocab, tokenizer = make.tokenizer_of(a).get_vocab(), make.tokenizer_of(a)
     assert len(tokenizer("plain")["input_ids"]) == 1 and len(tokenizer("zyxwvuts")["input_ids"]) == 8 and tokenizer.get_vocab() == vocab
     assert len(list(tmp_path.glob("tokenizer-*"))) == 1 and list(tmp_path.glob("*.part")) == []
-    dump(tmp_path / "rows.jsonl", [*rows[1:2], {"text": "other words " * 50}])
+    dump(tmp_path / "rows.jsonl", [rows[1], {"text": "other words " * 50}])
     assert make.tokenizer_of(a).get_vocab() != vocab
-    dump(tmp_path / "rows.jsonl", rows)
-    with pytest.raises(read.UserError, match="trained on text"):
-        make.tokenizer_of(a)
 
 def test_the_stand_in_from_scratch_and_its_drafter(made_up, tmp_path, monkeypatch, capsys):
     """The whole road on made-up text: corpus, target (resumed bit for bit), a drafter, decoding."""
@@ -105,7 +103,7 @@ def continue_flags(small, tmp_path, rows, *more):
 def rows_by_start(rows):
     return sorted((row["prompt"], row["answer"], row["source"]) for row in rows)
 
-def test_continuations_are_the_targets_own(small, tmp_path, capsys):
+def test_continuations_are_the_targets_own(small, tmp_path):
     """Each prompt as if it were alone, to --length; what is learned from is the answer; no prompt comes twice."""
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]} for i in range(12)]
     argv, out = continue_flags(small, tmp_path, given), tmp_path / "written.jsonl"
@@ -122,8 +120,6 @@ def test_continuations_are_the_targets_own(small, tmp_path, capsys):
     assert len(index) == 5
     for row, (start, size, _) in zip(rows, index):
         assert tokens[start:start + size].tolist() == [~id for id in row["prompt"]] + row["answer"], "no end of a text that has none"
-    refused(capsys, argv, "written.jsonl exists: go on with it by --resume, or give --overwrite", make.main)
-    refused(capsys, [*argv, "--length", "65", "--resume"], "context of 64", make.main)
 
 def test_continuations_go_on_where_they_were_killed(small, tmp_path, monkeypatch, capsys):
     """The same rows as in one go, sampled; whole batches stay whatever happens; what is not this run's is never cut."""
@@ -150,8 +146,7 @@ def test_continuations_go_on_where_they_were_killed(small, tmp_path, monkeypatch
         refused(capsys, [*argv, "--resume"], "holds something else than what this command writes", make.main)
         assert out.read_bytes() == stranger
     out.write_bytes(whole)
-    for more in (["--seed", "1"], ["--length", "30"], ["--batch", "4"], ["--temperature", "0.9"]):
-        refused(capsys, [*argv, *more, "--resume"], "holds something else", make.main)
+    refused(capsys, [*argv, "--temperature", "0.9", "--resume"], "holds something else", make.main)
     assert out.read_bytes() == whole and make.main([*argv, "--overwrite", "--seed", "1"]) == 0
     assert rows_by_start(map(json.loads, lines))[0][1] != rows_by_start(read.read_rows(out))[0][1], "sampled by --seed"
 
@@ -226,14 +221,12 @@ def command(*args):
     return make.main(["bigram", *map(str, args)])
 
 def test_bigram_end_to_end(tmp_path, tokenizer, capsys):
-    """Files of all kinds; the last of fewer than fifty documents is measured on; a reader of another vocabulary refuses the file."""
+    """Files of all kinds; the last of fewer than fifty documents is measured on."""
     t, folder, out = AutoTokenizer.from_pretrained(tokenizer), tmp_path / "corpus", tmp_path / "new" / "bigram.json"
     (folder / "deep").mkdir(parents=True)
     (folder / "a.py").write_text(CODE)
     dump(folder / "deep" / "b.jsonl", [{"text": x} for x in (CODE, "", "x + 1")])
     (folder / "deep" / "c.bin").write_bytes(array("H", [0, 5, 6, 7, 0, 0, 6, 7]).tobytes())
-    (folder / ".hidden").write_bytes(b"\xff")
-    (folder / "empty.txt").write_text("")
     (tmp_path / "last.txt").write_text(CODE)
     assert command("--corpus", folder, tmp_path / "last.txt", "--tokenizer", tokenizer, "--out", out) == 0
     assert capsys.readouterr().err == ""
@@ -244,10 +237,7 @@ def test_bigram_end_to_end(tmp_path, tokenizer, capsys):
     found = json.loads(out.read_text())
     assert (found["about"]["documents"], found["about"]["held_out"]) == (6, 1)
     assert found["about"]["tokens"] == sum(map(len, texts)) + len(t(CODE)["input_ids"])
-    assert [p.name for p in out.parent.iterdir()] == ["bigram.json"], "no temporary file is left"
     assert found["fingerprint"] == load.vocabulary_fingerprint(t) and read_bigram(out, len(t), found["fingerprint"])[0] == bigram
-    with pytest.raises(ValueError, match="another tokenizer"):
-        read_bigram(out, 10 ** 6, load.vocabulary_fingerprint(make.train_tokenizer(["another text altogether " * 9], 300)))
     # One document leaves nothing to measure; a tokenizer's first token (Llama's) is none of the text.
     t._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
     t.save_pretrained(tmp_path / "first")
@@ -266,14 +256,6 @@ def test_held_out_documents_are_not_counted(tmp_path, tokenizer):
     assert confidence is None, "the held-out documents have no pair that the bigram knows, and repeat nothing"
     bigram, _, held = made([{"ids": [2 * i, 2 * i + 1], "held_out": i in (3, 7)} for i in range(1, 121)])
     assert held == 2 and not bigram[6] and not bigram[14] and bigram[100] == 101 and bigram[200] == 201
-
-def test_a_full_disk_leaves_the_old_bigram(tmp_path, tokenizer, monkeypatch, capsys):
-    good, old = tmp_path / "a.txt", tmp_path / "out.json"
-    good.write_text(CODE)
-    old.write_text("[0]")
-    monkeypatch.setattr("pathlib.Path.write_text", lambda self, text, *a, **k: (_ for _ in ()).throw(OSError("No space left on device")))
-    assert command("--corpus", good, "--tokenizer", tokenizer, "--out", old) == 2 and "No space left" in capsys.readouterr().err
-    assert old.read_bytes() == b"[0]"
 
 # ---------------------------------------------------------------- what the repository ships
 def test_the_default_prompts():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, plain
-from test_bench import rows_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import bench
@@ -89,13 +88,7 @@ def test_grown_drafters_draft_the_same(small):
 def test_the_check_refuses_another_function(small):
     model, big = small[0], grown(small, "all")[0]
     growth.check(model, big, PROMPT)
-    weight = big.model.layers[3].self_attn.q_proj.weight
-    weight.data *= 1.1
-    with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
-        growth.check(model, big, PROMPT)
-    weight.data /= 1.1
-    big.lm_head.weight.data[30] = 2 * big.lm_head.weight.data[:VOCAB].max(0).values      # a further token that wins somewhere
-    big.lm_head.weight.data[30, 16] = 3000
+    big.model.layers[3].self_attn.q_proj.weight.data *= 1.1
     with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
         growth.check(model, big, PROMPT)
 
@@ -147,31 +140,3 @@ def test_steps_of_first_are_commands_that_their_programs_read(tmp_path):
             walltime.parser().parse_args(words[1:])
         elif words[0].endswith("bench.py"):
             bench.parser().parse_args(words[1:])
-
-def test_kernels_on_a_cpu(monkeypatch):
-    """Bandwidth and attention are measured on what there is."""
-    monkeypatch.setattr(walltime, "COPIED", {"cpu": 2 ** 16})
-    monkeypatch.setattr(walltime, "LENGTHS", [9, 17])
-    a = walltime.parser().parse_args(["kernels", "--device", "cpu", "--dtype", "float32"])
-    machine, memory, *attention = walltime.kernels(a)
-    assert machine["torch"] == torch.__version__ and memory["bandwidth"] > 1e8
-    assert [(line["queries"], line["cudnn"]) for line in attention] == [(1, False), (1, True), (16, False), (16, True)]
-
-@pytest.mark.long
-def test_the_shipped_weights_grown_go_through_bench(tmp_path, monkeypatch):
-    """On a CPU, whole: every arm gives plain decoding's tokens, and the grown drafters accept what the shipped ones do."""
-    monkeypatch.setattr(walltime, "NODES", (1, 2))
-    folder, out, flags = tmp_path / "grown", tmp_path / "r.jsonl", ["--dtype", "float32", "--device", "cpu", "--json", str(tmp_path / "r.jsonl")]
-    assert walltime.main(["grow", "--shape", "small", "--out", str(folder), "--context", "512", *flags]) == 0
-    assert walltime.main(["costs", "--target", str(folder / "target"), "--contexts", "24", *flags]) == 0
-    # Where linear.py makes blocks for the grown weights, they are timed without them and with.
-    found = [(row["blocks"], row["nodes"], row["context"]) for row in rows_of(out)]
-    assert found[:2] == [(False, 1, 24), (False, 2, 24)] and found[2:] in ([], [(True, 1, 24), (True, 2, 24)])
-    drafters = ["--drafter", "glide", "edd", "maxgram", "cascade(base, small, maxgram)"]
-    argv = [*drafters, "--tree", "chain", "--limit", "2", "--max-new-tokens", "12", *flags]
-    taus = []
-    for more in ([], ["--target", str(folder / "target"), "--checkpoint", str(folder)]):
-        assert bench.main([*argv, *more]) == 0
-        assert all(row["lossless"] for row in rows_of(out))
-        taus.append([row["tau"] for row in rows_of(out)])
-    assert taus[0] == taus[1] and len([tau for tau in taus[0] if tau]) == 4 * 3
