@@ -60,13 +60,6 @@ def weights(change):
 def written(file, content):
     return lambda folder: (folder / file).write_bytes(content)
 
-def a_folder_for(file):
-    """A folder in the place of a file."""
-    def edit(folder):
-        (folder / file).unlink()
-        (folder / file).mkdir()
-    return edit
-
 SOURCE = (ROOT / "cape.py").read_text()
 
 def other_tokenizer(folder):
@@ -101,18 +94,15 @@ for flags, words in {
         "--tree chain(": "closing bracket", "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
         "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1", "--tree pct(width=0)": "width is 0",
         "--tree cape(gamma=33)": "chain of 33", "--tree cape(sizes=(3,1))": "edges need", "--tree cape(edges=(0.6,0.3,0.8))": "ascend",
-        "--tree beam(gamma=100,width=8)": "800 nodes exceed", "--tree own-confidence(own=7)": "between 0 and 1",
-        "--tree pct_cost(node_price=-1)": "not below zero", "--tree vct(width=60,depth=60)": "more than 512 nodes",
+        "--tree own-confidence(own=7)": "between 0 and 1", "--tree vct(width=60,depth=60)": "more than 512 nodes",
         "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'", "--drafter base": "called 'base'",
         "--drafter maxgram(3)": "maxgram takes", "--drafter maxgram(k=3)": "take 0 number", "--drafter maxgram(bigram=3)": "bigram=3",
-        "--drafter maxgram(bigram='none.json')": "bigram='none.json'", "--drafter maxgram(bigram='/')": "cannot be read",
+        "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
         "--drafter cascade": "names of models", "--drafter cascade(nowhere)": "the stage nowhere does not exist",
         "--drafter cascade(maxgram,base)": "maxgram last", "--drafter cascade(base,base)": "every stage once",
         "--drafter cascade(base,k=(1,2))": "take 1 number", "--drafter cascade(base,k='x')": "cascade(base, k='x')",
-        "--drafter cascade(base,k=1.5)": "cascade(base, k=1.5)", "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
-        "--drafter cascade(base,lenience=0.9)": "lenience is 0.9", "--drafter cascade(base,costs=0.1)": "cascade(base, costs=0.1)",
-        "--drafter cascade(base,costs=('a',))": "a cost is a number", "--drafter cascade(base,costs=(-1,))": "a cost is a number",
-        "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model", "--drafter cascade(base,bigram=x.json)": "bigram=None",
+        "--drafter cascade(base,lenience=0.9)": "lenience is 0.9", "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
+        "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model", "--drafter cascade(base,costs=(-1,))": "a cost is a number",
         "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(maxgram,edd)": "name one drafter of trees",
         "--drafter beside(cascade(base),maxgram)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
         "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False", "--drafter gemma4": "the hub name or folder of one",
@@ -141,20 +131,16 @@ for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses
 # A drafter's folder
 GLIDE = "--checkpoint T --drafter glide"
 DAMAGED = "damaged: train or copy it again"
-for content in (b"{", b"[]", b"\xff\xfe{}"):
-    bench_py(GLIDE, DAMAGED, copied("drafters/glide", written("training.json", content)))
-for changes in (dict(validation=3), dict(validation={"temperature": 0}), dict(validation={"temperature": float("nan")}),
-                dict(target={"probe": {"a": "x"}}), dict(config=lambda config: {**config, "heads": 3}), dict(config=3), dict(kind="alien")):
+bench_py(GLIDE, DAMAGED, copied("drafters/glide", written("training.json", b"[]")))
+for changes in (dict(validation={"temperature": 0}), dict(config=lambda config: {**config, "heads": 3}), dict(kind="alien")):
     bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", **changes)))
 # An older fingerprint, whose weights have no names; none; another target's
 for target in ({"probe": [0.5] * 32}, {}):
     bench_py(GLIDE, "was made for another target", copied("drafters/glide", about("training.json", target=target)))
 bench_py("--drafter glide --target OTHER", "was made for another target: train one for this")
-bench_py("--checkpoint T/glide --drafter glide", "is damaged", copied("drafters/glide", written("training.json", b"{")))
 bench_py(GLIDE, DAMAGED, copied("drafters/glide", weights(lambda x: x * float("nan"))))
-bench_py(GLIDE, "is damaged", copied("drafters/glide", weights(lambda x: x[:1])))
 bench_py(GLIDE, "is damaged", copied("drafters/glide", written("model.safetensors", b"")))
-bench_py(GLIDE, "model.safetensors is missing", copied("drafters/glide", a_folder_for("model.safetensors")))
+bench_py(GLIDE, "model.safetensors is missing", copied("drafters/glide", lambda folder: (folder / "model.safetensors").unlink()))
 
 # Models
 for edit in (written("config.json", b"{"), written("model.safetensors", b"xx"), lambda folder: (folder / "tokenizer.json").unlink(),

@@ -42,10 +42,6 @@ def test_the_corpus_on_disk(made_up, tmp_path):
         for row in retell:
             story, wish, answer = row["text"].split("\n\n")
             assert "\n" not in wish and answer != story
-    again = tmp_path / "again"
-    assert make.main(["corpus", "--out", str(again), *made_up]) == 0
-    for path in out.iterdir():
-        assert path.read_bytes() == (again / path.name).read_bytes(), "the same draws again"
 
 def test_stories_that_are_left_out():
     whole = CHILD.format("Tom", "Tom", "Tom", 1)
@@ -80,8 +76,6 @@ def test_exchanges():
     assert corpus.exchange_thing("She ate a cookie. The cookies are good.", First()) == (
         "an apple instead of the cookie", "She ate an apple. The apples are good.")
     assert corpus.exchange_thing("A dog can bark.", First()) is None
-    assert not corpus.is_thing("He likes to train.", "train") and not corpus.is_thing("a bird bath, bird song", "bird")
-    assert [corpus.plural(w) for w in ("box", "puppy", "toy", "mouse", "bench")] == ["boxes", "puppies", "toys", "mice", "benches"]
 
 def test_who_said_what():
     text = ('Here are Mia and Tom. Mia said, "Hello, Tom." Tom smiled and said, "Hi!" His mom said, "Come."\n'

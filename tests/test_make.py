@@ -21,7 +21,7 @@ import train
 import verify
 from checkpoints import make
 from checkpoints.bigram import load_tokenizer
-from data import corpus, prepare, read
+from data import prepare, read
 from maxgram import build_bigram
 from runtime import load
 from runtime.grams import measure_confidence, read_bigram
@@ -182,11 +182,6 @@ def test_the_corpus_own_documents_are_continued_where_the_answer_begins(small):
     parts = continuations.given_parts(SimpleNamespace(data=[path], length=48, template=None), tokenizer)
     assert [(kind, tokenizer.decode(ids)) for kind, ids in parts] == [
         ("math", "Question: a + b?\nAnswer:"), ("retell", "a. b.\n\nAgain.\n\n"), ("stories", "One day, a."), ("stories", "One day, a. Two.")]
-    parts = [("a", list(range(n))) for n in np.random.default_rng(0).permutation(100)]
-    batches = continuations.batches_of(parts, 8, 0)
-    assert sorted(len(ids) for batch in batches for _, ids in batch) == list(range(100)) and len(batches) == 13
-    assert all(max(len(ids) for _, ids in batch) - min(len(ids) for _, ids in batch) <= 7 for batch in batches), "of like length"
-    assert batches == continuations.batches_of(parts, 8, 0) != continuations.batches_of(parts, 8, 1), "in a random order"
 
 @pytest.mark.parametrize("loss", ["kl", "ce"])
 def test_the_loss_of_a_small_model(llama, loss):
@@ -264,10 +259,5 @@ def test_the_default_prompts():
     assert [row["group"] for row in rows] == ["story"] * 12 + ["retell"] * 12 + ["math"] * 12
     texts = [read.question_text(row) for row in rows]
     assert len(set(texts)) == 36 and all(text.isascii() for text in texts)
-    # A retelling's prompt has the corpus' form: the story, an empty line, the wish, an empty line.
-    wishes = [wish.split("{}")[0] for wish in (*corpus.AGAIN, *corpus.WISH_SHORTER)]
-    for text in texts[12:24]:
-        story, wish, nothing = text.split("\n\n")
-        assert nothing == "" and corpus.balanced(story) and any(wish.startswith(head) for head in wishes)
     tokenizer, context = AutoTokenizer.from_pretrained(load.STAND_IN), AutoConfig.from_pretrained(load.STAND_IN).max_position_embeddings
     assert all(1 < len(tokenizer(text)["input_ids"]) <= context - 128 for text in texts)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SIZES, plain, shared, tiny
+from conftest import ROOT, SIZES, plain, tiny
 from test_corpus import dump
 from transformers import Phi3Config, Phi3ForCausalLM
 
@@ -124,8 +124,8 @@ def test_nothing_is_lost_in_silence(small, tmp_path, monkeypatch, capsys):
     again = tmp_path / "again"
     assert train.main(flags(small, again, "--overwrite", names=["vanilla"])) == 0, "an unfinished run gives way when told to"
 
-def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, monkeypatch):
-    """Files of unknown origin in --out, damaged and foreign states in --work, folders that cannot be written to: found at the start."""
+def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys):
+    """Files of unknown origin in --out, damaged and foreign states in --work: found at the start."""
     argv, mine, state = flags(small, tmp_path, names=["vanilla"]), tmp_path / "vanilla", tmp_path / "work" / "state.pt"
     mine.mkdir()
     (mine / "model.safetensors").write_bytes(b"precious")
@@ -133,9 +133,6 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, m
     (mine / "training.json").write_text('{"command": "another"}')
     refused(capsys, argv, "give another --out, or --overwrite")
     assert (mine / "model.safetensors").read_bytes() == b"precious"
-    monkeypatch.setattr(os, "access", lambda path, how: "elsewhere" not in str(path))
-    (tmp_path / "elsewhere").mkdir()
-    refused(capsys, flags(small, tmp_path / "elsewhere", names=["vanilla"]), "is no folder that can be written to")
     # States
     shutil.rmtree(mine)
     fit({"vanilla": torch.nn.Linear(40, 40)}, lambda step: [lambda: {"vanilla": torch.zeros((), requires_grad=True)}], tmp_path / "work", steps=1)
@@ -148,12 +145,6 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys, m
         refused(capsys, argv, "cannot be read" if found == b"half a file" else "is damaged, or no state of a training run")
         refused(capsys, [*argv, "--resume"], "--overwrite begins anew")
         assert state.read_bytes() == before
-    a = SimpleNamespace(work=str(tmp_path / "work"), out=str(tmp_path), resume=True, overwrite=False, dtype="float32", command="x")
-    for change in ({"learners": []}, {"models": {}}):
-        torch.save({**whole, "setting": jobs.settings(a), **change}, state)
-        module = torch.nn.Linear(40, 40)
-        with pytest.raises(train.UserError, match="is damaged, or no state"):
-            jobs.State(a, []).restore(a, torch.nn.ModuleDict({"vanilla": module}), muon.optimizers(module, "adamw"))
 
 @pytest.mark.parametrize("program", ["train.py", "checkpoints/make.py", "data/prepare.py"])
 def test_ctrl_c_while_packages_load(program, tmp_path):
@@ -282,9 +273,8 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     assert train.main(flags(small, third, "--init", str(second), "--steps", "0", names=names)) == 0
     about = about_of(third, "edd")
     assert saved(second, names) == saved(third, names) and about["tokens_seen"] == 0 and about["validation"]["temperature"] != 1
-    for change in ({"vocabulary": "0" * 16}, {"probe": {name: x + 1 for name, x in about["target"]["probe"].items()}}):
-        (first / "edd" / "training.json").write_text(json.dumps({**about, "target": {**about["target"], **change}}))
-        refused(capsys, flags(small, tmp_path / "x", "--init", str(first), names=["edd"]), "made for another target")
+    (first / "edd" / "training.json").write_text(json.dumps({**about, "target": {**about["target"], "vocabulary": "0" * 16}}))
+    refused(capsys, flags(small, tmp_path / "x", "--init", str(first), names=["edd"]), "made for another target")
 
 def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, monkeypatch):
     _, tokenizer = load.load_target(small / "model", "float32", "cpu")
@@ -392,9 +382,6 @@ def test_prompts_are_beginnings_of_documents_up_to_an_answer(llama, monkeypatch)
     assert sorted(text[:size].tolist() for text, size, _ in texts) == sorted(given)
     plain_text = np.where(tokens < 0, ~tokens, tokens)
     assert walk.prompts_of(plain_text, np.array([[5, 50, 1], [60, 6, 0]]), 20, 7).tolist() == [[5, 8, 1], [25, 8, 1], [45, 5, 1]], "at most 20 - 12"
-    for silent in (np.array([3, 4, 5, ~6]), ~np.arange(9)):
-        assert continuations.prompt_size(silent, 9) == 0, "no answer begins there"
-    assert continuations.prompt_size(np.array([3, 4, ~5, 6]), 9) == 3, "a chat may begin with an answer, a prompt not"
 
 def decoded(llama, drafter, text, start):
     """A chain of five by verify.generate -> of each round: accepted tokens; of each drafted token up to the first wrong one: (its logits, the text's)."""
@@ -483,16 +470,6 @@ def test_greedy_temperature_is_found_again(monkeypatch):
     assert 1000 <= len(sample.choice) <= 1000 * 4000 / 3500 + 1 and np.diff(sample.choice).max() == 4
     assert all(map(torch.equal, sample.logits, logits[sample.choice]))
     assert walk.greedy_temperature(sample.logits, choice[sample.choice].tolist()) == pytest.approx(found, rel=0.2)
-
-def test_texts_of_several_lengths_are_continued_as_alone(monkeypatch):
-    """Side by side, each to its own end; an end-of-text token only where the target writes one."""
-    model, prompts, ends = shared("llama"), [[1], [2, 3, 4, 5], [6, 7], [8, 9, 10]], [20, 10, 2, 25]
-    texts = continuations.continuations(model, prompts, ends)
-    assert texts == [ids + (plain(model, ids, end - len(ids)) if end > len(ids) else []) for ids, end in zip(prompts, ends)]
-    end = texts[0][8]
-    monkeypatch.setattr(model.generation_config, "eos_token_id", end)
-    for text, before, ids in zip(continuations.continuations(model, prompts, ends), texts, prompts):
-        assert text == before[:before.index(end, len(ids)) + 1 if end in before[len(ids):] else None]
 
 # ---------------------------------------------------------------- mistakes, and what the documentation says
 @pytest.fixture(scope="module")

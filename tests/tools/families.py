@@ -107,18 +107,6 @@ VARIANTS = {"FalconForCausalLM (ALiBi)": dict(alibi=True),
     "Qwen2ForCausalLM (sliding)": dict(use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
     "StableLmForCausalLM (parallel)": dict(use_parallel_residual=True, qk_layernorm=True),
     "XLMWithLMHeadModel (causal)": dict(causal=True),}
-# One of each kind of architecture.
-DEFAULT = """
-LlamaForCausalLM Qwen3ForCausalLM MistralForCausalLM Gemma3ForCausalLM Exaone4ForCausalLM Olmo2ForCausalLM Glm4ForCausalLM OlmoForCausalLM
-NanoChatForCausalLM Starcoder2ForCausalLM StableLmForCausalLM GlmForCausalLM GPTNeoXForCausalLM GPTJForCausalLM CohereForCausalLM
-FalconForCausalLM GraniteForCausalLM Gemma2ForCausalLM SmolLM3ForCausalLM BeamForCausalLM MixtralForCausalLM GptOssForCausalLM
-DbrxForCausalLM DeepseekV2ForCausalLM DeepseekV3ForCausalLM LongcatFlashForCausalLM DiffLlamaForCausalLM Gemma3nForCausalLM
-BitNetForCausalLM ApertusForCausalLM Gemma4ForCausalLM MiMoV2FlashForCausalLM GPT2LMHeadModel OPTForCausalLM CTRLLMHeadModel
-GPTNeoForCausalLM BloomForCausalLM MptForCausalLM MllamaForCausalLM GotOcr2ForConditionalGeneration WhisperForCausalLM MoshiForCausalLM
-BartForCausalLM TrOCRForCausalLM ProphetNetForCausalLM BertLMHeadModel RobertaForCausalLM XLMWithLMHeadModel MambaForCausalLM
-RwkvForCausalLM xLSTMForCausalLM Qwen3NextForCausalLM Lfm2ForCausalLM OpenAIGPTLMHeadModel CpmAntForCausalLM ReformerModelWithLMHead
-XLNetLMHeadModel DeepseekV32ForCausalLM
-""".split()
 # What transformers registers beside decoder-only language models.
 OTHERS = {"Gemma3nForConditionalGeneration": "its vision needs the package timm",
     "Gemma4AssistantForCausalLM": "drafts from another model's hidden states",
@@ -135,10 +123,6 @@ def names(some=None):
     encoders = [f"{name} (is_decoder)" for name in some if is_encoder(name)]
     variants = [name for name in VARIANTS if name.partition(" ")[0] in some]
     return sorted(some + encoders + variants, key=str.lower)
-
-def default():
-    """Families of DEFAULT, with all variants."""
-    return names({*DEFAULT, *(name.partition(" ")[0] for name in VARIANTS)})
 
 def is_encoder(name):
     """Does a configuration decide whether the class looks ahead?"""
