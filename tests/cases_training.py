@@ -88,10 +88,11 @@ def make_files(folder, model, text):
     good = [{"text": text[i:] + text, "held_out": i == 1} for i in range(4)]
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
     late = [{"role": "user", "content": text * 3}, {"role": "assistant", "content": text}]
-    files = {"good": good, "late": [{"messages": late}] * 9, "ids": [{"ids": [1, 2]}], "chats": [{"messages": chat}] * 3,
-             "unknown": [{"body": "x"}], "times-text": [{"text": "a", "times": "3"}], "times-less": [{"text": "a", "times": -1}],
-             "held": [{"text": "a", "held_out": "no"}], "ids-float": [{"ids": [1.5, 2]}], "ids-nested": [{"ids": [[1], [2]]}],
-             "ids-less": [{"ids": [3, -1]}], "ids-large": [{"ids": [1, 300]}]}
+    files = {"good": good, "late": [{"messages": late}] * 9, "chats": [{"messages": chat}] * 3, "ids": [{"ids": [1, 2]}],
+             "unknown": [{"body": "x"}], "held": [{"text": "a", "held_out": "no"}]}
+    files |= {f"times-{name}": [{"text": "a", "times": times}] for name, times in (("text", "3"), ("less", -1))}
+    wrong = {"float": [1.5, 2], "nested": [[1], [2]], "less": [3, -1], "large": [1, 300]}
+    files |= {f"ids-{name}": [{"ids": ids}] for name, ids in wrong.items()}
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}",

@@ -212,12 +212,13 @@ def test_tokens_are_held_against_the_exact_ones(monkeypatch):
         assert (row["lossless"], row["first_divergence"]) == (lossless, other and {"prompt": 0, "from": other})
 
 def test_arm_order_is_random_in_each_prompt():
-    """After a warm-up any order comes up.  With graphs all prompts are decoded once before, at full length."""
+    """After a warm-up any order comes up.  With graphs all prompts are decoded once before, whole."""
     run, order = made_up_run(), []
     run.prompts = [("a", [1], 50)] * 40
 
     def arm(name, tree=None):
-        return bench.Arm(name, lambda ids, limit: order.append((name, limit)) or clock.Record([1]), tree)
+        decode = lambda ids, limit: order.append((name, limit)) or clock.Record([1])       # noqa: E731
+        return bench.Arm(name, decode, tree)
 
     def turns():
         order.clear()
@@ -413,7 +414,8 @@ def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return generate(*given, **how)
     monkeypatch.setattr(verify, "generate", interrupting)
-    assert bench.main(args(small, "--drafter", "maxgram", "--tree", "chain", "--json", str(path), "--max-new-tokens", "4")) == 130
+    flags = f"--drafter maxgram --tree chain --json {path} --max-new-tokens 4".split()
+    assert bench.main(args(small, *flags)) == 130
     assert {r["prompts"] for r in rows_of(path)} == {1} and "1 of 3 prompts" in capsys.readouterr().err
 
 def test_divergence_is_reported_with_its_gap(small):
@@ -450,15 +452,15 @@ def test_a_second_turn_continues_the_first(small, tmp_path):
     rows = [{"category": category, "turns": ["def add(", "return"]} for category in "aabb"]
     (tmp_path / "mt.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "form.jinja").write_text("{% for turn in messages %}{{ turn.content }};{% endfor %}")
-    run = bench.Run(args(small, *f"--drafter maxgram --prompts {tmp_path}/mt.jsonl --limit 2 --max-new-tokens 5".split(),
-                         "--template", str(tmp_path / "form.jinja")))
+    flags = f"--drafter maxgram --prompts {tmp_path}/mt.jsonl --template {tmp_path}/form.jinja --limit 2"
+    run = bench.Run(args(small, *flags.split(), "--max-new-tokens", "5"))
     assert [group for group, _, _ in run.prompts] == ["a", "a", "b", "b"]
     first, second = (ids for _, ids, _ in run.prompts[:2])
     answer = run.tokenizer.decode(plain(run.model, first, 5), skip_special_tokens=True)
     assert run.tokenizer.decode(first) == "def add(;" and run.tokenizer.decode(second) == f"def add(;{answer};return;"
 
 def test_prompts_by_the_flags(small, tmp_path):
-    """--limit and --ask reach read.py; too long prompts are left out; without --prompts the project's own."""
+    """--limit and --ask; too long prompts are left out; without --prompts the project's own."""
     (tmp_path / "he.jsonl.gz").write_bytes(gzip.compress(b'{"prompt": "def g("}\n{"prompt": "def h("}\n'))
     run = bench.Run(args(small, "--drafter", "maxgram", "--prompts", str(tmp_path / "he.jsonl.gz"),
                          str(small / "prompts.jsonl"), "--limit", "2", "--ask", "Q {prompt}"))
@@ -539,9 +541,11 @@ def test_whose_bigram_is_read(small, tmp_path):
 
 def test_exact_sums_are_not_reduced(small):
     """And the price of exactness is seen."""
-    matmul, names = torch.backends.cuda.matmul, ["allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"]
+    matmul = torch.backends.cuda.matmul
+    settings = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
     run = bench.Run(args(small, "--drafter", "maxgram", "--exact"))
-    assert [arm.name for arm in bench.plain_arms(run)] == ["plain", "plain, two queries", "plain, not exact"]
-    assert not any(getattr(matmul, name) for name in names)
-    for name in names:
+    names = [arm.name for arm in bench.plain_arms(run)]
+    assert names == ["plain", "plain, two queries", "plain, not exact"]
+    assert not any(getattr(matmul, name) for name in settings)
+    for name in settings:
         setattr(matmul, name, True)                    # PyTorch's default

@@ -76,11 +76,12 @@ def test_bars_say_what_the_rows_say(tmp_path):
     with pytest.raises(KeyError):
         pictures.bar_chart({**chart, "bars": [{**bars[0], "arm": "other"}]}, tmp_path)
 
-ROUND = {"accepted": " <b> & c", "bonus": "d", "texts": ["r", "a", "b", "c", "e"], "parents": [-1, 0, 0, 1, 1],
-         "p": [None, 0.5, 0.25, 0.001, 1.0], "verified": 4, "path": [0, 1, 3], "own": 7, "choice": "ch"}
+ROUND = {"accepted": " <b> & c", "bonus": "d", "choice": "ch", "verified": 4, "path": [0, 1, 3], "own": 7,
+    "texts": ["r", "a", "b", "c", "e"], "parents": [-1, 0, 0, 1, 1], "p": [None, 0.5, 0.25, 0.001, 1.0]}
+ARM = {"name": "glide × cape", "tokens": 4, "first": "r", "rounds": [ROUND]}
 
 def test_a_round_draws_its_verified_tree():
-    svg = pictures.one_round({"name": "glide × cape", "tokens": 4, "first": "r", "rounds": [ROUND]}, "once\n")
+    svg = pictures.one_round(ARM, "once\n")
     shown = texts(svg)
     assert {"r", "a", "b", "c", "ch", ".50", ".25", "<.01", "… once↵"} <= {*shown} and "e" not in shown and "1.00" not in shown
     assert "glide × cape, round 1 of a continuation: 3 nodes verified, 2 accepted, 3 new tokens" in shown

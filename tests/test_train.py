@@ -142,7 +142,8 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys):
     for found in (bytes(data), b"half a file", {}, {**whole, "learners": None}, {**whole, "step": "1"}):
         state.write_bytes(found) if isinstance(found, bytes) else torch.save(found, state)
         before = state.read_bytes()
-        refused(capsys, argv, "cannot be read" if found == b"half a file" else "is damaged, or no state of a training run")
+        words = "cannot be read" if found == b"half a file" else "is damaged, or no state of a training run"
+        refused(capsys, argv, words)
         refused(capsys, [*argv, "--resume"], "--overwrite begins anew")
         assert state.read_bytes() == before
 
@@ -259,7 +260,8 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     assert about["target"] == load.fingerprint(model, tokenizer) and set(about["validation"]["by_kind"]) == {"a", "b"}
     assert drafter.temperature == about["validation"]["temperature"] != 1
     kept = state_of(tmp_path)["models"]
-    assert all(torch.equal(value, kept[f"glide.{key}"].bfloat16().float()) for key, value in drafter.model.state_dict().items())
+    for key, value in drafter.model.state_dict().items():
+        assert torch.equal(value, kept[f"glide.{key}"].bfloat16().float()), key
 
 def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     names, (first, second, third) = ["glide", "edd", "small"], (tmp_path / name for name in ("first", "second", "third"))
@@ -268,13 +270,16 @@ def test_a_second_stage_starts_from_the_first(small, tmp_path, capsys):
     about = about_of(second, "glide")
     assert saved(first, names) == saved(second, names) and about["init"]["tokens_seen"] > 2 * about["tokens_seen"] > 0
     for more in ("--layer 0", "--hidden -1"):
-        refused(capsys, flags(small, third, "--init", str(first), *more.split(), names=names), f"not made with {more}")
+        argv = flags(small, third, "--init", str(first), *more.split(), names=names)
+        refused(capsys, argv, f"not made with {more}")
     # Nothing but measuring
     assert train.main(flags(small, third, "--init", str(second), "--steps", "0", names=names)) == 0
     about = about_of(third, "edd")
     assert saved(second, names) == saved(third, names) and about["tokens_seen"] == 0 and about["validation"]["temperature"] != 1
-    (first / "edd" / "training.json").write_text(json.dumps({**about, "target": {**about["target"], "vocabulary": "0" * 16}}))
-    refused(capsys, flags(small, tmp_path / "x", "--init", str(first), names=["edd"]), "made for another target")
+    about["target"]["vocabulary"] = "0" * 16
+    (first / "edd" / "training.json").write_text(json.dumps(about))
+    argv = flags(small, tmp_path / "x", "--init", str(first), names=["edd"])
+    refused(capsys, argv, "made for another target")
 
 def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, monkeypatch):
     _, tokenizer = load.load_target(small / "model", "float32", "cpu")

@@ -103,7 +103,6 @@ EDITS["cape"] = [
     ('tokens of probability zero are there', 'return (least > 0).sum()', 'return (least >= 0).sum()'),
     ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, probs[:n])', 'return Tree(tokens, parents, probs)'),
     ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma'),
-    ('logits are taken', 'assert highest < 1.01', 'assert highest < 1e9'),
 ]
 
 # ---------------------------------------------------------------- EDD and its baselines
@@ -152,12 +151,6 @@ EDITS["beyond/medusa"] = [
     ("the deepest head goes on for ever", "deepest = self.config.heads", "deepest = self.config.heads - 1", "edd"),
     ("paper: five heads", "HEADS = 5 ", "HEADS = 4 ", "edd"),
     ("paper: decay", "DECAY = 0.8 ", "DECAY = 0.9 ", "edd"),
-]
-EDITS["beyond/eagle3"] = [
-    ("tokens outside the draft vocabulary are drafted", "self.vocab), float(\"-inf\"))", "self.vocab), 0.0)", "beyond"),
-]
-EDITS["beyond/gemma4"] = [
-    ("children read the assistant's own state", "self.model.post_projection(x)", "x.new_zeros(len(x), self.states.shape[1])", "beyond"),
 ]
 
 # ---------------------------------------------------------------- PCT and its baselines
@@ -475,10 +468,6 @@ EDITS["runtime/load"] = [
     ("tokenizers need not agree", "if mine[i] != its[i]:", "if False:", "bad_input"),
     ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
 ]
-EDITS["runtime/linear"] = [
-    ("blocks of an old weight", "if not blocks.are_of(self.weight):", "if False:"),
-    ("the bias is forgotten", "blocks.tensor, self.bias,", "blocks.tensor, None,"),
-]
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
@@ -509,7 +498,6 @@ EDITS["figures/compare"] = [
     ("signs are not drawn", "np.random.RandomState(0).randint(0, 2, (DRAWS, n))", "np.ones((DRAWS, n))",
      "paper::test_drawn_signs_give_the_exact_p"),
     ("a tie, untested, counts as more", "return Found(UNTESTED, in", "return Found(MORE, in", "paper::test_comparisons_by_hand"),
-    ("level counts as more", "if p >= SIGNIFICANT:", "if False:", "paper::test_comparisons_by_hand"),
 ]
 EDITS["docs/any_project"] = [
     ("a node sees the tree before it", "sees[t + node] |= sees[t + parents[node]]", "sees[t + node] |= sees[t + node - 1]", "cape::test_any_project"),
