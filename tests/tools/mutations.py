@@ -258,7 +258,6 @@ EDITS["maxgram"] = [
     ('a clone shares its transitions', 'transitions = dict(self.next[following])', 'transitions = self.next[following]'),
     ('matches lose their length', 'return Suffix(self.next[state][token], length + 1)', 'return Suffix(self.next[state][token], length)'),
     ('the bigram is ignored', 'follower = self.bigram[place.last] if place.last < len(self.bigram) else 0', 'follower = 0'),
-    ('a chunk is longer than asked', 'return text[at:at + most], length', 'return text[at:at + N], length'),
     ('a short chunk is not filled', '            lengths += [length] * len(new)\n', '            lengths += [length] * len(new)\n            n = len(tokens)\n'),
     ('the draft is not part of the query', '        tokens, lengths = [], []\n        while True', '        tokens, lengths, new = [], [], []\n        while True'),
     ('the source is not searched', 'self.in_source = self.source.advance(self.in_source, token)', 'pass'),
