@@ -134,8 +134,10 @@ class Functions(TorchFunctionMode):
             return func(first.held)
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             del kwargs["device"]
-            count("copy")
-            return Pretended(torch.tensor(*args, **kwargs))
+            made = torch.tensor(*args, **kwargs)
+            if made.numel():
+                count("copy")
+            return Pretended(made)
         if func is torch.Tensor.new_tensor and isinstance(first, Pretended):
             count("copy")
             return Pretended(torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype)))
