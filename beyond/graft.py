@@ -207,7 +207,7 @@ class Beside:
     def begin(self, view):
         """A round starts: both are shown what was committed since the last one."""
         self.drafter.begin(view)
-        # On the host, where the view has them there: no device-to-host sync.
+        # The ids and the root's on the host, where the view has them: no device-to-host sync.
         ids = getattr(view, "ids", None)
         self.gram.commit(view.tokens if ids is None else ids)
         self.root = getattr(view, "root", None)
@@ -243,7 +243,10 @@ class Beside:
         return ids, confidences
 
     def predictions(self, ids, parents):
-        """Max-Gram's, after new nodes -> rows, predicted tokens, lengths of match: lists (k,)."""
+        """What Max-Gram predicts after new nodes, which are counted -> lists (k,).
+
+        rows: the nodes after which it predicts a token; the tokens; the lengths of the matches.
+        """
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)
@@ -257,9 +260,9 @@ class Beside:
         return rows, predicted, lengths
 
     def announce(self, ids, parents, device):
-        """The tokens that expand is given next, as lists: they need not be read back -> (m,)
+        """Tokens that expand is given next, and their parents: lists -> tokens (m,) on the device.
 
-        They and what Max-Gram predicts after them are one host-to-device copy.
+        They need not be read back.  With Max-Gram's predictions they are one host-to-device copy.
         """
         tokens, *self.announced = to_device(device, ids, *self.predictions(ids, parents))
         return tokens

@@ -253,8 +253,9 @@ class AnyTarget(Target):
             unchanged = end
         logits = super().sync(ids, logits_to_keep, unchanged)
         # A view shows all of them.
-        chunks.append(self.committed)
-        self.committed = [torch.cat(of_chunks) for of_chunks in zip(*chunks)]
+        if chunks:
+            chunks.append(self.committed)
+            self.committed = [torch.cat(of_chunks) for of_chunks in zip(*chunks)]
         return logits
 
     # ------------------------------------------------------------ the proof
