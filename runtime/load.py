@@ -228,8 +228,8 @@ def load_drafter(setup, name, raw=False, running=False, words=None):
 
     raw: its confidence as it is, without temperature.
     running: its temperature is fitted along each text (beyond/running.py).
-    words: so many of the most frequent tokens alone are drafted (beyond/words.py); None: those
-    that it has learned (train.py --words), or all.
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py), 0: all; None:
+    those that it has learned (train.py --words), or all.
     """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
@@ -248,7 +248,7 @@ def load_drafter(setup, name, raw=False, running=False, words=None):
     check_drafter(drafter, folder)
     if words is None:
         words = about.get("words")                   # those it has learned
-    if words is not None:
+    if words:
         path = Path(setup.checkpoint) / "words.json"
         vocabulary = vocabulary_fingerprint(setup.tokenizer)
         shorten(drafter.model, frequent_words(path, words, vocabulary))
