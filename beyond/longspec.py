@@ -24,7 +24,8 @@ Differences from the paper:
  2. In its trees the window of a node starts at a place in its depth; here at its position, as in
     training.  Entries that have left the window stay in memory.
  3. A norm before the head, which LongSpec does not have, is an option (config.last_norm): the
-    target's head was trained on normed states.  `train.py longspec` sets it.
+    target's head was trained on normed states.  `train.py longspec` sets it, and lets it start as
+    the target's own.
 
 Alone in a project: this file, glide.py, a Hugging Face model, a drafter from train.py.
 
@@ -81,6 +82,7 @@ class Layer(glide.Layer):
         super().__init__(c, m)
         if c.bias:
             self.qkv = nn.Linear(c.width, 3 * c.width)
+        if c.bias and c.glimpse:
             self.glimpse_q = nn.Linear(c.width, c.target_heads * c.target_head_size)
 
     def in_window(self, mask):
