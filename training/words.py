@@ -45,8 +45,8 @@ def share_words(models, words):
         has_own = any("head" in part for part, _ in module.named_modules())
         target = getattr(module, "target", None)
         if has_own or not hasattr(target, "raw_head"):
-            raise UserError(f"--words: {name} has a head of its own, for all words: train longspec, "
-                            "edd-shared, vdm-shared or eagle, or leave --words out")
+            raise UserError(f"--words: {name} has a head of its own, for all words: train "
+                            "longspec, edd-shared, vdm-shared or eagle, or leave --words out")
         shorten_head(target, words)
 
 
