@@ -10,12 +10,15 @@ vocabulary they are nearly all of it: of an EDD beside SmolLM2-135M (49 152 ids,
 
     paper              shape      name here
     T, H               edd.py     ids, hidden
-    embedding          (V, D)     Shared.embed: the target's, frozen
+    embedding          (V, D)     Shared.embed: the target's, frozen; then `projection`
     LM head            (D, V)     Shared.head: the target's, frozen
 
-Differences from the paper: this one; the norm starts as the target's last; those of edd.py.
+Differences from the paper: this one; the norm starts as the target's last; where the target's two
+tables are one, a matrix stands behind the embedding (difference 4 of beyond/longspec.py); those of
+edd.py.
 
-Alone in a project: this file, edd.py, a Llama, Mistral or Qwen2, a drafter from train.py.
+Alone in a project: this file, beyond/longspec.py, edd.py, a Llama, Mistral or Qwen2, a drafter from
+train.py.
 
     drafter, _ = edd.load("my-edd", model, Shared)               # then as in edd.py
 
@@ -30,6 +33,7 @@ import torch
 import torch.nn.functional as F
 
 import edd
+from beyond.longspec import is_tied, rotation
 
 # Names for train.py
 VARIANTS = {
@@ -42,6 +46,12 @@ VARIANTS = {
 class Config(edd.Config):
     """edd.Config, for drafters without tables of their own."""
     kind: str = "edd-shared"
+    projected: bool = False          # a matrix behind the embedding, as in beyond/longspec.py
+
+    @classmethod
+    def for_target(cls, model, hidden=edd.HIDDEN, **more):
+        """As edd.Config.for_target; projected where the target's tables are one."""
+        return super().for_target(model, hidden, projected=is_tied(model), **more)
 
 
 class Shared(edd.EDD):
@@ -53,6 +63,8 @@ class Shared(edd.EDD):
         self.layer = self.fresh_layer(model)
         # The head was trained with this norm before it: so it starts, and then it learns.
         self.norm = self.own(model.get_decoder().norm)
+        self.projection = rotation(config.width) if config.projected else torch.nn.Identity()
+        self.projection.to(self.target.like)
 
     def take(self, model, decoder):
         """As edd.DraftModel.take, with the target's embedding and head."""
@@ -62,9 +74,10 @@ class Shared(edd.EDD):
         self.target.head = partial(F.linear, weight=weight)
 
     def embed(self, ids):
-        """ids (...) -> (..., D), in the type of the drafter; no gradient"""
+        """ids (...) -> (..., D), in the type of the drafter; the target's part gets no gradient"""
         with torch.no_grad():
-            return self.target.embed(ids).to(self.norm.weight.dtype)
+            x = self.target.embed(ids).to(self.norm.weight.dtype)
+        return self.projection(x)
 
     def head(self, x):
         """x (..., D) -> logits (..., V)"""

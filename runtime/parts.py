@@ -262,7 +262,8 @@ def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
     sizes = glide_config(model, None, 1, glimpse, block, layer, norm, loss)
     settings = {name: value for name, value in vars(sizes).items()
                 if name not in ("heads", "feed_forward")}
-    return LongSpecConfig.for_target(model, **{**settings, **more})
+    tied = {"projected": longspec.is_tied(model)}
+    return LongSpecConfig.for_target(model, **{**settings, **tied, **more})
 
 
 def load_glide(folder, model, length):
