@@ -228,7 +228,7 @@ def distributions(gen, first, vocab):
         if torch.is_tensor(p):
             row.copy_(p)
         else:
-            row[token] = 1
+            row[token].fill_(1)
     return p_draft
 
 # ---------------------------------------------------------------- encoder and decoder
@@ -356,7 +356,7 @@ class Cascade:
     def begin(self, view):
         """A round starts: newly committed tokens take the place of the last drafts."""
         gen = self.gen
-        new = view.tokens.tolist()
+        new = view.ids
         gen.replace(gen.committed, new, [None] * len(new))
         gen.committed = len(gen.tokens)
         gen.device = view.tokens.device
@@ -409,7 +409,7 @@ class Cascade:
             else:
                 # Max-Gram: its confidence, and the rest evenly over all other tokens
                 row.fill_((1 - p) / (self.vocab - 1))
-                row[chain[n]] = p
+                row[chain[n]].fill_(p)
                 row.log_()
         return logits
 

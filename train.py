@@ -29,6 +29,7 @@ Differences from the papers:
     to the first rejection: there trees can trust its confidence.
 """
 import argparse
+import json
 import math
 import sys
 import time
@@ -48,14 +49,17 @@ import transformers
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
+from beyond.words import frequent_words
 from data import prepare, read
 from data.read import UserError
 from runtime import families, load
 from training import drafters, flags, jobs
+from training.features import Features
 from training.frozen import frozen_forward, read_by
 from training.jobs import place, say
 from training.muon import optimizers
 from training.walk import Evaluation, prompts_of
+from training.words import head_of, share_words
 
 WARMUP = 0.025                             # of the steps: the learning rate rises
 CLIP = 1.0                                 # the largest norm of a drafter's gradient
@@ -82,10 +86,10 @@ class Steps:
     """steps(step) -> the forwards of a step: functions, each of which returns {name: loss}.
 
     A step's pieces are read in parts that fit in memory; the number of the step decides them.
-    forward(ids, learn, count): frozen_forward of the target.
+    forward(ids, learn, count): frozen_forward of the target; features: the same, kept on the disk.
     """
-    def __init__(self, models, forward, data, a):
-        self.forward, self.data, self.a = forward, data, a
+    def __init__(self, models, forward, data, a, features=None):
+        self.forward, self.data, self.a, self.features = forward, data, a, features
         self.engine = Together(models)
         if dist.is_initialized():
             self.engine = DistributedDataParallel(self.engine)
@@ -122,10 +126,12 @@ class Steps:
         rank, processes = place()
         mine = part[rank::processes]
         idle = len(mine) == 0                                          # fewer pieces than processes
-        ids, learn = prepare.gather(self.data.tokens, part[:1] if idle else mine)
+        mine = part[:1] if idle else mine
+        ids, learn = prepare.gather(self.data.tokens, mine)
         if idle:
             learn[:] = False                       # the others wait for a forward
-        batch = self.forward(ids.to(self.a.device), learn=learn.to(self.a.device), count=count)
+        forward = partial(self.features, mine) if self.features else self.forward
+        batch = forward(ids.to(self.a.device), learn=learn.to(self.a.device), count=count)
         if processes > 1:
             self.engine.require_backward_grad_sync = is_last           # gradients meet once a step
         return self.engine(batch, [self.a.seed + 3, step])
@@ -329,12 +335,39 @@ def load_drafter(name, target, mine, a):
                             f"{getattr(a, flag)}: leave that out, or train without --init")
     return module, before
 
+def forward_for(models, target, tokenizer, mine, data, a):
+    """The target's forward, and the same kept on the disk: for --words and --features."""
+    reads = read_by(models)
+    words = head = features = None
+    if a.words:
+        path = Path(a.out) / "words.json"
+        words = frequent_words(path, a.words, load.vocabulary_fingerprint(tokenizer))
+        words = torch.tensor(words, device=target.device)
+        share_words(models, words)
+    if reads["logits"] and (a.words or a.features):
+        try:
+            head = head_of(target, words)
+        except ValueError as why:
+            raise UserError(f"--words, --features: {why}") from None
+    if a.features:
+        c = target.config.get_text_config()
+        # In the place of logits the state that the head reads
+        kept = {**reads, "logits": False}
+        if head:
+            kept["hidden"] = {*reads["hidden"], c.num_hidden_layers}
+        key = json.dumps([a.data, mine, sorted(kept["hidden"]), sorted(kept["kv"])])
+        features = Features(partial(frozen_forward, target, **kept), head,
+                            Path(a.work) / "features", len(data.tokens), key, c.vocab_size)
+    return partial(frozen_forward, target, **reads, head=head), features
+
 def how_made(a, metrics, **more):
     """What training.json says: the command, seed, tokens seen, date, validation figures."""
     about = {name: getattr(a, name) for name in ("command", "run", "seed", "steps")}
     about["date"] = time.strftime("%Y-%m-%d")
     about["tokens_seen"] = a.spent
     about["validation"] = metrics
+    if getattr(a, "words", None):
+        about["words"] = a.words
     return about | more
 
 # ---------------------------------------------------------------- command line
@@ -352,8 +385,10 @@ def check(a):
     unknown = [name for name in a.what if not drafters.named(name)]
     if unknown:
         raise UserError(f"cannot train {' '.join(unknown)}: name drafters among {drafters.NAMES}")
-    above_0 = ("batch", "micro", "length", "lr", "width", "layers", "block", "every")
+    above_0 = ("batch", "micro", "length", "lr", "width", "layers", "block", "every", "words")
     flags.check(a, above_0, least_steps=0 if a.init else 1)
+    if a.words and a.loss == "ce":
+        raise UserError("--words learns the target's distribution: leave --loss ce out")
     if a.length <= a.block + 1:
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a "
                         "token more")
@@ -377,8 +412,8 @@ def run(argv):
     models, before = {}, {}
     for name in a.what:
         models[name], before[name] = load_drafter(name, target, mine, a)
-    forward = partial(frozen_forward, target, **read_by(models))
-    steps = Steps(models, forward, data, a)
+    forward, features = forward_for(models, target, tokenizer, mine, data, a)
+    steps = Steps(models, forward, data, a, features)
     evaluate = partial(Evaluation(forward, target, data, a), models)
     metrics = fit(models, steps, evaluate, a, state)
     rank, _ = place()

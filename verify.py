@@ -59,8 +59,8 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last view; the length of all that is;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}, of those tokens; their ids
-View = namedtuple("View", "tokens length kv hidden ids", defaults=(None,))
+# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}; on the host ids [k] and root
+View = namedtuple("View", "tokens length kv hidden ids root", defaults=(None, None))
 Round = namedtuple("Round", "new path tokens parents")         # new: its tokens; path: accepted
 CHUNK = 512              # cache entries to spare for trees
 
@@ -171,8 +171,9 @@ class Target:
             depth = seen.sum(1) - 1
             position = cached + depth
             position = position.clamp(max=self.capacity - 1)   # beyond: never accepted
-        logits, *self.states = self.run(
-            end, tokens.to(self.device), position, slots, mask, logits_to_keep)
+        tokens = tokens.to(self.device)
+        logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
+        self.nodes = [tokens, *states]                         # (n,), and (n, D) of each index
         return logits
 
     def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
@@ -199,8 +200,7 @@ class Target:
             self.cache.compact(nodes)
         self.cache.length += len(path)
         self.ids += ids
-        self.new = ids                                         # until view
-        self.hidden = [states[nodes] for states in self.states]
+        self.committed = [of_nodes[nodes] for of_nodes in self.nodes]      # until view
 
     def sync(self, ids, logits_to_keep=1, unchanged=0):
         """Cache ids, whose first `unchanged` are cached already -> logits (logits_to_keep, V)."""
@@ -215,15 +215,16 @@ class Target:
         self.commit(list(range(len(rest))), rest)
         return logits[-logits_to_keep:]
 
-    def view(self):
+    def view(self, root=None):
         """What the last commit added, and what the drafter reads of the text -> View."""
-        tokens = torch.tensor(self.new).to(self.device, non_blocking=True)
+        tokens, *hidden = self.committed
+        ids = self.ids[-len(tokens):]
         length = self.cache.length
         kv = {}
         for layer in self.needs["kv"]:
             kv[layer] = [entries[:, :, :length] for entries in self.cache.kv[layer]]
-        hidden = dict(zip(self.needs["hidden"], self.hidden))
-        return View(tokens, length, kv, hidden, self.new)
+        hidden = dict(zip(self.needs["hidden"], hidden))
+        return View(tokens, length, kv, hidden, ids, root)
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
@@ -399,7 +400,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     while not out.ended:
         # Draft: the drafter proposes a tree that hangs from the root x_t.
         if drafter:
-            drafter.begin(target.view())
+            drafter.begin(target.view(new[-1]))
         first = target.cache.length + 1
         remaining = limit - len(out.tokens) - 1
         generator = stream(rule.seed, f"draft {first}", target.device)

@@ -49,10 +49,11 @@ from types import SimpleNamespace
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, announce, checked, draft_by_price, grow_announced, most_profitable,
-    most_profitable_tree, worth_first_forward)
+    NODE_PRICE, START, Announced, checked, draft_by_price, most_profitable, most_profitable_tree,
+    worth_first_forward)
+from cape import constant
 from maxgram import LENGTHS, MaxGram, N, ints
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
+from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
 
 CHAIN = 16              # suggested tokens after one node, at most
 LEAST = 2               # shorter matches are not used beside a neural drafter
@@ -68,7 +69,7 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
     prices = checked(cost, node_price, start)
     depth = clamp_depth(expand, width, depth, max_nodes)
     # What is suggested after the root is a tree already, without any forward: D = 0.
-    alone = Candidates(expand, root, width)
+    alone = Announced(expand, root, width)
     hang(alone, 0, chain, least=node_price)
     nodes = most_profitable(alone, prices)
     if nodes:
@@ -79,7 +80,7 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
         return most_profitable_tree(alone, prices, max_nodes)
 
     # Each forward reads the frontier and a suggested chain.
-    candidates = Candidates(expand, root, width)
+    candidates = Announced(expand, root, width)
     grow = partial(grow_with_chain, candidates, most=chain)
     r = draft_by_price(candidates, grow, prices, depth, max_nodes)
     # What is suggested after the nodes that no forward read hangs there at no cost.
@@ -95,10 +96,9 @@ def suggested(candidates, node, most):
     drafter = getattr(expand, "drafter", None)
     if not hasattr(drafter, "suggest"):
         return [], []
-    token = expand.root if node == 0 else candidates.token[node]
     remaining = expand.remaining - candidates.depth[node]
     most = min(most, remaining)
-    return drafter.suggest(token, candidates.parent_index(node), most)
+    return drafter.suggest(candidates.token[node], candidates.parent_index(node), most)
 
 def hang(candidates, node, most, least):
     """Add the suggested chain below a node, without a forward, while p is above `least`."""
@@ -120,7 +120,7 @@ def grow_with_chain(candidates, frontier, most):
     deepest = remaining - candidates.depth[best] - 1
     chain, _ = suggested(candidates, best, min(most, deepest))
     if not chain:
-        return grow_announced(candidates, frontier)
+        return candidates.grow(frontier)
 
     # The forward reads the frontier, `best` last; then the chain, each token below the one before.
     first_child = len(candidates.token)
@@ -130,8 +130,8 @@ def grow_with_chain(candidates, frontier, most):
     index_of_best = first_index + len(nodes) - 1
     parents = [candidates.parent_index(node) for node in nodes]
     parents += range(index_of_best, index_of_best + len(chain))
-    tokens = tokens_with_chain(candidates, nodes, chain)
-    announce(candidates, nodes, chain)
+    ids = [candidates.token[node] for node in nodes] + chain
+    tokens = candidates.announce(ids, parents)
     c, x = candidates.draft(tokens, parents)
 
     for i, node in enumerate(nodes):
@@ -145,16 +145,6 @@ def grow_with_chain(candidates, frontier, most):
         candidates.expand_index[node] = first_index + i
         children = candidates.add_children(node, c[i], x[i])
     return range(first_child, len(candidates.token))
-
-def tokens_with_chain(candidates, nodes, chain):
-    """The tokens of nodes, then those of a chain -> (m,), by one host-to-device copy."""
-    device = candidates.root.device
-    if nodes == [0]:
-        # The root's token is on the device already.
-        chain = torch.tensor(chain, device=device)
-        return torch.cat((candidates.root, chain))
-    ids = [candidates.token[node] for node in nodes]
-    return torch.tensor(ids + chain, device=device)
 
 def worth_drafting(candidates, chain, prices):
     """Whether a forward over the root and a suggested `chain` (nodes) is worth its price.
@@ -177,6 +167,12 @@ def worth_drafting(candidates, chain, prices):
     return gain >= r * prices.cost
 
 # ---------------------------------------------------------------- the mixture
+def to_device(device, *lists):
+    """Lists of integers as one tensor each, by one host-to-device copy."""
+    numbers = [number for one in lists for number in one]
+    lengths = [len(one) for one in lists]
+    return torch.tensor(numbers, dtype=torch.long, device=device).split(lengths)
+
 class Beside:
     """A neural drafter beside Max-Gram: one drafter, by the contract at the top of verify.py.
 
@@ -203,6 +199,7 @@ class Beside:
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
+        self.root = None
         self.places = []
         self.predicted = []
         self.announced = None
@@ -210,19 +207,16 @@ class Beside:
     def begin(self, view):
         """A round starts: both are shown what was committed since the last one."""
         self.drafter.begin(view)
-        # The ids as a list, where the view has them: no device-to-host sync.
+        # The ids and the root's on the host, where the view has them: no device-to-host sync.
         ids = getattr(view, "ids", None)
         self.gram.commit(view.tokens if ids is None else ids)
+        self.root = getattr(view, "root", None)
         self.places = []
         self.predicted = []
 
     def keep(self, path):
         """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
         self.drafter.keep(path)
-
-    def announce(self, ids):
-        """The ids (list) of the tokens that expand is given next: they need not be read back."""
-        self.announced = ids
 
     def place_after(self, token, parent):
         """The Place after a token below a node (-1: below the committed text)."""
@@ -248,11 +242,11 @@ class Beside:
             token, length = self.prediction(place)
         return ids, confidences
 
-    def expand(self, tokens, parents):
-        """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), mixed."""
-        # Read before the forward is launched: afterwards the host would wait for it.
-        ids = ints(tokens) if self.announced is None else self.announced
-        self.announced = None
+    def predictions(self, ids, parents):
+        """What Max-Gram predicts after new nodes, which are counted -> lists (k,).
+
+        rows: the nodes after which it predicts a token; the tokens; the lengths of the matches.
+        """
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)
@@ -263,22 +257,39 @@ class Beside:
                 rows.append(row)
                 predicted.append(following)
                 lengths.append(length)
+        return rows, predicted, lengths
+
+    def announce(self, ids, parents, device):
+        """Tokens that expand is given next, and their parents: lists -> tokens (m,) on the device.
+
+        They need not be read back.  With Max-Gram's predictions they are one host-to-device copy.
+        """
+        tokens, *self.announced = to_device(device, ids, *self.predictions(ids, parents))
+        return tokens
+
+    def expand(self, tokens, parents):
+        """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), mixed."""
+        found = self.announced
+        self.announced = None
+        if found is None:
+            # Read before the forward is launched: afterwards the host would wait for it.
+            known = parents == [-1] and self.root is not None
+            ids = [self.root] if known else ints(tokens)
+            found = to_device(tokens.device, *self.predictions(ids, parents))
         logits = self.drafter.expand(tokens, parents)                            # (m, V)
-        return self.mixed(logits, rows, predicted, lengths) if rows else logits
+        rows, predicted, lengths = [x.to(logits.device) for x in found]
+        return self.mixed(logits, rows, predicted, lengths) if len(rows) else logits
 
     def mixed(self, logits, rows, predicted, lengths):
         """Logits (m, V) whose `rows`, in a softmax at `temperature`, are Eq. 1.
 
-        rows, predicted, lengths: lists (k,).
+        rows, predicted, lengths: (k,).
         """
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        confidence = [self.gram.confidence_of(length) for length in lengths]
-        # One tensor of floats, one host-to-device copy: they hold every integer below 2^24.
-        columns = [rows, predicted, lengths, confidence]
-        columns = torch.tensor(columns, dtype=dtype, device=logits.device)[:, :, None]
-        rows, predicted = columns[:2].long()                                     # (k, 1) each
-        lengths, confidence = columns[2:]                                        # (k, 1) each
-        rows = rows[:, 0]
+        table = constant(tuple(self.gram.confidence), dtype, logits.device)
+        predicted = predicted[:, None]                                           # (k, 1)
+        lengths = lengths[:, None]                                               # (k, 1)
+        confidence = table[lengths.clamp(max=len(table) - 1)]                    # (k, 1)
         own = logits[rows].to(dtype) / self.temperature                          # (k, V)
         # Where the drafter has no prediction its row is -inf: there any token is as likely.
         none = own.isneginf().all(1, keepdim=True)                               # (k, 1)
@@ -297,7 +308,7 @@ class Beside:
     def weight(self, p, lengths):
         """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
         a, b, c = self.agreement
-        lengths = lengths.clamp(max=LENGTHS)
+        lengths = lengths.clamp(max=LENGTHS).to(p)
         p = p.clamp(1e-6, 1 - 1e-6)
         rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
         # rho = (1 - w) p + w, unless the drafter is surer by itself

@@ -24,7 +24,12 @@ Differences from the paper:
  2. In its trees the window of a node starts at a place in its depth; here at its position, as in
     training.  Entries that have left the window stay in memory.
  3. A norm before the head, which LongSpec does not have, is an option (config.last_norm): the
-    target's head was trained on normed states.  `train.py longspec` sets it.
+    target's head was trained on normed states.  `train.py longspec` sets it, and lets it start as
+    the target's own.
+ 4. Where the target ties its embedding to its head, the state of a token points to that very token:
+    the embedding is a row of the head, and a layer adds to it.  Thirty layers turn it away, one has
+    trouble to.  There a matrix stands behind the embedding (config.projected), as EAGLE has one; it
+    starts as a random rotation.
 
 Alone in a project: this file, glide.py, a Hugging Face model, a drafter from train.py.
 
@@ -50,6 +55,7 @@ class Config(glide.Config):
     bias: bool = True                # of all queries, and of its own keys and values
     window: int = 512                # earlier tokens of its own that a query sees; 0: all
     last_norm: bool = False          # before the head (difference 3)
+    projected: bool = False          # a matrix behind the embedding (difference 4)
 
     @classmethod
     def for_target(cls, model, layer=None, **more):
@@ -71,7 +77,8 @@ class Config(glide.Config):
         glimpse = 2 * self.width * target_width
         feed_forward = 3 * self.width * self.feed_forward
         head = self.vocab * self.width
-        return attention + glimpse + feed_forward + head
+        projection = self.width ** 2 if self.projected else 0
+        return projection + attention + glimpse + feed_forward + head
 
 
 class Layer(glide.Layer):
@@ -81,6 +88,7 @@ class Layer(glide.Layer):
         super().__init__(c, m)
         if c.bias:
             self.qkv = nn.Linear(c.width, 3 * c.width)
+        if c.bias and c.glimpse:
             self.glimpse_q = nn.Linear(c.width, c.target_heads * c.target_head_size)
 
     def in_window(self, mask):
@@ -102,6 +110,19 @@ class Layer(glide.Layer):
         return super().forward(x, ropes, mask, kv, glimpse_mask, cache)
 
 
+def rotation(width):
+    """A linear map (d -> d) without bias that starts as a random rotation."""
+    linear = nn.Linear(width, width, bias=False)
+    nn.init.orthogonal_(linear.weight)
+    return linear
+
+
+def is_tied(model):
+    """Whether a model's embedding is its head."""
+    head = model.get_output_embeddings()
+    return head.weight is model.get_input_embeddings().weight
+
+
 class LongSpec(glide.Glide):
     """The draft model: glide.Glide around one layer, between parts of the target."""
     config_class = Config
@@ -120,6 +141,7 @@ class LongSpec(glide.Glide):
         for p in self.layers[0].parameters():
             if p.ndim == 2:
                 nn.init.normal_(p, std=0.02)
+        self.projection = rotation(c.width) if c.projected else nn.Identity()
         table = torch.stack(tables)                                    # (2, length, d)
         self.register_buffer("own_table", table, persistent=False)
         self.register_buffer("target_table", table, persistent=False)
@@ -142,7 +164,8 @@ class LongSpec(glide.Glide):
 
     def embed(self, ids):
         """ids (..., T) -> (..., T, d), in the type of the layer."""
-        return self.target.embed(ids).detach().to(self.layers[0].o.weight)
+        x = self.target.embed(ids).detach().to(self.layers[0].o.weight)
+        return self.projection(x)
 
     def head(self, x):
         """x (..., d) -> logits (..., V)."""

@@ -56,7 +56,6 @@ decodings.
     python -m beyond.priced       # the demo: a node goes where it costs more than it gives
 """
 from collections import namedtuple
-from functools import partial
 from statistics import median, quantiles
 
 import torch
@@ -83,10 +82,9 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
     gram = max_gram_alone(expand)
     if gram is not None:
         return priced_chain(expand, root, gram, prices, max_nodes)
-    candidates = Candidates(expand, root, width)
+    candidates = Announced(expand, root, width)
     if worth_first_forward(expand, prices, depth):
-        grow = partial(grow_announced, candidates)
-        draft_by_price(candidates, grow, prices, depth, max_nodes)
+        draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
     return most_profitable_tree(candidates, prices, max_nodes)
 
 def checked(cost, node_price, start):
@@ -135,18 +133,27 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
             break
     return r
 
-def grow_announced(candidates, frontier):
-    """As Candidates.grow, for a drafter that would read its tokens from the device."""
-    announce(candidates, frontier)
-    return candidates.grow(frontier)
+class Announced(Candidates):
+    """Candidates whose tokens are announced: a drafter beside Max-Gram needs them on the host."""
 
-def announce(candidates, nodes, chain=()):
-    """Tell a drafter that asks for it which ids expand is given next: some nodes', then a chain."""
-    expand = candidates.expand
-    drafter = getattr(expand, "drafter", None)
-    if hasattr(drafter, "announce"):
-        ids = [candidates.token[node] if node else expand.root for node in nodes]
-        drafter.announce(ids + list(chain))
+    def __init__(self, expand, root, width):
+        super().__init__(expand, root, width)
+        self.token[0] = getattr(expand, "root", None)
+
+    def tokens_of(self, nodes):
+        """As Candidates.tokens_of."""
+        if nodes == [0]:
+            return self.root                     # its id is in the drafter's view
+        ids = [self.token[node] for node in nodes]
+        parents = [self.parent_index(node) for node in nodes]
+        return self.announce(ids, parents)
+
+    def announce(self, ids, parents):
+        """The ids that expand is given next, and their parents' expand_indices: lists -> (m,)"""
+        drafter = getattr(self.expand, "drafter", None)
+        if hasattr(drafter, "announce"):
+            return drafter.announce(ids, parents, self.root.device)
+        return torch.tensor(ids, device=self.root.device)
 
 def remember(expand, s):
     """The share that a first forward kept, for Eq. 6 in later rounds."""

@@ -61,11 +61,14 @@ class ShortHead(nn.Module):
     def __init__(self, head, words, vocab):
         super().__init__()
         self.head, self.vocab = head, vocab
+        self.spread = True                       # False: (..., k), of the words alone, in training
         self.register_buffer("words", words, persistent=False)
 
     def forward(self, x):
         """x (..., D) -> logits (..., V)"""
         of_words = self.head(x)                                                # (..., k)
+        if not self.spread:
+            return of_words
         shape = (*of_words.shape[:-1], self.vocab)
         logits = of_words.new_full(shape, float("-inf"))
         return logits.index_copy(-1, self.words.to(x.device), of_words)        # (..., V)
@@ -92,12 +95,12 @@ def shorten(model, words):
         # MEDUSA: one for each depth
         for i, head in enumerate(heads):
             heads[i] = ShortHead(rows_of(head, words), words, head.out_features)
-    elif hasattr(model, "head"):
+    elif isinstance(getattr(model, "head", None), nn.Module):
         # GLIDE and EDD
         head = model.head
         model.head = ShortHead(rows_of(head, words), words, head.out_features)
     else:
-        # EAGLE
+        # EAGLE, LongSpec: the target's
         shorten_targets(model, words)
 
 def shorten_targets(model, words):

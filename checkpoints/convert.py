@@ -316,7 +316,7 @@ def from_glide(weights, settings, target):
 def from_longspec(weights, settings, target):
     """LongSpec: one layer, which reads the target's last, without an embedding and a head."""
     c = target.config.get_text_config()
-    config = longspec_config(target, window=WINDOW, eps=settings["rms_norm_eps"])
+    config = longspec_config(target, window=WINDOW, projected=False, eps=settings["rms_norm_eps"])
     check_settings({"hidden_size": c.hidden_size} | settings, {
         "hidden_size": c.hidden_size,
         "num_attention_heads": c.num_attention_heads,

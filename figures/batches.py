@@ -49,10 +49,23 @@ class Copies:
         self.begin(1)
         model.register_forward_pre_hook(self.repeat_input, with_kwargs=True)
         model.register_forward_hook(lambda module, args, out: self.compare(out.logits))
-        drafter.model.head.register_forward_hook(lambda module, args, out: self.compare(out))
+        self.watch_head(drafter.model)
         # The first layer's queries, keys and values are of all copies, and so is what comes after.
         first = drafter.model.layers[0]
         first.project = partial(self.repeat_states, first.project)
+
+    def watch_head(self, draft_model):
+        """Compare the draft model's choices, too; LongSpec's head is a method."""
+        head = draft_model.head
+
+        def compared(x):
+            logits = head(x)
+            self.compare(logits)
+            return logits
+        if isinstance(head, torch.nn.Module):
+            head.register_forward_hook(lambda module, args, out: self.compare(out))
+        else:
+            draft_model.head = compared
 
     def begin(self, count):
         """From here on `count` copies.  The drafter's own KV entries are of so many, too."""
@@ -141,19 +154,23 @@ def rows_of(run, batches):
                 row = row_of(run, arms, truth)
             except torch.OutOfMemoryError:
                 run.notes.append(f"a batch of {batch} does not fit into the device's memory")
-        rows.append({**about, "batch": batch, **row})
+        rows.append({**about, "batch": batch, **row, "group": "all"})
     return rows
 
 # ---------------------------------------------------------------- the command line
-def work(argv):
+def run_of(argv):
+    """The command line -> bench.py's run, and the batches."""
     parser = read.Parser(add_help=False)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     a, flags = parser.parse_known_args(argv)
     if min(a.batches) < 1:
         raise UserError("--batches: at least one copy each")
     defaults = ["--drafter", "glide", "--tree", "chain", "--limit", "4"]
-    run = bench.Run(defaults + flags)
-    rows = rows_of(run, sorted(a.batches))
+    return bench.Run(defaults + flags), sorted(a.batches)
+
+def work(argv):
+    run, batches = run_of(argv)
+    rows = rows_of(run, batches)
     print(f"\n{compare.grid(rows, COLUMNS)}\n", *run.notes, sep="\n")
     if run.a.json:
         bench.write_json(run.a.json, rows)

@@ -32,6 +32,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import batches  # noqa: E402
 import compare  # noqa: E402
 import pictures  # noqa: E402
 import probe  # noqa: E402
@@ -44,6 +45,7 @@ from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
 TUNED = "cascade-k.jsonl"                  # the rows by which k is chosen
+PUBLIC = "smollm2"                         # folder and page of a public model's rows
 HELD, FAILED, OPEN = "held", "not held", "open"
 
 def measured(folder):
@@ -104,6 +106,8 @@ def rows_of_command(script, arguments, spec):
     """Run one command in this process, with those of its drafted arms that the table names -> its rows."""
     if script == "figures/probe.py":
         return probe.rows_of(arguments)
+    if script == "figures/batches.py":
+        return batches.rows_of(*batches.run_of(arguments))
     run = bench.Run(arguments)
     arms = bench.plain_arms(run) + bench.library_arms(run)
     for label, drafter in run.drafters.items():
@@ -142,6 +146,7 @@ def measure(spec, flags, a):
         return
     # Six digits: by_prompt holds thousands of figures.
     rows = json.loads(json.dumps(rows), parse_float=lambda figure: float(f"{float(figure):.6g}"))
+    (a.out / spec["file"]).parent.mkdir(exist_ok=True)
     bench.write_json(a.out / spec["file"], rows)
     if "curve" in rows[0]:
         (a.out / f"{spec['name']}.svg").write_text(pictures.curves(rows), encoding="utf-8")
@@ -186,12 +191,21 @@ def verdict(folder, claim):
             return undecided, figures, claim.get("reason", "")
     return HELD, figures, ""
 
-def claims_table(judged):
-    """[(claim, its verdict)] -> a Markdown table."""
-    lines = [["where", "claim", "verdict", "figures", "reason"]]
+def shown(decision):
+    """A verdict as the tables have it."""
+    if decision == OPEN:
+        return "–"
+    return f"**{decision}**" if decision == FAILED else decision
+
+def claims_table(folder, judged):
+    """[(claim, its verdict)] -> a Markdown table, with the verdict on SmolLM2 where there is one."""
+    lines = [["where", "claim", "on the stand-in", "figures", "reason", "on SmolLM2", "figures"]]
     for claim, (decision, figures, reason) in judged:
-        decision = f"**{decision}**" if decision == FAILED else decision
-        lines.append([claim["where"], claim["claim"], decision, figures or "–", reason or "–"])
+        public, its_figures, _ = verdict(folder / PUBLIC, claim)
+        reason = "" if decision == OPEN else reason
+        its_figures = "" if public == OPEN else its_figures
+        cells = [shown(decision), figures, reason, shown(public), its_figures]
+        lines.append([claim["where"], claim["claim"], *(cell or "–" for cell in cells)])
     return markdown(lines, len(lines[0]))
 
 def counted(judged):
@@ -204,21 +218,26 @@ def claims_page(folder):
     """docs/results/ -> the text of docs/claims.md: what matters, the rest folded, then what stays open."""
     claims = compare.read_specs(folder, "claims.json")
     judged = [(claim, verdict(folder, claim)) for claim in claims]
-    decided = [pair for pair in judged if pair[1][0] != OPEN]
+    public = [(claim, verdict(folder / PUBLIC, claim)) for claim in claims]
+    decided = [pair for pair, its in zip(judged, public) if {pair[1][0], its[1][0]} != {OPEN}]
     first = [pair for pair in decided if pair[0].get("main")]
+    its_first = [pair for pair in public if pair[0].get("main") and pair[1][0] != OPEN]
     rest = [pair for pair in decided if not pair[0].get("main")]
-    parts = [head(folder, "claims"), f"**Of the {len(first)} that matter most: {counted(first)}.**"]
+    parts = [head(folder, "claims"),
+             f"**Of those that matter most, on the stand-in: {counted(first)}. "
+             f"On SmolLM2: {counted(its_first)}.**"]
     for paper in unique(claim["paper"] for claim, _ in decided):
         parts.append(f"## {paper}")
         mine, more = ([pair for pair in pairs if pair[0]["paper"] == paper] for pairs in (first, rest))
-        parts += [claims_table(mine)] if mine else []
+        parts += [claims_table(folder, mine)] if mine else []
         if more:
             parts.append(f"<details><summary>{len(more)} more: {counted(more)}</summary>")
-            parts += [claims_table(more), "</details>"]
+            parts += [claims_table(folder, more), "</details>"]
     for title, test in (("What cannot be said here", True), ("What waits for rows of its own", False)):
         lines = [["paper", "where", "claim", "why"]]
         for claim, (decision, _, reason) in judged:
-            if decision == OPEN and ("cannot" in claim) == test:
+            there = any(claim is its for its, _ in decided)
+            if not there and ("cannot" in claim) == test:
                 lines.append([claim["paper"], claim["where"], claim["claim"], reason])
         parts += [f"## {title}", markdown(lines, len(lines[0]))] if lines[1:] else []
     return "\n\n".join(parts) + "\n"
@@ -239,10 +258,12 @@ def findings(folder):
         lines.append([claim["found"], decision, figures or reason])
     return markdown(lines, len(lines[0]))
 
-def results_page(folder):
-    """docs/results/ -> the text of docs/results.md."""
+def results_page(folder, page="results"):
+    """docs/results/ -> the text of docs/results.md, or of docs/smollm2.md."""
     rows, specs, waiting = {}, [], []
     for spec in compare.read_specs(folder, "tables.json")["tables"]:
+        if spec["file"].startswith(f"{PUBLIC}/") != (page == PUBLIC):
+            continue
         path = folder / spec["file"]
         if path.exists():
             rows[spec["name"]] = read_rows(path)
@@ -255,7 +276,7 @@ def results_page(folder):
         parts = [*about(folder, spec["file"]), *compare.setting(rows[spec["name"]])]
         count.update(part for part in parts if not part.startswith("with "))
     common = [part for part, number in count.items() if 2 * number > len(specs)]
-    parts = [head(folder, "results", FINDINGS=findings(folder), COMMON=", ".join(common))]
+    parts = [head(folder, page, FINDINGS=findings(folder), COMMON=", ".join(common))]
     for section in unique(spec["section"] for spec in specs):
         parts.append(f"## {section}")
         for spec in specs:
@@ -270,7 +291,8 @@ def results_page(folder):
 def written(docs):
     """{path: text} of all that `write` writes."""
     folder = docs / "results"
-    found = {docs / "results.md": results_page(folder), docs / "claims.md": claims_page(folder)}
+    found = {docs / "results.md": results_page(folder), docs / "claims.md": claims_page(folder),
+             docs / f"{PUBLIC}.md": results_page(folder, PUBLIC)}
     for name, svg in pictures.drawings(docs).items():
         found[docs / name] = svg
     return found
@@ -284,6 +306,7 @@ def take_in(rows, folder):
     if lost:
         raise UserError(f"--rows {rows} holds no {' '.join(lost)}, which measured.json names: measure again")
     for file in new:
+        (folder / file).parent.mkdir(exist_ok=True)
         shutil.copy(rows / file, folder / file)
     write_json(folder / "measured.json", {**measured(folder), **new})
 

@@ -249,13 +249,13 @@ class AnyTarget(Target):
         for end in range((unchanged // size + 1) * size, len(ids) - logits_to_keep + 1, size):
             if self.ids[:end] != ids[:end]:
                 super().sync(ids[:end], 1, unchanged)
-                chunks.append((self.new, self.hidden))
+                chunks.append(self.committed)
             unchanged = end
         logits = super().sync(ids, logits_to_keep, unchanged)
         # A view shows all of them.
-        for new, hidden in reversed(chunks):
-            self.new = new + self.new
-            self.hidden = [torch.cat(states) for states in zip(hidden, self.hidden)]
+        if chunks:
+            chunks.append(self.committed)
+            self.committed = [torch.cat(of_chunks) for of_chunks in zip(*chunks)]
         return logits
 
     # ------------------------------------------------------------ the proof

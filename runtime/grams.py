@@ -129,8 +129,10 @@ class Judge(graft.Beside):
 
     def mixed(self, logits, rows, predicted, lengths):
         p = (logits[rows].double() / self.temperature).softmax(-1)               # (k, V)
-        for i, row in enumerate(rows):
-            self.judged[row] = predicted[i], lengths[i], p[i, predicted[i]].item()
+        p = p.gather(1, predicted[:, None])[:, 0]                                # (k,)
+        judged = zip(predicted.tolist(), lengths.tolist(), p.tolist())
+        for row, one in zip(rows.tolist(), judged):
+            self.judged[row] = one
         return logits
 
 def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):

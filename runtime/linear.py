@@ -72,6 +72,8 @@ class PackedLinear(nn.Linear):
         blocks = self.blocks
         if blocks is None or training or torch.compiler.is_compiling():
             return super().forward(x)
+        if torch.is_autocast_enabled("cpu"):     # computes in another type than the blocks'
+            return super().forward(x)
         if not blocks.are_of(self.weight):
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, blocks.tensor, self.bias, "none", [], "")

@@ -228,7 +228,8 @@ def load_drafter(setup, name, raw=False, running=False, words=None):
 
     raw: its confidence as it is, without temperature.
     running: its temperature is fitted along each text (beyond/running.py).
-    words: so many of the most frequent tokens alone are drafted (beyond/words.py).
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py), 0: all; None:
+    those that it has learned (train.py --words), or all.
     """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
@@ -245,7 +246,9 @@ def load_drafter(setup, name, raw=False, running=False, words=None):
     except ValueError as why:
         raise UserError(str(why)) from None
     check_drafter(drafter, folder)
-    if words is not None:
+    if words is None:
+        words = about.get("words")                   # those it has learned
+    if words:
         path = Path(setup.checkpoint) / "words.json"
         vocabulary = vocabulary_fingerprint(setup.tokenizer)
         shorten(drafter.model, frequent_words(path, words, vocabulary))

@@ -31,8 +31,8 @@ from transformers import DynamicCache
 
 import edd
 import glide
-from beyond import eagle, longspec, medusa
-from runtime.anydraft import AnyDraftModel, place_of
+from beyond import eagle, longspec, medusa, shared
+from runtime.anydraft import AnyDraftModel, Part, place_of
 
 
 # -------------------------------------------------- GLIDE: what the target caches, its RoPE
@@ -201,6 +201,14 @@ class LongSpec(longspec.LongSpec, Glide):
         taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
         self.target = taken.target
 
+    @torch.no_grad()
+    def start_from(self, model):
+        """The last norm becomes the target's, where that multiplies normed states by a vector."""
+        ones = torch.ones_like(self.norm.weight)
+        weight = Part(model.get_decoder().norm, self.target.like)(ones[None])[0]
+        if weight.any():                                     # (LayerNorm of equal entries is zero)
+            self.norm.weight.copy_(weight)
+
 
 class OtherVocabulary(glide.Drafter):
     """Decoding with a GLIDE whose vocabulary is padded otherwise than the target's `vocab`."""
@@ -250,10 +258,12 @@ def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None,
 
 def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
     """longspec.Config.for_target of any family.  more: its further settings."""
-    sizes = glide_config(model, layers=1, block=block, layer=layer, norm=norm, loss=loss)
+    glimpse = more.get("glimpse", True)
+    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, loss)
     settings = {name: value for name, value in vars(sizes).items()
                 if name not in ("heads", "feed_forward")}
-    return LongSpecConfig.for_target(model, **{**settings, **more})
+    tied = {"projected": longspec.is_tied(model)}
+    return LongSpecConfig.for_target(model, **{**settings, **tied, **more})
 
 
 def load_glide(folder, model, length):
@@ -270,6 +280,10 @@ class EDD(AnyDraftModel, edd.EDD):
     pass
 
 
+class Shared(AnyDraftModel, shared.Shared):
+    pass
+
+
 class Eagle(AnyDraftModel, eagle.Eagle):
     pass
 
@@ -281,13 +295,14 @@ class Medusa(AnyDraftModel, medusa.Medusa):
 # What config.kind in a checkpoint means: the draft model, and what decodes with it
 KINDS = {
     "edd": (EDD, edd.Drafter),
+    "edd-shared": (Shared, edd.Drafter),
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
 # What a name on the command line means: the file, and settings of its Config
 VARIANTS = {name: (edd, settings) for name, settings in edd.VARIANTS.items()}
-VARIANTS |= {name: (eagle, settings) for name, settings in eagle.VARIANTS.items()}
-VARIANTS |= {name: (medusa, settings) for name, settings in medusa.VARIANTS.items()}
+for file in (shared, eagle, medusa):
+    VARIANTS |= {name: (file, settings) for name, settings in file.VARIANTS.items()}
 
 
 def config_of(name, model, **more):

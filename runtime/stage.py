@@ -24,8 +24,8 @@ class Stage:
 
     def begin(self, view):
         """A round starts.  Newly committed tokens are read together with its first nodes."""
-        self.text += view.tokens.tolist()
-        self.unread += view.tokens.tolist()
+        self.text += view.ids
+        self.unread += view.ids
         self.tokens, self.parents = [], []
         if len(self.unread) == len(self.text) < self.target.capacity:
             self.target.sync(self.text)                          # a prompt, which may be long

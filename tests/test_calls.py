@@ -94,7 +94,7 @@ def test_a_language_model_drafts_trees(llama):
         for _ in range(4):
             new, paths = [rng.randrange(12) for _ in range(rng.randint(1, 5))], []
             text += new
-            stage.begin(verify.View(torch.tensor(new), len(text), {}, {}))
+            stage.begin(verify.View(torch.tensor(new), len(text), {}, {}, new))
             for m in (1, 2, 3):                                     # the root, then nodes after any before them
                 parents = [rng.randrange(len(paths)) if paths else -1 for _ in range(m)]
                 tokens = [rng.randrange(12) for _ in range(m)]

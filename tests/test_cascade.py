@@ -45,7 +45,7 @@ def cascade_of(models, K=None, lenience=1.0, gram=None, stop="own", capacity=Non
 
 def shown(ids, length=None):
     """A View that shows these ids."""
-    return verify.View(torch.tensor(ids), length or len(ids), {}, {})
+    return verify.View(torch.tensor(ids), length or len(ids), {}, {}, ids)
 
 def drafts(drafter, root, most=64):
     """The greedy proposal after root -> (tokens, probs)."""

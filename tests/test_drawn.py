@@ -47,7 +47,7 @@ class Target(verify.Target):
         return EXACT[before, tokens]
 
     def commit(self, path, ids):
-        self.new, self.ids = ids, self.ids + ids
+        self.ids, self.committed = self.ids + ids, [torch.tensor(ids)]
         self.cache.length = len(self.ids)
 
 class Drafter:

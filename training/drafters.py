@@ -4,6 +4,8 @@
     glide-l13, edd-h9              reading layer 13 (GLIDE's Figure 7), hidden_states[9] (EDD's 5)
     glide-n2, glide-w256           of 2 layers, of width 256 (GLIDE's Figures 8 and 9)
     longspec, longspec-f768        a layer between the target's embedding and head; its MLP's size
+    longspec-top, longspec-vanilla-f768      the same as glide-top and vanilla
+    edd-shared, vdm-shared         EDD and VDM between the target's embedding and head
     edd, vdm, eagle, medusa ...    parts.VARIANTS
     base, small                    language models, stages of a cascade
 """
@@ -23,7 +25,7 @@ from safetensors.torch import save_file
 
 import edd
 import glide
-from beyond import eagle, longspec, medusa
+from beyond import eagle, longspec, medusa, shared
 from data.read import UserError, write_atomically
 from runtime import load, parts
 from verify import Target
@@ -36,31 +38,33 @@ DRAFTERS = {
     "glide-top": (glide, {"layer": None, "norm": False}),
     "vanilla": (glide, {"glimpse": False}),
     "longspec": (longspec, {"last_norm": True}),
+    "longspec-top": (longspec, {"last_norm": True, "layer": None, "norm": False}),
+    "longspec-vanilla": (longspec, {"last_norm": True, "glimpse": False}),
 }
 DRAFTERS |= parts.VARIANTS
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
-# What a letter before a number stands for.
+# What a letter before a number stands for, in the names of drafters of a file.
 NUMBERED = {
-    "glide-l": (glide, "layer"),
-    "glide-n": (glide, "layers"),
-    "glide-w": (glide, "width"),
-    "longspec-f": (longspec, "feed_forward"),
-    "edd-h": (edd, "hidden"),
+    (glide, "l"): "layer",
+    (glide, "n"): "layers",
+    (glide, "w"): "width",
+    (longspec, "f"): "feed_forward",
+    (edd, "h"): "hidden",
 }
-NAMES = f"{' '.join(DRAFTERS)} {' '.join(f'{name}N' for name in NUMBERED)}"
+NAMES = f"{' '.join(DRAFTERS)}, glide-lN, glide-nN, glide-wN, longspec-fN, edd-hN"
 
 
 # ---------------------------------------------------------------- names -> modules
 def named(name):
     """What a drafter's name stands for -> (file, settings), or None."""
-    numbered = re.fullmatch(r"(\w+-\w)(\d+)", name)
-    if not numbered or numbered[1] not in NUMBERED:
+    numbered = re.fullmatch(r"(.+)-([a-z])(\d+)", name)
+    if not numbered:
         return DRAFTERS.get(name)
-    file, setting = NUMBERED[numbered[1]]
-    number = int(numbered[2])
-    if number or setting == "layer":                     # layers count from 0
-        _, settings = DRAFTERS.get(numbered[1][:-2], (file, {}))
-        return file, {**settings, setting: number}
+    base, letter, number = numbered.groups()
+    file, settings = DRAFTERS.get(base, (None, {}))
+    setting = NUMBERED.get((file, letter))
+    if setting and (int(number) or setting == "layer"):  # layers count from 0
+        return file, {**settings, setting: int(number)}
 
 
 def fresh(name, target, a):
@@ -72,7 +76,7 @@ def fresh(name, target, a):
         layers, width = settings
         lm = llama(c.vocab_size, layers, width, c.max_position_embeddings, c.eos_token_id)
         return SmallLM(lm.to(a.device), a.loss)
-    if file in (edd, eagle, medusa):
+    if file in (edd, shared, eagle, medusa):
         settings = {"hidden": a.hidden, "loss": a.loss, **settings}
         config = file.Config.for_target(target, **settings)
         draft_class, _ = parts.KINDS[config.kind]
@@ -81,7 +85,9 @@ def fresh(name, target, a):
         own = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block}
         settings = {**own, **settings}
         config = parts.longspec_config(target, **settings)
-        return parts.LongSpec.beside(target, config, a.length + AHEAD).float()
+        drafter = parts.LongSpec.beside(target, config, a.length + AHEAD).float()
+        drafter.start_from(target)
+        return drafter
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes"}
     own["loss"] = a.loss
     settings = {**own, **settings}

@@ -44,6 +44,10 @@ FLAGS = (
     ("norm", ("yes", "no"), "yes", "a norm before GLIDE's glimpse; the paper has none"),
     ("block", int, 5, "L, block length of GLIDE's mask"),
     ("hidden", int, edd.HIDDEN, "which of the target's hidden_states EDD reads"),
+    ("words", int, None,
+     "learn and draft so many words alone, the first of --out's words.json"),
+    ("features", bool, False,
+     "keep what the target computes under --work: a piece's later epochs take no forward of it"),
     ("seed", read.seed, 0, "of weights and of the order"),
 )
 NAMES = [name for name, *_ in FLAGS]

@@ -106,32 +106,44 @@ def in_chunks(size, loss, learn, x, *others):
     return total
 
 
-def frozen_forward(model, ids, hidden=(), kv=None, logits=True, learn=None, count=None):
+def frozen_forward(model, ids, hidden=(), kv=None, logits=True, learn=None, count=None, head=None):
     """One forward of the frozen target over ids (B, T) -> batch, as the top of train.py has it.
 
     hidden, kv: hidden states and layers whose keys and values are read (kv None: of every layer).
     logits: whether they are read.  learn: the loss mask (B, T), None: all positions but the last.
     count: what a sum of losses is divided by, None: the positions of this batch in the loss mask.
+    head: gives the logits, by the last of the hidden states; None: the target's own.
     """
+    last = len(layers_of(model)) if head else None
+    hidden = {*hidden, last} if head and logits else hidden
+    cache = SomeLayersCache(kv)
+    capture = hidden_states_of(model, hidden) if hidden else contextlib.nullcontext({})
+    precise = contextlib.nullcontext()
+    if logits:
+        # In the target's own precision: autocast would round logits to ties, which drafters learn.
+        precise = torch.autocast(ids.device.type, enabled=False)
+    with torch.no_grad(), precise, capture as states:
+        found = model(input_ids=ids, past_key_values=cache, use_cache=True,
+                      logits_to_keep=0 if logits and not head else 1).logits
+        if head and logits:
+            found = head(states[last])
+    chunk = max(1, LOGITS // found.shape[-1])
+    return batch_of(ids, learn, count, cache.kv, states, found if logits else None, chunk)
+
+
+def batch_of(ids, learn, count, kv, hidden, logits, chunk):
+    """The batch of train.py's docstring.  learn, count: as for frozen_forward; chunk: labels."""
     if learn is None:
         learn = torch.ones_like(ids, dtype=torch.bool)
         learn[:, -1] = False
     if count is None:
         count = learn.sum().clamp(min=1)
-    cache = SomeLayersCache(kv)
-    capture = hidden_states_of(model, hidden) if hidden else contextlib.nullcontext({})
-    # In the target's own precision: autocast would round its logits to ties, which drafters learn.
-    precise = torch.autocast(ids.device.type, enabled=False)
-    with torch.no_grad(), precise, capture as states:
-        found = model(input_ids=ids, past_key_values=cache, use_cache=True,
-                      logits_to_keep=0 if logits else 1)
-    chunk = LOGITS // model.config.get_text_config().vocab_size
     return {
         "ids": ids,
         "learn": learn,
         "count": count,
-        "sum": partial(in_chunks, max(1, chunk)),
-        "kv": cache.kv,
-        "hidden": states,
-        "logits": found.logits if logits else None,
+        "sum": partial(in_chunks, chunk),
+        "kv": kv,
+        "hidden": hidden,
+        "logits": logits,
     }

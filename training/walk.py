@@ -19,6 +19,7 @@ import glide
 from data import prepare
 from runtime import parts
 from training.continuations import continuations, prompt_size
+from training.words import spread_words
 from verify import View
 
 CHAIN = 5                                  # drafted tokens a round
@@ -219,8 +220,9 @@ class Evaluation:
             for part in prepare.parts_of(pieces, self.a.micro):
                 self.add_losses(models, kind, part)
         drafters = {name: drafter_of(module) for name, module in models.items()}
-        for text, start, kind in self.texts:
-            self.add_walks(drafters, kind, text, start)
+        with spread_words(models):
+            for text, start, kind in self.texts:
+                self.add_walks(drafters, kind, text, start)
         return {name: self.metrics(name) for name in models}
 
     def metrics(self, name):

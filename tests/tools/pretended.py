@@ -1,12 +1,13 @@
 """Decoding on a pretended CUDA device: what would mix devices there fails, what would wait there is counted.
 
-    python tests/tools/pretended.py            # JSON lines: tokens, rounds, reads and copies a round of some decodings
+    python tests/tools/pretended.py            # a JSON line for each decoding: tokens, rounds, forwards, reads, copies
 
 The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations run on what they hold;
 one that gets tensors of both kinds raises, as does one that makes float64 (Apple's GPUs have none).  What the host reads
-of the device, and what it copies there, is counted by the line of ours that asked.  Times mean nothing; kernels, streams
-and graphs are not pretended.  Needs g++ where torch is a CPU build, for a device guard that does nothing; exit status 77
-where it cannot be built.  test_device.py runs main() in a forked process, as it replaces parts of torch.
+of the device, and what it copies there, is counted by the line of ours that asked; forwards of target and drafters, as
+each embeds its tokens once.  Times mean nothing; kernels, streams and graphs are not pretended.  Needs g++ where torch is
+a CPU build, for a device guard that does nothing; exit status 77 where it cannot be built.  test_device.py runs main() in
+a forked process, as it replaces parts of torch.
 """
 import collections
 import ctypes
@@ -31,8 +32,7 @@ GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
 namespace c10 { namespace impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) } }
 """
 NEW = 14                                           # tokens that are made
-counts = collections.Counter()                     # {("read" or "copy", line): how often}
-
+counts = collections.Counter()                     # {("read", "copy" or "forward", line): how often}
 
 def register_guard():
     """Operations on a tensor that says "cuda" ask for a device guard, which CPU builds have not."""
@@ -51,7 +51,6 @@ def register_guard():
         sys.exit(77)
     ctypes.CDLL(str(folder / "guard.so"))
 
-
 class Pretended(torch.Tensor):
     """A tensor on the pretended device.  held: the CPU's tensor."""
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -68,21 +67,18 @@ class Pretended(torch.Tensor):
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return operate(func, args, kwargs or {})
 
-
 def held(x):
     return x.held if isinstance(x, Pretended) else x
 
-
 def count(what):
-    """By the innermost line of the top-level files."""
+    """By the innermost line of the papers' files or of beyond/."""
     frame, where = sys._getframe(), "elsewhere"
     while frame and where == "elsewhere":
         path = Path(frame.f_code.co_filename)
-        if path.parent == ROOT:
+        if path.parent in (ROOT, ROOT / "beyond"):
             where = f"{path.name}: {linecache.getline(str(path), frame.f_lineno).strip()}"
         frame = frame.f_back
     counts[what, where] += 1
-
 
 def operate(func, args, kwargs):
     """One operation, on what its tensors hold."""
@@ -97,6 +93,8 @@ def operate(func, args, kwargs):
         raise RuntimeError(f"tensors on two devices in {name}: {sides}")
     if there and (name in READS or name == "aten::_to_copy" and kind == "cpu"):
         count("read")
+    if name == "aten::embedding":
+        count("forward")
     if name == "aten::_to_copy" and here and kind == "cuda":
         count("copy")
     if name == "aten::copy_" and isinstance(args[0], Pretended) != isinstance(args[1], Pretended):
@@ -116,11 +114,9 @@ def operate(func, args, kwargs):
         return same[0] if same else Pretended(x)
     return tree_map(wrap, out)
 
-
 class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return operate(func, args, kwargs or {})
-
 
 class Functions(TorchFunctionMode):
     """What must be caught before it reaches C++."""
@@ -134,14 +130,15 @@ class Functions(TorchFunctionMode):
             return func(first.held)
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "cuda":
             del kwargs["device"]
-            count("copy")
-            return Pretended(torch.tensor(*args, **kwargs))
+            made = torch.tensor(*args, **kwargs)
+            if made.numel():
+                count("copy")
+            return Pretended(made)
         if func is torch.Tensor.new_tensor and isinstance(first, Pretended):
             count("copy")
             return Pretended(torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype)))
         if func in (torch.multinomial, torch.Tensor.multinomial) and isinstance(first, Pretended):
-            count("read")                                          # it asks whether probabilities are finite, and not zero
-            count("read")
+            counts["read", "multinomial"] += 2                     # it asks whether probabilities are finite, and not zero
             return Pretended(func(first.held, *args[1:], **kwargs))
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, Pretended):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -155,7 +152,6 @@ class Functions(TorchFunctionMode):
                 assert all(isinstance(x, Pretended) for x in tensors), "attention over two devices"
                 return Pretended(func(*map(held, args), **{k: held(v) for k, v in kwargs.items()}))
         return func(*args, **kwargs)
-
 
 def move(x, rest, kwargs):
     """Tensor.to"""
@@ -174,9 +170,7 @@ def move(x, rest, kwargs):
         value = value.clone()
     return value
 
-
 to = torch.nn.Module.to
-
 
 def move_module(module, device="cuda", dtype=None):
     """Module.to: parameters and buffers, tied ones once."""
@@ -196,13 +190,11 @@ def move_module(module, device="cuda", dtype=None):
             kept[name] = moved[id(x)][1]
     return module
 
-
 def pretend():
     register_guard()
     torch.nn.Module.to = move_module
     plain = torch.Generator
     torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": plain("cpu")})
-
 
 # ---------------------------------------------------------------- some decodings
 def decodings():
@@ -218,9 +210,9 @@ def decodings():
     import verify
     from beyond import graft
 
-    def glides(model, glimpse=True):
+    def glides(model):
         torch.manual_seed(1)
-        config = glide.Config.for_target(model, 24, 1, glimpse)
+        config = glide.Config.for_target(model, 24, 1)
         made = glide.Glide(config, glide.target_angles(model, 64)).float()
         return glide.Drafter(made.to(model.device, torch.float32))
 
@@ -231,34 +223,31 @@ def decodings():
     def grams(model):
         return cascade.Cascade([], [[5]], gram=maxgram.MaxGram(), vocab=12)
 
-    def cascades(model):
-        stage = tiny("llama", seed=1).float().to(model.device)
-        return cascade.Cascade([verify.Target(stage)], [[3, 5], [0, 5]], gram=maxgram.MaxGram())
+    def cascades(model, seeds=(1, 2), K=None):
+        stages = [verify.Target(tiny("llama", seed=seed).float().to(model.device)) for seed in seeds]
+        return cascade.Cascade(stages, K, gram=maxgram.MaxGram())
 
     def mixtures(model):
         return graft.Beside(edds(model), maxgram.MaxGram())
-    greedy, sampled, pct_tree = verify.Greedy(), verify.Sampled(0.8), partial(pct.pct, cost=0.1, depth=5)
+    greedy, sampled = verify.Greedy(), verify.Sampled(0.8)
     return [("glide x chain", cape.chain, glides, greedy),
             ("glide x cape", cape.cape, glides, greedy),
-            ("vanilla x cape", cape.cape, partial(glides, glimpse=False), greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
             ("glide x drawn", cape.drawn, glides, sampled),
-            ("edd x pct", pct_tree, edds, greedy),
             ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
             ("maxgram", cascade.proposal, grams, greedy),
             ("cascade", cascade.proposal, cascades, greedy),
+            ("cascade, k=3", cascade.proposal, partial(cascades, seeds=[1], K=[[3, 5], [0, 5]]), greedy),
             ("mixture x cape", cape.cape, mixtures, greedy),
             ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy),
             ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled),
-            ("edd x pct, static", pct_tree, edds, greedy)]
-
+            ("edd x pct, static", partial(pct.pct, cost=0.1, depth=5), edds, greedy)]
 
 def after_prefill(prefill, *given):
     """Only from here on is counted."""
     logits = prefill(*given)
     counts.clear()
     return logits
-
 
 @torch.no_grad()
 def main(names=(), out=sys.stdout):
@@ -285,10 +274,9 @@ def main(names=(), out=sys.stdout):
             found = generate(target, drafter, build, prompt, NEW, rule)
         lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
         row = {"name": name, "tokens": found.tokens, "expected": expected, "rounds": len(found.rounds), "lines": lines}
-        for what in ("read", "copy"):
+        for what in ("read", "copy", "forward"):
             row[what] = sum(n for (kind, _), n in counts.items() if kind == what)
         print(json.dumps(row), file=out, flush=True)
-
 
 if __name__ == "__main__":
     main()
