@@ -117,11 +117,11 @@ EDITS["cape"] = [
     ('extras hang below their token', 'row = index // K\n', 'row = index // K + 1\n'),
     ('extras of probability zero are there', 'drafted(p), (joint > 0).sum())', 'drafted(p), (joint >= 0).sum())'),
     ('tokens of probability zero are there', 'return (least > 0).sum()', 'return (least >= 0).sum()'),
-    ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, probs[:n])', 'return Tree(tokens, parents, probs)'),
-    ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma'),
-    ('beam search keeps impossible sequences', 'count = score.isfinite().sum()', 'count = (score <= 0).sum()'),
-    ('logits are taken', 'assert highest < 1.01', 'assert highest < 1e9'),
-    ('logarithms are taken', 'assert lowest >= 0', 'assert lowest > -1e9'),
+    ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, probs[:n])', 'return Tree(tokens, parents, probs)', "pct"),
+    ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma', "pct"),
+    ('beam search keeps impossible sequences', 'count = score.isfinite().sum()', 'count = (score <= 0).sum()', "pct"),
+    ('logits are taken', 'assert highest < 1.01', 'assert highest < 1e9', "pct"),
+    ('logarithms are taken', 'assert lowest >= 0', 'assert lowest > -1e9', "pct"),
 ]
 
 # ---------------------------------------------------------------- EDD and its baselines
