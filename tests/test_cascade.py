@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CONTEXT, VOCAB, plain, tiny
+from conftest import VOCAB, plain, tiny
 from test_cape import BEFORE, run_the_docstrings_lines
 from test_drawn import Drafter
 from test_maxgram import brute_force

@@ -90,8 +90,9 @@ def drawn_tree(rng, drafter, sampled):
     }[name]
 
 def builder(name, settings):
-    function = cascade.proposal if name == "proposal" else getattr(cape, name, None) or getattr(pct, name, None) or getattr(priced, name, None) or getattr(graft, name)
-    return partial(function, **settings)
+    if name == "proposal":
+        return partial(cascade.proposal, **settings)
+    return partial(next(vars(module)[name] for module in (cape, pct, priced, graft) if name in vars(module)), **settings)
 
 def drawn_drafter(rng, kind, vocab, layers, context):
     """-> settings of a drafter of this kind."""
