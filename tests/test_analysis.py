@@ -1,12 +1,14 @@
 """figures/probe.py: calibration, acceptance by position, tree optimality, each against a count by hand; figures/batches.py."""
-import sys
 from functools import partial
 from itertools import combinations
 from types import SimpleNamespace
 
+import batches
+import compare
+import probe
 import pytest
 import torch
-from conftest import ROOT, plain, shared
+from conftest import plain, shared
 from test_bench import args, check_mistake, rows_of, small  # noqa: F401 (small: a fixture)
 
 import bench
@@ -14,12 +16,6 @@ import cape
 import pct
 import verify
 from runtime import clock
-
-sys.path.insert(0, str(ROOT / "figures"))
-
-import batches  # noqa: E402
-import compare  # noqa: E402
-import probe  # noqa: E402
 
 
 class Guesser:

@@ -15,7 +15,7 @@ import edd
 import glide
 import verify
 from beyond import eagle, medusa
-from runtime import load, parts
+from runtime import anydraft, load, parts
 from runtime.families import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
@@ -244,7 +244,8 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
         with pytest.raises(ValueError, match=words) as error:
             loaded(tmp_path, model)
         assert "\n" not in str(error.value)
-    refused("another target", edd.load, tiny("llama", hidden_size=64))
+    for foreign in (dict(hidden_size=64), dict(num_hidden_layers=1)):
+        refused("another target", edd.load, tiny("llama", **foreign))
     refused("another target", model=tiny("llama", vocab_size=11))
     for broken in ({"config": {**config, "kind": "hydra"}}, {}):
         about.write_text(json.dumps(broken))
@@ -324,6 +325,24 @@ def test_a_target_whose_parts_are_used_otherwise_is_refused(what):
     assert sum(len(m._forward_pre_hooks) for m in model.modules()) == (what != "logits"), "only this test's own hook stays"
 
 # ---------------------------------------------------------------- parts of a target that are quantised, or lie elsewhere
+def test_float16_targets_lose_no_gradient():
+    """A loss divided by the tokens of a step, 131 072, has gradients that vanish in float16: EAGLE learns as from the same target in float32."""
+    half = tiny("llama", hidden_size=128).half()
+    batch = batch_of(half, text(20)[None], {LAST}) | {"count": 2 ** 17}
+    ours, expected = (fresh(model, "eagle").float() for model in (half, copy.deepcopy(half).float()))
+    expected.load_state_dict(ours.state_dict())
+    for draft_model in (ours, expected):
+        draft_model.loss(batch).backward()
+    assert (ours.fc.weight.grad - expected.fc.weight.grad).norm() < 0.01 * expected.fc.weight.grad.norm()
+
+def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
+    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are allocated."""
+    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
+    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
+    twin = anydraft.own_copy(norm)
+    torch.nn.init.ones_(twin.weight)
+    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta and twin(torch.ones(4)).shape == (4,)
+
 def test_a_head_with_a_bias_is_copied_with_it(llama):
     model = copy.deepcopy(llama)
     model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))

@@ -1,15 +1,11 @@
 """Cascade's section 4 (figures/ewif.py) and its SWI: each formula against a simulation of its process, or a plain sum."""
-import sys
 from itertools import product
 
+import ewif
 import numpy as np
 import pytest
-from conftest import ROOT
 
 from runtime import clock
-
-sys.path.insert(0, str(ROOT / "figures"))
-import ewif  # noqa: E402
 
 SIGMAS = 4
 TRIALS = 50_000

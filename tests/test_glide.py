@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, SIZES, VOCAB, plain, random_edd, random_glide, shared, tiny, weighty
+from conftest import ROOT, VOCAB, family, plain, random_edd, random_glide, shared, tiny, weighty
 from safetensors.torch import load_file, save_file
 from test_house import run_alone
 
@@ -265,16 +265,8 @@ WIDE = dict(GEMMA4, global_head_dim=16, hidden_size_per_layer_input=0)          
 SHARED = dict(GEMMA4, global_head_dim=8, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2)
 
 def other(name, **more):
-    """A tiny random model of a class that conftest.py has not; its experts in a loop, as grouped kernels know no float64."""
-    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    config = config_class(**{**SIZES, "num_key_value_heads": 2, "head_dim": 8, **more})
-    config._experts_implementation = "eager"
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).double().eval()
-    for p in model.parameters():
-        if p.ndim >= 2:
-            torch.nn.init.normal_(p, std=0.25)
-    return model
+    """A tiny random model of a class that conftest.py's `tiny` has not."""
+    return family(f"{name.removesuffix('Text')}ForCausalLM", **{"num_key_value_heads": 2, "head_dim": 8, **more})
 
 def turned_by(model, length):
     """What the target's own rotary module says in a forward of so many tokens: cos, sin (length, r)."""

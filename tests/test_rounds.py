@@ -1,18 +1,14 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
 import json
 import re
-import sys
 from types import SimpleNamespace
 
 import pytest
+import rounds
 import torch
-from conftest import ROOT
 
 import bench
 import verify
-
-sys.path.insert(0, str(ROOT / "figures"))
-import rounds  # noqa: E402
 
 TEMPLATE = rounds.TEMPLATE.read_text(encoding="utf-8")
 FLAGS = ["--drafter", "glide", "maxgram", "--tree", "chain", "eagle2(total=5, depth=3, expanded=3)",

@@ -178,7 +178,7 @@ EDITS["beyond/medusa"] = [
     ("labels are shifted by one less", "roll(-2 - k, 1)", "roll(-1 - k, 1)", "edd"),
     ("the loss mask is not shifted", '(0, 1 + k))[:, 1 + k:]', '(0, 1 + k))[:, :-1 - k]', "edd"),
     ("the deepest head goes on for ever", "deepest = self.config.heads", "deepest = self.config.heads - 1", "edd"),
-    ("heads count from the root's parent", "[len(path) - 1 for path in", "[len(path) for path in", "edd"),
+    ("heads count from the root's parent", "[len(path) - 1 for path in", "[len(path) for path in", "convert::test_drafts_are_those_of_the_published_forward"),
     ("paper: five heads", "HEADS = 5 ", "HEADS = 4 ", "edd"),
     ("paper: decay", "DECAY = 0.8 ", "DECAY = 0.9 ", "edd"),
 ]
