@@ -6,8 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CLASSES, CONTEXT, LONG, VOCAB, plain, random_drafter, shared, target_of, tiny
-from transformers import GPT2Config, GPT2LMHeadModel
+from conftest import CLASSES, CONTEXT, LONG, VOCAB, family, plain, random_drafter, shared, target_of, tiny
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 import cape
@@ -293,9 +292,7 @@ def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
 @pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, seed=3)])
 def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
     """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
-    config = GPT2Config(vocab_size=VOCAB, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None)
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(config).double().eval()
+    model = family("GPT2LMHeadModel", max_position_embeddings=16, num_hidden_layers=2)
     for prompt in ([1, 2, 3], [1] * 13, [1] * 15, [1] * 16):
         expected = generate(model, None, verify.root_only, prompt, 20, rule).tokens
         assert len(expected) == 17 - len(prompt) and (rule or expected == plain(model, prompt, len(expected)))
