@@ -167,10 +167,6 @@ def test_the_picture_of_ababb():
         assert states[state] == set(substrings.split()), text
         assert index.link[state] == int(link)
         assert places == " ".join(map(str, ends(list(whole), max(states[state], key=len))))
-    assert states[2] == {"ab"}, "b has parted from it"
-    g = MaxGram()
-    g.commit(map(ord, "abab"))
-    assert g.propose([], 2) == ([ord("a"), ord("b")], [2, 2]), "after abab: what came after the first ab"
 
 class CountingList(list):
     """The transitions of an Index, counting how often a state is looked at."""

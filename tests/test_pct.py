@@ -71,12 +71,6 @@ def test_the_defaults_do_what_they_say():
     assert paths(pct.pct(table_expand(table), root, leaf=0)) == {(1,), (2,), (2, 1), (3,), (4,), (5,)}, "five children"
     assert len(paths(pct.pct(table_expand(table), root, leaf=0, width=33))) == 8 + 1, "all of them, and (2, 1)"
 
-    sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
-    for build in (pct.pct, pct.own_confidence, priced.pct_cost):
-        expand = table_expand(sure)
-        assert len(build(expand, root).tokens) == 1 + 10 and expand.calls == 10, build.__name__
-    assert len(pct.eagle2(table_expand(sure), root).tokens) == 1 + 6
-
     table = torch.zeros(4, 4, dtype=torch.float64)
     table[0, 1:4] = torch.tensor([0.3, 0.29, 0.0], dtype=torch.float64)
     table[1, 1] = table[2, 1] = 0.29
