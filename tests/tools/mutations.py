@@ -439,7 +439,7 @@ EDITS["verify"] = [
     ("half precision is sampled in half precision", "self.processors(None, logits.float())", "self.processors(None, logits)",
      "verify::test_plain_sampling_is_keyed_by_position"),
     ("draws by the race reversed", "(p_target / noise).argmax(-1)", "(p_target * noise).argmax(-1)",
-     "verify::test_sampled_text_follows_the_target"),
+     "verify::test_plain_sampling_is_keyed_by_position"),
     ("warp order: top-p before temperature", "processors.append(warper(value))", "processors.insert(0, warper(value))",
      "verify::test_the_warper_is_temperature_then_top_k_then_top_p"),
     ("warp order: top-p before top-k", "processors.append(warper(value))", "processors.insert(1, warper(value))",
