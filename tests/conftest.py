@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+import transformers
 from tqdm import tqdm
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "figures")]
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0         # no thread whose lock a forked test could inherit, held
 tqdm.set_lock(threading.RLock())  # tqdm's own is one of all processes: a child that is killed would keep it for ever
@@ -89,6 +90,21 @@ def random_drafter(model, name, **more):
         return glide.Drafter(random_glide(model, 2 if name.endswith("2") else 1, name.startswith("glide"), **more))
     draft_model = random_named(model, name, **more)
     return parts.KINDS[draft_model.config.kind][1](draft_model)
+
+def family(name, std=0.25, **more):
+    """A tiny random model of another class of transformers', by the sizes that its configuration knows.
+
+    Its experts run in a loop, as grouped kernels know no float64.
+    """
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**{**SIZES, **more})
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = model_class(config).double().eval()
+    for p in model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=std)
+    return model
 
 @torch.no_grad()
 def plain(model, ids, new):

@@ -9,7 +9,7 @@ import transformers
 from conftest import VOCAB, plain, tiny, weighty
 from test_convert import feed_forward, rms, self_attention, written
 from test_glide import batch_of, text, view
-from test_verify import BUILDS, chi_square_p, path_to
+from test_verify import BUILDS, path_to
 from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemma4TextConfig
 
 import verify
@@ -94,15 +94,6 @@ def test_a_trees_rows_are_those_of_its_paths(kind, ordered):
             torch.testing.assert_close(row[~left_out], alone[~left_out], **NEAR)
             # transformers fills these with the least score - 1.
             assert (alone[left_out] == alone[~left_out].min() - 1).all() or not left_out.any()
-
-def test_all_nodes_of_a_depth_take_one_forward():
-    model, assistant, calls = gemma("shared"), assistant_of(), []
-    drafter = gemma4.Drafter(assistant, model)
-    assistant.model.register_forward_pre_hook(lambda module, args, more: calls.append(more["inputs_embeds"].shape[1]), with_kwargs=True)
-    begun(model, drafter)
-    drafter.expand(NODES[:1], PARENTS[:1])
-    drafter.expand(NODES[1:], PARENTS[1:])
-    assert calls == [1, 2, 2, 2]
 
 def test_an_assistant_is_loaded_from_a_folder(tmp_path):
     """Also where its configuration names other key heads than the target has, as gemma-4-31B's (vllm-ascend#11168)."""
@@ -210,16 +201,13 @@ def test_which_layers_are_read():
     (lambda w: w.update({"layers.1.norm.weight": torch.ones(3)}), "layers.1.norm.weight has no place"),
     (lambda w: w["d2t"].add_(1), "d2t and t2d name different words"),
     (lambda w: w.update({"fc.weight": SimpleNamespace()}), "cannot be read"),      # it is read as weights alone
-    (lambda w: w.pop("d2t"), "d2t is missing"),
     (lambda w: (w.pop("d2t"), w.pop("t2d")), "lm_head has 7 tokens, and d2t, which says which, is missing"),
     (lambda w: (w["d2t"].add_(1), w.pop("t2d")), "d2t names tokens from 1 to 12"),
     # of config.json
     ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "not three layers"),
-    ({"eagle_aux_hidden_state_layer_ids": [2, 3, "4"]}, "not three layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "the target has 8 layers"),
     ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads evenly"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "a width of 32 does not divide into 5 heads"),
-    ({"rope_scaling": "linear"}, "does not fit"),
     ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
 ])
 def test_the_first_thing_that_does_not_fit_is_named(tmp_path, llama8, change, words):
@@ -233,25 +221,15 @@ def test_the_first_thing_that_does_not_fit_is_named(tmp_path, llama8, change, wo
     assert "\n" not in str(error.value)
 
 def test_a_draft_vocabulary_is_known_by_d2t_alone(tmp_path, llama8):
-    """Words are left out, and drawn tokens follow the target."""
+    """Words are left out, and the text is plain decoding's."""
     weights, config = published(**DRAFTS["draft vocabulary"])
     del weights["t2d"]
     folder = written(tmp_path, weights, config | {"eagle_aux_hidden_state_layer_ids": [3, 4, 5]})
     drafter = eagle3.load(str(folder), llama8)
-    batch, words = begun(llama8, drafter), DRAFTS["draft vocabulary"]["words"]
-    root = batch["ids"][0, 6:7]
-    row = drafter.expand(root, [-1])
+    begun(llama8, drafter)
+    row = drafter.expand(torch.tensor([1]), [-1])[0]
     assert drafter.needs == {"hidden": [3, 4, 5]}
-    assert row[0].isfinite().nonzero()[:, 0].tolist() == [*words]
-    # The first token of drawn chains, by p and q of the real models
-    rule, count = verify.Sampled(1.5), 2000
-    q, p = rule.warp(row), rule.warp(batch["logits"][:, 6])                            # (1, V) each
-    assert (q == 0).any() and (p - q).abs().sum() > 0.2
-    counts, generator = torch.zeros(VOCAB, dtype=torch.float64), verify.stream(0, "accept")
-    for drafted in torch.multinomial(q[0], count, True, generator=verify.stream(0, "draw")):
-        tree = verify.Tree(torch.stack((root[0], drafted)), torch.tensor([-1, 0]), q)
-        counts[verify.accept_drawn(tree, torch.cat((p, p)), generator)[0]] += 1
-    assert chi_square_p(counts, count * p[0].double()) > 1e-4
+    assert row.isfinite().nonzero()[:, 0].tolist() == [*DRAFTS["draft vocabulary"]["words"]]
     assert verify.generate(any_target(llama8), drafter, BUILDS["pct"], PROMPT, 8).tokens == plain(llama8, PROMPT, 8)
 
 # ---------------------------------------------------------------- a drafter proves itself

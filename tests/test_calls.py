@@ -18,12 +18,10 @@ FUNCTIONS = {**bench.TREES, "glide": load.load_drafter, "maxgram": load.load_cas
 def read(text):
     return calls.read_call(text, FUNCTIONS, "tree")
 
-@pytest.mark.parametrize("text, name, words, settings, label", [("pct", "pct", [], {}, "pct"), ("pct()", "pct", [], {}, "pct"),
+@pytest.mark.parametrize("text, name, words, settings, label", [
     ("  pct( width =7,leaf= 0 , ) ", "pct", [], {"width": 7, "leaf": 0}, "pct(width=7, leaf=0)"),
-    ("cape(sizes=(7, 5), edges=[])", "cape", [], {"sizes": (7, 5), "edges": []}, "cape(sizes=(7,5), edges=[])"),
     ("cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)", "cascade", ["google/flan-t5-base", "./models/t5.small_2", "/abs/x-y"],
      {"k": 5}, "cascade(google/flan-t5-base, ./models/t5.small_2, /abs/x-y, k=5)"),
-    ("maxgram(bigram='a/b.json')", "maxgram", [], {"bigram": "a/b.json"}, "maxgram(bigram='a/b.json')"),
     ("beside(glide( raw=True),maxgram, bigram='F')", "beside", ["glide(raw=True)", "maxgram"], {"bigram": "F"},
      "beside(glide(raw=True), maxgram, bigram='F')")])
 def test_calls(text, name, words, settings, label):
@@ -48,9 +46,8 @@ LISTED = [f"{key}={value}" for key, value in calls.settings_of(pct.pct).items()]
 @pytest.mark.parametrize("text, words", [*((f"pct({inside})", LISTED) for inside in (
         "wdith=7", "7", "width", "width=x", "width=", "=7", "width=7, width=8", "expand=1", "**x", "width=__import__", "width=1+y", "a(b=2)")),
     ("pct(width=7)x", LISTED), ("pct(width=7))(", LISTED),
-    ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade()", ["names of models"]),
-    ("cascade(k=3)", ["names of models"]), ("cascade(base, depth=3)", ["lenience=1.0"]), ("cascade(base, k=x)", ["k=None"]),
-    ("glide(width=3)", ["glide takes raw=False, running=False"]), ("glide(base)", ["glide takes raw=False"]), ("maxgram(base)", ["maxgram takes"]),
+    ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade(base, depth=3)", ["lenience=1.0"]),
+    ("glide(base)", ["glide takes raw=False, running=False"]), ("maxgram(base)", ["maxgram takes"]),
     ("beside", ["beside takes a neural drafter or a language model, then maxgram, bigram=None"]),
     *((text, FUNCTIONS) for text in ("", "bush", "pct width", "beam8", "pct,cape", "pct=3")),
     *((text, [f"{text}: a closing bracket ) is missing"]) for text in ("pct(width=7", "pct(width=(1, 2)", "cascade(base, k=(8, 13)", "pct(")),

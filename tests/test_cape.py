@@ -145,22 +145,6 @@ def test_parents_are_told_to_the_drafter():
             expected = beams(lambda path: row_after(path).tolist(), seed, gamma, width)
             assert sequences(cape.beam(path_expand(), root, gamma, width)) == expected
 
-@pytest.mark.parametrize("build, wrong, says", [
-    *((build, dict(gamma=0), "gamma") for build in BUILDERS), (cape.cape, dict(sizes=(1, 2)), "sizes"),
-    (cape.cape, dict(edges=(0.3, 0.8, 0.6)), "ascend"), (cape.cape, dict(sizes=(7, 5, 3, -1)), "fewer than no"),
-    (cape.cape, dict(gamma=6, max_nodes=5), "cannot hold the chain"), (cape.beam, dict(width=0), "width")])
-def test_settings_that_mean_nothing_are_refused(build, wrong, says):
-    with pytest.raises(AssertionError, match=says):
-        build(table_expand(random_table(0)), ROOT_0, **wrong)
-
-@pytest.mark.parametrize("build", [cape.chain, cape.drawn, cape.cape, cape.fixed])
-@pytest.mark.parametrize("as_given", [lambda logits: logits, lambda logits: logits.log_softmax(-1), lambda logits: logits / 0 * 0])
-def test_logits_are_refused(build, as_given):
-    """Also logarithms of probabilities, and what is no number."""
-    logits = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(AssertionError, match="probabilities, not logits"):
-        build(table_expand(as_given(logits)), ROOT_0)
-
 def test_mask_is_the_printed_formula_on_figure_3():
     """mask_CAPE(A)_ij: A_ij if j <= gamma and pos(i) > j, or if i = j; else -inf.  1-based, the root left out."""
     gamma, table = 4, torch.full((10, 10), 1e-3)
@@ -186,30 +170,7 @@ def test_ties_do_not_part_chain_and_cape():
         found = sequences(cape.cape(table_expand(table), torch.tensor([seed]), 4))
         assert len(proposal) == 5 and found[:5] == proposal and len(found) == 1 + 4 * (1 + 7)
 
-# ---------------------------------------------------------------- nodes that do not exist, syncs and copies
-def test_what_cannot_be_drafted_is_not_there():
-    table = torch.zeros(6, 6)
-    table[0, 1] = table[1, 2] = 1.0
-    # After 5 comes an impossible token: argmax of zeros is 0, which could go on.
-    table[3, 5], table[3, 4] = 0.7, 0.3
-    for build in BUILDERS:
-        assert sequences(build(table_expand(table), ROOT_0, 4)) == [(0,), (0, 1), (0, 1, 2)], build.__name__
-        tree = build(table_expand(table), torch.tensor([2]), 4)
-        assert sequences(tree) == [(2,)] and (tree.p_draft is None or tree.p_draft.shape == (0, 6)), build.__name__
-        there = set(sequences(build(table_expand(table), torch.tensor([3]), 5)))
-        assert there <= {(3,), (3, 4), (3, 5)} and len(there) == (2 if build in (cape.chain, cape.drawn) else 3)
-
-@pytest.mark.parametrize("build", BUILDERS)
-def test_no_tree_is_deeper_than_what_remains(build):
-    """And the drafter predicts nothing beyond."""
-    table = random_table(1)
-    for remaining in range(7):
-        expand = table_expand(table)
-        expand.remaining = remaining
-        tree = build(expand, ROOT_0, 5)
-        assert max(map(len, sequences(tree))) == 1 + min(5, remaining) == 1 + expand.calls
-    assert sequences(tree) == sequences(build(table_expand(table), ROOT_0, 5)) or build is cape.drawn
-
+# ---------------------------------------------------------------- syncs and copies (of all builders: test_pct.py)
 READS = {"item", "tolist", "numpy", "cpu", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "__bool__", "__int__",
          "__float__", "__index__", "__contains__", "__array__", "allclose"}
 COPIES = {"tensor", "as_tensor", "from_numpy"}
@@ -224,16 +185,6 @@ class Traffic(TorchFunctionMode):
         self.reads += [name] if name in READS else []
         self.copies += [name] if name in COPIES else []
         return func(*args, **(kwargs or {}))
-
-@pytest.mark.parametrize("build", BUILDERS)
-def test_one_read_a_tree_and_nothing_sent_from_the_second_round_on(build):
-    """Beam search reads once a depth, and sends its parents."""
-    table = random_table(1)
-    build(table_expand(table), ROOT_0)
-    with Traffic() as traffic:
-        build(table_expand(table), ROOT_0, gamma=5)
-    assert traffic.reads == ["tolist"] * (5 if build is cape.beam else 1)
-    assert traffic.copies == (["tensor"] if build is cape.beam else [])
 
 # ---------------------------------------------------------------- drawn chains
 def test_drawn_keeps_the_distribution_of_each_token():

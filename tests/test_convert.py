@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SIZES, plain, tiny
 from safetensors.torch import load_file, save_file
-from test_glide import batch_of, logits_of, other, save, view
+from test_glide import batch_of, logits_of, other, view
 from test_glide import text as some_text
 from test_verify import path_to
 from tokenizers import Tokenizer, models
@@ -312,20 +312,14 @@ WRONG = {"a key too many": (eagle_files, changed("layers.0.input_layernorm.weigh
     "another target": (eagle_files, lambda w, c: w["embed_tokens.weight"][7].mul_(1.1), "1 of 40 rows of embed_tokens.weight are another"),
     "integers": (eagle_files, changed("fc.weight", FC.char()), "is torch.int8: take floating weights"),
     "a bias": (glide_files, setting(attention_bias=True), "attention_bias is True, and must be False"),
-    "a scaled GLIDE": (glide_files, setting(rope_scaling={"type": "dynamic", "factor": 2.0}), "rope_scaling is {'rope_type': 'dynamic'"),
     "a larger target": (glide_files, setting(large_hidden_size=64), "large_hidden_size is 64, and must be 32"),
     "heads that do not part": (glide_files, setting(num_attention_heads=5), "5 heads and 4 of keys do not part a width of 24"),
-    "no embedding": (glide_files, lambda w, c: w.pop("model.embed_tokens.weight"), "model.embed_tokens.weight"),
     "two MEDUSA layers": (medusa_files, changed("0.1.linear.weight", FC), "0.1.linear.weight: medusa_num_layers is above 1"),
     "a lost head": (medusa_files, lambda w, c: [w.pop(key) for key in list(w) if key[0] == "1"], "no key 2.0.linear"),
-    "scaling in a word": (glide_files, setting(rope_scaling="linear"), "rope_scaling is 'linear', and must be an object"),
     "theta within": (eagle_files, setting(rope_parameters={"rope_theta": "500"}), "rope_theta is '500', and must be a number above 0"),
     "half a head": (eagle_files, setting(num_key_value_heads=2.5), "num_key_value_heads is 2.5, and must be a count"),
     "epsilon is no number": (longspec_files, setting(rms_norm_eps=float("nan")), "rms_norm_eps is nan, and must be a number above 0"),
     "a bias in words": (eagle_files, setting(bias="no"), "bias is 'no', and must be true or false"),
-    "an embedding without a width": (glide_files, changed("model.embed_tokens.weight", torch.zeros(40)), "model.embed_tokens.weight has shape (40,)"),
-    "an MLP of no size": (longspec_files, changed("mlp.gate_proj.weight", torch.tensor(1.0)), "must be (64, 32)"),
-    "a layer without a number": (glide_files, changed("model.layers.cross_attn.q", FC), "no key model.layers.cross_attn.q"),
     "infinite weights": (medusa_files, lambda w, c: w["1.1.weight"].fill_(float("inf")), "1.1.weight in "),
     "nothing known": (lambda name: ({"x.weight": FC}, {}), lambda w, c: None, "in no known layout (it has a key x.weight)")}
 
@@ -354,23 +348,17 @@ def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     def refused(words, *target):
         check_refused(capsys, tmp_path / "out", words, source, *target)
     refused("does not exist: give a folder, or OWNER/NAME", *target)
-    source.write_text("")
-    refused("is a file: give the folder that holds it", *target)
-    source.unlink()
     (source / "folder.bin").mkdir(parents=True)
     refused("holds no *.safetensors, *.bin or *.pt", *target)
     for held, words in (({"0.0.linear.weight": Code()}, "cannot be read, or holds more than weights"), ({"epoch": 3}, "epoch in")):
         torch.save(held, source / "medusa_lm_head.pt")
         refused(words, *target)
-    (source / "model.safetensors").write_bytes(b"half a file")
-    refused("model.safetensors cannot be read", *target)
     written(source, weights, config)
     written(source, {"2.1.weight": weights["2.1.weight"]}, config, "more.safetensors")
     refused("2.1.weight is in", *target)
     (source / "more.safetensors").unlink()
-    for broken in ("{", "[1, 2]", "[" * 9999, '{"small_cfg": "x"}'):
-        (source / "config.json").write_text(broken)
-        refused("config.json is no JSON object", *target)
+    (source / "config.json").write_text("[" * 9999)
+    refused("config.json is no JSON object", *target)
     (source / "config.json").unlink()
     refused("/no/such does not exist", "--target", "/no/such")
     refused("--device x: say cpu, cuda", *target, "--device", "x")
@@ -432,7 +420,7 @@ def quantised(model, of_scales, kinds=(nn.Linear, nn.Embedding)):
                 setattr(module, name, Int8(child, of_scales))
     return model
 
-@pytest.mark.parametrize("name", ["edd", "eagle", "medusa", "glide"])
+@pytest.mark.parametrize("name", ["edd", "medusa", "glide"])
 def test_a_quantised_target_trains(name):
     """Weights are int8: types come from hidden states, and what learns starts at what the target says.  (Decoding: test_real.py.)"""
     model, ids = quantised(tiny("qwen2", **SMALL), torch.float32), torch.arange(VOCAB)

@@ -1,13 +1,13 @@
 """Decoding with every kind of architecture of transformers: what is served is exact, the rest refused in a sentence."""
 import re
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import cycle
 
 import families
 import pytest
 import torch
 import transformers
-from conftest import CONTEXT, ROOT, SIZES, VOCAB, plain, shared, tiny
+from conftest import CONTEXT, ROOT, VOCAB, family, plain, shared, tiny
 from test_verify import HandMade, oracle
 
 import cape
@@ -38,11 +38,6 @@ def test_a_family_is_decoded_exactly_or_refused_in_a_sentence(name):
         assert {column: says if column == "by" else says == "yes" for column, says in cells.items()} == {
             column: says if column == "by" else says == "yes" for column, says in table[name].items()}
 
-@pytest.mark.long
-def test_forty_families_are_served():
-    served = [row(name) for name in families.names() if all(row(name).get(column) == "yes" for column in ("plain", "chain", "tree"))]
-    assert len(served) >= 40 and sum(cells["GLIDE"] == "yes" for cells in served) >= 40 and sum(cells["EDD"] == "yes" for cells in served) >= 25
-
 def test_the_table_names_every_class_and_no_family_is_lost():
     table, release = documented()
     assert all(re.fullmatch(r"yes|–|no \[\d+\]|Target|AnyTarget", says) for cells in table.values() for says in cells.values())
@@ -51,15 +46,7 @@ def test_the_table_names_every_class_and_no_family_is_lost():
         assert {name.partition(" ")[0] for name in table} == set(families.classes())
 
 # ---------------------------------------------------------------- targets that prove themselves
-def sized(name, **more):
-    """A tiny model of a class of transformers', by the sizes that its configuration knows, in float64."""
-    torch.manual_seed(0)
-    model_class = getattr(transformers, name)
-    model = model_class(model_class.config_class(**{**SIZES, "num_hidden_layers": 2, **more})).double().eval()
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.25)
-    return model
+sized = partial(family, num_hidden_layers=2)
 
 CHAINS_ONLY = {
     "BartForCausalLM": dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48),        # positions by the cache
@@ -221,17 +208,9 @@ def test_a_model_spread_over_devices():
 
 def test_any_target_picks_the_class():
     assert type(any_target(shared("llama"), 7, VOCAB + 1)) is AnyTarget
-    config = transformers.T5Config(vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(config).double().eval()
-    for p in model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.25)
+    model = family("T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
     target, prompt = any_target(model, capacity=CONTEXT), [3, 1, 4]
     assert type(target) is AnyEncoderDecoder and not target.verifies_trees
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 1:].tolist()
-    drafter = HandMade([0, *expected], 0.6)
-    assert verify.generate(target, None, verify.root_only, prompt, 12).tokens == expected
-    assert verify.generate(target, drafter, cape.chain, prompt, 12).tokens == expected
+    drafter = HandMade([0] * 20, 0.6)
     with pytest.raises(verify.UserError, match="verifies chains only"):
         verify.generate(target, drafter, cape.cape, prompt, 12)

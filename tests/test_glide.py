@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, SIZES, VOCAB, plain, random_edd, random_glide, shared, tiny, weighty
+from conftest import ROOT, VOCAB, family, plain, random_edd, random_glide, shared, tiny, weighty
 from safetensors.torch import load_file, save_file
 from test_house import run_alone
 
@@ -231,7 +231,6 @@ def test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py(llama
     flags = SimpleNamespace(seed=0, layer=0, norm="no", loss="ce", block=4, length=20)
     c = drafters.fresh("longspec-f16", llama, flags).config
     assert (c.feed_forward, c.layers_read, c.norm, c.loss, c.block, c.last_norm) == (16, (0,), False, "ce", 4, True)
-    assert drafters.fresh("longspec", llama, flags).config.feed_forward == llama.config.intermediate_size
 
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults_and_others_are_kept():
@@ -266,16 +265,8 @@ WIDE = dict(GEMMA4, global_head_dim=16, hidden_size_per_layer_input=0)          
 SHARED = dict(GEMMA4, global_head_dim=8, hidden_size_per_layer_input=4, vocab_size_per_layer_input=VOCAB, num_kv_shared_layers=2)
 
 def other(name, **more):
-    """A tiny random model of a class that conftest.py has not; its experts in a loop, as grouped kernels know no float64."""
-    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
-    torch.manual_seed(0)
-    config = config_class(**{**SIZES, "num_key_value_heads": 2, "head_dim": 8, **more})
-    config._experts_implementation = "eager"
-    model = getattr(transformers, f"{name.removesuffix('Text')}ForCausalLM")(config).double().eval()
-    for p in model.parameters():
-        if p.ndim >= 2:
-            torch.nn.init.normal_(p, std=0.25)
-    return model
+    """A tiny random model of a class that conftest.py's `tiny` has not."""
+    return family(f"{name.removesuffix('Text')}ForCausalLM", **{"num_key_value_heads": 2, "head_dim": 8, **more})
 
 def turned_by(model, length):
     """What the target's own rotary module says in a forward of so many tokens: cos, sin (length, r)."""
@@ -328,18 +319,6 @@ def test_queries_have_the_rope_of_a_layer_s_own_keys(name, layer, more, tmp_path
     assert (there - here).abs().max() > 0.1
     torch.testing.assert_close(turned, there, atol=1e-5, rtol=0)
 
-def test_tables_of_modules_that_say_it_otherwise():
-    """DeepSeek V2's says complex numbers; a kind of layers may have no positions at all (as Beam's)."""
-    rope = dict(rope_type="default", rope_theta=99.0)
-    complex_numbers = other("DeepseekV2", **LATENT, topk_method="greedy", rope_parameters=rope)
-    turn = torch.outer(torch.arange(10.0), torch.tensor([1.0, 99.0 ** -0.5])).repeat(1, 2)
-    cos, sin = parts.target_angles(complex_numbers, 10)
-    torch.testing.assert_close(cos, turn.cos())
-    torch.testing.assert_close(sin, turn.sin())
-    gemma = other("Gemma3", **GEMMA3)
-    gemma.config.rope_parameters["full_attention"] = None
-    assert [len(parts.target_angles(gemma, 10, (layer,))[0][0]) for layer in range(3)] == [8, 0, 8]
-
 @pytest.mark.parametrize("name, more", [("DeepseekV3", LATENT), ("Gemma4", WIDE)])
 def test_sizes_are_those_of_what_the_target_caches(name, more):
     """Latents, or sizes that differ by layer: training equals decoding.  (The output is plain decoding's: test_families.py.)"""
@@ -353,16 +332,9 @@ def test_sizes_are_those_of_what_the_target_caches(name, more):
     drafter.begin(view(batch, 0, 5))
     torch.testing.assert_close(drafter.expand(batch["ids"][0, 5:10], [-1, 0, 1, 2, 3]), trained[5:10], **EXACT)
 
-def test_layers_without_keys_of_their_own_are_not_read():
-    model = other("Gemma4", **SHARED)
-    assert parts.glide_config(model, 16).layers_read == (1,)
-    assert parts.glide_config(model, 16, 2).layers_read == (0, 1)
-    with pytest.raises(ValueError, match="layer 3 of the target cannot be read .* it has layers 0 to 1"):
-        parts.glide_config(model, 16, layer=3)
-
 @pytest.mark.parametrize("name, more, message", [
     ("Lfm2", dict(layer_types=["conv", "full_attention", "conv"]), "Lfm2ForCausalLM does not cache keys and values"),
-    ("Gemma4", WIDE, "keys of several sizes"), ("Llama", {}, "heads of odd size: change the width"),
+    ("Gemma4", WIDE, "keys of several sizes"), ("Gemma4", SHARED, "layer 3 of the target cannot be read .* it has layers 0 to 1"), ("Llama", {}, "heads of odd size: change the width"),
     ("Whisper", {}, "WhisperForCausalLM caches 4 heads, and its configuration says 6"),
 ])
 def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
@@ -373,5 +345,6 @@ def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
     else:
         model = other(name, **more)
     with pytest.raises(ValueError, match=message) as error:
-        parts.glide_config(model, 33 if name == "Llama" else 16, layers=2 if name == "Gemma4" else 1)
+        how = {"layer": 3} if more is SHARED else {"layers": 2} if more is WIDE else {}
+        parts.glide_config(model, 33 if name == "Llama" else 16, **how)
     assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name == "Lfm2")

@@ -5,7 +5,6 @@ import random
 from types import SimpleNamespace
 
 import pytest
-import test_drawn
 import torch
 from conftest import plain, random_drafter, shared, target_of
 from test_maxgram import brute_force
@@ -17,6 +16,7 @@ from beyond import graft, priced, running
 from beyond.graft import Beside
 from maxgram import MaxGram
 from runtime import grams
+
 
 class Paths:
     """A drafter with logits of its own after each path; some rows are -inf, and all are asked for once."""
@@ -101,24 +101,6 @@ def test_half_precision_and_large_steps_stay_finite():
             p = (row := both.expand(torch.tensor([1]), [-1])).float().softmax(-1)[0]
             assert row.dtype == dtype and low <= p[2] <= high and p.sum().item() == pytest.approx(1)
 
-TREES = {"chain": cape.chain, "cape": cape.cape, "beam": cape.beam, "pct": pct.pct, "pct-cost": priced.pct_cost, "graft": graft.graft, "eagle2": pct.eagle2}
-
-@pytest.mark.parametrize("name", ["edd", *(pytest.param(name, marks=pytest.mark.long) for name in ("glide", "medusa"))])
-def test_every_tree_gives_plain_decodings_tokens(name):
-    """Greedy: the model's own forward; sampling by keyed noise: the draws without a drafter.  The chain is read in one forward."""
-    model = shared("llama")
-    target, prompt = target_of(model), [3, 1, 4, 1, 5, 3, 1, 4, 1]
-    both = Beside(random_drafter(model, name), MaxGram(confidence=[0.2, 0.3, 0.9]))
-    greedy, read, own = plain(model, prompt, 12), [], both.drafter.expand
-    both.drafter.expand = lambda tokens, parents: read.append(len(parents)) or own(tokens, parents)
-    for rule in (verify.Greedy(), verify.Sampled(0.8, top_p=0.9, seed=3)):
-        expected = verify.generate(target, None, verify.root_only, prompt, 12, rule).tokens
-        assert rule.seed is not None or expected == greedy
-        for tree, build in TREES.items():
-            read.clear()
-            assert verify.generate(target, both, build, prompt, 12, rule).tokens == expected, tree
-            assert tree != "graft" or max(read) > 3
-
 @torch.inference_mode()
 def test_tokens_are_read_before_the_forward_and_announced_ones_not_at_all(monkeypatch):
     """Afterwards the host would wait for the device.  What a view has as a list is not read either."""
@@ -139,13 +121,6 @@ def test_tokens_are_read_before_the_forward_and_announced_ones_not_at_all(monkey
     both.expand(both.announce([3], [0], "cpu"), [0])
     both.expand(torch.tensor([3]), [1])
     assert events == ["forward", "forward", "read", "forward"], "announced once, for one forward"
-
-@pytest.mark.long
-def test_drawn_chains_of_the_mixture_follow_the_target(monkeypatch):
-    def make():
-        return Beside(test_drawn.Drafter(test_drawn.table(2, test_drawn.VOCAB)), MaxGram(confidence=[0.5]))
-    monkeypatch.setitem(test_drawn.CASES, "beside", (make, test_drawn.DRAWN))
-    assert min(test_drawn.chi_squares(test_drawn.decoded("beside", range(test_drawn.SEEDS)))) > test_drawn.ALARM
 
 # ---------------------------------------------------------------- how far the words can be trusted
 def test_judged_words_by_a_replay_of_the_text():

@@ -1,20 +1,18 @@
 """figures/probe.py lookup: attention beside one computed from queries and keys by loops, the linear map beside numpy's."""
-import sys
 from types import SimpleNamespace
 
+import compare
 import numpy as np
+import probe
 import pytest
 import torch
-from conftest import ROOT, plain, target_of, tiny
+from conftest import plain, target_of, tiny
 from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 import glide
 import verify
 from runtime import clock
 
-sys.path.insert(0, str(ROOT / "figures"))
-import compare  # noqa: E402
-import probe  # noqa: E402
 
 def by_hand(model, texts, new, window):
     """The mean mass of each head of each layer on what followed a continued token before, and uniform attention's."""

@@ -11,6 +11,7 @@ import maxgram
 from maxgram import CONFIDENCE, Index, MaxGram, build_bigram, max_gram_tensor
 from runtime.grams import measure_confidence, read_bigram
 
+
 def brute_force(generation, draft, n, source=(), bigram=()):
     """The definition: the longest suffix of the query with a token after it in the text; the bigram."""
     text, query, tokens, lengths = [*source, -1, *generation], [*generation, *draft], [], []
@@ -88,14 +89,10 @@ def test_tensors_stay_on_their_device():
         whole, _ = max_gram_tensor(two, 2, None, three)
     assert tokens.tolist() == [2, 3, 1, 2, 3, 1, 2, 3, 1, 2] and whole.tolist() == [4]
 
-def test_leftmost_the_source_first_and_ten_tokens():
-    g = MaxGram([0, 0, 0, 0, 0, 0, 0, 5, 0, 4])
-    g.commit_source([4, 2, 3, 7])
-    g.commit([2, 3])
-    # The source's end, then the bigram's; after the bigram's token it matches again.
-    assert g.propose([], 9) == ([7, 5], [2, 0]) and g.propose([9], 9) == ([4, 2, 3, 7, 5], [0, 1, 1, 1, 0])
+def test_ten_tokens_unless_said_otherwise():
+    """The last column of Table 2's matrices."""
     g = MaxGram()
-    g.commit([1, 2, 3] * 9)                  # ten unless said otherwise: the last column of Table 2's matrices
+    g.commit([1, 2, 3] * 9)
     assert g.propose()[0] == ([1, 2, 3] * 4)[:10] == max_gram_tensor(torch.tensor([1, 2, 3] * 9))[0].tolist()
 
 def test_nothing_to_continue():
@@ -170,10 +167,6 @@ def test_the_picture_of_ababb():
         assert states[state] == set(substrings.split()), text
         assert index.link[state] == int(link)
         assert places == " ".join(map(str, ends(list(whole), max(states[state], key=len))))
-    assert states[2] == {"ab"}, "b has parted from it"
-    g = MaxGram()
-    g.commit(map(ord, "abab"))
-    assert g.propose([], 2) == ([ord("a"), ord("b")], [2, 2]), "after abab: what came after the first ab"
 
 class CountingList(list):
     """The transitions of an Index, counting how often a state is looked at."""
@@ -246,13 +239,11 @@ def test_both_kinds_of_bigram_file(tmp_path):
 
 @pytest.mark.parametrize("text, why", [(None, "does not exist: make one with"),
     ("[0, 1", "cannot be read .*: make one with"), ("\xff", "cannot be read .*: make one with"),
-    ('{"other": 1}', "holds no array of token ids: make one with"), ("7", "holds no array of token ids: make one with"),
-    ("[0, true]", "holds no array of token ids: make one with"), ("[0, 1.5]", "holds no array of token ids: make one with"),
+    ('{"other": 1}', "holds no array of token ids: make one with"), ("[0, true]", "holds no array of token ids"),
     ("[0, 1, 2, 3, 0]", r"a bigram of another vocabulary \(5 entries, .* 4 tokens\): make one with"),
     ("[0, 1, 4]", r"a bigram of another vocabulary \(token id 4, .* 4 tokens\): make one with"),
     ("[0, -1]", r"a bigram of another vocabulary \(token id -1"),
     ('{"bigram": [0], "confidence": [0.1, 1.5]}', "no array of numbers from 0 to 1: make one with"),
-    ('{"bigram": [0], "confidence": []}', "no array of numbers from 0 to 1"),
     ('{"bigram": [0], "confidence": [NaN]}', "no array of numbers from 0 to 1")])
 def test_bad_bigram_files_say_what_to_do(tmp_path, text, why):
     path = tmp_path / "b.json"

@@ -6,10 +6,13 @@ import pytest
 import torch
 from test_cape import Traffic, path_expand, random_table, row_after, sequences, table_expand
 
+import cape
 import pct
 from beyond import graft, priced
 
-BUILDERS = (pct.pct, pct.own_confidence, priced.pct_cost, graft.graft, pct.vct, pct.eagle2)
+# One read of the device a tree, and nothing sent; the others: one read and one copy a depth
+OF_CAPE = (cape.chain, cape.drawn, cape.cape, cape.fixed)
+BUILDERS = (*OF_CAPE, cape.beam, pct.pct, pct.own_confidence, priced.pct_cost, graft.graft, pct.vct, pct.eagle2)
 
 def paths(tree):
     """The token paths of a tree, the root left out."""
@@ -68,12 +71,6 @@ def test_the_defaults_do_what_they_say():
     assert paths(pct.pct(table_expand(table), root, leaf=0)) == {(1,), (2,), (2, 1), (3,), (4,), (5,)}, "five children"
     assert len(paths(pct.pct(table_expand(table), root, leaf=0, width=33))) == 8 + 1, "all of them, and (2, 1)"
 
-    sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
-    for build in (pct.pct, pct.own_confidence, priced.pct_cost):
-        expand = table_expand(sure)
-        assert len(build(expand, root).tokens) == 1 + 10 and expand.calls == 10, build.__name__
-    assert len(pct.eagle2(table_expand(sure), root).tokens) == 1 + 6
-
     table = torch.zeros(4, 4, dtype=torch.float64)
     table[0, 1:4] = torch.tensor([0.3, 0.29, 0.0], dtype=torch.float64)
     table[1, 1] = table[2, 1] = 0.29
@@ -131,33 +128,6 @@ def test_the_cap_keeps_the_most_probable():
         nodes = all_nodes(table, 0, lambda path, joint, seed=seed: joint >= [0.0, 0.05][seed % 2], 5, 4)
         assert paths(tree) == set(sorted(nodes, key=lambda n: -nodes[n])[:cap]) and expand.widest <= cap
 
-def test_what_cannot_be_drafted_is_not_there():
-    table = torch.zeros(5, 5)
-    table[0, 1] = table[1, 2] = 1.0
-    for build in BUILDERS:
-        assert paths(build(table_expand(table), torch.tensor([0]))) == {(1,), (1, 2)}, build.__name__
-        expand = table_expand(table)
-        tree = build(expand, torch.tensor([4]))
-        assert tree.tokens.tolist() == [4] and tree.parents.tolist() == [-1] and expand.calls == 1
-
-@pytest.mark.parametrize("build", BUILDERS)
-def test_no_tree_is_deeper_than_there_is_room(build):
-    """And nobody is asked what follows there."""
-    sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
-    for room in range(12):
-        expand = table_expand(sure)
-        expand.remaining = room
-        deepest = inspect.signature(build).parameters["depth"].default
-        assert len(build(expand, torch.tensor([0])).tokens) == 1 + min(room, deepest) == 1 + expand.calls
-
-@pytest.mark.parametrize("build, wrong, says", [
-    (pct.pct, dict(width=0), "width"), (pct.pct, dict(depth=0), "depth"), (pct.pct, dict(cost=1.5), "s_d / s_t"),
-    (pct.pct, dict(max_nodes=0), "nodes"), (pct.own_confidence, dict(own=-0.1), "confidence"), (pct.vct, dict(width=0), "width"),
-    (priced.pct_cost, dict(node_price=-1), "node_price"), (priced.pct_cost, dict(cost=-1), "s_d / s_t"), (pct.eagle2, dict(total=0), "nodes")])
-def test_settings_that_mean_nothing_are_refused(build, wrong, says):
-    with pytest.raises(AssertionError, match=says):
-        build(table_expand(random_table(0)), torch.tensor([0]), **wrong)
-
 # ---------------------------------------------------------------- appendix A
 def test_vct_has_363_nodes():
     expand = table_expand(random_table(0, vocab=9))
@@ -183,15 +153,6 @@ def test_eagle2_expands_the_ten_best_of_each_layer():
         assert paths(tree) == set(sorted(nodes, key=lambda n: -nodes[n])[:50])
         assert expand.widest <= 10 and expand.calls == 6
 
-# ---------------------------------------------------------------- reads and copies, large ids, the file alone
-@pytest.mark.parametrize("build", BUILDERS)
-def test_one_read_and_one_copy_a_depth_and_one_copy_for_the_tree(build):
-    expand, root = table_expand(random_table(8).float()), torch.tensor([0])        # sure of itself: deep trees
-    with Traffic() as traffic:
-        build(expand, root)
-    assert traffic.reads == ["tolist"] * expand.calls and expand.calls > 1
-    assert traffic.copies == ["tensor"] * expand.calls, "the root's token is on the device: one copy fewer"
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_large_token_ids_survive_the_read(dtype):
     """Tokens travel with their probabilities as floats: also those that the drafter's own precision could not hold."""
@@ -200,10 +161,59 @@ def test_large_token_ids_survive_the_read(dtype):
     tree = pct.pct(lambda tokens, parents: row.expand(len(parents), -1), torch.tensor([0]), depth=1)
     assert tree.tokens.tolist() == [0, 262143, 131071, 50257]
 
+# ---------------------------------------------------------------- what all builders share
 @pytest.mark.parametrize("build", BUILDERS)
+def test_what_cannot_be_drafted_is_not_there(build):
+    table = torch.zeros(6, 6)
+    table[0, 1] = table[1, 2] = 1.0
+    # After 5 comes an impossible token: argmax of zeros is 0, which could go on.
+    table[3, 5], table[3, 4] = 0.7, 0.3
+    assert sequences(build(table_expand(table), torch.tensor([0]))) == [(0,), (0, 1), (0, 1, 2)]
+    expand = table_expand(table)
+    tree = build(expand, torch.tensor([2]))
+    assert sequences(tree) == [(2,)] and (tree.p_draft is None or tree.p_draft.shape == (0, 6))
+    assert expand.calls == 1 or build in OF_CAPE
+    there = set(sequences(build(table_expand(table), torch.tensor([3]))))
+    assert there <= {(3,), (3, 4), (3, 5)} and len(there) == (2 if build in (cape.chain, cape.drawn) else 3)
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_no_tree_is_deeper_than_what_remains(build):
+    """And the drafter predicts nothing beyond."""
+    sure, settings = torch.eye(6, dtype=torch.float64).roll(1, 1), inspect.signature(build).parameters
+    deepest = settings.get("depth", settings.get("gamma")).default
+    for remaining in range(12):
+        expand = table_expand(sure)
+        expand.remaining = remaining
+        tree = build(expand, torch.tensor([0]))
+        assert len(tree.tokens) == 1 + min(remaining, deepest) == 1 + expand.calls
+
+@pytest.mark.parametrize("build", BUILDERS)
+def test_reads_and_copies(build):
+    """The root's token is on the device: one copy fewer than depths.  Beam search sends its parents once."""
+    expand, root = table_expand(random_table(8).float()), torch.tensor([0])        # sure of itself: deep trees
+    build(expand, root)
+    expand.calls = 0
+    with Traffic() as traffic:
+        build(expand, root)
+    assert traffic.reads == ["tolist"] * (1 if build in OF_CAPE else expand.calls) and expand.calls > 1
+    assert traffic.copies == ["tensor"] * (0 if build in OF_CAPE else 1 if build is cape.beam else expand.calls)
+
+@pytest.mark.parametrize("build", [build for build in BUILDERS if build is not cape.beam])
 def test_logits_are_refused(build):
+    """Also logarithms of probabilities, and what is no number."""
     logits = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     for given in (logits, logits.log_softmax(-1), logits / 0 * 0):
         with pytest.raises(AssertionError, match="probabilities, not logits"):
             build(table_expand(given), torch.tensor([0]))
     build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))
+
+@pytest.mark.parametrize("build, wrong, says", [
+    *((build, dict(gamma=0), "gamma") for build in BUILDERS[:5]), (cape.cape, dict(sizes=(1, 2)), "sizes"),
+    (cape.cape, dict(edges=(0.3, 0.8, 0.6)), "ascend"), (cape.cape, dict(sizes=(7, 5, 3, -1)), "fewer than no"),
+    (cape.cape, dict(gamma=6, max_nodes=5), "cannot hold the chain"), (cape.beam, dict(width=0), "width"),
+    (pct.pct, dict(width=0), "width"), (pct.pct, dict(depth=0), "depth"), (pct.pct, dict(cost=1.5), "s_d / s_t"),
+    (pct.pct, dict(max_nodes=0), "nodes"), (pct.own_confidence, dict(own=-0.1), "confidence"), (pct.vct, dict(width=0), "width"),
+    (priced.pct_cost, dict(node_price=-1), "node_price"), (priced.pct_cost, dict(cost=-1), "s_d / s_t"), (pct.eagle2, dict(total=0), "nodes")])
+def test_settings_that_mean_nothing_are_refused(build, wrong, says):
+    with pytest.raises(AssertionError, match=says):
+        build(table_expand(random_table(0)), torch.tensor([0]), **wrong)

@@ -7,11 +7,12 @@ import pytest
 import torch
 from test_cape import path_expand, random_table, table_expand
 from test_maxgram import brute_force
-from test_pct import all_nodes, paths
+from test_pct import paths
 
 import cascade
 from beyond import graft, priced
 from maxgram import MaxGram
+
 
 def layered(table, first, width, depth, prices, suggest=None, room=99):
     """The rule of the docstrings on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of forwards.
@@ -148,35 +149,6 @@ def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
     expand.drafter = SimpleNamespace(suggest=suggest)
     tree = graft.graft(expand, torch.tensor([0]), cost=0.05 if forwards else 0.9, node_price=0.001)
     assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 26 if forwards else 16)))
-
-def subtrees(table, here, joint, width, depth):
-    """All connected subtrees below a node of probability `joint` -> [(sum of p, number of nodes, depth)], the empty one first."""
-    found = [(0.0, 0, 0)]
-    for x in sorted(range(len(table)), key=lambda x: -table[here][x])[:width] if depth else []:
-        p = joint * table[here][x]
-        with_x = [(p + s, 1 + n, 1 + d) for s, n, d in subtrees(table, x, p, width, depth - 1)]
-        found += [(s + t, n + m, max(d, e)) for s, n, d in found for t, m, e in with_x]
-    return found
-
-@pytest.mark.parametrize("cost, price", [(0.065, 0.012), (0.1, 0.02), (0.2, 0.05), (0.3, 0.01)])
-def test_pct_cost_is_near_the_best_tree_of_any_depth(cost, price):
-    """Of all subtrees of all depths, by a hindsight that reads the whole table: below 1 % of the rate is lost.  (Where each node
-    paid for a drafting step it was 1 to 8 %.)  And no depth that is worth drafting is below the bound in the docstring."""
-    kept = []
-    for seed in range(40):
-        table = random_table(seed, vocab=3)
-        every, rates = subtrees(table.tolist(), 0, 1.0, 2, 3), {}
-        for drafts in (1, 2, 3):
-            rates[drafts] = max((1 + s) / (1 + drafts * cost + n * price) for s, n, d in every if d <= drafts)
-        expand, nodes = table_expand(table), all_nodes(table, 0, lambda *_: True, 2, 3)
-        tree = paths(priced.pct_cost(expand, torch.tensor([0]), cost=cost, node_price=price, width=2, depth=3))
-        time = 1 + expand.calls * cost + len(tree) * price
-        kept.append((1 + sum(nodes[path] for path in tree)) / time / max(rates.values()))
-        for drafts in (1, 2):
-            r = max(1.0, rates[drafts])
-            bound = sum(max(0.0, p - r * price) for path, p in nodes.items() if len(path) == drafts)
-            assert bound >= r * cost or max(rates.values()) <= r + 1e-12
-    assert max(kept) <= 1 + 1e-12 and sum(kept) / len(kept) > 0.99
 
 # ---------------------------------------------------------------- the first forward, and Max-Gram alone
 def test_the_first_forward_is_worth_its_price_or_the_tree_is_the_root_alone():

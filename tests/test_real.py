@@ -89,15 +89,6 @@ def test_stages_of_padded_vocabularies(llama):
     sampled = verify.generate(verify.Target(llama), drafter, partial(cascade.proposal, drawn=True), PROMPT, 16, verify.Sampled(0.8))
     assert all(0 <= token < 12 for token in sampled.tokens + seen)
 
-def test_a_padded_pair_end_to_end(small, tmp_path, capsys):  # noqa: F811
-    """One tokenizer, 300 tokens; target and stage have embeddings of 300 and of 320."""
-    save(tmp_path / "wide", tiny("llama", seed=1, vocab_size=320, num_hidden_layers=2, max_position_embeddings=64).float(), tokenizer_of(TEXT, 300))
-    assert bench.main(args(small, "--drafter", f"cascade({tmp_path / 'wide'}, maxgram)", "--tree", "chain", "--limit", "1", "--max-new-tokens", "6",
-                           "--json", str(tmp_path / "r.jsonl"))) == 0
-    assert "transformers wants equal vocabularies" in capsys.readouterr().out
-    rows = rows_of(tmp_path / "r.jsonl")
-    assert [row["lossless"] for row in rows if row["tree"]] == [True] and not any("assisted" in row["drafter"] for row in rows)
-
 # ---------------------------------------------------------------- quantised weights
 def test_a_quantised_target_is_plain_decodings():
     """And a drafter of the model before it was quantised is its drafter."""

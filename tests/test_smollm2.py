@@ -23,7 +23,8 @@ import pct
 import verify
 from checkpoints import smollm2
 from maxgram import MaxGram
-from runtime import families, load, parts
+from runtime import load, parts
+
 
 def changed(model, change):
     """A copy of the model, change(weight) in the place of each matrix."""
@@ -157,14 +158,3 @@ def test_the_template_and_its_end(setup):
     out = written(setup.model, ids, 40)
     assert out[-1] == setup.eos == setup.tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
     assert setup.tokenizer.decode(out[:-1]) == "The capital of France is Paris."
-
-@pytest.mark.smollm2
-def test_a_prompt_of_6000_tokens(setup):
-    """The first layers alone, so that it takes seconds; positions and the cache are the whole model's."""
-    config = copy.deepcopy(setup.model.config)
-    config.num_hidden_layers = 2
-    model = type(setup.model)(config).eval()
-    model.load_state_dict(setup.model.state_dict(), strict=False)
-    prompt = (setup.tokenizer.encode((load.ROOT / "README.md").read_text()) * 9)[:6000]
-    drafter = cascade.Cascade([], gram=MaxGram(), vocab=setup.target.vocab)
-    assert verify.generate(families.any_target(model), drafter, cascade.proposal, prompt, 12).tokens == written(model, prompt, 12)

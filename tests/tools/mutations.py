@@ -101,8 +101,8 @@ EDITS["cape"] = [
     ('extras hang below their token', 'row = index // K\n', 'row = index // K + 1\n'),
     ('extras of probability zero are there', 'drafted(p), (joint > 0).sum())', 'drafted(p), (joint >= 0).sum())'),
     ('tokens of probability zero are there', 'return (least > 0).sum()', 'return (least >= 0).sum()'),
-    ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, probs[:n])', 'return Tree(tokens, parents, probs)'),
-    ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma'),
+    ('p_draft has rows of tokens that are not there', 'return Tree(tokens, parents, probs[:n])', 'return Tree(tokens, parents, probs)', "pct"),
+    ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma', "pct"),
 ]
 
 # ---------------------------------------------------------------- EDD and its baselines
@@ -306,9 +306,8 @@ EDITS["verify"] = [
     ("one stream for drafting and accepting", 'f"{seed} {purpose}"', 'f"{seed}"'),
     ("one acceptance stream for all rounds", 'stream(self.seed, f"accept {first}", logits.device)', 'stream(self.seed, "accept", logits.device)'),
     ("keyed noise without position", "stream(seed, position, device)", "stream(seed, 0, device)"),
-    ("keyed noise by depth", "keyed_noise(self.seed, first + d, ", "keyed_noise(self.seed, d, "),
-    ("noise of another depth", "noise = torch.stack(noise)[depth]", "noise = torch.stack(noise)",
-     "verify::test_sampling_over_any_tree_is_plain_sampling_with_the_same_seed random"),
+    ("keyed noise by depth", "keyed_noise(self.seed, first + d, ", "keyed_noise(self.seed, d, ", "random"),
+    ("noise of another depth", "noise = torch.stack(noise)[depth]", "noise = torch.stack(noise)", "random"),
     ("noise of the position before", "first = target.cache.length + 1", "first = target.cache.length"),
     ("half precision is sampled in half precision", "self.processors(None, logits.float())", "self.processors(None, logits)"),
     ("draws by the race reversed", "(p_target / noise).argmax(-1)", "(p_target * noise).argmax(-1)"),
