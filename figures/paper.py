@@ -220,15 +220,17 @@ def claims_page(folder):
     judged = [(claim, verdict(folder, claim)) for claim in claims]
     public = [(claim, verdict(folder / PUBLIC, claim)) for claim in claims]
     decided = [pair for pair, its in zip(judged, public) if {pair[1][0], its[1][0]} != {OPEN}]
-    first = [pair for pair in decided if pair[0].get("main")]
+    first = [pair for pair in decided if pair[0].get("main") and pair[1][0] != OPEN]
     its_first = [pair for pair in public if pair[0].get("main") and pair[1][0] != OPEN]
-    rest = [pair for pair in decided if not pair[0].get("main")]
-    parts = [head(folder, "claims"),
-             f"**Of those that matter most, on the stand-in: {counted(first)}. "
-             f"On SmolLM2: {counted(its_first)}.**"]
+    count = f"Of the {len(first)} that matter most: {counted(first)}."
+    if its_first:
+        count += f" On SmolLM2, of {len(its_first)}: {counted(its_first)}."
+    parts = [head(folder, "claims"), f"**{count}**"]
     for paper in unique(claim["paper"] for claim, _ in decided):
         parts.append(f"## {paper}")
-        mine, more = ([pair for pair in pairs if pair[0]["paper"] == paper] for pairs in (first, rest))
+        here = [pair for pair in decided if pair[0]["paper"] == paper]
+        mine = [pair for pair in here if pair[0].get("main")]
+        more = [pair for pair in here if not pair[0].get("main")]
         parts += [claims_table(folder, mine)] if mine else []
         if more:
             parts.append(f"<details><summary>{len(more)} more: {counted(more)}</summary>")
@@ -291,8 +293,9 @@ def results_page(folder, page="results"):
 def written(docs):
     """{path: text} of all that `write` writes."""
     folder = docs / "results"
-    found = {docs / "results.md": results_page(folder), docs / "claims.md": claims_page(folder),
-             docs / f"{PUBLIC}.md": results_page(folder, PUBLIC)}
+    found = {docs / "results.md": results_page(folder), docs / "claims.md": claims_page(folder)}
+    if (folder / f"{PUBLIC}.head.md").exists():
+        found[docs / f"{PUBLIC}.md"] = results_page(folder, PUBLIC)
     for name, svg in pictures.drawings(docs).items():
         found[docs / name] = svg
     return found

@@ -1,9 +1,12 @@
 """The papers' tables by name: what tables.json says can be run, runs, and is shown; verdicts are paired tests."""
 import json
 import re
+import shutil
 import sys
 from fnmatch import fnmatch
+from functools import partial
 from itertools import combinations, product
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -35,7 +38,10 @@ def arms_of(spec):
     if script == "train.py":
         made = arguments[:next(i for i, word in enumerate(arguments) if word.startswith("--"))]
         return {f"{name} × chain" for name in made for pattern in run["drafters"] if fnmatch(name, pattern)}
-    kinds = {"cascade": load.load_cascade, "maxgram": load.load_cascade, "beside": getattr(load, "load_beside", load.load_cascade)}
+    if script == "figures/batches.py":
+        return {"glide × chain"}
+    kinds = {"cascade": load.load_cascade, "maxgram": load.load_cascade, "beside": getattr(load, "load_beside", load.load_cascade),
+             "glide": partial(load.load_drafter, None, "glide")}
     labels = [calls.read_call(text, kinds, "").label if "(" in text else text for text in a.drafter]
     trees = [calls.read_call(text, bench.TREES, "tree").label for text in a.tree]
     if script == "figures/probe.py" and arguments[0] in ("calibration", "positions"):
@@ -47,15 +53,15 @@ def arms_of(spec):
 
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec["name"])
 def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
-    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration|training(-third|-fifth)?", spec["name"])
+    assert re.fullmatch(r"(glide|edd|cascade)-[\w.-]+|main|papers|calibration|training(-third|-fifth)?|smollm2[\w-]*", spec["name"])
     run, script, arguments, a = run_of(spec)
     there = arms_of(spec)
     if script == "train.py":
         assert all(drafters.named(name.removesuffix(" × chain")) for name in there)
         assert all(any(fnmatch(name, f"{pattern} × chain") for name in there) for pattern in run["drafters"])
     else:
-        assert script == "bench.py" or script == "figures/probe.py" and arguments[0] in probe.MEASUREMENTS
-        a = bench.parser().parse_args(arguments[script != "bench.py":])
+        assert script in ("bench.py", "figures/batches.py") or script == "figures/probe.py" and arguments[0] in probe.MEASUREMENTS
+        a = bench.parser().parse_args(arguments[script == "figures/probe.py":])
         for text in a.tree:
             calls.check_tree(calls.read_call(text, bench.TREES, "tree"), bench.MOST_NODES)
         assert run["minutes"] > 0
@@ -66,8 +72,11 @@ def test_a_table_can_be_run_and_shown_as_far_as_its_words_say(spec):
         assert row.keys() - {"arm", "as"} <= headings and row["as"]
 
 def test_claims_compare_rows_that_a_table_makes():
-    there = {spec["file"]: arms_of(spec) for spec in SPECS}
+    there = {}
+    for spec in SPECS:                                                         # SmolLM2's rows, too
+        there.setdefault(Path(spec["file"]).name, set()).update(arms_of(spec))
     kinds = {row["group"] for row in bench.read.read_rows(bench.PROMPTS)}
+    kinds |= {"mt_bench", "gsm8k_test", "HumanEval", "news"}                   # SmolLM2's
     for claim in CLAIMS:
         assert claim.get("holds") or claim.get("cannot"), claim["claim"]
         for spec in claim.get("holds", []):
@@ -291,6 +300,10 @@ def test_claims_are_held_level_or_not(folder):
     page = paper.claims_page(folder)
     assert "**Of the 1 that matter most: 1 held, 0 level, 0 not held.**" in page
     assert "| claim \\| 2 | **not held** | " in page
+    shutil.copytree(folder, folder / "smollm2")                                # the same rows, as a public model's
+    its = paper.claims_page(folder)
+    assert "not held. On SmolLM2, of 1: 1 held, 0 level, 0 not held.**" in its
+    assert all(line.count("**not held**") in (0, 2) for line in its.splitlines())
     assert paper.findings(folder).splitlines()[2].startswith("| A is first | held | τ: a × t 2.5 against b × t 2 ")
 
 def test_a_prediction_by_hand():

@@ -62,7 +62,8 @@ def walk(drafter, batch, text, start):
         for layer, (k, v) in batch["kv"].items():
             kv[layer] = k[:, :, :committed], v[:, :, :committed]
         hidden = {k: states[0, shown:committed] for k, states in batch["hidden"].items()}
-        drafter.begin(View(text[shown:committed], committed, kv, hidden))
+        new = text[shown:committed]
+        drafter.begin(View(new, committed, kv, hidden, ids[shown:committed], ids[committed]))
         shown = committed
         path = []                                    # its nodes: the root, and accepted tokens
         right = True
