@@ -32,65 +32,57 @@ import verify
 from runtime import parts
 from runtime.families import AnyTarget
 
-# What a number in a default configuration becomes, by its field's name, in nested configurations too.
-SIZES = {}
-for line in """
-32 hidden_size n_embd d_model dim emb_dim embedding_size input_embedding_size output_embedding_size embedding_dim word_embed_proj_dim
-32 lru_width backbone_hidden_size prompt_mid_dim pronunciation_embed_dim shape_embed_dim
-64 attention_hidden_size mamba_d_ssm max_position_embeddings n_positions n_ctx max_seq_len model_max_length context_length
-64 max_target_positions max_source_positions
-3 num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_decoder_layers num_encoder_layers num_blocks depth
-4 num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_decoder_attention_heads
-4 num_encoder_attention_heads attention_heads num_experts n_routed_experts num_local_experts moe_num_experts swa_num_attention_heads
-4 index_n_heads index_topk_blocks hidden_size_per_layer_input mamba_n_heads linear_num_value_heads mamba_num_heads n_mamba_heads
-4 time_step_rank qk_rope_head_dim query_pre_attn_scalar rotary_dim linear_num_heads dim_model_base hc_lowrank patch_size
-2 num_kv_heads num_experts_per_tok num_experts_per_token moe_topk moe_k swa_num_key_value_heads linear_num_key_heads kv_n_heads
-2 index_local_blocks n_groups mamba_n_groups mamba_ngroups num_query_groups zero_expert_num o_groups max_window_layers
-1 n_shared_experts num_shared_experts moe_num_shared_experts first_k_dense_replace num_dense_layers n_group num_expert_group topk_group
+# What a number in a default configuration becomes, by its field's name, in nested configurations too: the first that fits.
+SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for line in """
+64 attention_hidden_size|mamba_d_ssm|max_position_embeddings|n_positions|n_ctx|max_seq_len
+64 model_max_length|context_length|max_(target|source)_positions
+32 hidden_size|n_embd|d_model|emb_dim|(\w+_)?(embedding|embed_proj|embed|prompt_mid)_(dim|size)|lru_width
+3 ((\w+_)?num_hidden|n|num|(num_)?(en|de)coder)_layers|n_layer|num_blocks
+4 time_step_rank|qk_rope_head_dim|query_pre_attn_scalar|rotary_dim|dim_model_base|hc_lowrank|patch_size
+4 (n_routed|(moe_)?num(_local)?)_experts|hidden_size_per_layer_input|index_topk_blocks|n_head
+2 index_local_blocks|(mamba_)?n_?groups|zero_expert_num|o_groups|max_window_layers
+2 num_experts_per_tok(en)?|moe_(topk|k)|(num_kv|swa_num_key_value|linear_num_key|kv_n)_heads
+4 (\w+_)?(num|n|num_attention|attention|index_n|num_value|coder_attention|n_mamba)_heads
+1 (n|num|moe_num)_shared_experts|first_k_dense_replace|num_dense_layers|(n|topk|num_expert)_group
 0 num_nextn_predict_layers
-48 intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dff d_inner dim_ff feed_forward_size ffn_hidden_size intermediate_size_mlp
-48 dense_intermediate_size vocab_size vocab_size_per_layer_input unpadded_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab
-48 pronunciation_vocab_size shape_vocab_size
-16 moe_intermediate_size shared_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size expert_ffn_hidden_size
-16 kv_lora_rank q_lora_rank o_lora_rank mamba_d_state ssm_state_size state_size router_hidden_size mamba_d_head mamba_head_dim mamba_headdim
-16 shared_experts_intermediate_size attention_head_dim image_size
-8 qk_nope_head_dim v_head_dim swa_head_dim swa_v_head_dim dim_head d_head kv_channels index_head_dim linear_key_head_dim
-8 linear_value_head_dim linear_head_dim attention_head_size index_topk block_size index_block_size mamba_chunk_size chunk_size adapter_rank
-6 sliding_window sliding_window_size window_size local_attention attention_window_size attention_chunk_size
-""".strip().splitlines():
-    size, *fields = line.split()
-    SIZES.update(dict.fromkeys(fields, int(size)))
-VOCAB, CONTEXT, WINDOW = SIZES["vocab_size"], SIZES["max_position_embeddings"], SIZES["sliding_window"]
-LAYERS, HEADS = SIZES["num_hidden_layers"], SIZES["num_attention_heads"]
-PROMPT, NEW = 12, 14
+48 (dense_)?intermediate_size(_mlp)?|(\w+_)?ffn_dim|dff|d_inner|dim_ff|(feed_forward|ffn_hidden)_size
+48 ((unpadded|decoder|pronunciation|shape)_)?vocab_size(_per_layer_input)?|encoder_hash_byte_group_vocab
+16 \w+_intermediate_size|\w_lora_rank|kv_lora_rank|(mamba_d_|ssm_)?state(_size)?|image_size
+16 router_hidden_size|mamba_(d_head|head_dim)|attention_head_dim|expert_ffn_hidden_size
+8 (qk_nope|v|swa|index|linear(_\w+)?)_head_dim|dim_head|d_head|kv_channels|attention_head_size
+8 index_topk|(index_)?block_size|(mamba_)?chunk_size|adapter_rank
+6 sliding_window(_size)?|(attention_)?window_size|local_attention|attention_chunk_size
+""".strip().splitlines())]
+VOCAB, CONTEXT, WINDOW, LAYERS, HEADS, PROMPT, NEW = 48, 64, 6, 3, 4, 12, 14
 # These also where the default is None
 ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 # What the rule does not fit, by class of configuration.
-OWN = {"BltLocalEncoderConfig": dict(hidden_size_global=32),
-    "BltLocalDecoderConfig": dict(hidden_size_global=32),
-    "CohereCompassTextConfig": dict(rope_parameters={"full_attention": dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])}),
-    "DbrxAttentionConfig": dict(rope_theta=1e4, clip_qkv=8.0),
-    "DeepseekV2Config": dict(num_experts_per_tok=2, first_k_dense_replace=1),
-    "Dots1Config": dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1),
-    "Dots3NoteTextConfig": dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_q_lora_rank=16, swa_kv_lora_rank=16,
-                                swa_head_dim=12, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
-    "GPTNeoConfig": dict(attention_types=[[["local", "global", "local"], 1]]),
-    "Gemma3nTextConfig": dict(num_kv_shared_layers=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
-    "Gemma4TextConfig": dict(global_head_dim=16),
-    "Gemma4UnifiedTextConfig": dict(global_head_dim=16),
-    "Lfm2MoeConfig": dict(layer_types=["conv", "full_attention", "conv"]),
-    "Lfm2Config": dict(num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
-    "LongcatFlashConfig": dict(head_dim=4),
-    "Mamba2Config": dict(num_heads=8),
-    "MllamaTextConfig": dict(cross_attention_layers=[1]),
-    "MoshiConfig": dict(sliding_window=CONTEXT),               # as by default; the class slides nothing
-    "Qwen4ExpTextConfig": dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16, indexer_compress_ratio=4),
-    "ReformerConfig": dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8), axial_pos_embds_dim=(16, 16),
-                           local_attn_chunk_length=8, lsh_attn_chunk_length=8, num_buckets=2),
-    "XmodConfig": dict(default_language="en_XX"),
-    "ZayaConfig": dict(num_experts_per_tok=1),}
+COMPASS = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
+CONVOLUTION = ["conv", "full_attention", "conv"]
+OWN = {f"{name}Config": own for name, own in dict(
+    BltLocalEncoder=dict(hidden_size_global=32), BltLocalDecoder=dict(hidden_size_global=32),
+    CohereCompassText=dict(rope_parameters={"full_attention": COMPASS}),
+    DbrxAttention=dict(rope_theta=1e4, clip_qkv=8.0),
+    DeepseekV2=dict(num_experts_per_tok=2, first_k_dense_replace=1),
+    Dots1=dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1),
+    Dots3NoteText=dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=12,
+                       swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
+    GPTNeo=dict(attention_types=[[["local", "global", "local"], 1]]),
+    Gemma3nText=dict(num_kv_shared_layers=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
+    Gemma4Text=dict(global_head_dim=16), Gemma4UnifiedText=dict(global_head_dim=16),
+    Lfm2Moe=dict(layer_types=CONVOLUTION), Lfm2=dict(num_hidden_layers=3, layer_types=CONVOLUTION),
+    LongcatFlash=dict(head_dim=4), Mamba2=dict(num_heads=8), MllamaText=dict(cross_attention_layers=[1]),
+    Moshi=dict(sliding_window=CONTEXT),                        # as by default; the class slides nothing
+    Qwen4ExpText=dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
+                      indexer_compress_ratio=4),
+    Reformer=dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8), num_buckets=2,
+                  axial_pos_embds_dim=(16, 16), local_attn_chunk_length=8, lsh_attn_chunk_length=8),
+    Xmod=dict(default_language="en_XX"), Zaya=dict(num_experts_per_tok=1)).items()}
+
+def size_of(field):
+    return next((size for size, fields in SIZES if fields.fullmatch(field)), None)
 
 def longrope(turn):
     """A rotary table that is another one from a length of `turn` on."""
@@ -138,7 +130,7 @@ def small(config_class, **own):
         if field.init and name in stored:
             default[field.name] = stored[name]
     # Of lists by layer stay the first layers of each kind
-    depth = next((v for n, v in default.items() if SIZES.get(n) == LAYERS and isinstance(v, int)), None)
+    depth = next((v for n, v in default.items() if size_of(n) == LAYERS and isinstance(v, int)), None)
     by_layer = [n for n, v in default.items() if isinstance(v, (list, tuple)) and len(v) == depth]
     kinds = [str(entries) for entries in zip(*(default[n] for n in by_layer))]
     first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
@@ -149,11 +141,11 @@ def small(config_class, **own):
         if isinstance(value, PreTrainedConfig):
             fields[name] = small(type(value))
         elif name in by_layer:
-            fields[name] = [SIZES.get(name, value[i]) for i in kept]
+            fields[name] = [value[i] if size_of(name) is None else size_of(name) for i in kept]
         elif name in ALWAYS:
             fields[name] = ALWAYS[name]
-        elif name in SIZES and value and isinstance(value, (int, float)) and not isinstance(value, bool):
-            fields[name] = len(kept) if kept and SIZES[name] == LAYERS else SIZES[name]
+        elif size_of(name) is not None and value and isinstance(value, (int, float)) and not isinstance(value, bool):
+            fields[name] = len(kept) if kept and size_of(name) == LAYERS else size_of(name)
         elif name in TOKENS and isinstance(value, int):
             fields[name] = 0
         elif name == "tie_word_embeddings" and value:
