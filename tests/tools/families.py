@@ -109,26 +109,17 @@ def classes():
     """Each class that this release registers, once."""
     return [name for name in dict.fromkeys(REGISTRY.values()) if name not in OTHERS]
 
-def names(some=None):
-    """Families of these classes (of all): each class, its variants, and an encoder that can be a decoder as both."""
-    some = [name for name in classes() if some is None or name in some]
-    encoders = [f"{name} (is_decoder)" for name in some if is_encoder(name)]
-    variants = [name for name in VARIANTS if name.partition(" ")[0] in some]
-    return sorted(some + encoders + variants, key=str.lower)
-
-def is_encoder(name):
-    """Does a configuration decide whether the class looks ahead?"""
-    model_class = getattr(transformers, name)
-    return "not config.is_decoder" in inspect.getsource(model_class.__init__)
+def names():
+    """Each class, its variants, and an encoder whose configuration decides whether it looks ahead as both."""
+    sources = {name: inspect.getsource(getattr(transformers, name).__init__) for name in classes()}
+    encoders = [f"{name} (is_decoder)" for name in sources if "not config.is_decoder" in sources[name]]
+    return sorted([*sources, *encoders, *VARIANTS], key=str.lower)
 
 def small(config_class, **own):
     """A small configuration of the class: its default one, shrunk by the names of its fields."""
-    stored = vars(config_class())
-    default = {}
-    for field in dataclasses.fields(config_class):
-        name = config_class.attribute_map.get(field.name, field.name)
-        if field.init and name in stored:
-            default[field.name] = stored[name]
+    stored, known = vars(config_class()), config_class.attribute_map
+    default = {field.name: stored[known.get(field.name, field.name)] for field in dataclasses.fields(config_class)
+               if field.init and known.get(field.name, field.name) in stored}
     # Of lists by layer stay the first layers of each kind
     depth = next((v for n, v in default.items() if size_of(n) == LAYERS and isinstance(v, int)), None)
     by_layer = [n for n, v in default.items() if isinstance(v, (list, tuple)) and len(v) == depth]
@@ -144,7 +135,7 @@ def small(config_class, **own):
             fields[name] = [value[i] if size_of(name) is None else size_of(name) for i in kept]
         elif name in ALWAYS:
             fields[name] = ALWAYS[name]
-        elif size_of(name) is not None and value and isinstance(value, (int, float)) and not isinstance(value, bool):
+        elif size_of(name) is not None and value and type(value) in (int, float):
             fields[name] = len(kept) if kept and size_of(name) == LAYERS else size_of(name)
         elif name in TOKENS and isinstance(value, int):
             fields[name] = 0
@@ -156,10 +147,9 @@ def small(config_class, **own):
 
 def make(name, seed=0):
     """A random model, with weights large enough that its distributions are far from uniform, float64 where it can."""
-    class_name, _, variant = name.partition(" ")
-    model_class = getattr(transformers, class_name)
+    model_class = getattr(transformers, name.partition(" ")[0])
     torch.manual_seed(seed)
-    own = dict(is_decoder=True) if variant == "(is_decoder)" else VARIANTS.get(name, {})
+    own = dict(is_decoder=True) if name.endswith("(is_decoder)") else VARIANTS.get(name, {})
     config = small(model_class.config_class, **own)
     config._experts_implementation = "eager"                   # grouped_mm knows no float64
     model = model_class(config).double().eval()
@@ -199,9 +189,6 @@ def text_of(model, length=PROMPT):
             break
     return max(found, key=lambda pair: len(set(pair[1])))
 
-def glide_drafter(model, text):
-    return glide.Drafter(random_glide(model, length=CONTEXT).to(model.dtype))
-
 def edd_drafter(model, text, variant="edd"):
     config = parts.config_of(variant, model, hidden=-2)
     draft_model, drafter = parts.KINDS[config.kind]
@@ -210,11 +197,11 @@ def edd_drafter(model, text, variant="edd"):
 def half_right(model, text):
     return HalfRight(text, 0.5)
 
-PCT = partial(pct.pct, cost=0.05)
-
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
 CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(half_right, cape.chain)],
-    "tree": [(half_right, cape.cape), (half_right, PCT)], "GLIDE": [(glide_drafter, None)], "EDD": [(edd_drafter, None)],}
+    "tree": [(half_right, cape.cape), (half_right, partial(pct.pct, cost=0.05))],
+    "GLIDE": [(lambda model, text: glide.Drafter(random_glide(model).to(model.dtype)), None)],
+    "EDD": [(edd_drafter, None)]}
 BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "medusa")]
 
 def cell(model, target, prompt, expected, decodings):
@@ -226,8 +213,7 @@ def cell(model, target, prompt, expected, decodings):
         meant = expected[:target.remaining(prompt)]
         assert len(meant) > NEW // 2
         if found != meant:
-            same = next((i for i, pair in enumerate(zip(found, meant)) if pair[0] != pair[1]), len(found))
-            return f"WRONG: from token {same} of {len(meant)}"
+            return f"WRONG: {found} in the place of {meant}"
 
 # A tree and its paths: 0 - 1 - 3, 0 - 2 - 4, 0 - 2 - 5
 PARENTS, PATHS = [-1, 0, 0, 1, 2, 2], [[0, 1, 3], [0, 2, 4], [0, 2, 5]]
@@ -260,37 +246,35 @@ def outcome(work):
 
 def row(name, baselines=()):
     """{column: what its cell says} of a family; {"model": why} where transformers itself cannot build it or run it.
-
-    baselines: further decodings of the column EDD.
-    """
+    baselines: further decodings of the column EDD."""
     made, columns = {}, {**CELLS, "EDD": [*CELLS["EDD"], *baselines]}
+
+    def build():
+        made["model"] = make(name)
+        made["text"] = text_of(made["model"], 2 * PROMPT if "beyond" in name else PROMPT)
+
+    def decode(target_class, wanted):
+        model, (prompt, expected), target = made["model"], made["text"], target_class(made["model"])
+        target.chunk_size = PROMPT // 2
+        cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in wanted}
+        if cells["tree"] == "yes":
+            cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
+        made[target_class] = cells
     with torch.no_grad():
-        says = outcome(lambda: made.update(model=make(name)))
-        if says == "yes":
-            length = 2 * PROMPT if "beyond" in name else PROMPT
-            says = outcome(lambda: made.update(text=text_of(made["model"], length)))
+        says = outcome(build)
         if says != "yes":
             return {"model": says}
-        model, (prompt, expected) = made["model"], made["text"]
-
-        def cells_of(target_class, wanted):
-            target = target_class(model)
-            target.chunk_size = PROMPT // 2
-            cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in wanted}
-            if cells["tree"] == "yes":
-                cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
-            return cells
-        says = outcome(lambda: made.update(cells=cells_of(AnyTarget, columns)))
+        says = outcome(partial(decode, AnyTarget, columns))
         if says != "yes":
             return {"by": "–", **dict.fromkeys(columns, says)}
         # What needs nothing of AnyTarget's
-        says = outcome(lambda: made.update(alone=cells_of(verify.Target, ("plain", "chain", "tree"))))
-        alone = says == "yes" and set(made["alone"].values()) == {"yes"}
-        return {"by": "Target" if alone else "AnyTarget", **made["cells"]}
+        says = outcome(partial(decode, verify.Target, ("plain", "chain", "tree")))
+        alone = says == "yes" and {*made[verify.Target].values()} == {"yes"}
+        return {"by": "Target" if alone else "AnyTarget", **made[AnyTarget]}
 
 # ---------------------------------------------------------------- the table
 # What differs between families in one and the same sentence.
-REASONS = [
+REASONS = [(r"^refused: ", ""),
     (r"\d+%", "n %"),
     (r"layers of kind [\w, ]+, which", "layers of another kind (`{kinds}`), which"),
     (r"\(\w+(Error|Exception): .*?\): take a dec", "(its forward fails): take a dec"),
@@ -298,30 +282,25 @@ REASONS = [
 
 def footnote(says, name, kinds):
     """The reason of a refusal, without what is the family's own."""
-    class_name = name.partition(" ")[0]
     for kind in re.findall(r"layers of kind ([\w, ]+), which", says):
         kinds.update(kind.split(", "))
-    says = says.removeprefix("refused: ")
     for pattern, instead in REASONS:
         says = re.sub(pattern, instead, says)
-    return says.replace(class_name, "the class")
+    return says.replace(name.partition(" ")[0], "the class")
 
 def table(rows):
     """{name: row} -> docs/families.md."""
-    notes, kinds, lines, counts = {}, set(), [], []
+    notes, kinds, lines = {}, set(), []
     for name, cells in rows.items():
         line = [name, cells.get("by", "–")]
         for column in CELLS:
             says = cells.get(column, cells.get("model"))
             if says.startswith("refused"):
-                number = notes.setdefault(footnote(says, name, kinds), len(notes) + 1)
-                says = f"no [{number}]"
+                says = f"no [{notes.setdefault(footnote(says, name, kinds), len(notes) + 1)}]"
             # Where the target itself is refused, once
             line.append("–" if column != "plain" and line[2] == says != "yes" else says)
         lines.append("| " + " | ".join(line) + " |")
-    for column in CELLS:
-        served = sum(cells.get(column) == "yes" for cells in rows.values())
-        counts.append(f"{column} {served}")
+    counts = [f"{column} {sum(cells.get(column) == 'yes' for cells in rows.values())}" for column in CELLS]
     reasons = [f"{number}. {note.replace('{kinds}', '`, `'.join(sorted(kinds)))}" for note, number in notes.items()]
     others = [f"- {name}: {why}" for name, why in OTHERS.items()]
     release = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
@@ -346,13 +325,12 @@ Made by `python tests/tools/families.py` with {release}.
 """ + "\n".join(lines) + "\n\nRefused because\n\n" + "\n".join(reasons) + "\n\nLeft out\n\n" + "\n".join(others) + "\n"
 
 def main():
-    wanted = sys.argv[1:]
-    rows = {}
+    rows, wanted = {}, sys.argv[1:] or [""]
     for name in names():
-        if not wanted or any(part in name for part in wanted):
+        if any(part in name for part in wanted):
             rows[name] = row(name, BASELINES)
             print(name, *(f"{column}: {says}" for column, says in rows[name].items()), sep="\n    ", flush=True)
-    if not wanted:
+    if wanted == [""]:
         (ROOT / "docs" / "families.md").write_text(table(rows), encoding="utf-8")
 
 if __name__ == "__main__":
