@@ -1,5 +1,4 @@
 """beyond/: Gemma 4's assistants against transformers' own, EAGLE-3 against its published forward, written out again."""
-import json
 from functools import cache
 from types import SimpleNamespace
 

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, family, plain, tiny
+from conftest import VOCAB, family, tiny
 from test_cape import BEFORE, run_the_docstrings_lines
-from test_drawn import Drafter
 from test_maxgram import brute_force
 
 import cape
@@ -109,18 +108,6 @@ def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenie
             assert drafter.runs == runs
             seen, at = at, at + 1 + at % 4
 
-@pytest.mark.parametrize("neural, gram, K, own, by_sum", [
-    (1, True, [[2, 1], [0, 5]], 6 + 1, 6), (2, True, [[1, 4, 10], [0, 1, 2], [0, 0, 2]], 6 + 6 + 10, 4 + 3 + 10)])
-def test_what_a_stage_adds_beyond_its_k(neural, gram, K, own, by_sum):
-    """All count upwards, so everything is accepted.  By the authors' rule the next stage adds less, or nothing; Max-Gram adds
-    its full number, or nothing."""
-    upwards = Drafter(torch.eye(VOCAB, dtype=torch.float64).roll(1, 1).clamp(min=1e-9).log())
-    upwards.vocab = VOCAB
-    for stop, total in (("own", own), ("sum", by_sum)):
-        drafter = cascade.Cascade([upwards] * neural, K, 1.0, MaxGram(), VOCAB, stop)
-        drafter.begin(shown([*range(VOCAB), *range(VOCAB), 0, 1]))
-        assert drafter.chain(2, 64)[0] == [(3 + i) % VOCAB for i in range(total)]
-
 class Letters(list):
     """What a stage predicts, in the place of logits."""
     def to(self, device):
@@ -180,15 +167,6 @@ def test_trees_see_the_chains_distributions_and_nothing_off_it(models):
             even = torch.full((VOCAB,), (1 - p) / (VOCAB - 1))
             even[token] = p
             torch.testing.assert_close(logits.softmax(-1), even)
-
-def test_each_round_has_a_chain_of_its_own(models):
-    """expand() after the next begin() is about the new text; the last round's drafts are no part of it."""
-    drafter = cascade_of([models[1]], [[3]])
-    with torch.inference_mode():
-        for new, text in (([3, 1, 4], [3, 1, 4, 1]), ([1, 5], [3, 1, 4, 1, 5, 9])):
-            drafter.begin(shown(new))
-            logits = drafter.expand(torch.tensor(text[-1:]), [-1])[0]
-            torch.testing.assert_close(logits, forward(models[1], text)[-1].float())
 
 # ---------------------------------------------------------------- limits
 def watched(drafter):
@@ -301,20 +279,6 @@ def test_a_review_is_lenient_with_models_and_strict_with_max_gram(by_max_gram, m
             out += one_q[x] * (1 - accept) * left / left.sum().clamp(min=1e-30)
         expected = reviewed_by_the_papers_rule(one_p.tolist(), one_q.tolist(), 1.0 if by_max_gram else l)
         assert out.tolist() == pytest.approx(expected, abs=2e-6)
-
-def test_a_stages_logits_are_moved_to_the_target_once(models):
-    """A stage may be on another device: nothing else can be done with its logits before.  (Whatever is made itself: tools/pretended.py.)"""
-    drawn = partial(cascade.proposal, drawn=True)
-    for rule, build in ((None, cascade.proposal), (verify.Sampled(), drawn), (None, drawn)):
-        drafter, places = cascade_of(models[1:], [[2, 2], [0, 2]], 2.0), []
-        for stage in drafter.stages:
-            def sync(*a, original=stage.sync):
-                logits = original(*a)
-                return SimpleNamespace(to=lambda device: places.append(device) or logits)         # noqa: B023
-            stage.sync = sync
-        out = verify.generate(verify.Target(models[0]), drafter, build, [3, 1, 4], 8, rule)
-        assert rule or out.tokens == plain(models[0], [3, 1, 4], 8), "under a rule that does not sample, drafts are greedy"
-        assert len(places) == sum(drafter.runs) and {*places} == {torch.device("cpu")}
 
 # ---------------------------------------------------------------- work
 def test_stages_forward_only_what_is_new(models):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SIZES, plain, tiny
 from safetensors.torch import load_file, save_file
-from test_glide import batch_of, logits_of, other, view
+from test_glide import batch_of, logits_of, view
 from test_glide import text as some_text
 from test_verify import path_to
 from tokenizers import Tokenizer, models
@@ -335,11 +335,6 @@ def test_what_does_not_fit_is_named_in_one_sentence(folders, tmp_path, capsys, c
     weights, config = files("llama")
     spoil(weights, config)
     check_refused(capsys, tmp_path / "out", words, written(tmp_path / "in", weights, config), "--target", folders["llama"])
-
-def test_longspec_stands_beside_targets_that_turn_as_llama_does():
-    weights, config = longspec_files()
-    with pytest.raises(ValueError, match="the target's RoPE has 4 entries of a head, and LongSpec's heads beside it have 8"):
-        convert.from_longspec(weights, convert.SILENT | config, other("Glm", partial_rotary_factor=0.5))
 
 def test_files_that_cannot_be_read(folders, tmp_path, capsys, monkeypatch):
     source, target = tmp_path / "in", ("--target", folders["llama"])

@@ -15,7 +15,7 @@ import edd
 import glide
 import verify
 from beyond import eagle, medusa
-from runtime import anydraft, load, parts
+from runtime import load, parts
 from runtime.families import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
@@ -334,21 +334,6 @@ def test_float16_targets_lose_no_gradient():
     for draft_model in (ours, expected):
         draft_model.loss(batch).backward()
     assert (ours.fc.weight.grad - expected.fc.weight.grad).norm() < 0.01 * expected.fc.weight.grad.norm()
-
-def test_a_copy_leaves_behind_what_accelerate_hangs_on_a_module():
-    """Its hook (and with it the weights of a whole model) is not copied, its forward is the class's own, its weights are allocated."""
-    norm, hook = torch.nn.LayerNorm(4, device="meta"), SimpleNamespace(weights=object())
-    norm._hf_hook, norm.forward = hook, functools.partial(lambda module, x: 0 / 0, norm)
-    twin = anydraft.own_copy(norm)
-    torch.nn.init.ones_(twin.weight)
-    assert twin._hf_hook is hook and twin is not norm and norm.weight.is_meta and twin(torch.ones(4)).shape == (4,)
-
-def test_a_head_with_a_bias_is_copied_with_it(llama):
-    model = copy.deepcopy(llama)
-    model.lm_head.bias = torch.nn.Parameter(torch.randn(VOCAB, dtype=torch.float64))
-    own = fresh(model, "edd")
-    torch.testing.assert_close(own.head.bias, model.lm_head.bias)
-    assert own.head.bias.requires_grad and fresh(llama, "edd").head.bias is None
 
 @pytest.mark.parametrize("name, apart", [("glide", "model.embed_tokens"), ("edd", "model.layers.2")])
 def test_a_target_that_accelerate_spreads(name, apart, tmp_path):

@@ -105,13 +105,6 @@ def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_t
     # A mask without windows: only chains by the model's own mask are right.
     assert not AnyTarget(model).verifies_trees and vars(model.config) == before
 
-def test_a_target_is_proven_once():
-    llama, calls = shared("llama"), []
-    AnyTarget(llama)
-    with llama.register_forward_hook(lambda *_: calls.append(1)):
-        AnyTarget(llama, capacity=7)
-    assert not calls
-
 @pytest.mark.parametrize("name", ["qwen2", "mistral", "qwen2-mixed"])
 def test_grouped_queries_are_folded_and_no_key_is_copied(name, monkeypatch):
     """Logits of a tree are those of repeated keys; SDPA reads the cache itself, by the cache's own strides."""
@@ -129,12 +122,6 @@ def test_grouped_queries_are_folded_and_no_key_is_copied(name, monkeypatch):
         assert all(heads[0] == held == (2 if target is folded else 4) for heads, held, _ in shapes)
         assert all(heads[1] == mask.shape[2] and mask.stride(2) % 8 == 0 for heads, _, mask in shapes)
     torch.testing.assert_close(*logits, atol=1e-9, rtol=0)
-
-def test_cudnn_attention_is_off_where_a_target_is_made():
-    """It would build a plan for each length."""
-    torch.backends.cuda.enable_cudnn_sdp(True)
-    AnyTarget(shared("llama"))
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "mistral"])

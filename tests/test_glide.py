@@ -20,7 +20,6 @@ import verify
 from beyond import longspec
 from runtime import parts
 from runtime.families import any_target
-from training import drafters
 
 EXACT = dict(atol=1e-9, rtol=0)
 
@@ -223,14 +222,6 @@ def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_pa
         drafter, _ = parts.load(glide, tmp_path / folder, model)
         made = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 8)
         assert made.tokens == plain(model, [3, 1, 4], 8)
-
-def test_longspec_costs_what_its_docstring_says_and_has_names_for_train_py(llama):
-    config = longspec.Config(49152, 576, 1536, heads=9, target_heads=9, target_head_size=64)
-    assert config.multiply_adds() == pytest.approx(2.0e6 + 2.65e6 + 28.3e6, rel=2e-3)
-    assert (config.bias, config.window, config.last_norm, config.norm) == (True, 512, False, True), "LongSpec's own"
-    flags = SimpleNamespace(seed=0, layer=0, norm="no", loss="ce", block=4, length=20)
-    c = drafters.fresh("longspec-f16", llama, flags).config
-    assert (c.feed_forward, c.layers_read, c.norm, c.loss, c.block, c.last_norm) == (16, (0,), False, "ce", 4, True)
 
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults_and_others_are_kept():

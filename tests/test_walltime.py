@@ -1,7 +1,6 @@
 """Growth keeps the function of targets and drafters; what figures/walltime.py counts is counted by hand."""
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,15 +101,6 @@ def test_a_7b_step_reads_what_llama_2_7b_is_known_to_have():
     assert model.num_parameters() == 6_738_415_616 and shape.width // shape.head == 32
     assert walltime.step_bytes(model, 0) == 2 * (6_738_415_616 - 31999 * 4096)
     assert walltime.step_bytes(model, 1024) - walltime.step_bytes(model, 0) == 1024 * 512 * 1024
-
-def test_medians_leave_out_the_first_turn(monkeypatch):
-    """Turns of a, b, a, b ...: each of REPEATS calls, by a clock that is read once a turn."""
-    seconds, calls = iter([100, 50, 1, 3, 9, 3, 2, 4]), []
-    watch = SimpleNamespace(parts=lambda: [("", walltime.REPEATS * next(seconds))])
-    monkeypatch.setattr(walltime.clock, "Clock", lambda cuda: watch)
-    monkeypatch.setattr(walltime, "TURNS", 3)
-    assert walltime.medians(False, {name: lambda name=name: calls.append(name) for name in "ab"}) == {"a": 2, "b": 3}
-    assert calls == (["a"] * walltime.REPEATS + ["b"] * walltime.REPEATS) * 4
 
 def test_first_goes_on_after_a_failure_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     """Steps are processes: one that fails leaves the others; the next call runs what has not succeeded."""

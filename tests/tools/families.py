@@ -33,7 +33,7 @@ from runtime import parts
 from runtime.families import AnyTarget
 
 # What a number in a default configuration becomes, by its field's name, in nested configurations too: the first that fits.
-SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for line in """
+SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for line in r"""
 64 attention_hidden_size|mamba_d_ssm|max_position_embeddings|n_positions|n_ctx|max_seq_len
 64 model_max_length|context_length|max_(target|source)_positions
 32 hidden_size|n_embd|d_model|emb_dim|(\w+_)?(embedding|embed_proj|embed|prompt_mid)_(dim|size)|lru_width
