@@ -84,33 +84,29 @@ def bench_py(arguments, words, make=None):
 # Numbers and names
 for flags, words in {
         "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0", "--limit x": "invalid int value",
-        "--temperature -1": "--temperature is -1", "--temperature nan": "--temperature is nan", "--temperature inf": "--temperature is inf",
-        "--top-p 0": "--top-p is 0", "--top-p nan": "--top-p is nan", "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
-        "--threads 0": "--threads is 0", "--threads 99999999999": "--threads is 99999999999", "--seed -1": "invalid seed value",
-        "--dtype int8": "invalid choice", "--device x": "say cpu, cuda", "--device meta": "say cpu, cuda", "--device mps": "say cpu, cuda",
-        "--graphs": "--graphs: ", "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file", "--json T": "name a file",
-        "--json /dev/null/x": "name a file", "--template lama": "--template lama: say plain vicuna, or name a file", "--template T": "name a file",
-        "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'", "--tree pct-cost pct_cost": "name each once",
-        "--tree chain(": "closing bracket", "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
-        "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1", "--tree pct(width=0)": "width is 0",
-        "--tree cape(gamma=33)": "chain of 33", "--tree cape(sizes=(3,1))": "edges need", "--tree cape(edges=(0.6,0.3,0.8))": "ascend",
-        "--tree own-confidence(own=7)": "between 0 and 1", "--tree vct(width=60,depth=60)": "more than 512 nodes",
-        "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'", "--drafter base": "called 'base'",
-        "--drafter maxgram(3)": "maxgram takes", "--drafter maxgram(k=3)": "take 0 number", "--drafter maxgram(bigram=3)": "bigram=3",
-        "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
+        "--temperature nan": "--temperature is nan", "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
+        "--threads 99999999999": "--threads is 99999999999", "--seed -1": "invalid seed value",
+        "--dtype int8": "invalid choice", "--device x": "say cpu, cuda", "--graphs": "--graphs: ",
+        "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file", "--json /dev/null/x": "name a file",
+        "--template lama": "--template lama: say plain vicuna, or name a file", "--template T": "name a file",
+        "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'",
+        "--tree pct-cost pct_cost": "name each once", "--tree chain(": "closing bracket",
+        "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
+        "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1",
+        "--tree cape(sizes=(3,1))": "edges need", "--tree vct(width=60,depth=60)": "more than 512 nodes",
+        "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'",
+        "--drafter maxgram(3)": "maxgram takes", "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
         "--drafter cascade": "names of models", "--drafter cascade(nowhere)": "the stage nowhere does not exist",
         "--drafter cascade(maxgram,base)": "maxgram last", "--drafter cascade(base,base)": "every stage once",
-        "--drafter cascade(base,k=(1,2))": "take 1 number", "--drafter cascade(base,k='x')": "cascade(base, k='x')",
-        "--drafter cascade(base,lenience=0.9)": "lenience is 0.9", "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
-        "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model", "--drafter cascade(base,costs=(-1,))": "a cost is a number",
-        "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(maxgram,edd)": "name one drafter of trees",
-        "--drafter beside(cascade(base),maxgram)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
+        "--drafter cascade(base,k=(1,2))": "take 1 number", "--drafter cascade(base,lenience=0.9)": "lenience is 0.9",
+        "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
+        "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model",
+        "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
         "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False", "--drafter gemma4": "the hub name or folder of one",
         "--drafter gemma4(MODEL)": "drafts for a Gemma 4", "--drafter eagle3(MODEL)": "fc.weight is missing",
-        "--target /no/such/model": "does not exist", "--target DRAFTERS": "cannot be loaded", "--target PROMPTS": "cannot be loaded",
-        "--target DRAFTERS/glide": "cannot be loaded", "--checkpoint /no/such --drafter glide": "no drafter in /no/such",
-        "--checkpoint PROMPTS --drafter glide": "called 'glide'", "--prompts /no/such": "/no/such", "--prompts T": "cannot be read",
-        "--ask {": "does not fit a row", "--ask {x}": "KeyError", "--ask {prompt:d}": "does not fit a row"}.items():
+        "--target /no/such/model": "does not exist", "--target DRAFTERS/glide": "cannot be loaded",
+        "--checkpoint /no/such --drafter glide": "no drafter in /no/such", "--checkpoint PROMPTS --drafter glide": "called 'glide'",
+        "--prompts T": "cannot be read", "--ask {": "does not fit a row", "--ask {x}": "KeyError"}.items():
     bench_py(flags, words)
 bench_py(["--target", ""], "cannot be loaded")
 bench_py(["--target", "a b/c"], "no name of the hub's")
@@ -123,15 +119,13 @@ for content, words in {
         '{"prompt": ': "cannot be read", "3": "row 1", '{"messages": [{"role": "user"}]}': "is empty"}.items():
     bench_py("--prompts T/p.jsonl", words, text("p.jsonl", content))
 bench_py("--limit 2 --prompts T/p.jsonl", "row 2 of ", text("p.jsonl", '"a"\n{"x": 1}'))
-bench_py("--prompts T/p.jsonl.gz", "cannot be read", text("p.jsonl.gz", b"\x1f\x8bbroken"))
 bench_py("--prompts T/p.parquet", "pip install datasets", text("p.parquet", b"PAR1"))
-for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the messages", b"\xff\xfe": "is no Jinja template"}.items():
+for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the messages"}.items():
     bench_py("--prompts T/p.jsonl --template T/t.jinja", words, several(text("p.jsonl", '{"turns": ["a", "b"]}'), text("t.jinja", content)))
 
 # A drafter's folder
 GLIDE = "--checkpoint T --drafter glide"
 DAMAGED = "damaged: train or copy it again"
-bench_py(GLIDE, DAMAGED, copied("drafters/glide", written("training.json", b"[]")))
 for changes in (dict(validation={"temperature": 0}), dict(config=lambda config: {**config, "heads": 3}), dict(kind="alien")):
     bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", **changes)))
 # An older fingerprint, whose weights have no names; none; another target's
@@ -139,7 +133,6 @@ for target in ({"probe": [0.5] * 32}, {}):
     bench_py(GLIDE, "was made for another target", copied("drafters/glide", about("training.json", target=target)))
 bench_py("--drafter glide --target OTHER", "was made for another target: train one for this")
 bench_py(GLIDE, DAMAGED, copied("drafters/glide", weights(lambda x: x * float("nan"))))
-bench_py(GLIDE, "is damaged", copied("drafters/glide", written("model.safetensors", b"")))
 bench_py(GLIDE, "model.safetensors is missing", copied("drafters/glide", lambda folder: (folder / "model.safetensors").unlink()))
 
 # Models
@@ -161,9 +154,7 @@ case("figures/probe.py", "", "no measurement called 'nothing'")
 case("figures/probe.py", ["lookup", *BASE], "at least four prompts")
 case("figures/rounds.py", "--out nowhere/a.html", "name a file in a folder")
 case("figures/walltime.py", "grow --device cpu", "name a folder")
-case("figures/walltime.py", "grow --shape 13b", "13b")
 case("figures/walltime.py", "costs --device cpu --target nowhere", "nowhere")
-case("figures/rounds.py", "--prompt two", "invalid int value: 'two'")
 case("figures/rounds.py", [*BASE, "--prompt", "3"], "--prompt is 3: there are 1 prompts")
 for arguments, words in {
         "": "required: names", "glide-table-9": "no table called 'glide-table-9': choose among cascade-k papers main", "main --limt 3": "--limt",
@@ -171,7 +162,6 @@ for arguments, words in {
         "write --rows /no/such": "holds no measured tables", "main --out PROMPTS": "name a folder",
         "main --target nowhere --out T/o": "nowhere does not exist"}.items():
     case("figures/paper.py", arguments, words)
-case("figures/paper.py", "write --rows T", "is damaged", text("measured.json", "{"))
 case("figures/paper.py", "write --rows T", "holds no a.jsonl", text("measured.json", '{"a.jsonl": {}}'))
 
 # ---------------------------------------------------------------- the test

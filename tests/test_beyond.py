@@ -196,16 +196,13 @@ def test_which_layers_are_read():
 
 @pytest.mark.parametrize("change, words", [
     (lambda w: w.pop("midlayer.hidden_norm.weight"), "midlayer.hidden_norm.weight is missing"),
-    (lambda w: w.update({"fc.weight": w["fc.weight"][:, :-1]}), r"fc.weight is \(32, 95\), not \(32, 96\)"),
     (lambda w: w.update({"layers.1.norm.weight": torch.ones(3)}), "layers.1.norm.weight has no place"),
     (lambda w: w["d2t"].add_(1), "d2t and t2d name different words"),
     (lambda w: w.update({"fc.weight": SimpleNamespace()}), "cannot be read"),      # it is read as weights alone
     (lambda w: (w.pop("d2t"), w.pop("t2d")), "lm_head has 7 tokens, and d2t, which says which, is missing"),
-    (lambda w: (w["d2t"].add_(1), w.pop("t2d")), "d2t names tokens from 1 to 12"),
     # of config.json
     ({"eagle_aux_hidden_state_layer_ids": [1, 3]}, "not three layers"),
     ({"eagle_aux_hidden_state_layer_ids": [1, 3, 7]}, "the target has 8 layers"),
-    ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 key heads evenly"),
     ({"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": None}, "a width of 32 does not divide into 5 heads"),
     ({"hidden_size": "wide"}, "hidden_size is 'wide', not a number"),
 ])

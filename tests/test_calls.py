@@ -44,14 +44,13 @@ def test_what_is_read_is_what_was_written():
 LISTED = [f"{key}={value}" for key, value in calls.settings_of(pct.pct).items()]
 
 @pytest.mark.parametrize("text, words", [*((f"pct({inside})", LISTED) for inside in (
-        "wdith=7", "7", "width", "width=x", "width=", "=7", "width=7, width=8", "expand=1", "**x", "width=__import__", "width=1+y", "a(b=2)")),
-    ("pct(width=7)x", LISTED), ("pct(width=7))(", LISTED),
+        "wdith=7", "7", "width", "width=x", "width=7, width=8", "**x", "width=__import__")),
+    ("pct(width=7)x", LISTED),
     ("cascade", ["names of models, the largest first, k=None, lenience=1.0, costs=None"]), ("cascade(base, depth=3)", ["lenience=1.0"]),
     ("glide(base)", ["glide takes raw=False, running=False"]), ("maxgram(base)", ["maxgram takes"]),
     ("beside", ["beside takes a neural drafter or a language model, then maxgram, bigram=None"]),
     *((text, FUNCTIONS) for text in ("", "bush", "pct width", "beam8", "pct,cape", "pct=3")),
     *((text, [f"{text}: a closing bracket ) is missing"]) for text in ("pct(width=7", "pct(width=(1, 2)", "cascade(base, k=(8, 13)", "pct(")),
-    ("cape(sizes=[7, 5)", ["cape(sizes=[7, 5): a closing bracket ] is missing"]),
     ("pct width=7)", ["pct width=7): an opening bracket ( is missing"])])
 def test_a_mistake_says_what_fits(text, words):
     """What the function takes; the names that are known; which bracket is missing."""

@@ -252,12 +252,6 @@ def test_formats_that_need_another_package(tmp_path, tokenizer, monkeypatch):
     assert [given for given, _ in asked] == [("parquet",), ("owner/name", None), ("owner/name", "small")]
     assert asked[0][1]["data_files"] == str(parquet) and all(more["split"] == "train" for _, more in asked)
 
-def test_the_command_line(tmp_path, tokenizer, capsys):
-    path, out = dump(tmp_path / "rows.jsonl", [{"ids": [1, 2]}]), str(tmp_path / "out")
-    tokenizer.save_pretrained(tmp_path / "model")
-    assert prepare.main([str(path), "--tokenizer", str(tmp_path / "model"), "--out", out]) == 0
-    assert f"{out}: train 1 documents, 2 tokens, val 0" in capsys.readouterr().out
-
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_parts_of_them():
     index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [14, 5, 0], [28, 4, 2]])

@@ -148,13 +148,6 @@ def test_judged_words_by_a_replay_of_the_text():
     assert [p for _, p, _ in judged] == pytest.approx([p for _, p, _ in expected], rel=1e-4)
     assert len(judged) > 5 and {right for *_, right in judged} == {True, False}
 
-def test_no_agreement_is_measured_where_the_drafter_has_no_prediction():
-    """MEDUSA's heads end; Max-Gram's chains go on."""
-    target, drafter = target_of(shared("llama")), random_drafter(shared("llama"), "medusa", heads=2)
-    judged = grams.judged_words(target, drafter, MaxGram(), [[2, 7] * 4, [3, 1, 4] * 4], 25)
-    assert judged and all(0 <= p <= 1 for _, p, _ in judged)
-    assert all(math.isfinite(x) for x in grams.fit_agreement(judged, lambda length: 0.5)["weights"])
-
 # ---------------------------------------------------------------- a temperature that follows the text
 def newton(rounds, t):
     """The docstring's table on Python floats: [(rows, the target's token after each)] of each round -> log T after all."""

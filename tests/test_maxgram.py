@@ -1,6 +1,5 @@
 """Max-Gram against a definition by brute force; its index against sets of places; the bigram; the file alone."""
 import random
-import re
 from collections import Counter
 
 import pytest
@@ -110,35 +109,6 @@ def test_without_matching_there_is_the_bigram_alone():
     assert gram.propose([], 2)[0] == [4, 4]
 
 # ---------------------------------------------------------------- the index
-def all_states(index):
-    """{state: its substrings} by following every path from state 0."""
-    found, todo = {}, [(0, ())]
-    while todo:
-        state, path = todo.pop()
-        found.setdefault(state, set()).add(path)
-        todo += [(after, (*path, token)) for token, after in index.next[state].items()]
-    return found
-
-def ends(text, part):
-    size = len(part)
-    return [i + size - 1 for i in range(len(text) - size + 1) if text[i:i + size] == list(part)]
-
-def test_the_picture_of_ababb():
-    """The table in Index's docstring, row by row, from an index that grows letter by letter."""
-    row = r"^        ([ab]+)? +(\d)   +([ab ]+?)   +([\d ]+?)   +(\d)$"
-    rows = re.findall(row, Index.__doc__, re.MULTILINE)
-    assert [row[0] for row in rows] == ["a", "ab", "aba", "abab", "ababb", ""]
-    index, states, whole = Index(), {}, ""
-    for text, number, substrings, places, link in rows:
-        if text:
-            index.extend([ord(text[-1])])
-            states = {s: {"".join(map(chr, path)) for path in paths} for s, paths in all_states(index).items()}
-            whole += text[-1]
-            assert whole == text
-        state = int(number)
-        assert states[state] == set(substrings.split()), text
-        assert index.link[state] == int(link)
-        assert places == " ".join(map(str, ends(list(whole), max(states[state], key=len))))
 
 class CountingList(list):
     """The transitions of an Index, counting how often a state is looked at."""
@@ -210,12 +180,10 @@ def test_both_kinds_of_bigram_file(tmp_path):
         read_bigram(path, 4, fingerprint="c3d4")
 
 @pytest.mark.parametrize("text, why", [(None, "does not exist: make one with"),
-    ("[0, 1", "cannot be read .*: make one with"), ("\xff", "cannot be read .*: make one with"),
+    ("\xff", "cannot be read .*: make one with"),
     ('{"other": 1}', "holds no array of token ids: make one with"), ("[0, true]", "holds no array of token ids"),
     ("[0, 1, 2, 3, 0]", r"a bigram of another vocabulary \(5 entries, .* 4 tokens\): make one with"),
-    ("[0, 1, 4]", r"a bigram of another vocabulary \(token id 4, .* 4 tokens\): make one with"),
     ("[0, -1]", r"a bigram of another vocabulary \(token id -1"),
-    ('{"bigram": [0], "confidence": [0.1, 1.5]}', "no array of numbers from 0 to 1: make one with"),
     ('{"bigram": [0], "confidence": [NaN]}', "no array of numbers from 0 to 1")])
 def test_bad_bigram_files_say_what_to_do(tmp_path, text, why):
     path = tmp_path / "b.json"

@@ -1,7 +1,6 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
 import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import rounds
@@ -55,19 +54,6 @@ def test_every_arm_writes_plain_decodings_text(run, data, tokens):
                 assert {*each["p"]} == {None}, "a chain of Max-Gram's own has no probabilities"
         assert made == tokens and arm["leaves"] is None and arm["tokens"] == len(tokens)
         assert arm["tau"] == pytest.approx((len(tokens) - 1) / len(arm["rounds"]))
-
-def test_texts_of_tokens():
-    """A tokenizer may drop the space of a first token, as sentencepiece's do; of a character of two tokens the first is held back."""
-    words = {1: " a", 2: " dog", 3: "s"}
-
-    def spaceless(text, **more):
-        return {"input_ids": [1]}
-    spaceless.decode = lambda ids: "".join(words[i] for i in ids).removeprefix(" ")
-    name = rounds.namer(spaceless)
-    assert [name(i) for i in words] == [" a", " dog", "s"]
-    half = SimpleNamespace(decode=lambda ids, **more: "é" * (len(ids) // 2) + "\ufffd" * (len(ids) % 2))
-    spell = rounds.speller(half)
-    assert [spell([0] * n) for n in (3, 1, 1, 2, 0, 3)] == ["é", "é", "", "é", "", "éé"]
 
 def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tokens, monkeypatch):
     """The end-of-text token is one that the drafter proposed."""

@@ -130,16 +130,3 @@ def test_lossless_and_sampled_as_plain_sampling(setup, name):
     for build in [cascade.proposal] if name == "maxgram" else [cape.cape, pct.pct]:
         assert verify.generate(setup.target, drafter, build, prompt, new).tokens == written(setup.model, prompt, new)
         assert verify.generate(setup.target, drafter, build, prompt, new, rule).tokens == sampled
-
-@pytest.mark.smollm2
-def test_the_template_and_its_end(setup):
-    question = "What is the capital of France?"
-    ids = asked(setup, question)
-    assert setup.tokenizer.decode(ids) == (
-        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
-    # Digits are tokens of their own, and spaces before them are not parted otherwise than the hub's.
-    assert [setup.tokenizer.decode(id) for id in setup.tokenizer.encode("a   12 b")] == ["a", "   ", "1", "2", " b"]
-    out = written(setup.model, ids, 40)
-    assert out[-1] == setup.eos == setup.tokenizer.convert_tokens_to_ids("<|im_end|>") == 2
-    assert setup.tokenizer.decode(out[:-1]) == "The capital of France is Paris."

@@ -28,7 +28,7 @@ import verify
 from checkpoints import make
 from data import prepare
 from runtime import load, parts
-from training import drafters, frozen, jobs, muon, walk
+from training import continuations, drafters, frozen, jobs, muon, walk
 from training import flags as flags_of_training
 
 KINDS = ["glide", "edd", "eagle", "medusa", "small"]
@@ -109,7 +109,7 @@ def test_nothing_is_lost_in_silence(small, tmp_path, monkeypatch, capsys):
     for argv in (one(), flags(small, tmp_path, names=["vanilla"])):
         refused(capsys, argv, f"holds step 3 of 6 of `{mine}`, which `python train.py {' '.join(argv)}` would replace")
     other = str(dump(tmp_path / "other.jsonl", [{"text": TEXT}] * 9))
-    for flag, value in {"seed": "1", "hidden": "1", "steps": "9", "data": other}.items():
+    for flag, value in {"seed": "1", "data": other}.items():
         argv = one(f"--{flag}", value, "--resume")
         refused(capsys, argv, f"`{mine}`, had another {flag} than `python train.py {' '.join(argv)}`")
     assert len(before) == 2 and [path.read_bytes() for path in (tmp_path / "work").rglob("[sm]*.*")] == before
@@ -130,8 +130,6 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys):
     mine.mkdir()
     (mine / "model.safetensors").write_bytes(b"precious")
     refused(capsys, argv, "holds files that no training.json accounts for: give another --out, or --overwrite")
-    (mine / "training.json").write_text('{"command": "another"}')
-    refused(capsys, argv, "give another --out, or --overwrite")
     assert (mine / "model.safetensors").read_bytes() == b"precious"
     # States
     shutil.rmtree(mine)
@@ -139,11 +137,10 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys):
     whole = torch.load(state, weights_only=True)
     data = bytearray(state.read_bytes())
     data[data.index(whole["models"]["vanilla.weight"].numpy().tobytes()) + 99] ^= 4
-    for found in (bytes(data), b"half a file", {}, {**whole, "learners": None}, {**whole, "step": "1"}):
+    for found in (bytes(data), {**whole, "learners": None}):
         state.write_bytes(found) if isinstance(found, bytes) else torch.save(found, state)
         before = state.read_bytes()
-        words = "cannot be read" if found == b"half a file" else "is damaged, or no state of a training run"
-        refused(capsys, argv, words)
+        refused(capsys, argv, "is damaged, or no state of a training run")
         refused(capsys, [*argv, "--resume"], "--overwrite begins anew")
         assert state.read_bytes() == before
 
@@ -179,7 +176,7 @@ def test_no_update_where_a_loss_or_a_gradient_is_not_finite(tmp_path):
                 found["b"] = bad(models["b"].weight).sum()
             return [lambda: found]
         return losses
-    for bad, at in ((lambda w: (w * 0).sqrt(), 3), (lambda w: w * math.nan, 3), (lambda w: w + math.inf, 3), (lambda w: w * math.nan, 0)):
+    for bad, at in ((lambda w: (w * 0).sqrt(), 3), (lambda w: w * math.nan, 0)):
         models = {name: torch.nn.Linear(1, 1) for name in ("a", "b")}
         with pytest.raises(train.UserError, match=f"step {at}: loss of b .* {'lower --lr and go on with --resume' if at else 'no --lr mends that'}"):
             fit(models, losses_of(models, bad, at), tmp_path)
@@ -397,7 +394,7 @@ def test_figures_are_those_of_decoding(llama, monkeypatch):
     """On chats: alpha, tau and T as rounds of verify.generate give them, chains of five after the same prompts."""
     monkeypatch.setattr(walk, "PROMPTS", 4)
     monkeypatch.setattr(walk, "NEW", 20)
-    modules = {name: some_drafter(name, llama) for name in ("glide", "edd", "eagle", "medusa", "small")}
+    modules = {name: some_drafter(name, llama) for name in ("glide", "edd", "eagle", "medusa")}
     evaluation = evaluation_of(llama, modules, *chats_at_random(30)[:2])
     assert len(evaluation.texts) == 4
     for name, found in evaluation(modules).items():
@@ -406,6 +403,19 @@ def test_figures_are_those_of_decoding(llama, monkeypatch):
         assert right > 2, "a drafter that is never right would show nothing"
         assert found["alpha"] == right / len(tested) and found["tau"] == pytest.approx(1 + sum(rounds) / len(rounds)), name
         assert found["temperature"] == walk.greedy_temperature(*map(list, zip(*tested))) != 1
+
+def test_language_models_along_a_text(llama):
+    """Their forward over the text is the oracle; the target drafts for itself without a mistake."""
+    module, start = some_drafter("small", llama), 5
+    text = torch.tensor(continuations.continuations(llama, [[1, 2, 3, 4, 5]], [start + 28])[0])
+    right, runs, t = (module.lm(text[None]).logits[0, :-1].argmax(-1) == text[1:]).tolist() + [False], [], start
+    while t < len(text) - 1:
+        runs.append(min(5, right[t:].index(False)))
+        t += runs[-1] + 1
+    nothing = {"kv": {}, "hidden": {}}
+    rounds = walk.walk(module.drafter(), nothing, text, start).accepted
+    assert rounds == runs[:len(rounds)] and len(rounds) >= len(runs) - 1 > 0 and sum(rounds) > 0
+    assert walk.walk(drafters.SmallLM(llama).drafter(), nothing, text, start).accepted == [5] * 4
 
 def test_evaluation_is_of_all_kinds_evenly(llama, monkeypatch):
     """As many prompts and tokens of each; figures by kind add up to those over all; a loss that is no number is seen."""
@@ -440,7 +450,7 @@ def test_greedy_temperature_is_found_again(monkeypatch):
     assert walk.greedy_temperature([], []) == 1
     muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
     assert walk.greedy_temperature([*logits, muted], [*choice.tolist(), 5]) == found, "a choice that it cannot predict"
-    # Of a large vocabulary some tokens are kept, evenly: not fewer than FITTED
+    # Of a large vocabulary some tokens are kept, evenly
     monkeypatch.setattr(walk, "LOGITS", 8 * 99)
     monkeypatch.setattr(walk, "FITTED", 1000)
     sample = walk.Sample(3500)

@@ -162,18 +162,6 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
-@torch.inference_mode()
-def test_a_prompt_takes_no_mask_and_a_tree_an_aligned_one(llama):
-    """The first chunk is the model's own causal forward; rows of other masks begin at multiples of eight, so that no layer pads them."""
-    target, masks = any_target(llama), []
-    target.chunk_size, own = 5, target.position_and_mask
-    target.position_and_mask = lambda *given: masks.append(own(*given)["attention_mask"]) or own(*given)
-    target.prefill([1, 2, 3] * 4)
-    target.forward(torch.tensor([1]), torch.tensor([-1]))
-    target.forward(torch.tensor([1, 2]), torch.tensor([-1, 0]))
-    shapes = [None if mask is None else (tuple(mask.shape[2:]), mask.stride(2) % 8) for mask in masks]
-    assert shapes == [None, ((5, 10), 0), ((2, 12), 0), None, ((2, 14), 0)]
-
 def test_a_cache_is_allocated_once_for_a_prompt(llama, monkeypatch):
     monkeypatch.setattr(verify, "CHUNK", 8)
     for target in (verify.Target(llama), any_target(llama)):

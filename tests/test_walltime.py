@@ -7,7 +7,6 @@ import torch
 from conftest import ROOT, plain
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import bench
 import cape
 import edd
 import glide
@@ -119,13 +118,3 @@ def test_first_goes_on_after_a_failure_and_does_nothing_twice(tmp_path, monkeypa
     assert walltime.main(argv) == 0
     found = json.loads((tmp_path / "out/first.json").read_text())
     assert found["kernels"] == before and found["arms"]["rows"] == [{"bandwidth": 2e9}]
-
-def test_steps_of_first_are_commands_that_their_programs_read(tmp_path):
-    a = walltime.parser().parse_args(["first", "--out", str(tmp_path), "--device", "cuda"])
-    steps = walltime.steps_of(a)
-    assert {"arms, graphs", "costs, graphs", "graft, graphs"} < steps.keys()
-    for words in steps.values():
-        if words[0] == walltime.__file__:
-            walltime.parser().parse_args(words[1:])
-        elif words[0].endswith("bench.py"):
-            bench.parser().parse_args(words[1:])

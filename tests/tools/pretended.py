@@ -231,11 +231,9 @@ def decodings():
         return graft.Beside(edds(model), maxgram.MaxGram())
     greedy, sampled = verify.Greedy(), verify.Sampled(0.8)
     return [("glide x chain", cape.chain, glides, greedy),
-            ("glide x cape", cape.cape, glides, greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
             ("glide x drawn", cape.drawn, glides, sampled),
             ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
-            ("maxgram", cascade.proposal, grams, greedy),
             ("cascade", cascade.proposal, cascades, greedy),
             ("cascade, k=3", cascade.proposal, partial(cascades, seeds=[1], K=[[3, 5], [0, 5]]), greedy),
             ("mixture x cape", cape.cape, mixtures, greedy),
