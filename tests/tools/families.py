@@ -1,8 +1,7 @@
 """The families: a tiny random model of every causal class that transformers registers, drawn from its own registry.
 
-make(name) builds one, row(name) decodes with it: plainly, in chains, in trees, with GLIDE and with EDD (and EAGLE and
-MEDUSA, which must say the same), each against the model's own uncached forward.  A cell is "yes" (token for token),
-"refused: why", "WRONG: ..." or "traceback: ..."; the column `by` names the smallest class that serves what is served.
+make(name) builds one, row(name) decodes with it, each column against the model's own uncached forward.  A cell is "yes"
+(token for token), "refused: why", "WRONG: ..." or "traceback: ..."; `by` names the smallest class that serves it.
 
     python tests/tools/families.py            # all of them; writes docs/families.md
     python tests/tools/families.py Gemma      # those with this in their name; prints their rows
@@ -56,7 +55,8 @@ SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for lin
 VOCAB, CONTEXT, WINDOW, LAYERS, HEADS, PROMPT, NEW = 48, 64, 6, 3, 4, 12, 14
 # These also where the default is None
 ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+# What is zero, or False
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tie_word_embeddings")
 
 # What the rule does not fit, by class of configuration.
 COMPASS = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
@@ -138,9 +138,7 @@ def small(config_class, **own):
         elif size_of(name) is not None and value and type(value) in (int, float):
             fields[name] = len(kept) if kept and size_of(name) == LAYERS else size_of(name)
         elif name in TOKENS and isinstance(value, int):
-            fields[name] = 0
-        elif name == "tie_word_embeddings" and value:
-            fields[name] = False
+            fields[name] = type(value)(0)
     if "kv_lora_rank" in default:                              # latent attention: as many key heads as queries
         fields["num_key_value_heads"] = HEADS
     return config_class(**{**fields, **OWN.get(config_class.__name__, {}), **own})
@@ -168,6 +166,9 @@ def make(name, seed=0):
 # ---------------------------------------------------------------- decoding
 class HalfRight(HandMade):
     """A drafter that knows the text: of five tokens two come first in its rows, two second, one has no probability."""
+    def __init__(self, model, text):
+        super().__init__(text, None)
+
     def expand(self, tokens, parents):
         rows = torch.full((len(parents), VOCAB), 0.1 / VOCAB)
         for row, parent in zip(rows, parents):
@@ -194,12 +195,9 @@ def edd_drafter(model, text, variant="edd"):
     draft_model, drafter = parts.KINDS[config.kind]
     return drafter(weighty(lambda: draft_model(config, model), 1).to(model.dtype))
 
-def half_right(model, text):
-    return HalfRight(text, 0.5)
-
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
-CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(half_right, cape.chain)],
-    "tree": [(half_right, cape.cape), (half_right, partial(pct.pct, cost=0.05))],
+CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(HalfRight, cape.chain)],
+    "tree": [(HalfRight, cape.cape), (HalfRight, partial(pct.pct, cost=0.05))],
     "GLIDE": [(lambda model, text: glide.Drafter(random_glide(model).to(model.dtype)), None)],
     "EDD": [(edd_drafter, None)]}
 BASELINES = [(partial(edd_drafter, variant=name), None) for name in ("eagle", "medusa")]
