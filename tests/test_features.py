@@ -110,6 +110,12 @@ def test_features_are_the_forward(small, tmp_path, read_logits):  # noqa: F811
     features.Features(forward, None, tmp_path / "f", len(tokens), "another key", 9)(pieces[:1], *prepare.gather(tokens, pieces[:1]), 1)
     assert computed == [2, 1, 1]
 
+def test_a_disk_without_room_is_a_sentence(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    def full(*given):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(features.os, "posix_fallocate", full)
+    refused(capsys, flags(small, tmp_path, "--features", names=["edd"]), "GiB (No space left on device): name another --work")
+
 
 def test_continuations_in_bfloat16_are_a_run_of_their_own(small, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "written.jsonl"
