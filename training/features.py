@@ -104,8 +104,10 @@ class Features:
         size = self.tokens * width * np.dtype(kind).itemsize
         try:
             with open(path, "ab") as file:
-                # All of it now: on a full disk a mapped file would end the process later.
-                os.posix_fallocate(file.fileno(), 0, size)
+                file.truncate(size)
+                if hasattr(os, "posix_fallocate"):
+                    # All of it now: on a full disk a mapped file would end the process later.
+                    os.posix_fallocate(file.fileno(), 0, size)
         except OSError as why:
             raise UserError(f"--features: {path} needs {size / 2 ** 30:.1f} GiB ({why.strerror}): "
                             "name another --work, or leave --features out") from None
