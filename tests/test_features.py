@@ -10,6 +10,7 @@ from test_train import about_of, brief, flags, refused, small  # noqa: F401
 import cape
 import train
 import verify
+from checkpoints import make
 from data import prepare
 from runtime import load, parts
 from training import drafters, features, frozen, words
@@ -108,3 +109,22 @@ def test_features_are_the_forward(small, tmp_path, read_logits):  # noqa: F811
     assert computed == [2, 1]                                     # each piece once
     features.Features(forward, None, tmp_path / "f", len(tokens), "another key", 9)(pieces[:1], *prepare.gather(tokens, pieces[:1]), 1)
     assert computed == [2, 1, 1]
+
+def test_a_disk_without_room_is_a_sentence(small, tmp_path, monkeypatch, capsys):  # noqa: F811
+    def full(*given):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(features.os, "posix_fallocate", full)
+    refused(capsys, flags(small, tmp_path, "--features", names=["edd"]), "GiB (No space left on device): name another --work")
+
+
+def test_continuations_in_bfloat16_are_a_run_of_their_own(small, tmp_path, capsys):  # noqa: F811
+    out = tmp_path / "written.jsonl"
+    argv = ["continuations", "--target", str(small / "model"), "--data", str(small / "rows.jsonl"), "--out", str(out),
+            "--batch", "2", "--steps", "1", "--length", "24", "--device", "cpu"]
+    assert make.main([*argv, "--dtype", "bfloat16"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    model, _ = load.load_target(small / "model", "float32", "cpu")
+    model = model.to(torch.bfloat16)
+    for row in rows:
+        assert row["answer"][0] == plain(model, row["prompt"], 1)[0]
+    refused(capsys, [*argv, "--resume"], "holds something else", make.main)

@@ -78,7 +78,7 @@ def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
     capsys.readouterr()
     drafted = [row for row in rows_of(tmp_path / "rows.jsonl") if row["tree"]]
     assert {row["drafter"] for row in drafted} == {"glide(words=30)"} and all(row["lossless"] for row in drafted)
-    for given, words in (("41", "has 40 words"), ("0", "give how many")):
+    for given, words in (("41", "has 40 words"), ("-1", "give how many")):
         check_mistake([*argv, "--drafter", f"glide(words={given})"], words, capsys)
     for text, words in (("[]", "holds no list"), ('{"vocabulary": "0", "words": [1]}', "of another vocabulary")):
         path.write_text(text)

@@ -10,12 +10,15 @@ stands, so what belongs to its tokens lies at their places in the text, a row of
 Logits are not kept: the head gives them again.
 """
 import json
+import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from data.read import UserError, write_atomically
+from training import jobs
 from training.frozen import LOGITS, batch_of
 
 # ---------------------------------------------------------------- a batch as rows of numbers
@@ -52,6 +55,11 @@ def from_rows(rows, layout):
 
 
 # ---------------------------------------------------------------- on the disk
+def first_of_machine():
+    """Whether this process is the first, or the only one, of those on this machine."""
+    return int(os.environ.get("LOCAL_RANK", 0)) == 0
+
+
 class Features:
     """frozen_forward of pieces that may have been seen before.
 
@@ -64,23 +72,45 @@ class Features:
         self.forward, self.head, self.vocab = forward, head, vocab
         self.folder, self.tokens = Path(folder), tokens
         self.about = {"key": key, "layout": None}
-        path = self.folder / "about.json"
-        found = json.loads(path.read_text()) if path.exists() else {}
-        if found.get("key") == key:
-            self.about = found
-        else:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir(parents=True)
+        if first_of_machine():
+            self.begin()
+        jobs.meet()                              # the files are shared by a machine's processes
+        self.about |= self.read_about()
         # 1 at the first token of each piece that is there
         self.known = self.open("known", np.uint8, 1)
         self.rows = None
 
+    def read_about(self):
+        path = self.folder / "about.json"
+        try:
+            return json.loads(path.read_text()) if path.exists() else {}
+        except ValueError:                       # damaged: as if it were another's
+            return {}
+
+    def write_about(self):
+        text = json.dumps(self.about)
+        write_atomically(self.folder / "about.json", lambda part: part.write_text(text))
+
+    def begin(self):
+        """Keep the folder's files, or begin anew where they are of another key."""
+        if self.read_about().get("key") != self.about["key"]:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            self.write_about()
+
     def open(self, name, kind, width):
         """A file of `width` numbers a token, as an array (tokens, width)."""
         path = self.folder / f"{name}.bin"
-        if not path.exists():
-            with open(path, "wb") as file:
-                file.truncate(self.tokens * width * np.dtype(kind).itemsize)   # (takes no room yet)
+        size = self.tokens * width * np.dtype(kind).itemsize
+        try:
+            with open(path, "ab") as file:
+                file.truncate(size)
+                if hasattr(os, "posix_fallocate"):
+                    # All of it now: on a full disk a mapped file would end the process later.
+                    os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as why:
+            raise UserError(f"--features: {path} needs {size / 2 ** 30:.1f} GiB ({why.strerror}): "
+                            "name another --work, or leave --features out") from None
         return np.memmap(path, kind, "r+", shape=(self.tokens, width))
 
     def add(self, pieces, ids):
@@ -88,7 +118,7 @@ class Features:
         rows, layout = row_of(self.forward(ids))
         if self.about["layout"] is None:
             self.about["layout"] = layout
-            (self.folder / "about.json").write_text(json.dumps(self.about))
+            self.write_about()
         numbers = rows.view(torch.uint16).cpu().numpy()
         self.open_rows()
         for (start, size, _), row in zip(pieces, numbers):
