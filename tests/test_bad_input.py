@@ -83,30 +83,42 @@ def bench_py(arguments, words, make=None):
 
 # Numbers and names
 for flags, words in {
-        "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0", "--limit x": "invalid int value",
-        "--temperature nan": "--temperature is nan", "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
+        "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0",
+        "--limit x": "invalid int value", "--temperature nan": "--temperature is nan",
+        "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
         "--threads 99999999999": "--threads is 99999999999", "--seed -1": "invalid seed value",
         "--dtype int8": "invalid choice", "--device x": "say cpu, cuda", "--graphs": "--graphs: ",
-        "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file", "--json /dev/null/x": "name a file",
-        "--template lama": "--template lama: say plain vicuna, or name a file", "--template T": "name a file",
-        "--tree": "expected at least one argument", "--tree bush": "there is no tree called 'bush'",
+        "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file",
+        "--json /dev/null/x": "name a file",
+        "--template lama": "--template lama: say plain vicuna, or name a file",
+        "--template T": "name a file", "--tree": "expected at least one argument",
+        "--tree bush": "there is no tree called 'bush'",
         "--tree pct-cost pct_cost": "name each once", "--tree chain(": "closing bracket",
         "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
         "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1",
-        "--tree cape(sizes=(3,1))": "edges need", "--tree vct(width=60,depth=60)": "more than 512 nodes",
+        "--tree cape(sizes=(3,1))": "edges need",
+        "--tree vct(width=60,depth=60)": "more than 512 nodes",
         "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'",
-        "--drafter maxgram(3)": "maxgram takes", "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
-        "--drafter cascade": "names of models", "--drafter cascade(nowhere)": "the stage nowhere does not exist",
-        "--drafter cascade(maxgram,base)": "maxgram last", "--drafter cascade(base,base)": "every stage once",
-        "--drafter cascade(base,k=(1,2))": "take 1 number", "--drafter cascade(base,lenience=0.9)": "lenience is 0.9",
+        "--drafter maxgram(3)": "maxgram takes",
+        "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
+        "--drafter cascade": "names of models",
+        "--drafter cascade(nowhere)": "the stage nowhere does not exist",
+        "--drafter cascade(maxgram,base)": "maxgram last",
+        "--drafter cascade(base,base)": "every stage once",
+        "--drafter cascade(base,k=(1,2))": "take 1 number",
+        "--drafter cascade(base,lenience=0.9)": "lenience is 0.9",
         "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
         "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model",
-        "--drafter beside(glide)": "name one drafter of trees", "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
-        "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False", "--drafter gemma4": "the hub name or folder of one",
-        "--drafter gemma4(MODEL)": "drafts for a Gemma 4", "--drafter eagle3(MODEL)": "fc.weight is missing",
+        "--drafter beside(glide)": "name one drafter of trees",
+        "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
+        "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False",
+        "--drafter gemma4": "the hub name or folder of one",
+        "--drafter gemma4(MODEL)": "drafts for a Gemma 4",
+        "--drafter eagle3(MODEL)": "fc.weight is missing",
         "--target /no/such/model": "does not exist", "--target DRAFTERS/glide": "cannot be loaded",
-        "--checkpoint /no/such --drafter glide": "no drafter in /no/such", "--checkpoint PROMPTS --drafter glide": "called 'glide'",
-        "--prompts T": "cannot be read", "--ask {": "does not fit a row", "--ask {x}": "KeyError"}.items():
+        "--checkpoint /no/such --drafter glide": "no drafter in /no/such",
+        "--checkpoint PROMPTS --drafter glide": "called 'glide'", "--prompts T": "cannot be read",
+        "--ask {": "does not fit a row", "--ask {x}": "KeyError"}.items():
     bench_py(flags, words)
 bench_py(["--target", ""], "cannot be loaded")
 bench_py(["--target", "a b/c"], "no name of the hub's")
@@ -120,7 +132,7 @@ for content, words in {
     bench_py("--prompts T/p.jsonl", words, text("p.jsonl", content))
 bench_py("--limit 2 --prompts T/p.jsonl", "row 2 of ", text("p.jsonl", '"a"\n{"x": 1}'))
 bench_py("--prompts T/p.parquet", "pip install datasets", text("p.parquet", b"PAR1"))
-for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the messages"}.items():
+for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the"}.items():
     bench_py("--prompts T/p.jsonl --template T/t.jinja", words, several(text("p.jsonl", '{"turns": ["a", "b"]}'), text("t.jinja", content)))
 
 # A drafter's folder

@@ -199,7 +199,8 @@ def test_a_half_precision_target_loses_no_gradients(draft_class):
 @pytest.mark.parametrize("name, last_norm", [("qwen2", False), ("gemma", True)])
 def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_path):
     """Nothing of the target is trained or saved; what it scales (Gemma's embeddings) is scaled here."""
-    model = other("Gemma", num_attention_heads=4, tie_word_embeddings=False) if name == "gemma" else shared(name)
+    gemma = dict(num_attention_heads=4, tie_word_embeddings=False)
+    model = other("Gemma", **gemma) if name == "gemma" else shared(name)
     batch = batch_of(model, text(14)[None])
     config = parts.longspec_config(model, layer=1, last_norm=last_norm, feed_forward=16, window=3)
     module = weighty(lambda: parts.LongSpec.beside(model, config, 64), 1)

@@ -1,5 +1,4 @@
 """A drafter beside Max-Gram, against the mixture in Python floats and plain decoding; how far its predictions are trusted."""
-import json
 import math
 import random
 from types import SimpleNamespace
@@ -198,15 +197,3 @@ def test_agreement_finds_the_logistic_that_made_the_words():
     p, y = torch.tensor([[0.9, 0.9, 0.25], [1, 0, 0]], dtype=torch.float64)
     loss = -(math.log(0.9) + math.log(0.1) + math.log(0.75)) / 3
     assert grams.scores(p, y) == pytest.approx({"ece": 0.35, "log_loss": loss}, abs=1e-4)
-
-def test_agreement_of_a_file(tmp_path):
-    path = tmp_path / "b.json"
-    assert grams.read_agreement(path, "edd") is None
-    path.write_text(json.dumps({"bigram": [0], "agreement": {"edd": {"weights": [1, 0.5, 2]}, "glide": {"weights": [1, 2]}, "vdm": {"weights": [1, 2, None]}}}))
-    assert grams.read_agreement(path, "edd") == (1, 0.5, 2) and grams.read_agreement(path, "eagle") is None
-    for name in ("glide", "vdm"):
-        with pytest.raises(ValueError, match=f"its agreement with {name} is not three numbers: fit it again with checkpoints/make.py agreement"):
-            grams.read_agreement(path, name)
-    for old in ("[0, 2]", '{"bigram": [0], "confidence": null}'):
-        path.write_text(old)
-        assert grams.read_agreement(path, "edd") is None, "files of before are read without"

@@ -140,13 +140,6 @@ def test_what_cannot_be_recorded_runs_as_it_is(llama, capsys):
     assert capsys.readouterr().err == "no CUDA graphs, this model cannot be recorded: operation not permitted when stream is capturing\n"
     assert not target.run.recorded and not target.run.graphs
 
-def test_few_recordings_serve_a_long_text():
-    """Lengths of keys: multiples, then four an octave; never fewer than there are, nor a quarter more."""
-    for least in (1, 8, 256):
-        lengths = [graphs.bucket(n, least) for n in range(1, 40_000)]
-        assert all(n <= length <= max(n + least - 1, 1.25 * n + 1) for n, length in enumerate(lengths, 1))
-        assert len(set(lengths)) < 70 and lengths == sorted(lengths)
-
 def test_a_bucket_does_not_grow_the_cache(monkeypatch):
     """Growing would void the recordings: the last bucket is as long as the cache, for who reads it, too."""
     monkeypatch.setattr(verify, "CHUNK", 8)

@@ -147,7 +147,8 @@ def test_the_hub_is_asked_once_and_why_a_model_cannot_be_loaded_is_said(small, m
     gated = OSError("a gated repo.\nmore")
     gated.__cause__ = refusal(huggingface_hub.errors.GatedRepoError)
     for loading[0], answer[0], words in (
-            (gated, None, "(it is gated): accept its terms"), (OSError("no such file"), None, "(OSError: no such file)"),
+            (gated, None, "(it is gated): accept its terms"),
+            (OSError("no such file"), None, "(OSError: no such file)"),
             (OSError("no such file"), ConnectionError(), "it was not loaded before")):
         check_mistake(argv, words, capsys)
 

@@ -87,19 +87,6 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
     with pytest.raises(load.UserError, match="run `python checkpoints/smollm2.py` once"):
         load.load_target("smollm2", "float32", "cpu")
 
-def test_the_hubs_model_is_taken_where_there_is_a_network(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """Once; then it is the target "smollm2"."""
-    found = load.load_target(small / "model", "float32", "cpu")
-    here = load.load_target
-    monkeypatch.setattr(load, "on_hub", lambda *args: False)
-    monkeypatch.setattr(load, "load_target", lambda name, *args, **more: found if name == smollm2.HUB else None)
-    monkeypatch.setattr(load, "SMOLLM2", tmp_path / "work" / "smollm2")
-    for words in ("saved", "is there already"):
-        assert smollm2.main([]) == 0
-        assert words in capsys.readouterr().out
-    model, tokenizer = here("smollm2", "float32", "cpu")
-    assert load.same_target(load.fingerprint(model, tokenizer), load.fingerprint(*found))
-
 # ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")
 def setup():

@@ -162,16 +162,6 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
-def test_a_cache_is_allocated_once_for_a_prompt(llama, monkeypatch):
-    monkeypatch.setattr(verify, "CHUNK", 8)
-    for target in (verify.Target(llama), any_target(llama)):
-        sizes, own = [], target.cache.reserve
-        target.cache.reserve = lambda entries, own=own, cache=target.cache, sizes=sizes: own(entries) or sizes.append(cache.allocated)
-        for prompt, new in (([1, 2], 4), ([1] * 9, 20)):
-            sizes.clear()
-            verify.generate(target, None, verify.root_only, prompt, new)
-            assert len(sizes) > new and set(sizes) == {len(prompt) + new + 8}
-
 @pytest.mark.parametrize("name", ["mistral", "qwen2-mixed"])
 def test_sliding_windows_are_refused_in_a_sentence(name):
     with pytest.raises(verify.UserError, match="full attention.*any_target") as caught:

@@ -90,17 +90,6 @@ def test_the_check_refuses_another_function(small):
     with pytest.raises(verify.UserError, match="does not say what the stand-in says"):
         growth.check(model, big, PROMPT)
 
-def test_a_7b_step_reads_what_llama_2_7b_is_known_to_have():
-    """6 738 415 616 parameters, of which all embeddings but one are left out; half a megabyte of keys and values a token."""
-    shape = growth.LLAMA_7B
-    config = LlamaConfig(vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.feed_forward, num_hidden_layers=shape.layers,
-                         num_attention_heads=32, num_key_value_heads=32, tie_word_embeddings=False)
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).half()
-    assert model.num_parameters() == 6_738_415_616 and shape.width // shape.head == 32
-    assert walltime.step_bytes(model, 0) == 2 * (6_738_415_616 - 31999 * 4096)
-    assert walltime.step_bytes(model, 1024) - walltime.step_bytes(model, 0) == 1024 * 512 * 1024
-
 def test_first_goes_on_after_a_failure_and_does_nothing_twice(tmp_path, monkeypatch, capsys):
     """Steps are processes: one that fails leaves the others; the next call runs what has not succeeded."""
     good = tmp_path / "good.py"

@@ -1,7 +1,7 @@
 """The families: a tiny random model of every causal class that transformers registers, drawn from its own registry.
 
-make(name) builds one, row(name) decodes with it, each column against the model's own uncached forward.  A cell is "yes"
-(token for token), "refused: why", "WRONG: ..." or "traceback: ..."; `by` names the smallest class that serves it.
+make(name) builds one, row(name) decodes with it, against its own uncached forward.  A cell is
+"yes", "refused: why", "WRONG: ..." or "traceback: ..."; `by`: the smallest class that serves it.
 
     python tests/tools/families.py            # all of them; writes docs/families.md
     python tests/tools/families.py Gemma      # those with this in their name; prints their rows
@@ -31,21 +31,23 @@ import verify
 from runtime import parts
 from runtime.families import AnyTarget
 
-# What a number in a default configuration becomes, by its field's name, in nested configurations too: the first that fits.
+# What a number in a default configuration becomes by its name: the first that fits.
 SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for line in r"""
 64 attention_hidden_size|mamba_d_ssm|max_position_embeddings|n_positions|n_ctx|max_seq_len
 64 model_max_length|context_length|max_(target|source)_positions
-32 hidden_size|n_embd|d_model|emb_dim|(\w+_)?(embedding|embed_proj|embed|prompt_mid)_(dim|size)|lru_width
+32 hidden_size|n_embd|d_model|emb_dim|(\w+_)?(embed(ding|_proj)?|prompt_mid)_(dim|size)|lru_width
 3 ((\w+_)?num_hidden|n|num|(num_)?(en|de)coder)_layers|n_layer|num_blocks
-4 time_step_rank|qk_rope_head_dim|query_pre_attn_scalar|rotary_dim|dim_model_base|hc_lowrank|patch_size
-4 (n_routed|(moe_)?num(_local)?)_experts|hidden_size_per_layer_input|index_topk_blocks|n_head
+4 time_step_rank|qk_rope_head_dim|query_pre_attn_scalar|rotary_dim|dim_model_base
+4 hc_lowrank|patch_size|(n_routed|(moe_)?num(_local)?)_experts|index_topk_blocks|n_head
+4 hidden_size_per_layer_input
 2 index_local_blocks|(mamba_)?n_?groups|zero_expert_num|o_groups|max_window_layers
 2 num_experts_per_tok(en)?|moe_(topk|k)|(num_kv|swa_num_key_value|linear_num_key|kv_n)_heads
 4 (\w+_)?(num|n|num_attention|attention|index_n|num_value|coder_attention|n_mamba)_heads
 1 (n|num|moe_num)_shared_experts|first_k_dense_replace|num_dense_layers|(n|topk|num_expert)_group
 0 num_nextn_predict_layers
-48 (dense_)?intermediate_size(_mlp)?|(\w+_)?ffn_dim|dff|d_inner|dim_ff|(feed_forward|ffn_hidden)_size
-48 ((unpadded|decoder|pronunciation|shape)_)?vocab_size(_per_layer_input)?|encoder_hash_byte_group_vocab
+48 (dense_)?intermediate_size(_mlp)?|(\w+_)?ffn_dim|dff|d_inner|dim_ff
+48 (feed_forward|ffn_hidden)_size|encoder_hash_byte_group_vocab
+48 ((unpadded|decoder|pronunciation|shape)_)?vocab_size(_per_layer_input)?
 16 \w+_intermediate_size|\w_lora_rank|kv_lora_rank|(mamba_d_|ssm_)?state(_size)?|image_size
 16 router_hidden_size|mamba_(d_head|head_dim)|attention_head_dim|expert_ffn_hidden_size
 8 (qk_nope|v|swa|index|linear(_\w+)?)_head_dim|dim_head|d_head|kv_channels|attention_head_size
@@ -56,7 +58,8 @@ VOCAB, CONTEXT, WINDOW, LAYERS, HEADS, PROMPT, NEW = 48, 64, 6, 3, 4, 12, 14
 # These also where the default is None
 ALWAYS = {"head_dim": 8, "num_key_value_heads": 2}
 # What is zero, or False
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "tie_word_embeddings")
+NOTHING = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+           "tie_word_embeddings")
 
 # What the rule does not fit, by class of configuration.
 COMPASS = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 1, 1])
@@ -66,19 +69,24 @@ OWN = {f"{name}Config": own for name, own in dict(
     CohereCompassText=dict(rope_parameters={"full_attention": COMPASS}),
     DbrxAttention=dict(rope_theta=1e4, clip_qkv=8.0),
     DeepseekV2=dict(num_experts_per_tok=2, first_k_dense_replace=1),
-    Dots1=dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1),
-    Dots3NoteText=dict(head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=12,
-                       swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
+    Dots1=dict(n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+               first_k_dense_replace=1),
+    Dots3NoteText=dict(
+        head_dim=12, swa_num_attention_heads=4, swa_num_key_value_heads=4, swa_head_dim=12,
+        swa_q_lora_rank=16, swa_kv_lora_rank=16, swa_qk_nope_head_dim=8, swa_v_head_dim=8),
     GPTNeo=dict(attention_types=[[["local", "global", "local"], 1]]),
     Gemma3nText=dict(num_kv_shared_layers=2, activation_sparsity_pattern=[0.5, 0.0, 0.0, 0.0]),
     Gemma4Text=dict(global_head_dim=16), Gemma4UnifiedText=dict(global_head_dim=16),
     Lfm2Moe=dict(layer_types=CONVOLUTION), Lfm2=dict(num_hidden_layers=3, layer_types=CONVOLUTION),
-    LongcatFlash=dict(head_dim=4), Mamba2=dict(num_heads=8), MllamaText=dict(cross_attention_layers=[1]),
-    Moshi=dict(sliding_window=CONTEXT),                        # as by default; the class slides nothing
+    LongcatFlash=dict(head_dim=4), Mamba2=dict(num_heads=8),
+    MllamaText=dict(cross_attention_layers=[1]),
+    Moshi=dict(sliding_window=CONTEXT),                # as by default; the class slides nothing
     Qwen4ExpText=dict(indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=16,
                       indexer_compress_ratio=4),
-    Reformer=dict(is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8), num_buckets=2,
-                  axial_pos_embds_dim=(16, 16), local_attn_chunk_length=8, lsh_attn_chunk_length=8),
+    Reformer=dict(
+        is_decoder=True, attn_layers=("local", "lsh", "local"), axial_pos_shape=(8, 8),
+        axial_pos_embds_dim=(16, 16), num_buckets=2,
+        local_attn_chunk_length=8, lsh_attn_chunk_length=8),
     Xmod=dict(default_language="en_XX"), Zaya=dict(num_experts_per_tok=1)).items()}
 
 def size_of(field):
@@ -110,18 +118,18 @@ def classes():
     return [name for name in dict.fromkeys(REGISTRY.values()) if name not in OTHERS]
 
 def names():
-    """Each class, its variants, and an encoder whose configuration decides whether it looks ahead as both."""
-    sources = {name: inspect.getsource(getattr(transformers, name).__init__) for name in classes()}
-    encoders = [f"{name} (is_decoder)" for name in sources if "not config.is_decoder" in sources[name]]
-    return sorted([*sources, *encoders, *VARIANTS], key=str.lower)
+    """Each class, its variants; twice where a configuration decides whether it looks ahead."""
+    codes = {name: inspect.getsource(getattr(transformers, name).__init__) for name in classes()}
+    encoders = [f"{name} (is_decoder)" for name in codes if "not config.is_decoder" in codes[name]]
+    return sorted([*codes, *encoders, *VARIANTS], key=str.lower)
 
 def small(config_class, **own):
     """A small configuration of the class: its default one, shrunk by the names of its fields."""
     stored, known = vars(config_class()), config_class.attribute_map
-    default = {field.name: stored[known.get(field.name, field.name)] for field in dataclasses.fields(config_class)
-               if field.init and known.get(field.name, field.name) in stored}
+    names = [field.name for field in dataclasses.fields(config_class) if field.init]
+    default = {n: stored[known.get(n, n)] for n in names if known.get(n, n) in stored}
     # Of lists by layer stay the first layers of each kind
-    depth = next((v for n, v in default.items() if size_of(n) == LAYERS and isinstance(v, int)), None)
+    depth = next((v for n, v in default.items() if size_of(n) == LAYERS and type(v) is int), None)
     by_layer = [n for n, v in default.items() if isinstance(v, (list, tuple)) and len(v) == depth]
     kinds = [str(entries) for entries in zip(*(default[n] for n in by_layer))]
     first = [i for i, kind in enumerate(kinds) if kinds.index(kind) == i]
@@ -137,7 +145,7 @@ def small(config_class, **own):
             fields[name] = ALWAYS[name]
         elif size_of(name) is not None and value and type(value) in (int, float):
             fields[name] = len(kept) if kept and size_of(name) == LAYERS else size_of(name)
-        elif name in TOKENS and isinstance(value, int):
+        elif name in NOTHING and isinstance(value, int):
             fields[name] = type(value)(0)
     if "kv_lora_rank" in default:                              # latent attention: as many key heads as queries
         fields["num_key_value_heads"] = HEADS
@@ -196,7 +204,8 @@ def edd_drafter(model, text, variant="edd"):
     return drafter(weighty(lambda: draft_model(config, model), 1).to(model.dtype))
 
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
-CELLS = {"plain": [(lambda model, text: None, verify.root_only)], "chain": [(HalfRight, cape.chain)],
+CELLS = {
+    "plain": [(lambda model, text: None, verify.root_only)], "chain": [(HalfRight, cape.chain)],
     "tree": [(HalfRight, cape.cape), (HalfRight, partial(pct.pct, cost=0.05))],
     "GLIDE": [(lambda model, text: glide.Drafter(random_glide(model).to(model.dtype)), None)],
     "EDD": [(edd_drafter, None)]}
@@ -254,7 +263,8 @@ def row(name, baselines=()):
     def decode(target_class, wanted):
         model, (prompt, expected), target = made["model"], made["text"], target_class(made["model"])
         target.chunk_size = PROMPT // 2
-        cells = {key: outcome(partial(cell, model, target, prompt, expected, columns[key])) for key in wanted}
+        of = partial(cell, model, target, prompt, expected)
+        cells = {key: outcome(partial(of, columns[key])) for key in wanted}
         if cells["tree"] == "yes":
             cells["tree"] = outcome(partial(tree_logits, model, target, prompt))
         made[target_class] = cells
@@ -298,7 +308,8 @@ def table(rows):
             # Where the target itself is refused, once
             line.append("–" if column != "plain" and line[2] == says != "yes" else says)
         lines.append("| " + " | ".join(line) + " |")
-    counts = [f"{column} {sum(cells.get(column) == 'yes' for cells in rows.values())}" for column in CELLS]
+    said = {column: [cells.get(column) for cells in rows.values()] for column in CELLS}
+    counts = [f"{column} {cells.count('yes')}" for column, cells in said.items()]
     reasons = [f"{number}. {note.replace('{kinds}', '`, `'.join(sorted(kinds)))}" for note, number in notes.items()]
     others = [f"- {name}: {why}" for name, why in OTHERS.items()]
     release = f"transformers {transformers.__version__}, torch {torch.__version__.partition('+')[0]}"
