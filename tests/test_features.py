@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import plain, shared
+from conftest import plain, shared, tiny
 from test_train import about_of, brief, flags, refused, small  # noqa: F401
 
 import cape
@@ -12,7 +12,7 @@ import train
 import verify
 from checkpoints import make
 from data import prepare
-from runtime import load, parts
+from runtime import load
 from training import drafters, features, frozen, words
 
 NAMES = ["longspec-f16", "longspec-vanilla", "longspec-top", "edd-shared", "vdm-shared", "eagle"]
@@ -76,6 +76,15 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
         out = verify.generate(setup.target, drafter, cape.cape, [5, 6, 7], 8)
         assert out.tokens == plain(setup.model, [5, 6, 7], 8)
         drafter.reset()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_path, tied):  # noqa: F811
+    model = tiny("llama", tie_word_embeddings=tied)
+    for module in (modules(model, settings(tmp_path, small))[name] for name in ("longspec-top", "edd-shared")):
+        assert module.config.projected == tied == hasattr(module.projection, "weight")
+        x = model.get_input_embeddings()(torch.arange(4)).float()
+        torch.testing.assert_close(module.embed(torch.arange(4)).norm(dim=1), x.norm(dim=1))
 
 
 # ---------------------------------------------------------------- features

@@ -110,7 +110,7 @@ def test_measure_counts_no_docstring():
     assert measure(text) == (14 / 4, 25, {"f": 2, "g": 2})
 
 @pytest.mark.parametrize("what, count, most", [
-    ("tests' lines", sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")), 11450),
+    ("tests' lines", sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")), 9500),
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
 def test_budget(what, count, most):
     assert count <= most, f"{count} {what}"

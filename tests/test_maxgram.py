@@ -1,5 +1,6 @@
 """Max-Gram against a definition by brute force; its index against sets of places; the bigram; the file alone."""
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -50,6 +51,21 @@ def cases(count, seed):
         yield generation, draft, rng.choice([0, 1, 2, 5, 10, 25]), source, bigram
 
 # ---------------------------------------------------------------- proposals
+def test_the_picture_of_ababb():
+    """The table in Index's docstring, row by row: substrings lead to their state, at that time."""
+    row = r"^        (?:[ab]+)? +(\d)   +([ab ]+?)   +([\d ]+?)   +(\d)$"
+    rows = re.findall(row, maxgram.Index.__doc__, re.MULTILINE)
+    for whole, (number, substrings, places, link) in zip("a ab aba abab ababb ababb".split(), rows, strict=True):
+        index = maxgram.Index()
+        index.extend(map(ord, whole))
+        for text in substrings.split():
+            state = 0
+            for letter in map(ord, text):
+                state = index.next[state][letter]
+            assert state == int(number)
+            assert places == " ".join(str(i) for i in range(len(whole)) if whole[:i + 1].endswith(text))
+        assert index.link[int(number)] == int(link)
+
 def test_index_equals_brute_force_with_incremental_commits():
     """Proposals leave no trace: the index is what it is where all is committed at once."""
     rng = random.Random(1)
