@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import plain, shared, tiny
+from conftest import plain, tiny
 from test_train import about_of, brief, flags, refused, small  # noqa: F401
 
 import cape
@@ -31,7 +31,7 @@ def settings(tmp_path, small):  # noqa: F811
 # ---------------------------------------------------------------- words
 def test_the_loss_is_the_divergence_among_the_words(small, tmp_path):  # noqa: F811
     """Against float64 on the whole vocabulary: KL of both distributions, given that one of the words comes."""
-    model = shared("llama").float()
+    model = tiny("llama").float()
     a = settings(tmp_path, small)
     models = modules(model, a)
     ids = torch.randint(model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
@@ -91,7 +91,7 @@ def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_
 @pytest.mark.parametrize("read_logits", [True, False])
 def test_features_are_the_forward(small, tmp_path, read_logits):  # noqa: F811
     """In another batch, and in a process that comes later; up to bfloat16's rounding."""
-    model = shared("llama").float()
+    model = tiny("llama").float()
     tokens = np.arange(60, dtype="i4") % model.config.vocab_size
     pieces = np.array([[0, 20, 0], [20, 13, 0], [33, 27, 0]])
     read = {"hidden": {1, 3}, "kv": {0, 2}}
