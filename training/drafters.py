@@ -106,8 +106,10 @@ def trained(name, target, a):
     if file is None:
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         return SmallLM(lm, a.loss), load.about_drafter(folder)
-    length = [a.length] if file in (glide, longspec) else []
-    drafter, about = parts.load(file, folder, target, *length)
+    if file in (glide, longspec):
+        drafter, about = parts.load(glide, folder, target, a.length)
+    else:
+        drafter, about = parts.load(edd, folder, target)
     return drafter.model.float(), about
 
 
