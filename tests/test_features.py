@@ -66,6 +66,7 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
     refused(capsys, [*argv, "--loss", "ce"], "leave --loss ce out")
     refused(capsys, flags(small, tmp_path, "--words", "40", names=["edd"]), "edd has a head of its own")
     assert train.main(argv) == 0
+    assert train.main([*argv, "--init", str(tmp_path), "--overwrite"]) == 0         # a second stage
     setup = load.Setup(str(small / "model"), str(tmp_path))
     for name in NAMES:
         about = about_of(tmp_path, name)
