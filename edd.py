@@ -328,7 +328,7 @@ class Drafter:
         """What the layer reads of newly committed tokens: H, or the VDM embeddings -> (k, D)"""
         if self.config.encoding:
             hidden = view.hidden[self.config.hidden]
-            return hidden.to(self.model.norm.weight)
+            return hidden.to(next(self.model.layer.parameters()))
         return self.model.embed(view.tokens.to(self.device))
 
     def encode(self, x):

@@ -76,7 +76,7 @@ class Shared(edd.EDD):
     def embed(self, ids):
         """ids (...) -> (..., D), in the type of the drafter; the target's part gets no gradient"""
         with torch.no_grad():
-            x = self.target.embed(ids).to(self.norm.weight.dtype)
+            x = self.target.embed(ids).to(next(self.layer.parameters()).dtype)
         return self.projection(x)
 
     def head(self, x):
