@@ -91,7 +91,7 @@ def test_claims_compare_rows_that_a_table_makes():
 def test_no_file_is_forgotten_and_tuning_prompts_are_none_of_those_that_are_reported():
     assert len({spec["name"] for spec in SPECS}) == len(SPECS)
     assert all(sum("command" in spec for spec in SPECS if spec["file"] == file) == 1 for file in {spec["file"] for spec in SPECS})
-    files = {path.name for path in RESULTS.glob("*.jsonl")}
+    files = {path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*.jsonl")}
     assert files <= {*(spec["file"] for spec in SPECS), *compare.read_specs(RESULTS, "tables.json")["curves"]} and {*paper.measured(RESULTS)} == files
     read = [list(bench.read.read_rows(path)) for path in (ROOT / "figures" / "tuning.jsonl", bench.PROMPTS)]
     tuning, reported = ([row.get("prompt") or row["question"] for row in rows] for rows in read)
