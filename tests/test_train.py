@@ -277,7 +277,7 @@ def test_one_pass_over_prepared_data_is_the_default(small, tmp_path, capsys, mon
     seen = []
     monkeypatch.setattr(train, "load_data", lambda a, *given: seen.append((a.lr, a.batch, a.loss, a.optimizer, a.layers, a.hidden)) or [][0])
     with pytest.raises(IndexError):
-        train.main(["glide", "--target", str(small / "model"), "--data", "x", "--length", "40", "--device", "cpu", "--work", str(tmp_path / "w")])
+        train.main(["glide", "--target", str(small / "model"), "--data", "x", "--length", "40", "--device", "cpu", "--work", str(tmp_path / "w"), "--out", str(tmp_path / "o")])
     assert seen == [(pytest.approx(5e-4 * math.sqrt(4096 / 32)), 8, "kl", "muon", 1, -4)]
 
 # ---------------------------------------------------------------- what drafters are shown
