@@ -326,19 +326,23 @@ def warm_up(run, arms):
         for arm in arms:
             arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit))
 
-def measure(run, arms):
+def measure(run, arms, after=None):
     """Decode every prompt with every arm -> how many prompts all have finished.
 
-    An interruption ends it.
+    An interruption ends it.  Results that are there stay.  after(i): called when prompt i is done.
     """
     warm_up(run, arms)
     bar = tqdm(total=len(run.prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
     with bar, contextlib.suppress(KeyboardInterrupt):
         for i, (_, ids, limit) in enumerate(run.prompts):
             # Arm order is random in each prompt: an arm leaves traces for the next one.
-            for arm in random.Random(i).sample(arms, len(arms)):
+            fresh = [arm for arm in arms if i not in arm.results]
+            bar.update(len(arms) - len(fresh))
+            for arm in random.Random(i).sample(fresh, len(fresh)):
                 arm.results[i] = clock.measured(arm, ids, limit, run.cuda)
                 bar.update()
+            if after and fresh:
+                after(i)
             so_far = range(i + 1)
             drafted = [arm for arm in arms if arm.tree]
             speeds = {arm.name: median(arm.speeds(arms[0], so_far)) for arm in drafted}
@@ -346,6 +350,11 @@ def measure(run, arms):
     return min(len(arm.results) for arm in arms)
 
 # ---------------------------------------------------------------- one row of the table
+def versions():
+    """What computes: a row says it."""
+    packages = {package.__name__: package.__version__ for package in (torch, transformers)}
+    return {"python": platform.python_version(), **packages}
+
 def row_of(run, arm, base, generate, group, which, truth=None):
     """A line of the JSON: `arm` on the prompts `which`, beside plain decoding and generate().
 
@@ -370,11 +379,7 @@ def row_of(run, arm, base, generate, group, which, truth=None):
     row |= clock.of_stages(outs, step, run.drafters.get(arm.drafter), row)
     row["distinct_4grams"] = clock.distinct_4grams(outs)
     row |= report.losses(run, arm, truth or base, which)
-    row["versions"] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__}
-    return row
+    return row | {"versions": versions()}
 
 # ---------------------------------------------------------------- the tables
 def tables(run, arms, finished):

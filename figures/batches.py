@@ -140,8 +140,9 @@ def rows_of(run, batches):
     tree = run.trees[0]
     build = bench.builder(run, label, tree)
     copies = Copies(run.model, drafter)
-    about = {"target": run.a.target, "drafter": label, "tree": tree.label, "dtype": run.a.dtype,
-             "device": run.a.device}
+    about = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "temperature")}
+    about |= {"drafter": label, "tree": tree.label, "threads": torch.get_num_threads()}
+    about["versions"] = bench.versions()
     rows = []
     truth = None                               # plain decoding's tokens, in the smallest batch
     for batch in batches:

@@ -12,13 +12,12 @@ override a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME. 
 with one sentence.  A table without a command shows further arms of another table's run.  A table whose command
 is train.py's is made from that run's log, work/NAME/log.jsonl, whether the run has ended or not.
 
-A table is written when it is done: an interruption loses that table alone, and the same command continues
-with it.  Flags other than --out, --again, --work and --rows are bench.py's.
+A table is written when it is done; what each prompt gave is kept (kept.py), so that the same command goes on
+with an interrupted table, and one with a larger --limit measures the further prompts alone.  Flags other than
+--out, --again, --work and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
 import json
-import os
-import platform
 import re
 import shlex
 import shutil
@@ -34,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import batches  # noqa: E402
 import compare  # noqa: E402
+import kept  # noqa: E402
 import pictures  # noqa: E402
 import probe  # noqa: E402
 from compare import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique  # noqa: E402
@@ -102,13 +102,17 @@ def lacking(spec, flags, work):
         return script, log, []
     return script, None, [f"{log} is not there: train, or say --work FOLDER"]
 
-def rows_of_command(script, arguments, spec):
-    """Run one command in this process, with those of its drafted arms that the table names -> its rows."""
+def rows_of_command(script, arguments, spec, a):
+    """Run one command in this process, with those of its drafted arms that the table names -> its rows.
+
+    What bench.py's prompts gave is kept in --out, one by one.
+    """
     if script == "figures/probe.py":
         return probe.rows_of(arguments)
     if script == "figures/batches.py":
         return batches.rows_of(*batches.run_of(arguments))
     run = bench.Run(arguments)
+    prompts = kept.Kept(a.out, run, a.again)
     arms = bench.plain_arms(run) + bench.library_arms(run)
     for label, drafter in run.drafters.items():
         for tree in run.trees:
@@ -116,30 +120,23 @@ def rows_of_command(script, arguments, spec):
             if name in spec.get("arms", [name]):
                 build = bench.builder(run, label, tree)
                 arms.append(bench.Arm(label, partial(run.decode, drafter, build), tree.label, build))
-    return probe.measured(run, arms)
+    prompts.fill(arms)
+    return probe.measured(run, arms, partial(prompts.keep, arms))
 
 # ---------------------------------------------------------------- one table
-def rows_of(spec, flags, work):
+def rows_of(spec, flags, a):
     """Run the command of a table, or read its log -> (rows, sentences about what is missing)."""
-    script, arguments, sentences = lacking(spec, flags, work)
+    script, arguments, sentences = lacking(spec, flags, a.work)
     if arguments is None:
         return [], sentences
     if script == "train.py":
         return compare.rows_of_log(arguments, spec["drafters"]), sentences
     print(f"\n$ python {script} {shlex.join(arguments)}", flush=True)
-    return rows_of_command(script, arguments, spec), sentences
-
-def machine():
-    """The machine in words: its processor, cores and GPU."""
-    cpuinfo = Path("/proc/cpuinfo")
-    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
-    name = found[1] if found else platform.machine()
-    gpu = bench.torch.cuda.get_device_name() if bench.torch.cuda.is_available() else "no GPU"
-    return f"{os.cpu_count()} cores of {name}, {gpu}"
+    return rows_of_command(script, arguments, spec, a), sentences
 
 def measure(spec, flags, a):
     """Measure a table, write its rows, print it."""
-    rows, sentences = rows_of(spec, flags, a.work)
+    rows, sentences = rows_of(spec, flags, a)
     for sentence in sentences:
         print(f"{spec['name']}: {sentence}", file=sys.stderr)
     if not rows:
@@ -150,7 +147,7 @@ def measure(spec, flags, a):
     bench.write_json(a.out / spec["file"], rows)
     if "curve" in rows[0]:
         (a.out / f"{spec['name']}.svg").write_text(pictures.curves(rows), encoding="utf-8")
-    entry = {"date": time.strftime("%Y-%m-%d"), "machine": machine(), "flags": shlex.join(flags)}
+    entry = {"date": time.strftime("%Y-%m-%d"), "machine": kept.machine(), "flags": shlex.join(flags)}
     write_json(a.out / "measured.json", {**measured(a.out), spec["file"]: entry})
     print("\n" + "\n\n".join(compare.table(spec, read_rows(a.out / spec["file"]), [])), flush=True)
 
@@ -356,7 +353,7 @@ def measure_all(names, flags, a):
         try:
             measure(spec, flags, a)
         except KeyboardInterrupt:
-            print(f"interrupted: {name} is lost; the same command goes on with it", file=sys.stderr)
+            print(f"interrupted: the same command goes on with {name}", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
             message = why if report.is_mistake(why) else traceback.format_exc()
@@ -373,7 +370,7 @@ def work(argv):
                    "(default: work/results)")
     p.add_argument("--work", type=Path, default=ROOT / "work", help="the folder that stands for work/ in "
                    "commands: of logs and drafters of trainings (default: work)")
-    p.add_argument("--again", action="store_true", help="measure what is in --out once more")
+    p.add_argument("--again", action="store_true", help="measure what is in --out once more, all of it")
     p.add_argument("--rows", type=Path, help="write: first take the rows of this folder into docs/results/")
     a, flags = p.parse_known_args(argv)
     names, known = unique(a.names), tables(a)

@@ -75,9 +75,9 @@ def mean(values):
     """The mean, or None of nothing."""
     return sum(values) / len(values) if values else None
 
-def measured(run, arms):
+def measured(run, arms, after=None):
     """What bench.py measures -> its rows; those of all prompts have {key: values by prompt}."""
-    finished = bench.measure(run, arms)
+    finished = bench.measure(run, arms, after)
     if finished < len(run.prompts):
         raise KeyboardInterrupt
     rows = bench.tables(run, arms, finished)

@@ -156,6 +156,7 @@ def test_copies_of_a_prompt_are_computed_and_decode_as_one_does(small, tmp_path,
     assert shapes == {(1, 1, 300), (3, 3, 300)} and (one["batch"], three["batch"]) == (1, 3)
     assert one["lossless"] is three["lossless"] is True and one["tau"] == three["tau"] >= 1
     assert one["speedup"] == one["glide"] / one["plain"]
+    assert "\n| 3 |" in "".join(batches.compare.table({"title": "Table 4", "columns": batches.COLUMNS}, [one, three], []))
 
     def full(run, *arms):
         raise torch.OutOfMemoryError

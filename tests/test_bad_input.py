@@ -5,21 +5,18 @@ target of test_bench.py.  Cases of training stand in cases_training.py.
 """
 import json
 import shutil
-import sys
 
+import paper
+import probe
 import pytest
+import rounds
 import torch
+import walltime
 from conftest import ROOT
 from safetensors.torch import load_file, save_file
 from test_bench import small, tokenizer_of  # noqa: F401
 
 import bench
-
-sys.path.insert(0, str(ROOT / "figures"))
-import paper  # noqa: E402
-import probe  # noqa: E402
-import rounds  # noqa: E402
-import walltime  # noqa: E402
 
 PROGRAMS = {"bench.py": bench, "figures/paper.py": paper, "figures/probe.py": probe, "figures/rounds.py": rounds, "figures/walltime.py": walltime}
 BASE = "--target MODEL --checkpoint DRAFTERS --prompts PROMPTS --max-new-tokens 4 --device cpu --limit 1 --drafter maxgram --tree chain".split()

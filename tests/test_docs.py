@@ -1,16 +1,13 @@
 """The pages and the pictures in docs/ are what the measured JSON gives."""
 import json
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 
+import compare
+import paper
+import pictures
 import pytest
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "figures"))
-import compare  # noqa: E402
-import paper  # noqa: E402
-import pictures  # noqa: E402
 
 DOCS = ROOT / "docs"
 

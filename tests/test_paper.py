@@ -2,25 +2,23 @@
 import json
 import re
 import shutil
-import sys
 from fnmatch import fnmatch
 from functools import partial
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 
+import compare
+import paper
+import pictures
+import probe
 import pytest
 from conftest import ROOT
+from test_bench import args, small  # noqa: F401
 
 import bench
-from runtime import calls, load
+from runtime import calls, clock, load
 from training import drafters
-
-sys.path.insert(0, str(ROOT / "figures"))
-
-import compare  # noqa: E402
-import paper  # noqa: E402
-import pictures  # noqa: E402
-import probe  # noqa: E402
 
 RESULTS = paper.DOCS / "results"
 SPECS = compare.read_specs(RESULTS, "tables.json")["tables"]
@@ -157,7 +155,7 @@ def made_up(tmp_path, monkeypatch, tables, ends=(), specs=()):
     for name in ("results", "claims"):
         (folder / f"{name}.head.md").write_text(f"# {name} @FINDINGS@ @COMMON@\n")
 
-    def rows_of_command(script, arguments, spec):
+    def rows_of_command(script, arguments, spec, a):
         calls.append(arguments)
         end = ends.pop(0) if ends else None
         if end:
@@ -176,7 +174,7 @@ def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tm
     calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, bench.UserError("it broke")])
     before = sorted(tmp_path.rglob("*"))
     argv, out = ["all", "--limit", "3", "--out", str(tmp_path / "rows")], tmp_path / "rows"
-    assert paper.main(argv) == 130 and "b is lost" in capsys.readouterr().err
+    assert paper.main(argv) == 130 and "goes on with b" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == ["a.jsonl", "measured.json"] and len(calls) == 2
     # The same command goes on: a is not measured again, but with other flags it is.  d is rows of b.
     assert paper.main(argv) == 2 and len(calls) == 4 and all(call[-2:] == ["--limit", "3"] for call in calls)
@@ -324,3 +322,35 @@ def test_a_prediction_by_hand():
     assert (found[2]["k1"], found[2]["k2"], found[0]["k2"]) == (2, 1, None)
     with pytest.raises(bench.UserError, match="needs its models alone beside it"):
         probe.predicted(rows[1:3])
+
+def test_an_interrupted_table_keeps_its_prompts(small, tmp_path, monkeypatch):  # noqa: F811
+    """With seconds and prices.  A larger --limit measures the further prompts alone; --again and other waiting of threads all."""
+    real, decoded, prices = clock.measured, [], iter([0.01, 0.02, 0.03])
+
+    def measured(arm, *given):
+        decoded.append(arm.name)
+        if len(decoded) == 8:
+            raise KeyboardInterrupt
+        return real(arm, *given)
+    monkeypatch.setattr(clock, "measured", measured)
+    monkeypatch.setattr(clock, "measure_costs", lambda *_: {"cost": 0.1, "node_price": next(prices), "start": 0.0})
+
+    def table(limit, again=False):
+        decoded.clear()
+        flags = args(small, "--drafter", "glide", "--tree", "chain", "pct-cost", "--limit", str(limit))
+        rows = paper.rows_of_command("bench.py", flags, {}, SimpleNamespace(out=tmp_path, again=again))
+        assert all(row["lossless"] for row in rows) and [row["prompts"] for row in rows[:5]] == [limit] * 5
+        return rows[3], rows[4]["prices"]["node_price"], len(decoded)
+    with pytest.raises(KeyboardInterrupt):
+        table(2)
+    (path,) = (tmp_path / "kept").iterdir()
+    row, price, count = table(2)
+    found = json.loads(path.read_text())["prompts"].values()
+    assert row["tokens_per_second"] == row["tokens"] / sum(arms["glide x chain"]["seconds"] for arms in found)
+    assert (price, count) == (0.01, 5) and table(3)[1:] == (0.01, 5) and table(1)[1:] == (0.01, 0) and table(1, again=True)[1:] == (0.02, 5)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert table(1)[1:] == (0.03, 5)
+    for file in path.parent.iterdir():
+        file.write_text("{")
+    with pytest.raises(bench.UserError, match="is damaged"):
+        table(1)

@@ -18,8 +18,11 @@ def run():
     return bench.Run(FLAGS)
 
 @pytest.fixture(scope="module")
-def data(run):
-    return rounds.page_data(run, 2)
+def data(tmp_path_factory):
+    """What the page that the command writes shows."""
+    out = tmp_path_factory.mktemp("rounds") / "a.html"
+    assert rounds.main([*FLAGS, "--prompt", "2", "--out", str(out)]) == 0
+    return data_in(out.read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def tokens(run):
@@ -37,6 +40,7 @@ def decode(run):
 
 def test_every_arm_writes_plain_decodings_text(run, data, tokens):
     said = run.tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in data["command"]
     assert data["prompt"] == run.tokenizer.decode(run.prompts[1][1]) and data["prompt_number"] == 2
     names = [f"{label} × {tree.label}" for label in ("glide", "maxgram") for tree in run.trees]
     assert [arm["name"] for arm in data["arms"]] == names
@@ -122,14 +126,3 @@ def test_the_page_asks_for_nothing_and_writes_no_markup():
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", TEMPLATE)
     for wanted in ("prefers-color-scheme: dark", "focus-visible", "aria-label", 'name="viewport"'):
         assert wanted in TEMPLATE
-
-def test_from_the_command_to_the_file(run, data, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench, "Run", lambda flags: run if flags == FLAGS else pytest.fail(f"{flags}"))
-    monkeypatch.setattr(rounds, "page_data", lambda run, number: dict(data) if number == 2 else pytest.fail(f"{number}"))
-    out = tmp_path / "a.html"
-    assert rounds.main([*FLAGS, "--prompt", "2", "--out", str(out)]) == 0
-    assert "4 arms" in capsys.readouterr().out
-    there = data_in(out.read_text(encoding="utf-8"))
-    command = there.pop("command")
-    assert there == data and "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in command
-    assert command.endswith(f"--prompt 2 --out {out}")

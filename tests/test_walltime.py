@@ -1,10 +1,12 @@
 """Growth keeps the function of targets and drafters; what figures/walltime.py counts is counted by hand."""
 import json
-import sys
 
+import growth
 import pytest
 import torch
-from conftest import ROOT, plain
+import walltime
+from conftest import plain
+from growth import Shape
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import cape
@@ -12,12 +14,6 @@ import edd
 import glide
 import pct
 import verify
-
-sys.path.insert(0, str(ROOT / "figures"))
-
-import growth  # noqa: E402
-import walltime  # noqa: E402
-from growth import Shape  # noqa: E402
 
 VOCAB, CONTEXT = 20, 64
 SMALL = dict(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=4,

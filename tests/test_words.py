@@ -13,7 +13,7 @@ import pct
 import verify
 from beyond.words import shorten
 from checkpoints import smollm2
-from runtime import load, parts
+from runtime import load
 
 PROMPT, NEW = [3, 1, 4, 1, 5], 8
 WORDS = [7, 2, 5, 3]
@@ -46,18 +46,6 @@ def test_words_alone_are_drafted_and_the_output_stays(name):
     assert out.tokens == text and seen
     for a_round in out.rounds:
         assert set(a_round.tokens[1:]) <= set(WORDS)
-
-def test_a_target_that_scales_its_head():
-    """EAGLE drafts by the target's own head, which stays whole for the target."""
-    model = shared("llama")
-    draft_class, _ = parts.KINDS["eagle"]
-    draft_model = draft_class(parts.config_of("eagle", model), model)
-    x = torch.randn(2, model.config.hidden_size, dtype=torch.float64)
-    before = draft_model.target.head(x)
-    shorten(draft_model, WORDS)
-    torch.testing.assert_close(draft_model.target.head(x)[:, WORDS], before[:, WORDS])
-    assert draft_model.target.head(x).isneginf().sum() == 2 * (VOCAB - len(WORDS))
-    torch.testing.assert_close(model.lm_head(x), before)
 
 # ---------------------------------------------------------------- the command line
 def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811

@@ -227,7 +227,7 @@ EDITS["runtime/graphs"] = [
 EDITS["bench"] = [
     ("tokens are held against the fastest plain decoding's", "report.losses(run, arm, truth or base, which)",
      "report.losses(run, arm, base, which)"),
-    ("the first arm is always first", "random.Random(i).sample(arms, len(arms))", "arms"),
+    ("the first arm is always first", "random.Random(i).sample(fresh, len(fresh))", "fresh"),
     ("speedup upside down", "self.results[i].speed() / base.results[i].speed()",
      "base.results[i].speed() / self.results[i].speed()"),
 ]
