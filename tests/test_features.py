@@ -76,14 +76,17 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
         assert saved.stat().st_size < 60_000                       # no table of 300 words
         out = verify.generate(setup.target, drafter, cape.cape, [5, 6, 7], 8)
         assert out.tokens == plain(setup.model, [5, 6, 7], 8)
+        assert {token for a_round in out.rounds for token in a_round.tokens[1:]} <= {*listed["words"][:40]}
         drafter.reset()
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_path, tied):  # noqa: F811
     model = tiny("llama", tie_word_embeddings=tied)
+    model.model.norm.weight.data.uniform_(0.5, 2)
     for module in (modules(model, settings(tmp_path, small))[name] for name in ("longspec-top", "edd-shared")):
         assert module.config.projected == tied == hasattr(module.projection, "weight")
+        torch.testing.assert_close(module.norm.weight, model.model.norm.weight.float())
         x = model.get_input_embeddings()(torch.arange(4)).float()
         torch.testing.assert_close(module.embed(torch.arange(4)).norm(dim=1), x.norm(dim=1))
 

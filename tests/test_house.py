@@ -102,10 +102,6 @@ def test_a_file_is_airy(name):
     assert max(lengths.values()) <= FUNCTION, f"functions over {FUNCTION} lines: {lengths}"
     assert name != "verify" or lengths["generate"] <= 50, "the loop fits on a screen"
 
-def test_measure_counts_no_docstring():
-    text = '"""a b c\n\nd"""\ndef f():\n    """a\n\n    b"""\n    return 1              # why\n\n\ndef g():\n    return 2\n'
-    assert measure(text) == (14 / 4, 25, {"f": 2, "g": 2})
-
 @pytest.mark.parametrize("what, count, most", [
     ("tests' lines", sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / "tests").rglob("*.py")), 9500),
     ("lines of docs/results.md", len(source("docs/results.md").splitlines()), 700)])
@@ -164,7 +160,6 @@ def run_alone(script, *argv):
 
 @pytest.mark.parametrize("name", COMPONENTS)
 def test_a_component_copied_alone_runs_its_demo(name, tmp_path, monkeypatch, capsys):
-    """And the demo asserts something."""
     for file in {name} | NEEDS.get(name, set()):
         shutil.copy(ROOT / f"{file}.py", tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -172,6 +167,11 @@ def test_a_component_copied_alone_runs_its_demo(name, tmp_path, monkeypatch, cap
     assert capsys.readouterr().out.strip(), "a demo says what it shows"
     demos = [f for f in functions(ast.parse(source(f"{name}.py"))) if f.name in ("main", "demo")]
     assert [node for f in demos for node in ast.walk(f) if isinstance(node, ast.Assert)]
+
+@pytest.mark.parametrize("name", [name for name in files("beyond") if "__main__" in source(name)])
+def test_what_lies_beyond_runs_its_demo(name, capsys):
+    runpy.run_path(str(ROOT / name), run_name="__main__")
+    assert capsys.readouterr().out.strip() and "    assert " in source(name)
 
 def test_alone_means_alone(tmp_path, monkeypatch):
     """What a script that runs alone can import: packages and what lies beside it, not the repository's files."""

@@ -19,7 +19,6 @@ def run():
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """What the page that the command writes shows."""
     out = tmp_path_factory.mktemp("rounds") / "a.html"
     assert rounds.main([*FLAGS, "--prompt", "2", "--out", str(out)]) == 0
     return data_in(out.read_text(encoding="utf-8"))
