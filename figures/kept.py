@@ -56,8 +56,9 @@ class Kept:
             self.path.unlink(missing_ok=True)
         elif self.path.exists():
             try:
-                self.found = json.loads(self.path.read_text(encoding="utf-8"))
-            except (OSError, ValueError):
+                found = json.loads(self.path.read_text(encoding="utf-8"))
+                self.found = {"prices": found["prices"], "prompts": found["prompts"]}
+            except (OSError, ValueError, LookupError, TypeError):
                 raise UserError(f"{self.path} is damaged: delete it, or say --again") from None
         # Trees of other prices would be other arms.
         run.costs |= self.found["prices"]

@@ -325,12 +325,12 @@ def test_a_prediction_by_hand():
 
 def test_an_interrupted_table_keeps_its_prompts(small, tmp_path, monkeypatch):  # noqa: F811
     """With seconds and prices.  A larger --limit measures the further prompts alone; --again and other waiting of threads all."""
-    real, decoded, prices = clock.measured, [], iter([0.01, 0.02, 0.03])
+    real, decoded, ends, prices = clock.measured, [], [8], iter([0.01, 0.02, 0.03])
 
     def measured(arm, *given):
         decoded.append(arm.name)
-        if len(decoded) == 8:
-            raise KeyboardInterrupt
+        if [len(decoded)] == ends:
+            raise KeyboardInterrupt(ends.clear())
         return real(arm, *given)
     monkeypatch.setattr(clock, "measured", measured)
     monkeypatch.setattr(clock, "measure_costs", lambda *_: {"cost": 0.1, "node_price": next(prices), "start": 0.0})
@@ -351,6 +351,6 @@ def test_an_interrupted_table_keeps_its_prompts(small, tmp_path, monkeypatch):  
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     assert table(1)[1:] == (0.03, 5)
     for file in path.parent.iterdir():
-        file.write_text("{")
+        file.write_text("[]")
     with pytest.raises(bench.UserError, match="is damaged"):
         table(1)
