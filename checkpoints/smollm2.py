@@ -224,7 +224,7 @@ def turns_of(row, name):
     return [text.strip()]
 
 def write_prompts(a):
-    """`smollm2.py prompts`: files of questions as one file of chats, so many rows of each."""
+    """`smollm2.py prompts`: files of questions as one file of chats, so many questions of each."""
     if not a.data or not a.out:
         raise UserError("prompts needs --data, files of questions, and --out, a file")
     lines = []
@@ -232,9 +232,13 @@ def write_prompts(a):
         rows = read.prompt_rows([path])
         if any("held_out" in row for _, row, _ in rows):
             rows = [each for each in rows if bool(each[1].get("held_out")) == a.held_out]
-        for _, row, name in rows[:a.most]:
+        asked = 0
+        for _, row, name in rows:
+            if asked >= a.most:
+                break
             chat = {"group": path.name.split(".")[0], "turns": turns_of(row, name)}
             lines.append(json.dumps(chat) + "\n")
+            asked += len(chat["turns"])
     read.write_atomically(Path(a.out), lambda part: part.write_text("".join(lines)))
     print(f"saved {len(lines)} prompts in {a.out}")
 
@@ -249,7 +253,7 @@ def run(argv):
     flag("--target", default="smollm2", help="words: whose tokens are counted")
     flag("--data", nargs="+",
          help="words: text, chats or token ids, as for train.py; prompts: files of questions")
-    flag("--most", type=int, default=16384, help="so many words, or prompts of each file")
+    flag("--most", type=int, default=16384, help="so many words, or questions of each file")
     flag("--held-out", action="store_true",
          help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
