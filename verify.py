@@ -36,7 +36,7 @@ A drafter answers from any device.  A round may end without expand, and keep may
 and may have
     temperature              at which its softmax predicts the target's argmax best (calibration)
     chain(root, most, warp, generator) -> (ids, p_draft or None), for cascade.proposal
-    suggest(token, parent, most) -> (ids, confidences), at no cost: a chain after a child of parent
+    suggest(token, parent, most, match) -> (ids, confidences), at no cost (beyond/graft.py)
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.

@@ -14,9 +14,10 @@ Two parts, each of use without the other:
 
     Beside     the mixture of a drafter with Max-Gram: one drafter, by verify.py's contract, for any
                tree of any builder.
-    graft      the builder, for a drafter that can suggest(token, parent, most) -> up to `most` ids
-               that may follow a token below a node, and a confidence in each (lists).  `parent` is
-               the node's expand_index.  Where nothing is suggested, graft is pct_cost.
+    graft      the builder, for a drafter that can suggest(token, parent, most, match) -> up to
+               `most` ids that may follow a token below a node, and a confidence in each (lists).
+               `parent` is the node's expand_index, `match` the least length of a match.  Where
+               nothing is suggested, graft is pct_cost.
 
     symbol              shape      name here
     p_draft             (k, V)     the drafter's probabilities, where Max-Gram predicts a token
@@ -49,14 +50,14 @@ from types import SimpleNamespace
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, Announced, checked, draft_by_price, most_profitable, most_profitable_tree,
-    worth_first_forward)
+    NODE_PRICE, START, Announced, checked, draft_by_price, most_profitable, remember,
+    worth_drafting)
 from cape import constant
 from maxgram import LENGTHS, MaxGram, N, ints
 from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
 
 CHAIN = 16              # suggested tokens after one node, at most
-LEAST = 2               # shorter matches are not used beside a neural drafter
+LEAST = 2               # shorter matches are not mixed with a neural drafter's predictions
 
 # ---------------------------------------------------------------- the builder
 def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
@@ -71,54 +72,60 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
     # What is suggested after the root is a tree already, without any forward: D = 0.
     alone = Announced(expand, root, width)
     hang(alone, 0, chain, least=node_price)
-    nodes = most_profitable(alone, prices)
-    if nodes:
-        draft = worth_drafting(alone, nodes, prices)
-    else:
-        draft = worth_first_forward(expand, prices, depth)
-    if not draft:
-        return most_profitable_tree(alone, prices, max_nodes)
+    before = most_profitable(alone, prices, max_nodes)
+    if not worth_drafting(expand, before):
+        return alone.tree(before.nodes)
 
     # Each forward reads the frontier and a suggested chain.
     candidates = Announced(expand, root, width)
-    grow = partial(grow_with_chain, candidates, most=chain)
+    grow = partial(grow_with_chain, candidates, most=chain, least=node_price)
     r = draft_by_price(candidates, grow, prices, depth, max_nodes)
     # What is suggested after the nodes that no forward read hangs there at no cost.
     for j in candidates.nodes():
         unread = j not in candidates.expand_index
         if unread and candidates.p[j] > r * node_price:
             hang(candidates, j, chain, least=r * node_price)
-    return most_profitable_tree(candidates, prices, max_nodes)
+    after = most_profitable(candidates, prices, max_nodes)
+    remember(expand, before, after)
+    return candidates.tree(after.nodes)
 
-def suggested(candidates, node, most):
-    """What may follow a node -> up to `most` ids, and a confidence in each: lists."""
+def suggested(candidates, node, most, least, match=0):
+    """What may follow a node -> up to `most` ids, and a confidence in each: lists.
+
+    least: p of each is expected to be above it.  match: as in Beside.suggest.
+    """
     expand = candidates.expand
     drafter = getattr(expand, "drafter", None)
     if not hasattr(drafter, "suggest"):
         return [], []
     remaining = expand.remaining - candidates.depth[node]
     most = min(most, remaining)
-    return drafter.suggest(candidates.token[node], candidates.parent_index(node), most)
+    index = candidates.parent_index(node)
+    ids, confidences = drafter.suggest(candidates.token[node], index, most, match)
+    p = candidates.p[node]
+    for n, c in enumerate(confidences):
+        p *= c
+        if p <= least:
+            return ids[:n], confidences[:n]
+    return ids, confidences
 
 def hang(candidates, node, most, least):
     """Add the suggested chain below a node, without a forward, while p is above `least`."""
-    ids, confidences = suggested(candidates, node, most)
-    for token, c in zip(ids, confidences):
-        if candidates.p[node] * c <= least:
-            break
+    for token, c in zip(*suggested(candidates, node, most, least)):
         children = candidates.add_children(node, [c], [token])
         node = children[token]
 
-def grow_with_chain(candidates, frontier, most):
+def grow_with_chain(candidates, frontier, most, least):
     """As Candidates.grow, with a chain of up to `most` tokens after the most probable node.
 
-    The chain is read in the same forward.  It ends at a token that is not among the best children.
+    The chain is read in the same forward, while p is expected to be above `least`.  It ends at a
+    token that is not among the best children.
     """
     best = candidates.ranked(frontier)[0]
     # Children of the chain's last token must be no deeper than what remains.
     remaining = getattr(candidates.expand, "remaining", float("inf"))
     deepest = remaining - candidates.depth[best] - 1
-    chain, _ = suggested(candidates, best, min(most, deepest))
+    chain, _ = suggested(candidates, best, min(most, deepest), least, LEAST)
     if not chain:
         return candidates.grow(frontier)
 
@@ -146,32 +153,24 @@ def grow_with_chain(candidates, frontier, most):
         children = candidates.add_children(node, c[i], x[i])
     return range(first_child, len(candidates.token))
 
-def worth_drafting(candidates, chain, prices):
-    """Whether a forward over the root and a suggested `chain` (nodes) is worth its price.
-
-    The chain alone has the rate r.  Beside its child on the chain a node j leaves p_j - p_child to
-    others.  Of that a forward is expected to find the share s that the chain keeps from each node
-    to the next:
-        s = sum_{j in chain} p_j / sum_{j read} p_j
-        gain = sum_{j read} max(0, s (p_j - p_child) - r node_price) >= r cost
-    """
-    p = [candidates.p[j] for j in chain]
-    read = [1.0] + p                             # the root and the chain
-    following = p + [0.0]                        # of each, its child on the chain
-    r = sum(read) / (1 + prices.start + len(chain) * prices.node_price)
-    s = sum(p) / sum(read[:-1])
-    gain = 0.0
-    for p_j, p_child in zip(read, following):
-        left = p_j - p_child
-        gain += max(0.0, s * left - r * prices.node_price)
-    return gain >= r * prices.cost
-
 # ---------------------------------------------------------------- the mixture
 def to_device(device, *lists):
     """Lists of integers as one tensor each, by one host-to-device copy."""
     numbers = [number for one in lists for number in one]
     lengths = [len(one) for one in lists]
     return torch.tensor(numbers, dtype=torch.long, device=device).split(lengths)
+
+def merged(views):
+    """Views of consecutive rounds as one, that committed what all of them did -> View."""
+    if len(views) == 1:
+        return views[0]
+    tokens = torch.cat([view.tokens for view in views])
+    ids = [token for view in views for token in view.ids]
+    hidden = {}
+    for layer in views[-1].hidden:
+        hidden[layer] = torch.cat([view.hidden[layer] for view in views])
+    # The last one's keys and values are those of all rounds.
+    return views[-1]._replace(tokens=tokens, hidden=hidden, ids=ids)
 
 class Beside:
     """A neural drafter beside Max-Gram: one drafter, by the contract at the top of verify.py.
@@ -199,14 +198,15 @@ class Beside:
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
+        self.views = []                          # of rounds that the drafter was not asked in
         self.root = None
         self.places = []
         self.predicted = []
         self.announced = None
 
     def begin(self, view):
-        """A round starts: both are shown what was committed since the last one."""
-        self.drafter.begin(view)
+        """A round starts.  Max-Gram is shown what was committed; the drafter, when it is asked."""
+        self.views.append(view)
         # The ids and the root's on the host, where the view has them: no device-to-host sync.
         ids = getattr(view, "ids", None)
         self.gram.commit(view.tokens if ids is None else ids)
@@ -216,30 +216,38 @@ class Beside:
 
     def keep(self, path):
         """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
-        self.drafter.keep(path)
+        asked = not self.views
+        if asked:
+            self.drafter.keep(path)
 
     def place_after(self, token, parent):
         """The Place after a token below a node (-1: below the committed text)."""
         above = self.gram.here() if parent < 0 else self.places[parent]
         return self.gram.after(above, token)
 
-    def prediction(self, place):
-        """What Max-Gram predicts next -> (token, or None; length of the match)."""
+    def prediction(self, place, match):
+        """What Max-Gram predicts next -> (token, or None; length of its match).
+
+        None where that is shorter than `match`.
+        """
         chunk, length = self.gram.chunk(place, 1)
-        if length < LEAST:
+        if not chunk or length < match:
             return None, length
         return chunk[0], length
 
-    def suggest(self, token, parent=-1, most=N):
-        """Max-Gram's chain after a token below a node -> up to `most` ids, a confidence in each."""
+    def suggest(self, token, parent=-1, most=N, match=0):
+        """Max-Gram's chain after a token below a node -> up to `most` ids, a confidence in each.
+
+        It ends before a token whose match is shorter than `match`.
+        """
         ids, confidences = [], []
         place = self.place_after(token, parent)
-        token, length = self.prediction(place)
+        token, length = self.prediction(place, match)
         while token is not None and len(ids) < most:
             ids.append(token)
             confidences.append(self.gram.confidence_of(length))
             place = self.gram.after(place, token)
-            token, length = self.prediction(place)
+            token, length = self.prediction(place, match)
         return ids, confidences
 
     def predictions(self, ids, parents):
@@ -250,7 +258,7 @@ class Beside:
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)
-            following, length = self.prediction(place)
+            following, length = self.prediction(place, LEAST)
             self.places.append(place)
             self.predicted.append(following)
             if following is not None:
@@ -269,6 +277,9 @@ class Beside:
 
     def expand(self, tokens, parents):
         """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), mixed."""
+        if self.views:
+            self.drafter.begin(merged(self.views))
+            self.views = []
         found = self.announced
         self.announced = None
         if found is None:

@@ -25,11 +25,12 @@ and forwards, where the fraction is none:
                    F = {j in L : s p_j >= r node_price}                                         (4)
                and it is worth its price where
                    sum_{j in F} (s p_j - r node_price) >= r cost                                (5)
-    The first  has no layer before it.  It is expected to keep the share that first forwards kept
-    forward.   lately in this text.  Then d forwards give a token each, of probability s, s^2 ...
-               They are worth it where for some d
-                   sum_{i=1..d} s^i >= start + d (cost + node_price)                            (6)
-               Else the tree is the root alone: plain decoding.
+    Drafting.  A round has a tree N_0 before its first forward, of E_0 and T_0: the root alone, with
+               E_0 = T_0 = 1, or what is suggested to it for nothing (graft.py).  Drafting makes
+               them E and T.  E / T >= E_0 / T_0 exactly where
+                   E - E_0 >= (T - T_0) E_0 / T_0                                               (6)
+               A round drafts where this holds of what drafting gained and took lately in this
+               text, two running means.  Else N_0 is verified; the root alone is plain decoding.
 
 Each forward raises r, if (2) gives a higher E / T.  At the end all drafting is paid for: the tree
 is the n most probable nodes, for the n of highest E / T, and n may be 0.
@@ -49,9 +50,8 @@ To use it, beside pct.py: pct.py's own example, with this builder in the place o
 
     tree = priced.pct_cost(expand, root, cost=0.07, node_price=0.012)
 
-Where expand has `memory`, a dict that lasts for a text, Eq. 6 remembers the share there.  Without
-it, and at the start of a text, it expects all: s = 1.  `prices_of` finds the prices in timed
-decodings.
+Where expand has `memory`, a dict that lasts for a text, Eq. 6 remembers there.  Without it, and at
+the start of a text, a round drafts.  `prices_of` finds the prices in timed decodings.
 
     python -m beyond.priced       # the demo: a node goes where it costs more than it gives
 """
@@ -64,11 +64,14 @@ from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
 
 NODE_PRICE = 0.01       # of one more verified node, in plain steps, where it was not measured
 START = 0.0             # of a drafted round besides, where it was not measured
-# A first forward's share moves what is expected by LEARN of the difference.  Without a forward the
-# expectation moves by FORGET towards 1: after a while it is tried again.
-LEARN, FORGET = 0.1, 0.01
+# What a round gained and took moves what is expected by LEARN of the difference.  Without drafting
+# the gain moves by FORGET towards a token a round: after a while it is tried again.
+LEARN, FORGET = 0.2, 0.003
 
 Prices = namedtuple("Prices", "cost node_price start")
+# Nodes to verify (but the root), the tokens that a round then gives, the plain steps that it takes
+Plan = namedtuple("Plan", "nodes E T")
+PLAIN = Plan([], 1.0, 1.0)
 
 # ---------------------------------------------------------------- the builder
 def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
@@ -83,9 +86,12 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
     if gram is not None:
         return priced_chain(expand, root, gram, prices, max_nodes)
     candidates = Announced(expand, root, width)
-    if worth_first_forward(expand, prices, depth):
+    plan = PLAIN
+    if worth_drafting(expand, plan):
         draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
-    return most_profitable_tree(candidates, prices, max_nodes)
+        plan = most_profitable(candidates, prices, max_nodes)
+        remember(expand, PLAIN, plan)
+    return candidates.tree(plan.nodes)
 
 def checked(cost, node_price, start):
     """-> Prices"""
@@ -94,17 +100,26 @@ def checked(cost, node_price, start):
     assert start >= 0, f"start {start} is a time: not below zero"
     return Prices(cost, node_price, start)
 
-def worth_first_forward(expand, prices, depth):
-    """Eq. 6, with the share that first forwards kept lately in this text."""
+def worth_drafting(expand, before):
+    """Eq. 6, as drafting went lately in this text.  before: the Plan without any forward."""
     memory = getattr(expand, "memory", {})
-    s = memory.get("share", 1.0)
-    gain = -prices.start
-    for i in range(1, depth + 1):
-        gain += s ** i - prices.cost - prices.node_price
-        if gain >= 0:
-            return True
-    memory["share"] = s + FORGET * (1 - s)
-    return False
+    gain, time = memory.get(kind_of(before), (1.0, 0.0))
+    worth = gain >= time * before.E / before.T
+    if not worth:
+        memory[kind_of(before)] = gain + FORGET * (1 - gain), time
+    return worth
+
+def remember(expand, before, after):
+    """What drafting gained and took, for Eq. 6 in later rounds.  before, after: Plans."""
+    memory = getattr(expand, "memory", {})
+    now = after.E - before.E, after.T - before.T
+    expected = memory.get(kind_of(before), now)
+    moved = [old + LEARN * (new - old) for old, new in zip(expected, now)]
+    memory[kind_of(before)] = tuple(moved)
+
+def kind_of(before):
+    """Rounds that have a suggestion gain less by drafting: each kind has its own running means."""
+    return "suggested" if before.nodes else "root alone"
 
 def draft_by_price(candidates, grow, prices, depth, max_nodes):
     """Draft while a forward is expected to be worth its price -> the rate reached.
@@ -122,8 +137,6 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
         read = frontier + [j for j in layer if j in candidates.expand_index]
         worth = [p[j] for j in layer if p[j] >= price]
         s = sum(worth) / sum(p[j] for j in read)
-        if read == [0]:
-            remember(candidates.expand, s)
         # Eq. 4
         frontier = [j for j in unread(candidates, layer) if s * p[j] >= price]
         frontier = candidates.best(frontier, max_nodes)
@@ -155,12 +168,6 @@ class Announced(Candidates):
             return drafter.announce(ids, parents, self.root.device)
         return torch.tensor(ids, device=self.root.device)
 
-def remember(expand, s):
-    """The share that a first forward kept, for Eq. 6 in later rounds."""
-    memory = getattr(expand, "memory", {})
-    before = memory.get("share", 1.0)
-    memory["share"] = before + LEARN * (s - before)
-
 def unread(candidates, layer):
     """The nodes of a layer that the drafter can still read, and below which the output goes on."""
     remaining = getattr(candidates.expand, "remaining", float("inf"))
@@ -176,28 +183,19 @@ def rate_at(r, candidates, prices):
     T = 1 + prices.start + D * prices.cost + len(worth) * prices.node_price
     return E / T
 
-def most_profitable(candidates, prices):
-    """The nodes N of highest E / T after all drafting: the n most probable, for the best n."""
-    D = candidates.drafts
-    E = 1
-    T = 1 + D * prices.cost                      # of the root alone
-    best_rate = E / T
-    n = 0
+def most_profitable(candidates, prices, max_nodes):
+    """The Plan of highest E / T after all drafting: the n most probable nodes, for the best n."""
+    E = 1.0
+    T = 1.0 + candidates.drafts * prices.cost    # of the root alone
+    best = Plan([], E, T)
     T += prices.start
     ranked = candidates.ranked(candidates.nodes())
-    for i, j in enumerate(ranked, 1):
+    for n, j in enumerate(ranked[:max_nodes], 1):
         E += candidates.p[j]
         T += prices.node_price
-        if E / T > best_rate:
-            best_rate = E / T
-            n = i
-    return ranked[:n]
-
-def most_profitable_tree(candidates, prices, max_nodes):
-    """The same as a Tree of at most 1 + max_nodes nodes."""
-    nodes = most_profitable(candidates, prices)
-    nodes = candidates.best(nodes, max_nodes)
-    return candidates.tree(nodes)
+        if E / T > best.E / best.T:
+            best = Plan(ranked[:n], E, T)
+    return best._replace(nodes=sorted(best.nodes))
 
 # ---------------------------------------------------------------- Max-Gram alone
 def max_gram_alone(expand):

@@ -146,7 +146,8 @@ def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
     judge, rounds, found = Judge(drafter, gram), [], []
 
     def review(expand, root):
-        chain, _ = judge.suggest(expand.root, most=min(maxgram.N, expand.remaining))
+        most = min(maxgram.N, expand.remaining)
+        chain, _ = judge.suggest(expand.root, most=most, match=graft.LEAST)
         tokens = root.new_tensor([expand.root, *chain])
         parents = list(range(-1, len(chain)))
         expand(tokens, parents)

@@ -108,10 +108,3 @@ def test_corollary_4_6_is_the_derivative(k):
         assert ewif.d_ewif_horizontal(l, alphas, costs) == pytest.approx(slope, rel=1e-7)
     first, alphas[0] = ewif.d_ewif_horizontal(1, alphas, costs), 0.0
     assert ewif.d_ewif_horizontal(1, alphas, costs) == pytest.approx(first), "nothing is divided by alpha_l"
-
-@pytest.mark.parametrize("call", [
-    lambda: ewif.phi(0.5, 1.2, 3), lambda: ewif.ewif_speculative(0.5, 0.1, -1), lambda: ewif.ewif_vertical(0.5, 1.5, 0.1, 0.1, 1, 1),
-    lambda: ewif.ewif_horizontal([0.5], []), lambda: ewif.d_ewif_horizontal(2, [0.5], [0.1]), lambda: clock.swi(10, [5, 5], [1])])
-def test_arguments_out_of_range_are_refused(call):
-    with pytest.raises(AssertionError):
-        call()

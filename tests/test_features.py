@@ -22,11 +22,9 @@ WORDS = torch.tensor([7, 2, 5, 3])
 def modules(model, a):
     return {name: drafters.fresh(name, model, a) for name in NAMES}
 
-
 def settings(tmp_path, small):  # noqa: F811
     """train.py's flags, checked."""
     return train.parser().parse_args(flags(small, tmp_path, names=NAMES))
-
 
 # ---------------------------------------------------------------- words
 def test_the_loss_is_the_divergence_among_the_words(small, tmp_path):  # noqa: F811
@@ -56,7 +54,6 @@ def test_the_loss_is_the_divergence_among_the_words(small, tmp_path):  # noqa: F
         assert loss.item() > 0 and all(p.grad is not None for name, p in module.named_parameters() if "norm" not in name)
     assert all(p.grad is None for p in model.parameters())
 
-
 def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: F811
     argv = flags(small, tmp_path, "--words", "40", "--features", names=NAMES)
     refused(capsys, argv, "there is no")
@@ -79,7 +76,6 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
         assert {token for a_round in out.rounds for token in a_round.tokens[1:]} <= {*listed["words"][:40]}
         drafter.reset()
 
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_path, tied):  # noqa: F811
     model = tiny("llama", tie_word_embeddings=tied)
@@ -89,7 +85,6 @@ def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_
         torch.testing.assert_close(module.norm.weight, model.model.norm.weight.float())
         x = model.get_input_embeddings()(torch.arange(4)).float()
         torch.testing.assert_close(module.embed(torch.arange(4)).norm(dim=1), x.norm(dim=1))
-
 
 # ---------------------------------------------------------------- features
 @pytest.mark.parametrize("read_logits", [True, False])
@@ -128,7 +123,6 @@ def test_a_disk_without_room_is_a_sentence(small, tmp_path, monkeypatch, capsys)
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(features.os, "posix_fallocate", full)
     refused(capsys, flags(small, tmp_path, "--features", names=["edd"]), "GiB (No space left on device): name another --work")
-
 
 def test_continuations_in_bfloat16_are_a_run_of_their_own(small, tmp_path, capsys):  # noqa: F811
     out = tmp_path / "written.jsonl"

@@ -14,7 +14,7 @@ import verify
 from beyond import graft, priced, running
 from beyond.graft import Beside
 from maxgram import MaxGram
-from runtime import grams
+from runtime import grams, stage
 
 
 class Paths:
@@ -79,12 +79,12 @@ def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
         one = [brute_force(text, path, 1, bigram=[1] * 5) for path in paths]
         assert both.predicted == [tokens[0] if tokens and lengths[0] >= 2 else None for tokens, lengths in one]
         # Behind a token below the committed text, or below a node
-        parent, most, chain, sure = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), [], []
+        parent, most, match, chain, sure = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), rng.randint(0, 3), [], []
         start = [*(paths[parent] if parent >= 0 else ()), 3]
-        while len(chain) < most and (said := brute_force(text, start + chain, 1))[1][:1] >= [2]:
+        while len(chain) < most and (said := brute_force(text, start + chain, 1, bigram=[1] * 5))[1][:1] >= [match]:
             chain += said[0]
             sure.append(confidence[min(said[1][0], len(confidence) - 1)])
-        assert both.suggest(3, parent, most) == (chain, sure)
+        assert both.suggest(3, parent, most, match) == (chain, sure)
         both.keep([0])
         assert both.drafter.kept == [0]
     assert mixed > 300
@@ -99,6 +99,24 @@ def test_half_precision_and_large_steps_stay_finite():
             both.gram.commit([0, 1, 2, 0])
             p = (row := both.expand(torch.tensor([1]), [-1])).float().softmax(-1)[0]
             assert row.dtype == dtype and low <= p[2] <= high and p.sum().item() == pytest.approx(1)
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["glide", "vanilla", "edd", "vdm", "medusa", "eagle", "a language model"])
+def test_a_drafter_that_was_not_asked_reads_what_it_missed_at_once(name):
+    """Three rounds of four draft nothing: the predictions are those of a drafter that reads every round."""
+    model, found = shared("llama"), []
+    for wrap in (lambda drafter: Beside(drafter, MaxGram(confidence=[0])), lambda drafter: drafter):
+        inner = stage.Stage(target_of(model)) if name == "a language model" else random_drafter(model, name)
+        rows, begun, rounds = [], [], iter(range(99))
+        begin, expand = inner.begin, inner.expand
+        inner.begin = lambda view: begun.append(view) or begin(view)                                       # noqa: B023
+        inner.expand = lambda *given: rows.append(expand(*given)) or rows[-1]                              # noqa: B023
+        build = lambda *given: (verify.root_only if next(rounds) % 4 else cape.chain)(*given)              # noqa: B023, E731
+        out = verify.generate(target_of(model), wrap(inner), build, [3, 1, 4, 1, 5], 25)
+        assert out.tokens == plain(model, [3, 1, 4, 1, 5], 25)
+        found.append((torch.cat(rows), len(begun)))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
+    assert found[0][1] < found[1][1] / 2
 
 @torch.inference_mode()
 def test_tokens_are_read_before_the_forward_and_announced_ones_not_at_all(monkeypatch):

@@ -13,15 +13,16 @@ import pytest
 import torch
 from conftest import tiny
 from test_bench import save, small  # noqa: F401
+from transformers.generation import EosTokenCriteria
 
 import cape
 import cascade
-import glide
 import pct
 import verify
+from beyond import graft, priced
 from checkpoints import smollm2
-from maxgram import MaxGram
-from runtime import load, parts
+from runtime import load
+from runtime.calls import read_call
 
 
 def changed(model, change):
@@ -93,7 +94,7 @@ def setup():
     folder = Path(os.environ.get("SMOLLM2", load.SMOLLM2))
     if not folder.exists():
         pytest.skip("the model is not here: python checkpoints/smollm2.py gets it")
-    return load.Setup(str(folder), str(load.CHECKPOINTS))
+    return load.Setup(str(folder), str(load.CHECKPOINTS / "smollm2"))
 
 def asked(setup, question):
     return setup.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False)
@@ -104,16 +105,18 @@ def written(model, ids, new):
     return out[0, len(ids):].tolist()
 
 @pytest.mark.smollm2
-@pytest.mark.parametrize("name", ["glide", "maxgram"])
-def test_lossless_and_sampled_as_plain_sampling(setup, name):
-    """By drafters that are not trained: how drafts are accepted is tests/test_random.py's."""
-    prompt, rule, new = asked(setup, "Tell me about the sea."), verify.Sampled(1.0, seed=7), 12
-    if name == "maxgram":
-        drafter = cascade.Cascade([], gram=MaxGram(), vocab=setup.target.vocab)
-    else:
-        config = parts.glide_config(setup.model, width=64, norm=True)
-        drafter = glide.Drafter(parts.Glide.beside(setup.model, config, 512))
-    sampled = verify.generate(setup.target, None, verify.root_only, prompt, new, rule).tokens
-    for build in [cascade.proposal] if name == "maxgram" else [cape.cape, pct.pct]:
-        assert verify.generate(setup.target, drafter, build, prompt, new).tokens == written(setup.model, prompt, new)
-        assert verify.generate(setup.target, drafter, build, prompt, new, rule).tokens == sampled
+@pytest.mark.parametrize("name, build", [
+    ("glide", cape.chain), ("glide", cape.cape), ("glide", pct.pct), ("glide", priced.pct_cost), ("edd", cape.chain), ("edd", cape.cape), ("edd", pct.pct),
+    ("edd", pct.eagle2), ("maxgram", cascade.proposal), ("beside(glide, maxgram)", graft.graft), ("beside(edd, maxgram)", graft.graft)])
+def test_the_shipped_drafters_write_what_the_model_writes(setup, name, build):
+    """To the end of its turn; after some 6 000 tokens; sampled, with one seed."""
+    drafter = load.called(setup, read_call(name, load.loaders(setup.checkpoint), "drafter"))
+    end, rule = setup.tokenizer.eos_token_id, verify.Sampled(1.0, seed=7)
+    prompts = [asked(setup, question) for question in ("What is 2 + 3?", 1000 * "Tell me about the sea. ")]
+    text = written(setup.model, prompts[0], 60)
+    assert setup.tokenizer.decode(end) == "<|im_end|>" and text[-1] == end and len(prompts[1]) > 6000
+    assert verify.generate(setup.target, drafter, build, prompts[0], 60, stopping_criteria=[EosTokenCriteria(end)]).tokens == text
+    sampled = verify.generate(setup.target, None, verify.root_only, prompts[0], 12, rule).tokens
+    assert verify.generate(setup.target, drafter, build, prompts[0], 12, rule).tokens == sampled
+    if build is cape.cape:
+        assert verify.generate(setup.target, drafter, build, prompts[1], 8).tokens == written(setup.model, prompts[1], 8)

@@ -73,3 +73,12 @@ def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
         check_mistake([*argv, "--drafter", "glide(words=1)"], words, capsys)
     path.unlink()
     check_mistake([*argv, "--drafter", "glide(words=1)"], "there is no", capsys)
+
+def test_so_many_questions_of_each_file(tmp_path):
+    files = {"mt": [{"turns": ["a", "b"]}, {"turns": ["c", "d"]}, {"turns": ["e", "f"]}], "news": [{"turns": [x], "held_out": x in "hj"} for x in "ghijk"]}
+    for name, rows in files.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = ["prompts", "--data", *map(str, tmp_path.iterdir()), "--out", str(tmp_path / "out"), "--most"]
+    for more, expected in ((["3"], ["ab", "cd", "g", "i", "k"]), (["1", "--held-out"], ["ab", "h"])):
+        assert smollm2.main([*command, *more]) == 0
+        assert sorted("".join(row["turns"]) for row in map(json.loads, (tmp_path / "out").read_text().splitlines())) == expected

@@ -119,13 +119,15 @@ EDITS["pct"] = [
 EDITS["beyond/priced"] = [
     ('the rate counts nodes that are not worth it', 'worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]', 'worth = candidates.p[1:]'),
     ('the rate forgets the start', 'T = 1 + prices.start + D * prices.cost + len', 'T = 1 + D * prices.cost + len'),
+    ('a forward must gain what it takes of plain steps', 'worth = gain >= time * before.E / before.T', 'worth = gain >= time'),
     ('expands what its children cannot pay', 'if s * p[j] >= price]', 'if p[j] >= price]'),
     ('prices in seconds', 'return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)', 'return Prices(both - node_price, node_price, start)'),
     ("a draft that takes its node's time, too", '"cost": max(0.0, median(both) - node_price)', '"cost": median(both)'),
 ]
 EDITS["beyond/graft"] = [
-    ('the chain is deeper than what remains', 'suggested(candidates, best, min(most, deepest))', 'suggested(candidates, best, most)', 'priced'),
-    ('always drafts', 'draft = worth_drafting(alone, nodes, prices)', 'draft = True', 'priced'),
+    ('the chain is deeper than what remains', 'best, min(most, deepest), least, LEAST)', 'best, most, least, LEAST)', 'priced'),
+    ('always drafts', 'if not worth_drafting(expand, before):', 'if False:', 'priced'),
+    ('what was missed is forgotten', 'self.drafter.begin(merged(self.views))', 'self.drafter.begin(self.views[-1])'),
     ('the chain hangs from the first of the frontier', 'index_of_best = first_index + len(nodes) - 1', 'index_of_best = first_index', 'priced'),
     ('the predicted token alone', 'rho = p + w * (1 - p)', 'rho = w'),
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
