@@ -92,7 +92,7 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
 def suggested(candidates, node, most, least, match=0):
     """What may follow a node -> up to `most` ids, and a confidence in each: lists.
 
-    least: p of each is expected to be above it.  match: as in Beside.suggest.
+    least: only tokens whose joint probability p is expected above it.  match: as Beside.suggest's.
     """
     expand = candidates.expand
     drafter = getattr(expand, "drafter", None)
@@ -180,6 +180,8 @@ class Beside:
     expand's rows, in greedy decoding's softmax at `temperature`, are the mixture of Eq. 1 where
     Max-Gram has a match of LEAST tokens or more; elsewhere they are the drafter's own.
     predicted: of each node given to expand, the token that Max-Gram predicts after it, or None.
+
+    A round that does not ask the drafter costs nothing there: it reads what it missed when asked.
     """
 
     def __init__(self, drafter, gram, agreement=None):
