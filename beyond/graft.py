@@ -6,7 +6,8 @@ Candidate Tree (ACL 2025), at prices (priced.py); the neural drafter may be GLID
 2402.02082).
 
 The idea.  Max-Gram's proposal costs nothing to draft.  A neural drafter's forward costs s_d,
-however many nodes it reads.  So one forward reads a node and all of Max-Gram's chain after it.
+however many nodes it reads.  So one forward reads a node and Max-Gram's chain after it, as far as
+that is likely.
 Its rows say how likely each token of the chain is, and what else may follow.  One forward over n
 suggested tokens deepens the tree by n + 1.
 

@@ -6,8 +6,8 @@
 
 The file is named after the run's settings but for --limit, the packages, the machine, and how OpenMP was told to
 work.  So a run of other settings begins anew, one with a larger --limit takes over what a smaller one measured,
-and seconds of two kinds are never mixed.  A drafter that was trained anew is not noticed: --again discards what
-is kept.
+and seconds of two kinds are never mixed.  A drafter that was trained anew, or code that was changed, is not
+noticed: --again discards what is kept.
 """
 import hashlib
 import json

@@ -84,8 +84,7 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         if seed % 5 == 0:
             # Drafting gained and took this much lately, in rounds of either kind.
             alone, E, T = best_rate(hung((), 1.0, suggest, price, room) if suggest else {}, price, start)
-            kind = "suggested" if alone else "root alone"
-            expand.memory = {kind: (gain := [0.1, 0.6][seed // 5 % 2], took := 0.3)}
+            expand.memory = {(kind := "suggested" if alone else "root alone"): (gain := [0.1, 0.6][seed // 5 % 2], took := 0.3)}
             if gain < took * E / T:
                 assert {*paths(build(expand, torch.tensor([0]), **settings))} == alone and not expand.calls
                 assert expand.memory == {kind: (pytest.approx(gain + 0.003 * (1 - gain)), took)}
@@ -104,6 +103,7 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
         assert all(rate(kept ^ {n}) <= rate(kept) + 1e-12 for n in nodes), "none of them is too many, and none is missing"
     assert min(silent) > 3, "the root alone, and chains that are good enough alone"
+    assert [len(build(table_expand(table), torch.tensor([0]), node_price=0, max_nodes=3).tokens) for build in (priced.pct_cost, graft.graft)] == [4, 4]
 
 def suggesting(seed, table):
     """Chains as Max-Gram's would be: mostly the likeliest tokens, up to seed % 6 of them behind two paths of three."""
