@@ -301,12 +301,13 @@ def builder(run, label, tree):
     settings = dict(tree.settings)
     left_open = settings_of(tree.function).keys() - settings.keys()
     if left_open & {"cost", "node_price"}:
-        if label not in run.costs:
-            run.costs[label] = clock.measure_costs(run, label)
-        measured = run.costs[label]
+        measured = clock.measure_costs(run, label)
         settings |= {key: measured[key] for key in left_open & measured.keys()}
     if "size" in left_open:
         settings["size"] = clock.mean_extras(run, label, settings.get("gamma", cape.GAMMA))
+    if run.a.exact and "max_nodes" in settings_of(tree.function):
+        # How large a tree grows where the drafter is sure, check_tree cannot know.
+        settings["max_nodes"] = min(settings.get("max_nodes", EXACT), EXACT - 1)
     return partial(tree.function, **settings)
 
 def arms_of(run):

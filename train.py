@@ -159,7 +159,8 @@ def cosine(step, steps):
 def faster_type(steps, models, learners, a):
     """float32 or bfloat16: the one whose steps take less time; some CPUs only imitate bfloat16."""
     seconds, spent = {}, a.spent
-    for dtype in ("float32", "bfloat16"):
+    # The first turn warms up, and finds what --features keeps.
+    for dtype in ("float32", "float32", "bfloat16"):
         a.dtype = dtype
         times = []
         for step in range(TRIALS):
@@ -168,7 +169,8 @@ def faster_type(steps, models, learners, a):
             times.append(jobs.clock(a.device) - began)
         median = float(np.median(times))
         seconds[dtype] = jobs.mean([median], a.device)[0]
-        say(f"{dtype}: {seconds[dtype]:.2f} s a step")
+    for dtype, taken in seconds.items():
+        say(f"{dtype}: {taken:.2f} s a step")
     for learner in learners:
         learner.zero_grad()
     a.spent = spent
@@ -275,6 +277,7 @@ def prepared_folder(a, tokenizer, vocab):
         if known != (prepare.fingerprint(tokenizer), template):
             raise UserError(f"--data: {folder} was prepared with another tokenizer or --template: "
                             "prepare it again")
+        prepare.check_largest(meta.get("largest", 0), folder, vocab)
         a.data = meta["key"]
         return folder
     folder = Path(a.work) / "data"
@@ -311,30 +314,6 @@ def load_data(a, tokenizer, vocab):
     kinds = prepare.meta_of(folder)["kinds"]
     return Data(tokens, pieces, held_tokens, held, prompts, kinds)
 
-def load_drafter(name, target, mine, a):
-    """-> a draft model, fresh or from --init, and how that was made.
-
-    mine: the target's fingerprint.
-    """
-    try:
-        if not a.init:
-            return drafters.fresh(name, target, a), None
-        module, before = drafters.trained(name, target, a)
-        given = flags.given_by_user(a)
-        wanted = drafters.setting(drafters.fresh(name, target, a)) if given else {}
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    if load.relation(before["target"], mine) == "another":
-        raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
-    # --init fixes the architecture: a flag that asks for another would do nothing.
-    found = drafters.setting(module)
-    for flag in given:
-        key = flags.ARCHITECTURE[flag]
-        if wanted.get(key) != found.get(key):
-            raise UserError(f"--init: the drafter {name} in {a.init} was not made with --{flag} "
-                            f"{getattr(a, flag)}: leave that out, or train without --init")
-    return module, before
-
 def forward_for(models, target, tokenizer, mine, data, a):
     """The target's forward, and the same kept on the disk: for --words and --features."""
     reads = read_by(models)
@@ -355,7 +334,7 @@ def forward_for(models, target, tokenizer, mine, data, a):
         kept = {**reads, "logits": False}
         if head:
             kept["hidden"] = {*reads["hidden"], c.num_hidden_layers}
-        key = json.dumps([a.data, mine, sorted(kept["hidden"]), sorted(kept["kv"])])
+        key = json.dumps([a.data, mine, a.length, sorted(kept["hidden"]), sorted(kept["kv"])])
         features = Features(partial(frozen_forward, target, **kept), head,
                             Path(a.work) / "features", len(data.tokens), key, c.vocab_size)
     return partial(frozen_forward, target, **reads, head=head), features
@@ -389,6 +368,9 @@ def check(a):
     flags.check(a, above_0, least_steps=0 if a.init else 1)
     if a.words and a.loss == "ce":
         raise UserError("--words learns the target's distribution: leave --loss ce out")
+    if a.features and a.shard_target:
+        raise UserError("--features: with --shard-target all processes take each forward of the "
+                        "target together: leave one of them out")
     if a.length <= a.block + 1:
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a "
                         "token more")
@@ -411,7 +393,7 @@ def run(argv):
     # Drafters: fresh, or those of --init
     models, before = {}, {}
     for name in a.what:
-        models[name], before[name] = load_drafter(name, target, mine, a)
+        models[name], before[name] = drafters.begun(name, target, mine, a)
     forward, features = forward_for(models, target, tokenizer, mine, data, a)
     steps = Steps(models, forward, data, a, features)
     evaluate = partial(Evaluation(forward, target, data, a), models)
@@ -419,10 +401,11 @@ def run(argv):
     rank, _ = place()
     for name, model in models.items() if rank == 0 else ():
         folder = Path(a.out) / name
-        kind = "glide" if name.startswith("glide") else name
+        kind = drafters.kind_of(name, before[name])
         about = how_made(a, metrics[name], kind=kind, target=mine, init=before[name])
         drafters.save(folder, model, tokenizer, about)
         print(f"saved {folder}")
+    state.saved(a)
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake or Ctrl-C."""

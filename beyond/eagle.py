@@ -172,9 +172,6 @@ class Drafter(edd.Drafter):
         return torch.cat(logits)
 
 
-load = partial(edd.load, draft_class=Eagle, drafter_class=Drafter)
-
-
 def main():
     """The root's logits are those that training computes.  A node reads a predicted feature."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -38,7 +38,7 @@ Without agreement w is Max-Gram's confidence by length of match.  With it, the d
 Where the drafter has no prediction, its row is uniform and w is the confidence by length: there is
 nothing to agree with.
 
-To use it, with verify.py, pct.py and maxgram.py:
+To use it, with verify.py, cape.py, pct.py, maxgram.py and beyond/priced.py:
 
     both = graft.Beside(drafter, maxgram.MaxGram())
     verify.generate(target, both, graft.graft, text)
@@ -51,8 +51,8 @@ from types import SimpleNamespace
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, Announced, checked, draft_by_price, most_profitable, remember,
-    worth_drafting)
+    NODE_PRICE, START, Announced, checked, draft_by_price, max_gram_alone, most_profitable,
+    priced_chain, remember, worth_drafting)
 from cape import constant
 from maxgram import LENGTHS, MaxGram, N, ints
 from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
@@ -70,6 +70,9 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
     """
     prices = checked(cost, node_price, start)
     depth = clamp_depth(expand, width, depth, max_nodes)
+    gram = max_gram_alone(expand)
+    if gram is not None:
+        return priced_chain(expand, root, gram, prices, max_nodes)
     # What is suggested after the root is a tree already, without any forward: D = 0.
     alone = Announced(expand, root, width)
     hang(alone, 0, chain, least=node_price)

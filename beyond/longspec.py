@@ -15,8 +15,8 @@ with the text; all that is older comes by the glimpse, from the target's cache.
 
 What a draft costs.  One node takes 6 d^2 + 3 d F + V d multiply-adds, F = config.feed_forward: the
 layer's matrices, and the head.  Beside SmolLM2-135M (d = 576, F = 1 536, V = 49 152) these are
-2.0M + 2.7M + 28.3M, a quarter of the target's 134.5M.  Half the feed-forward size saves 1.3M; a
-head over the 8 192 most frequent ids alone would save 23.6M.
+2.0M + 2.7M + 28.3M, a quarter of the target's 134.5M; a further d^2 is the matrix of difference 4.
+Half the feed-forward size saves 1.3M; a head over the 8 192 most frequent ids alone saves 23.6M.
 
 Differences from the paper:
  1. It trains at consecutive positions, in GLIDE's blocks.  LongSpec's "anchor-offset" positions,
@@ -39,6 +39,7 @@ Alone in a project: this file, glide.py, a Hugging Face model, a drafter from tr
     python train.py longspec     # longspec-f768: with a feed-forward size of 768
 """
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -117,6 +118,11 @@ def rotation(width):
     return linear
 
 
+def linear_of(x, weight):
+    """x (..., d) -> (..., V), in the type of x: in float16 gradients would be lost."""
+    return F.linear(x, weight.to(x.dtype))
+
+
 def is_tied(model):
     """Whether a model's embedding is its head."""
     head = model.get_output_embeddings()
@@ -159,8 +165,7 @@ class LongSpec(glide.Glide):
         head = model.get_output_embeddings().weight.detach()
         self.target = SimpleNamespace()
         self.target.embed = lambda ids: F.embedding(ids, table)
-        # In the type of x: in float16 gradients would be lost.
-        self.target.head = lambda x: F.linear(x, head.to(x.dtype))
+        self.target.head = partial(linear_of, weight=head)
 
     def embed(self, ids):
         """ids (..., T) -> (..., T, d), in the type of the layer."""

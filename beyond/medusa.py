@@ -105,9 +105,6 @@ class Drafter(edd.Drafter):
         return self.table[[min(depth, deepest) for depth in depths]]
 
 
-load = partial(edd.load, draft_class=Medusa, drafter_class=Drafter)
-
-
 def main():
     """Untrained heads predict what the target does; beyond the last head there is no prediction."""
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -17,8 +17,8 @@ Differences from the paper: this one; the norm starts as the target's last; wher
 tables are one, a matrix stands behind the embedding (difference 4 of beyond/longspec.py); those of
 edd.py.
 
-Alone in a project: this file, beyond/longspec.py, edd.py, a Llama, Mistral or Qwen2, a drafter from
-train.py.
+Alone in a project: this file, beyond/longspec.py, glide.py, edd.py, a Llama, Mistral or Qwen2, a
+drafter from train.py.
 
     drafter, _ = edd.load("my-edd", model, Shared)               # then as in edd.py
 
@@ -82,9 +82,6 @@ class Shared(edd.EDD):
     def head(self, x):
         """x (..., D) -> logits (..., V)"""
         return self.target.head(x)
-
-
-load = partial(edd.load, draft_class=Shared)
 
 
 def main():

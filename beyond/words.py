@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from verify import UserError
@@ -45,7 +44,8 @@ def frequent_words(path, k, vocabulary):
     try:
         found = json.loads(Path(path).read_text())
         words, its = found["words"], found["vocabulary"]
-    except (ValueError, LookupError, TypeError):
+        assert all(type(word) is int and word >= 0 for word in words)
+    except (ValueError, LookupError, TypeError, AssertionError):
         raise UserError(f"words={k}: {path} holds no list of words: write it again") from None
     if its != vocabulary:
         raise UserError(f"words={k}: the words of {path} are of another vocabulary: write it again")
@@ -71,13 +71,15 @@ class ShortHead(nn.Module):
             return of_words
         shape = (*of_words.shape[:-1], self.vocab)
         logits = of_words.new_full(shape, float("-inf"))
-        return logits.index_copy(-1, self.words.to(x.device), of_words)        # (..., V)
+        return logits.index_copy(-1, self.words.to(of_words.device), of_words) # (..., V)
 
 def rows_of(head, words):
     """A linear head with the rows of the words alone.  UserError where it has no such rows."""
     floating = isinstance(head, nn.Linear) and head.weight.is_floating_point()
     if not floating or head.weight.is_meta:
         raise UserError("words: the draft head is quantised, or not in memory: draft all words")
+    if words.max() >= len(head.weight):
+        raise UserError(f"words: the draft head has {len(head.weight)} words, and no {words.max()}")
     # A copy of the head, in which other parameters stand for its own.
     memo = {}
     for parameter in head.parameters():
@@ -94,29 +96,36 @@ def shorten(model, words):
     if heads is not None:
         # MEDUSA: one for each depth
         for i, head in enumerate(heads):
-            heads[i] = ShortHead(rows_of(head, words), words, head.out_features)
+            heads[i] = short_head(head, words)
     elif isinstance(getattr(model, "head", None), nn.Module):
         # GLIDE and EDD
-        head = model.head
-        model.head = ShortHead(rows_of(head, words), words, head.out_features)
+        model.head = short_head(model.head, words)
     else:
         # EAGLE, LongSpec: the target's
-        shorten_targets(model, words)
+        model.short_rows = shorten_target(model.target, words)
 
-def shorten_targets(model, words):
-    """The target keeps its own head; model.target.head is the drafter's view of it."""
-    target = model.target
+def short_head(head, words):
+    """A linear head -> its ShortHead, on the head's device."""
+    return ShortHead(rows_of(head, words), words.to(head.weight.device), head.out_features)
+
+def shorten_target(target, words):
+    """Shorten target.head, a drafter's view of the target's own head, which stays as it is.
+
+    Returns the rows as a module, None where the head is none.
+    """
+    rows = None
     if hasattr(target, "raw_head"):
         # target.head scales and caps what raw_head gives.
-        vocab = target.lm_head.out_features
-        model.short_rows = rows_of(target.lm_head, words)
-        target.raw_head = model.short_rows
+        like = target.lm_head.weight
+        rows = rows_of(target.lm_head, words)
+        target.raw_head = copy.copy(target.raw_head)
+        target.raw_head.module, target.raw_head.like = rows, rows.weight
         head = target.head
     else:
-        weight = target.head.keywords["weight"]
-        vocab = len(weight)
-        head = partial(F.linear, weight=weight[words.to(weight.device)])
-    target.head = ShortHead(head, words, vocab)
+        like = target.head.keywords["weight"]
+        head = partial(target.head.func, weight=like[words.to(like.device)])
+    target.head = ShortHead(head, words.to(like.device), len(like))
+    return rows
 
 def demo():
     """A head of 1 000 tokens, shortened to 10: their logits are as before, all others are -inf."""

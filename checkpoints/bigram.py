@@ -117,13 +117,22 @@ def write_bigram(a):
           f"documents, {len(held)} of them held out; confidence by length of match: {measured}")
 
 
+def read_found(path):
+    """A bigram.json as this file writes it; the paper's holds the list of followers alone."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        raise UserError(f"{path} is damaged: write it with make.py bigram") from None
+    return found if isinstance(found, dict) else {"bigram": found}
+
+
 def fit_agreement(a):
     """`make.py agreement`: how often Max-Gram is right where a drafter agrees, for bigram.json."""
     setup = load.Setup(a.target, a.checkpoint, "float32", a.device, a.revision, a.trust_remote_code)
     path = Path(a.checkpoint) / "bigram.json"
     if not path.exists():
         raise UserError(f"--checkpoint: {path} does not exist: write it with make.py bigram")
-    found = json.loads(path.read_text())
+    found = read_found(path)
     # As many prompts of each kind of text
     prompts, kinds = [], {}
     for kind, ids in given_parts(a, setup.tokenizer, held_out=True):

@@ -249,6 +249,7 @@ def train_target(a):
     corpus_tokens = [len(part) for part in parts]
     about = train.how_made(a, metrics["target"], corpus_tokens=corpus_tokens, init=before)
     drafters.save_lm(Path(a.out) / "target", model, tokenizer, about)
+    state.saved(a)
     print(f"saved {Path(a.out) / 'target'}")
 
 

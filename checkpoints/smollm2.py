@@ -213,6 +213,8 @@ def write_words(a):
 # ---------------------------------------------------------------- what it is asked
 def turns_of(row, name):
     """What a user says, turn by turn: of a chat, of a question, or of a story that has begun."""
+    if isinstance(row, str):
+        row = {"text": row}
     if "turns" in row:
         return row["turns"]
     if "text" in row:

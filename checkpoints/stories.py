@@ -21,7 +21,7 @@ def read_stories(paths):
     kept, total = {}, 0
     for path in paths:
         for row in read.read_rows(path):
-            for text in row.split(EOS) if isinstance(row, str) else [row["text"]]:
+            for text in row.split(EOS) if isinstance(row, str) else [row.get("text") or ""]:
                 total += 1
                 kept[story_text(text)] = None              # a story that comes twice is kept once
     kept.pop(None, None)
@@ -64,6 +64,8 @@ def problems(path):
     """The texts of GSM8K's word problems, without the calculator's notes."""
     texts = []
     for row in read.read_rows(path):
+        if not isinstance(row, dict) or not {"question", "answer"} <= row.keys():
+            raise UserError(f"--math: {path} has a row without a question and an answer")
         answer = re.sub(r"<<.*?>>", "", row["answer"])
         text = read.document({"question": row["question"], "answer": answer}).strip()
         for odd, plain in ASCII.items():

@@ -46,12 +46,13 @@ class Split:
     """The documents of one split, as they are written."""
 
     def __init__(self, file):
-        self.file, self.index, self.tokens = file, array("q"), 0
+        self.file, self.index, self.tokens, self.largest = file, array("q"), 0, 0
 
     def add(self, ids, kind, times):
         self.file.write(ids.astype("i4").tobytes())
         self.index.extend((self.tokens, len(ids), kind) * times)
         self.tokens += len(ids)
+        self.largest = max(self.largest, largest_of(ids))
 
 
 def in_batches(entries):
@@ -114,10 +115,19 @@ def kind_number(kinds, kind):
 
 def check_ids(ids, place, vocab):
     """Refuse ids that the target's embedding does not have."""
-    seen = np.where(ids < 0, ~ids, ids)
-    if vocab and seen.max() >= vocab:
-        raise UserError(f"--data: {place} holds token id {seen.max()}, the target has {vocab} "
-                        "tokens: give text, or ids of its own tokenizer")
+    check_largest(largest_of(ids), place, vocab)
+
+
+def check_largest(largest, place, vocab):
+    """As check_ids, by the largest of them."""
+    if vocab and largest >= vocab:
+        raise UserError(f"--data: {place} holds token id {largest}, the target has {vocab} tokens: "
+                        "give text, or ids of its own tokenizer")
+
+
+def largest_of(ids):
+    """The largest id, of those that are read and of those that are learned."""
+    return int(np.where(ids < 0, ~ids, ids).max())
 
 
 def fingerprint(tokenizer):
@@ -173,6 +183,7 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
     if not meta["train"]["tokens"] + meta["val"]["tokens"]:
         raise UserError("--data has no text, or none that the chat template takes: give files or "
                         "folders that do")
+    meta["largest"] = max(split.largest for split in splits.values())
     meta |= {"key": key, "vocabulary": fingerprint(tokenizer), "template": template}
     (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)

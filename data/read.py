@@ -330,7 +330,7 @@ def only_answers(ids, offsets, answers, tokenizer):
             last = same(ids, ids_after)
         else:
             # From the first token that reaches into the answer to the last that ends with it
-            ends = np.maximum.accumulate(np.array(offsets)[:, 1])
+            ends = np.maximum.accumulate(np.array(offsets).reshape(-1, 2)[:, 1])
             first = np.searchsorted(ends, len(before), side="right")
             last = np.searchsorted(ends, len(after), side="right")
         learn[first:last] = True

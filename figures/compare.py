@@ -414,11 +414,21 @@ def height(folder, spec, other):
     values = [value for value in side.values or [] if value is not None]
     return mean_of(spec, values) if values else side.value or 0
 
+def file_of(folder, spec, sides):
+    """The file that a comparison is about: of several the first that has all its arms, or else the first."""
+    files = spec["in"] if isinstance(spec["in"], list) else [spec["in"]]
+    arms = {side["arm"] if isinstance(side, dict) else side for side in sides if not isinstance(side, (int, float))}
+    for file in files:
+        if arms <= rows_in(folder, file).keys():
+            return file
+    return files[0]
+
 def judged(folder, spec):
     """A comparison -> [Found], one for each arm of `than`, or against the best of them alone."""
     if "every" in spec:
         return [every(folder, spec)]
     others = spec["than"] if isinstance(spec["than"], list) else [spec["than"]]
+    spec = {**spec, "in": file_of(folder, spec, [spec["more"], *others])}
     if spec.get("best"):
         others = [max(others, key=lambda other: height(folder, spec, other))]
     return [compare(folder, spec, other) for other in others]

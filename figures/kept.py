@@ -35,7 +35,7 @@ def machine():
 def how_computed():
     """What seconds depend on besides a run's settings."""
     threads = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "MKL_"))}
-    return [torch.__version__, transformers.__version__, machine(), threads]
+    return [torch.__version__, transformers.__version__, machine(), torch.get_num_threads(), threads]
 
 def digest(value):
     """A short name for a JSON value."""

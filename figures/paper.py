@@ -350,10 +350,15 @@ def measure_all(names, flags, a):
         if is_done(spec, flags, a.out) and not a.again:
             print(f"{name}: {a.out / spec['file']} is there; --again measures it again")
             continue
+        if a.again:
+            # So that an interrupted table can go on without --again.
+            others = {file: entry for file, entry in measured(a.out).items() if file != spec["file"]}
+            write_json(a.out / "measured.json", others)
         try:
             measure(spec, flags, a)
         except KeyboardInterrupt:
-            print(f"interrupted: the same command goes on with {name}", file=sys.stderr)
+            how = "without --again it" if a.again else "the same command"
+            print(f"interrupted: {how} goes on with {name}", file=sys.stderr)
             return 130
         except Exception as why:               # the other tables are measured all the same
             message = why if report.is_mistake(why) else traceback.format_exc()

@@ -83,11 +83,11 @@ def read_call(text, functions, what):
 def check_tree(tree, most):
     """Refuse the Call of a tree that cannot be built, or not with `most` nodes, the root included.
 
-    It is built once, for a made-up drafter: each of 64 tokens is as likely everywhere.
+    It is built once, for a made-up drafter: each of `most` tokens is as likely everywhere.
     """
     def uniform(tokens, parents):
         assert len(parents) <= most, f"more than {most} nodes a depth"
-        return torch.full((len(parents), 64), 1 / 64)
+        return torch.full((len(parents), most), 1 / most)
     try:
         made = tree.function(uniform, torch.tensor([0]), **tree.settings)
         nodes = len(made.tokens) - 1

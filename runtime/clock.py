@@ -358,10 +358,14 @@ def measured_prices(run, builds):
     return found
 
 def mean_extras(run, label, gamma):
-    """CAPE's control (section 5.4): the mean size of CAPE's sets with this drafter."""
+    """CAPE's control (section 5.4): the mean size of CAPE's sets, measured once for a drafter."""
+    what = f"{label}, extras at {gamma}"
+    if what in run.costs:
+        return run.costs[what]
     build, total = partial(cape.cape, gamma=gamma), Counter()
     for _, ids, limit in run.prompts[:8]:
         total.update(run.decode(run.drafters[label], build, ids, min(limit, 64)).total)
     size = max(0, round(total["nodes"] / max(1, total["depth"])) - 1)
+    run.costs[what] = size
     run.notes.append(f"{label}: fixed takes {size} extras a position")
     return size

@@ -64,7 +64,7 @@ def check_device(device, spread=False):
 def use_device(device):
     """Make a CUDA device the current one: events, streams and graphs are of the current device."""
     if device != "auto" and torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device))
+        torch.cuda.set_device(torch.device(device).index or 0)
 
 def check_writable(flag, path):
     """Refuse a file that could not be written, before anything else is done."""
@@ -146,6 +146,8 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
         if placed:
             more["device_map"] = "auto" if device == "auto" else {"": device}
         model = with_weights(model_class, name, dtype=dtype, **more)
+        if not placed:
+            model = model.to(device)
     except Exception as why:
         reason = f"{type(why).__name__}: {read.first_line(why)}"
         if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
@@ -154,8 +156,6 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
         elif local and isinstance(why, OSError):
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
-    if not placed:
-        model = model.to(device)
     only_special_tokens(model)
     linear.pack(model)
     return model.eval(), tokenizer

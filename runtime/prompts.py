@@ -19,6 +19,8 @@ def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=No
     rows = read.prompt_rows(paths, limit)
     for group, row, name in tqdm(rows, "prompts", leave=False, disable=None):
         for ids in read.prompts_of(row, name, setup.tokenizer, form, ask, system, answer):
+            if not ids:
+                raise UserError(f"{name}: the chat template gives no tokens: mend --template")
             if max(ids) >= setup.target.config.vocab_size:
                 raise UserError(f"{name} has token {max(ids)}, but the target's vocabulary is "
                                 f"{setup.target.config.vocab_size}")

@@ -71,7 +71,6 @@ CASES = [
     ("make.py", f"agreement {TARGET} --data T/good.jsonl --checkpoint T/no", "bigram.json"),
 ]
 
-
 def make_files(folder, model, text):
     """All that the cases name, in `folder`."""
     shutil.copytree(model, folder / "model")

@@ -17,7 +17,6 @@ import pct
 import verify
 from runtime import clock
 
-
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
     needs = {}

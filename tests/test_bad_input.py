@@ -129,7 +129,7 @@ for content, words in {
     bench_py("--prompts T/p.jsonl", words, text("p.jsonl", content))
 bench_py("--limit 2 --prompts T/p.jsonl", "row 2 of ", text("p.jsonl", '"a"\n{"x": 1}'))
 bench_py("--prompts T/p.parquet", "pip install datasets", text("p.parquet", b"PAR1"))
-for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the"}.items():
+for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the", "{{ x }}": "gives no tokens"}.items():
     bench_py("--prompts T/p.jsonl --template T/t.jinja", words, several(text("p.jsonl", '{"turns": ["a", "b"]}'), text("t.jinja", content)))
 
 # A drafter's folder

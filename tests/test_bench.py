@@ -304,6 +304,9 @@ def test_what_is_measured_is_not_what_is_given(small, monkeypatch):
     totals = [run.decode(run.drafters["glide"], cape.cape, ids, limit).total for _, ids, limit in run.prompts]
     mean = sum(t["nodes"] for t in totals) / sum(t["depth"] for t in totals) - 1
     assert bench.builder(run, "glide", fixed).keywords == {"size": round(mean)}
+    run.prompts, run.a.exact = run.prompts[:1], True
+    assert bench.builder(run, "glide", fixed).keywords["size"] == round(mean), "measured once"
+    assert bench.builder(run, "glide", pct).keywords["max_nodes"] == 63, "under --exact no tree grows beyond what is padded"
 
 # ---------------------------------------------------------------- what the loop and the library are asked for
 def test_flags_of_sampling_reach_the_decoding(small):
@@ -360,10 +363,10 @@ TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=1,
 def test_the_whole_grid(small, tmp_path, monkeypatch):
     measured = []
 
-    def measure_costs(run, label):
-        measured.append(label)
-        return {"cost": 0.125, "node_price": 0.01, "start": 0.0}
-    monkeypatch.setattr(clock, "measure_costs", measure_costs)
+    def measured_prices(run, builds):
+        measured.extend(builds)
+        return {"glide": {"cost": 0.125, "node_price": 0.01, "start": 0.0}}
+    monkeypatch.setattr(clock, "measured_prices", measured_prices)
     assert bench.main(args(small, "--drafter", "glide", "--tree", *TREES, "--json", str(tmp_path / "r.jsonl"), "--limit", "1",
                            "--max-new-tokens", "5")) == 0
     assert measured == ["glide"], "once a drafter"

@@ -13,7 +13,7 @@ import cape
 import cascade
 import pct
 import verify
-from runtime import graphs
+from runtime import graphs, load
 from runtime.families import any_target
 
 # Device-to-host syncs and host-to-device copies a round.  The tree as it is built and the acceptance: 2.  PCT waits for each layer,
@@ -21,6 +21,13 @@ from runtime.families import any_target
 # Copies: the tree, where it was built on the host; an index, where accepted nodes move; of PCT's forwards tokens and mask.
 MOST = {"glide x chain": (2, 0), "glide x cape, sampled": (2, 1), "glide x drawn": (2, 0), "maxgram, drawn": (1, 1), "cascade": (3, 3),
         "cascade, k=3": (4, 4), "mixture x cape": (5, 1.5), "mixture x graft": (3.3, 4.7), "edd x pct, static": (3.6, 4.7), "edd x eagle2": (4, 5.5)}
+
+def test_a_cuda_device_without_a_number_is_the_first(monkeypatch):
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(torch.cuda._utils._get_device_index(device)))
+    for device in ("cuda", "cuda:1", "cpu", "auto"):
+        load.use_device(device)
+    assert chosen == [0, 1]
 
 @pytest.fixture(scope="module")
 def decodings(tmp_path_factory):

@@ -1,5 +1,6 @@
 """Training on a short list of words, by what the target computed before: the same losses, the target's own tables."""
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -12,12 +13,11 @@ import train
 import verify
 from checkpoints import make
 from data import prepare
-from runtime import load
+from runtime import load, parts
 from training import drafters, features, frozen, words
 
 NAMES = ["longspec-f16", "longspec-vanilla", "longspec-top", "edd-shared", "vdm-shared", "eagle"]
 WORDS = torch.tensor([7, 2, 5, 3])
-
 
 def modules(model, a):
     return {name: drafters.fresh(name, model, a) for name in NAMES}
@@ -62,7 +62,11 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
     (tmp_path / "words.json").write_text(json.dumps(listed))
     refused(capsys, [*argv, "--loss", "ce"], "leave --loss ce out")
     refused(capsys, flags(small, tmp_path, "--words", "40", names=["edd"]), "edd has a head of its own")
-    assert train.main(argv) == 0
+    refused(capsys, [*argv, "--shard-target"], "leave one of them out")
+    assert train.main([*argv, "--length", "30"]) == 0
+    about = tmp_path / "work" / "features" / "about.json"
+    key = json.loads(about.read_text())["key"]
+    assert train.main([*argv, "--overwrite"]) == 0 and json.loads(about.read_text())["key"] != key, "pieces of another length are others"
     assert train.main([*argv, "--init", str(tmp_path), "--overwrite"]) == 0         # a second stage
     setup = load.Setup(str(small / "model"), str(tmp_path))
     for name in NAMES:
@@ -75,6 +79,12 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
         assert out.tokens == plain(setup.model, [5, 6, 7], 8)
         assert {token for a_round in out.rounds for token in a_round.tokens[1:]} <= {*listed["words"][:40]}
         drafter.reset()
+    # It stays what it is under another name.
+    shutil.copytree(tmp_path / "longspec-top", tmp_path / "named" / "glide")
+    again = flags(small, tmp_path / "again", "--init", str(tmp_path / "named"), names=["glide"])
+    assert train.main([each for each in again if each not in ("--width", "16")]) == 0
+    again = load.load_drafter(load.Setup(str(small / "model"), str(tmp_path / "again")), "glide")
+    assert isinstance(again.model, parts.LongSpec)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_path, tied):  # noqa: F811

@@ -16,7 +16,6 @@ from beyond.graft import Beside
 from maxgram import MaxGram
 from runtime import grams, stage
 
-
 class Paths:
     """A drafter with logits of its own after each path; some rows are -inf, and all are asked for once."""
     needs, temperature, vocab = {"hidden": (1,)}, 0.7, 5

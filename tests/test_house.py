@@ -125,15 +125,6 @@ def test_a_file_imports_what_it_may(name):
         others = imported(name) - local - {*sys.stdlib_module_names}
         assert local == NEEDS.get(place, set()) and others <= {"torch", "transformers", "safetensors"}, f"{name} needs {others}"
 
-def test_no_circle():
-    """Of who imports whom, take away who imports nobody that is left, until nothing is."""
-    modules = {name.removesuffix(".py").replace("/", "."): name for name in files(".", *FOLDERS[:-1])}
-    left = {module: imported(name) & {*modules} - {module} for module, name in modules.items()}
-    while leaves := [module for module, needs in left.items() if not needs & {*left}]:
-        for module in leaves:
-            del left[module]
-    assert not left
-
 def run_alone(script, *argv):
     """Run a script as `python SCRIPT ARGV` would in a new process, in this one -> its exit status.
 
@@ -172,19 +163,6 @@ def test_a_component_copied_alone_runs_its_demo(name, tmp_path, monkeypatch, cap
 def test_what_lies_beyond_runs_its_demo(name, capsys):
     runpy.run_path(str(ROOT / name), run_name="__main__")
     assert capsys.readouterr().out.strip() and "    assert " in source(name)
-
-def test_alone_means_alone(tmp_path, monkeypatch):
-    """What a script that runs alone can import: packages and what lies beside it, not the repository's files."""
-    monkeypatch.chdir(ROOT)
-    before = sys.modules["bench"] = sys.modules.get("bench") or importlib.import_module("bench")
-    (tmp_path / "cape.py").write_text("MINE = True")
-    (tmp_path / "a.py").write_text("import sys, torch, cape\nassert cape.MINE and sys.argv[1:] == ['-x']\nsys.exit(3)")
-    assert run_alone(tmp_path / "a.py", "-x") == 3
-    for name in ("bench", "probe", "make", "conftest", "runtime.load", "data.read"):
-        (tmp_path / "b.py").write_text(f"import {name}")
-        with pytest.raises(ModuleNotFoundError, match=name.split(".")[0]):
-            run_alone(tmp_path / "b.py")
-    assert sys.modules["bench"] is before and not hasattr(importlib.import_module("cape"), "MINE")
 
 # ---------------------------------------------------------------- the README
 def test_the_readme_is_short_and_names_both_commands():

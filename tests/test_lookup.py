@@ -13,7 +13,6 @@ import glide
 import verify
 from runtime import clock
 
-
 def by_hand(model, texts, new, window):
     """The mean mass of each head of each layer on what followed a continued token before, and uniform attention's."""
     mass, alike, found = {}, [], {}

@@ -27,7 +27,6 @@ from runtime import load
 from runtime.grams import measure_confidence, read_bigram
 from training import continuations, drafters
 
-
 # ---------------------------------------------------------------- tokenizer, target
 def test_the_tokenizer_of_a_corpus(tmp_path):
     """A token a digit; trained on what is not held out, and read back where the same text was seen before."""

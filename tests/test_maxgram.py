@@ -11,7 +11,6 @@ import maxgram
 from maxgram import CONFIDENCE, Index, MaxGram, build_bigram, max_gram_tensor
 from runtime.grams import measure_confidence, read_bigram
 
-
 def brute_force(generation, draft, n, source=(), bigram=()):
     """The definition: the longest suffix of the query with a token after it in the text; the bigram."""
     text, query, tokens, lengths = [*source, -1, *generation], [*generation, *draft], [], []

@@ -81,7 +81,8 @@ def test_claims_compare_rows_that_a_table_makes():
             sides = spec["than"] if isinstance(spec.get("than"), list) else [spec.get("than")]
             for side in [spec.get("more"), *sides]:
                 arm = side["arm"] if isinstance(side, dict) else side
-                assert not isinstance(arm, str) or arm in there[spec["in"]], f"{spec['in']} will have no row of {arm}"
+                files = spec["in"] if isinstance(spec["in"], list) else [spec["in"]]
+                assert not isinstance(arm, str) or all(arm in there[file] for file in files), f"{files} will have no row of {arm}"
             assert spec.get("group", "retell") in kinds
     assert 20 <= sum(claim.get("main", False) for claim in CLAIMS) <= 30
     assert sorted(claim["finding"] for claim in CLAIMS if "finding" in claim) == list(range(1, 11))
@@ -171,10 +172,10 @@ def names_in(path):
 
 def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     tables = [("a", CHAIN), ("b", CAPE), ("d", "b"), ("c", CHAIN + " cape")]
-    calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, bench.UserError("it broke")])
+    calls = made_up(tmp_path, monkeypatch, tables, [None, KeyboardInterrupt(), None, bench.UserError("it broke"), None, None, KeyboardInterrupt()])
     before = sorted(tmp_path.rglob("*"))
     argv, out = ["all", "--limit", "3", "--out", str(tmp_path / "rows")], tmp_path / "rows"
-    assert paper.main(argv) == 130 and "goes on with b" in capsys.readouterr().err
+    assert paper.main(argv) == 130 and "the same command goes on with b" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == ["a.jsonl", "measured.json"] and len(calls) == 2
     # The same command goes on: a is not measured again, but with other flags it is.  d is rows of b.
     assert paper.main(argv) == 2 and len(calls) == 4 and all(call[-2:] == ["--limit", "3"] for call in calls)
@@ -184,6 +185,8 @@ def test_measuring_writes_its_own_folder_and_goes_on_where_it_was_interrupted(tm
     assert paper.main(["c", *argv[1:]]) == 0 and names_in(out / "c.jsonl") == ["plain", "glide × chain", "glide × cape"]
     assert paper.main(["d", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6
     assert paper.main(["b", "--limit", "4", *argv[3:]]) == 0 and len(calls) == 6, "d has measured it"
+    assert paper.main(["a", *argv[1:], "--again"]) == 130 and "without --again it goes on with a" in capsys.readouterr().err
+    assert paper.main(["a", *argv[1:]]) == 0 and len(calls) == 8, "what was there before is not taken for it"
     said = paper.measured(out)
     assert said["a.jsonl"]["flags"] == "--limit 3" and said["b.jsonl"]["flags"] == "--limit 4" and said["a.jsonl"]["machine"]
     assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before, "docs/ is as it was"
@@ -333,7 +336,7 @@ def test_an_interrupted_table_keeps_its_prompts(small, tmp_path, monkeypatch):  
             raise KeyboardInterrupt(ends.clear())
         return real(arm, *given)
     monkeypatch.setattr(clock, "measured", measured)
-    monkeypatch.setattr(clock, "measure_costs", lambda *_: {"cost": 0.1, "node_price": next(prices), "start": 0.0})
+    monkeypatch.setattr(clock, "measured_prices", lambda *_: {"glide": {"cost": 0.1, "node_price": next(prices), "start": 0.0}})
 
     def table(limit, again=False):
         decoded.clear()

@@ -13,7 +13,6 @@ import cascade
 from beyond import graft, priced
 from maxgram import MaxGram
 
-
 def layered(table, first, width, depth, prices, suggest=None, room=99):
     """The rule of the docstrings on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of forwards.
 
@@ -181,6 +180,7 @@ def test_max_grams_chain_has_the_length_of_the_highest_rate():
         rates = [sum(joints[:n + 1]) / (1 + n * price + start * (n > 0)) for n in range(len(joints))]
         n = len(tree.tokens) - 1
         assert tree.tokens.tolist() == [root, *chain[:n]] and tree.parents.tolist() == list(range(-1, n))
+        assert graft.graft(expand, torch.tensor([root]), node_price=price, start=start).tokens.tolist() == tree.tokens.tolist()
         assert rates[n] == pytest.approx(max(rates))
         lengths.append(n)
     assert 40 < lengths.count(0) < 160 and max(lengths) > 6

@@ -24,7 +24,6 @@ from checkpoints import smollm2
 from runtime import load
 from runtime.calls import read_call
 
-
 def changed(model, change):
     """A copy of the model, change(weight) in the place of each matrix."""
     other = copy.deepcopy(model)

@@ -121,6 +121,15 @@ def test_nothing_is_lost_in_silence(small, tmp_path, monkeypatch, capsys):
     refused(capsys, argv, f"{tmp_path / 'glide'} was made by `python train.py glide")
     assert saved(tmp_path, ["glide"]) == weights
     assert train.main([*argv, "--overwrite"]) == 0 and saved(tmp_path, ["glide"]) != weights
+    # What could not be saved is not lost.
+    full = partial(flags, small, tmp_path / "full", names=["glide"])
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(drafters, "save", lambda *_: killed())
+        train.main(full())
+    refused(capsys, full(), "holds step 6 of 6 of")
+    (tmp_path / "full" / "glide").mkdir()
+    (tmp_path / "full" / "glide" / "model.safetensors.part").touch()
+    assert train.main(full("--resume")) == 0 and saved(tmp_path / "full", ["glide"])
     again = tmp_path / "again"
     assert train.main(flags(small, again, "--overwrite", names=["vanilla"])) == 0, "an unfinished run gives way when told to"
 

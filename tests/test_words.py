@@ -9,8 +9,10 @@ from conftest import VOCAB, plain, random_drafter, shared
 from test_bench import args, check_mistake, rows_of, small  # noqa: F401
 
 import bench
+import glide
 import pct
 import verify
+from beyond.longspec import LongSpec
 from beyond.words import shorten
 from checkpoints import smollm2
 from runtime import load
@@ -18,10 +20,12 @@ from runtime import load
 PROMPT, NEW = [3, 1, 4, 1, 5], 8
 WORDS = [7, 2, 5, 3]
 
-@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
+@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa", "longspec"])
 def test_words_alone_are_drafted_and_the_output_stays(name):
     model = shared("llama")
-    text, drafter = plain(model, PROMPT, NEW), random_drafter(model, name)
+    text = plain(model, PROMPT, NEW)
+    alone = name == "longspec"                         # as it stands in a project of its own
+    drafter = glide.Drafter(LongSpec.beside(model, LongSpec.config_class.for_target(model), 64).double()) if alone else random_drafter(model, name)
     whole = copy.deepcopy(drafter)
     head_rows = sum(p.shape[0] == VOCAB for p in drafter.model.parameters())
     shorten(drafter.model, WORDS)
@@ -68,7 +72,9 @@ def test_glide_of_so_many_words(small, tmp_path, capsys):  # noqa: F811
     assert {row["drafter"] for row in drafted} == {"glide(words=30)"} and all(row["lossless"] for row in drafted)
     for given, words in (("41", "has 40 words"), ("-1", "give how many")):
         check_mistake([*argv, "--drafter", f"glide(words={given})"], words, capsys)
-    for text, words in (("[]", "holds no list"), ('{"vocabulary": "0", "words": [1]}', "of another vocabulary")):
+    its = load.vocabulary_fingerprint(tokenizer)
+    for text, words in (("[]", "holds no list"), ('{"vocabulary": "0", "words": [1]}', "of another vocabulary"),
+                        (json.dumps({"vocabulary": its, "words": ["a"]}), "holds no list"), (json.dumps({"vocabulary": its, "words": [999]}), "and no 999")):
         path.write_text(text)
         check_mistake([*argv, "--drafter", "glide(words=1)"], words, capsys)
     path.unlink()

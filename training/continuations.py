@@ -87,9 +87,11 @@ def prompt_size(tokens, most):
 def given_text(source, text):
     """What stands before the answer in a document of the corpus, as in the default prompts."""
     if source == "retell":
-        return text[:text.rindex("\n\n") + 2]
+        before, mark, _ = text.rpartition("\n\n")
+        return before + mark
     if source == "math":
-        return text[:text.index("\nAnswer:") + len("\nAnswer:")]
+        before, mark, _ = text.partition("\nAnswer:")
+        return before + mark if mark else ""
     # Of a story its first sentence, or the first two
     ends = sentence_ends(text)
     return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]

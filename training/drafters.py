@@ -28,6 +28,7 @@ import glide
 from beyond import eagle, longspec, medusa, shared
 from data.read import UserError, write_atomically
 from runtime import load, parts
+from training import flags
 from verify import Target
 
 SIZES = {"base": (3, 192), "small": (1, 96)}      # language models: layers, width
@@ -129,6 +130,38 @@ def check_size(width, vocab, layers, a):
                         f"{16 * weights >> 30} GiB to train, and there are {memory >> 30}")
 
 
+def begun(name, target, mine, a):
+    """-> a draft model, fresh or from --init, and how that was made.
+
+    mine: the target's fingerprint.
+    """
+    try:
+        if not a.init:
+            return fresh(name, target, a), None
+        module, before = trained(name, target, a)
+        given = flags.given_by_user(a)
+        wanted = setting(fresh(name, target, a)) if given else {}
+    except ValueError as why:
+        raise UserError(str(why)) from None
+    if load.relation(before["target"], mine) == "another":
+        raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
+    # --init fixes the architecture: a flag that asks for another would do nothing.
+    found = setting(module)
+    for flag in given:
+        key = flags.ARCHITECTURE[flag]
+        if wanted.get(key) != found.get(key):
+            raise UserError(f"--init: the drafter {name} in {a.init} was not made with --{flag} "
+                            f"{getattr(a, flag)}: leave that out, or train without --init")
+    return module, before
+
+
+def kind_of(name, before):
+    """What training.json calls a drafter; before: that of --init's drafter, or None."""
+    if before:
+        return before.get("kind", name)
+    return "glide" if name.startswith("glide") else name
+
+
 # ---------------------------------------------------------------- language models
 def llama(vocab, layers, width, context, eos=0):
     """A fresh Llama: heads of 32, an MLP of 8/3 the width in steps of 64, tied embeddings."""
@@ -192,7 +225,7 @@ def save(folder, module, tokenizer, about):
 
 
 def save_lm(folder, model, tokenizer, about):
-    """A language model as Hugging Face saves it, in bfloat16, and training.json, atomically."""
+    """A language model as Hugging Face saves it, in bfloat16, and training.json, file by file."""
     folder, part = Path(folder), Path(f"{folder}.part")
     try:
         copy.deepcopy(model).to("cpu", torch.bfloat16).save_pretrained(part)

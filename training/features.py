@@ -118,7 +118,8 @@ class Features:
         rows, layout = row_of(self.forward(ids))
         if self.about["layout"] is None:
             self.about["layout"] = layout
-            self.write_about()
+            if first_of_machine():
+                self.write_about()
         numbers = rows.view(torch.uint16).cpu().numpy()
         self.open_rows()
         for (start, size, _), row in zip(pieces, numbers):

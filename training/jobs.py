@@ -56,8 +56,12 @@ def join(a):
     if "RANK" not in os.environ or dist.is_initialized():
         return
     if a.device == "cuda":
-        a.device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-        torch.cuda.set_device(a.device)
+        number, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if number >= count:
+            raise UserError(f"torchrun started a process for GPU {number}, and {count} are here: "
+                            f"say --nproc-per-node {count}")
+        a.device = f"cuda:{number}"
+        torch.cuda.set_device(number)
     backend = "nccl" if a.device.startswith("cuda") else "gloo"
     try:
         dist.init_process_group(backend, timeout=PATIENCE)
@@ -154,7 +158,7 @@ class State:
         # A finished run's state may go: what it has learned stands in its --out.
         if self.found and not a.resume:
             step, steps, command = (self.found[key] for key in ("step", "steps", "command"))
-            if step < steps:
+            if step < steps or not self.is_saved():
                 raise UserError(f"{a.work} holds step {step} of {steps} of `{command}`, which "
                                 f"`{a.command}` would replace: go on with it by --resume, or give "
                                 "another --work, or --overwrite")
@@ -182,6 +186,16 @@ class State:
         return UserError(f"{self.path} is damaged, or no state of a training run: --overwrite "
                          "begins anew")
 
+    def saved(self, a):
+        """Note that what the run has learned stands in its --out; one process does."""
+        if place()[0] == 0:
+            write_atomically(self.path.with_name("saved"), lambda part: part.write_text(a.run))
+
+    def is_saved(self):
+        """Whether what the found run has learned stands in its --out."""
+        noted = self.path.with_name("saved")
+        return noted.exists() and noted.read_text() == self.found["run"]
+
     def fresh(self, a):
         """A name for a new run: 12 hex digits."""
         return hashlib.sha256(f"{a.command} {time.time()}".encode()).hexdigest()[:12]
@@ -192,7 +206,8 @@ class State:
         if a.overwrite or not folder.exists():
             return
         if not path.exists():
-            if any(folder.iterdir()):
+            # A write that was killed leaves a .part.
+            if any(file.suffix != ".part" for file in folder.iterdir()):
                 raise UserError(f"{folder} holds files that no training.json accounts for: give "
                                 "another --out, or --overwrite")
             return

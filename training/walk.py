@@ -159,7 +159,7 @@ def prompts_of(tokens, documents, length, shortest):
         pieces = document[None]
         if (tokens[start:start + size] >= 0).all():
             pieces = prepare.pieces_of(pieces, length)
-            pieces = pieces[pieces[:, 1] >= shortest]
+        pieces = pieces[pieces[:, 1] >= shortest]
         for start, size, _ in pieces:
             given = prompt_size(tokens[start:start + size], most)
             if given:
@@ -194,21 +194,20 @@ class Evaluation:
             chosen = prepare.order(pieces[:, 1], most, 0, 0)[0]
             self.pieces[kind] = pieces[chosen]
         # Texts for the walk: the target's own, after held-out prompts
-        chosen = prepare.stratified(data.prompts, PROMPTS)
-        prompts = []
-        for start, size, _ in chosen:
-            ids = data.held_tokens[start:start + size]
-            prompts.append(np.where(ids < 0, ~ids, ids).tolist())
-        ends = [min(a.length, len(ids) + NEW) for ids in prompts]
-        texts = continuations(target, prompts, ends)
         self.texts = []                                                         # (ids, start, kind)
         new = 0
-        for text, (_, size, kind) in zip(texts, chosen):
-            new += len(text) - int(size)
-            text = torch.tensor(text, device=a.device)
-            self.texts.append((text, int(size), kind))
+        for part in prepare.parts_of(prepare.stratified(data.prompts, PROMPTS), a.micro):
+            prompts = []
+            for start, size, _ in part:
+                ids = data.held_tokens[start:start + size]
+                prompts.append(np.where(ids < 0, ~ids, ids).tolist())
+            ends = [min(a.length, len(ids) + NEW) for ids in prompts]
+            for text, (_, size, kind) in zip(continuations(target, prompts, ends), part):
+                new += len(text) - int(size)
+                text = torch.tensor(text, device=a.device)
+                self.texts.append((text, int(size), kind))
         # Of CHAIN + 1 new tokens a drafter tests CHAIN at least; of a text's first none.
-        self.tested = (new - len(texts)) * CHAIN // (CHAIN + 1)
+        self.tested = (new - len(self.texts)) * CHAIN // (CHAIN + 1)
 
     @torch.no_grad()
     def __call__(self, models):

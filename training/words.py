@@ -12,19 +12,16 @@ divergence from the target's distribution among these words.  Such a drafter dec
 import contextlib
 
 import edd
-from beyond.words import ShortHead, rows_of
+from beyond.words import ShortHead, shorten_target
 from data.read import UserError
-from runtime.anydraft import AnyDraftModel, Part
+from runtime.anydraft import AnyDraftModel
 
 
 def shorten_head(target, words):
     """Let target.head, of what a draft model knows of the target, give logits of words (k,) alone,
     (..., k), until it is told to spread them over the vocabulary.
     """
-    vocab = target.lm_head.out_features
-    rows = rows_of(target.lm_head, words)
-    target.raw_head = Part(rows, rows.weight)
-    target.head = ShortHead(target.head, words, vocab)
+    shorten_target(target, words)
     target.head.spread = False
 
 

@@ -56,14 +56,10 @@ EDITS["glide"] = [
     ("entries are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
     ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
     ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
-    ("paper: L is 5, by default", "block: int = 5", "block: int = 4"),
 ]
 
 # ---------------------------------------------------------------- CAPE
 EDITS["cape"] = [
-    ('paper: gamma', 'GAMMA = 5 ', 'GAMMA = 4 '),
-    ('paper: the size of the first bin', 'SIZES = (7, 5, 3, 1)', 'SIZES = (8, 5, 3, 1)'),
-    ('paper: at most 32 nodes', 'MAX_NODES = 32 ', 'MAX_NODES = 40 '),
     ('bins closed on the left', 'torch.bucketize(p, edges)', 'torch.bucketize(p, edges, right=True)'),
     ('one extra too many', 'outside = rank >= K_i[:, None]', 'outside = rank > K_i[:, None]'),
     ('the cap looks at the parent alone', 'ancestors = before.cumprod(0)', 'ancestors = before'),
@@ -88,8 +84,6 @@ EDITS["edd"] = [
     ("a node's position counts from one", "position = self.t + sees.sum(1) - 1", "position = self.t + sees.sum(1)"),
     ("a node sees all nodes", "sees[rows, columns] = True", "sees[:] = True"),
     ("nodes of the last round stay", "        self.length = view.length\n        self.paths = []\n", "        self.length = view.length\n"),
-    ("confidence is not calibrated", "(logits / self.temperature)", "(logits / 1.0)"),
-    ("paper: the fourth-to-last layer", "HIDDEN = -4 ", "HIDDEN = -3 "),
 ]
 EDITS["beyond/eagle"] = [
     ("the target's head learns", "weight = model.get_output_embeddings().weight.detach()", "weight = model.get_output_embeddings().weight", "edd"),
@@ -103,7 +97,6 @@ EDITS["beyond/medusa"] = [
 
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
-    ('paper: width', 'WIDTH = 5 ', 'WIDTH = 4 '),
     ('EAGLE-2 expands all', 'return candidates.best(layer, expanded)', 'return list(layer)'),
     ('a node on the threshold is not expanded', 'if candidates.p[j] >= cost]', 'if candidates.p[j] > cost]'),
     ('a leaf on the threshold is removed', 'if candidates.p[j] >= leaf]', 'if candidates.p[j] > leaf]'),
@@ -136,7 +129,6 @@ EDITS["beyond/graft"] = [
 
 # ---------------------------------------------------------------- Cascade
 EDITS["cascade"] = [
-    ("paper: Max-Gram's column", 'GRAM = 10 ', 'GRAM = 9 '),
     ('paper: k is cumulative', 'counts = [after - before for before, after in zip([0, *sums], sums)]', 'counts = sums'),
     ("an inner limit of the output's", 'cur_limit = min(limit - 1, cur_target.capacity)', 'cur_limit = min(limit, cur_target.capacity)'),
     ("drafts beyond their reviewer's context", 'cur_k, gen, cur_limit, review, stop, False)', 'cur_k, gen, limit, review, stop, False)'),
@@ -157,7 +149,6 @@ EDITS["cascade"] = [
 
 # ---------------------------------------------------------------- Max-Gram
 EDITS["maxgram"] = [
-    ('paper: ten tokens', 'N = 10 ', 'N = 9 '),
     ("of equals the generation's match", 'if other_length > length:', 'if other_length >= length:'),
     ('the last place, not the first', 'length, self.link[following], self.first[following])', 'length, self.link[following], len(self.text))'),
     ('the bigram is ignored', 'follower = self.bigram[place.last] if place.last < len(self.bigram) else 0', 'follower = 0'),
@@ -165,7 +156,6 @@ EDITS["maxgram"] = [
     ('confidence of one less', 'self.confidence[min(length, len(self.confidence) - 1)]', 'self.confidence[min(max(0, length - 1), len(self.confidence) - 1)]'),
     ('Listing 1 takes the last match', 'leftmost = int(matches.int().argmax())', 'leftmost = int(matches.nonzero().max())'),
 ]
-
 
 # ---------------------------------------------------------------- verification and the loop
 EDITS["verify"] = [
