@@ -7,13 +7,14 @@ import pretended
 import pytest
 import torch
 from conftest import plain, tiny
+from test_bench import args, rows_of, small  # noqa: F401
 from test_real import PROMPT, drafters_of
 
 import cape
 import cascade
 import pct
 import verify
-from runtime import graphs, load
+from runtime import graphs
 from runtime.families import any_target
 
 # Device-to-host syncs and host-to-device copies a round.  The tree as it is built and the acceptance: 2.  PCT waits for each layer,
@@ -22,19 +23,13 @@ from runtime.families import any_target
 MOST = {"glide x chain": (2, 0), "glide x cape, sampled": (2, 1), "glide x drawn": (2, 0), "maxgram, drawn": (1, 1), "cascade": (3, 3),
         "cascade, k=3": (4, 4), "mixture x cape": (5, 1.5), "mixture x graft": (3.3, 4.7), "edd x pct, static": (3.6, 4.7), "edd x eagle2": (4, 5.5)}
 
-def test_a_cuda_device_without_a_number_is_the_first(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(torch.cuda._utils._get_device_index(device)))
-    for device in ("cuda", "cuda:1", "cpu", "auto"):
-        load.use_device(device)
-    assert chosen == [0, 1]
-
 @pytest.fixture(scope="module")
-def decodings(tmp_path_factory):
+def decodings(tmp_path_factory, small):  # noqa: F811
     """What pretended.py prints: {name: its line}."""
+    argv = args(small, *"--limit 1 --tree cape graft --drafter glide".split(), "beside(edd, maxgram)", "--json", str(small / "rows.jsonl"))
     path = tmp_path_factory.mktemp("pretended") / "lines"
     with open(path, "w") as file:
-        child = multiprocessing.get_context("fork").Process(target=pretended.main, args=(MOST, file))
+        child = multiprocessing.get_context("fork").Process(target=pretended.main, args=(MOST, file, argv))
         child.start()
         child.join()
     if child.exitcode == 77:
@@ -50,6 +45,10 @@ def test_the_tokens_are_the_cpus_and_the_host_seldom_waits(decodings, name):
     assert row["read"] <= row["forward"] + 1, "no forward, of target or drafter, is waited for twice"
     # Once: the first token, both ways; a constant (CAPE's sizes, Max-Gram's confidence).
     assert row["read"] <= reads * row["rounds"] + 1 and row["copy"] <= copies * row["rounds"] + 2, row["lines"]
+
+def test_bench_runs_end_to_end_on_a_device_without_a_number(decodings, small):  # noqa: F811
+    rows = rows_of(small / "rows.jsonl")
+    assert decodings["bench"]["status"] == 0 and len(rows) == 5 and all(row["lossless"] and row["device"] == "cuda" for row in rows)
 
 # ---------------------------------------------------------------- a real one
 @pytest.mark.cuda

@@ -3,7 +3,6 @@
 
     python tests/tools/mutations.py                           # all: some minutes
     python tests/tools/mutations.py --only cape "block mask"  # those whose file or note says so
-    python tests/tools/mutations.py --jobs 2
 
 The idea.  A test is worth something if the code cannot be broken without it.  Each edit below breaks one thing that a
 reader of the papers would call wrong: a constant, a comparison, an equation, a rule of bookkeeping.  One at a time they
@@ -19,10 +18,8 @@ To add one, put (note, old, new) into the list of its file.  `old` must occur on
 tests/test_FILE.py, unless a fourth entry names others: "bench", "verify::test_name", several with spaces between.
 """
 import argparse
-import concurrent.futures
 import contextlib
 import importlib
-import multiprocessing
 import os
 import re
 import resource
@@ -63,12 +60,8 @@ EDITS["cape"] = [
     ('bins closed on the left', 'torch.bucketize(p, edges)', 'torch.bucketize(p, edges, right=True)'),
     ('one extra too many', 'outside = rank >= K_i[:, None]', 'outside = rank > K_i[:, None]'),
     ('the cap looks at the parent alone', 'ancestors = before.cumprod(0)', 'ancestors = before'),
-    ("the chain's parents are not told", 'after = expand(tokens[i], [i - 1])', 'after = expand(tokens[i], [-1])'),
     ('draws by the race reversed', 'return (probs / race).argmax(-1)', 'return (probs * race).argmax(-1)'),
-    ("the loop's generator is not asked", 'generator = getattr(expand, "generator", None)', 'generator = None'),
     ('beam search forgets the score so far', 'score = score + p.log()', 'score = p.log() + 0 * score'),
-    ('extras hang below their token', 'row = index // K\n', 'row = index // K + 1\n'),
-    ('tokens of probability zero are there', 'return (least > 0).sum()', 'return (least >= 0).sum()'),
     ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma', "pct"),
 ]
 
@@ -97,13 +90,11 @@ EDITS["beyond/medusa"] = [
 
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
-    ('EAGLE-2 expands all', 'return candidates.best(layer, expanded)', 'return list(layer)'),
     ('a node on the threshold is not expanded', 'if candidates.p[j] >= cost]', 'if candidates.p[j] > cost]'),
     ('a leaf on the threshold is removed', 'if candidates.p[j] >= leaf]', 'if candidates.p[j] > leaf]'),
     ("pct expands by the node's own confidence", 'if candidates.p[j] >= cost]', 'if candidates.c[j] >= cost]'),
     ('own_confidence expands by the product', 'if candidates.c[j] >= own]', 'if candidates.p[j] >= own]'),
     ("joint confidence is the node's own", 'self.p.append(self.p[node] * c_j)', 'self.p.append(c_j)'),
-    ('children of probability zero', 'if c_j == 0:\n                break', 'if c_j == 0:\n                c_j = 1e-9'),
     ('parents are numbered as they were drafted', 'self.expand_index[node] = first_index + i', 'self.expand_index[node] = node'),
     ('deeper than what remains', 'remaining = getattr(expand, "remaining", depth)', 'remaining = depth'),
 ]
@@ -111,18 +102,14 @@ EDITS["pct"] = [
 # ---------------------------------------------------------------- beyond the papers: prices, and a tree of two drafters
 EDITS["beyond/priced"] = [
     ('the rate counts nodes that are not worth it', 'worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]', 'worth = candidates.p[1:]'),
-    ('the rate forgets the start', 'T = 1 + prices.start + D * prices.cost + len', 'T = 1 + D * prices.cost + len'),
     ('a forward must gain what it takes of plain steps', 'worth = gain >= time * before.E / before.T', 'worth = gain >= time'),
     ('expands what its children cannot pay', 'if s * p[j] >= price]', 'if p[j] >= price]'),
-    ('prices in seconds', 'return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)', 'return Prices(both - node_price, node_price, start)'),
-    ("a draft that takes its node's time, too", '"cost": max(0.0, median(both) - node_price)', '"cost": median(both)'),
 ]
 EDITS["beyond/graft"] = [
     ('the chain is deeper than what remains', 'best, min(most, deepest), least, LEAST)', 'best, most, least, LEAST)', 'priced'),
     ('always drafts', 'if not worth_drafting(expand, before):', 'if False:', 'priced'),
     ('what was missed is forgotten', 'self.drafter.begin(merged(self.views))', 'self.drafter.begin(self.views[-1])'),
     ('the chain hangs from the first of the frontier', 'index_of_best = first_index + len(nodes) - 1', 'index_of_best = first_index', 'priced'),
-    ('the predicted token alone', 'rho = p + w * (1 - p)', 'rho = w'),
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
     ('the committed text is not shown', '        self.gram.commit(view.tokens if ids is None else ids)\n', ''),
 ]
@@ -131,8 +118,6 @@ EDITS["beyond/graft"] = [
 EDITS["cascade"] = [
     ('paper: k is cumulative', 'counts = [after - before for before, after in zip([0, *sums], sums)]', 'counts = sums'),
     ("an inner limit of the output's", 'cur_limit = min(limit - 1, cur_target.capacity)', 'cur_limit = min(limit, cur_target.capacity)'),
-    ("drafts beyond their reviewer's context", 'cur_k, gen, cur_limit, review, stop, False)', 'cur_k, gen, limit, review, stop, False)'),
-    ('a stage adds one too many', 'while len(gen.tokens) < enough and', 'while len(gen.tokens) <= enough and'),
     ('the count restarts, as it is printed', 'cur_prefix = len(gen.tokens)\n', 'cur_prefix = prefix\n'),
     ('Max-Gram does not see the first draft', 'uncommitted = gen.tokens[gen.committed:]', 'uncommitted = gen.tokens[gen.committed + 1:]'),
     ('lenience is ignored, greedy', '(n + 1,)\n    if lenience > 1:\n', '(n + 1,)\n    if False:\n'),
@@ -140,11 +125,9 @@ EDITS["cascade"] = [
     ('the residual without p_draft', 'residual = (p_reviewer - p_draft).clamp(min=0)', 'residual = p_reviewer.clone()'),
     ('a confidence that does not sum to one', 'row.fill_((1 - p) / (self.vocab - 1))', 'row.fill_((1 - p) / self.vocab)'),
     ("the decoder's cache outlives its encoder", '        self.reset()\n        ids = torch.tensor([ids], device=self.device)', '        ids = torch.tensor([ids], device=self.device)'),
-    ('Max-Gram does not read the source', 'self.gram.commit_source(ids)', 'pass'),
     ('sum of all k', 'prefix + sum(K[0][:i + 1])', 'prefix + sum(K[0])'),
     ("p_draft is p, not q'", 'p_new = torch.cat((lenient, p_reviewer[-1:]))', 'pass'),
     ('off its path it goes on', 'if chain[:n] != path or n == len(chain):', 'if n >= len(chain):'),
-    ('T5 verifies trees', 'if parents is not None and parents.tolist() != chain:', 'if False:'),
 ]
 
 # ---------------------------------------------------------------- Max-Gram
@@ -162,8 +145,6 @@ EDITS["verify"] = [
     ("tree mask transposed", "    return seen\n", "    return seen.T\n"),
     ("positions by the place in the cache", "position = cached + depth\n", "position = slots\n"),
     ("entries not moved on commit", "if path != list(range(len(path))):", "if False:"),
-    ("values not moved on commit", "            for x in held:\n                x[:, :, self.length", "            for x in held[:1]:\n                x[:, :, self.length"),
-    ("hidden states not moved on commit", "[of_nodes[nodes] for", "[of_nodes[:len(path)] for"),
     ("hidden states of the layer before", "out.hidden_states[index][0]", "out.hidden_states[index - 1][0]"),
     ("entries are lost when the cache grows", "[F.pad(x, (0, 0, 0, more)) for x in held]", "[F.pad(0 * x, (0, 0, 0, more)) for x in held]",
      "verify::test_sync_keeps_the_common_prefix random cascade::test_stages_forward_only_what_is_new"),
@@ -174,14 +155,12 @@ EDITS["verify"] = [
     ("residual without p_draft", "residual = (p_target - p_draft).clamp(min=0)", "residual = p_target.clamp(min=0)"),
     ("one acceptance stream for all rounds", 'stream(self.seed, f"accept {first}", logits.device)', 'stream(self.seed, "accept", logits.device)'),
     ("keyed noise without position", "stream(seed, position, device)", "stream(seed, 0, device)"),
-    ("noise of the position before", "first = target.cache.length + 1", "first = target.cache.length"),
     ("warp order: top-p before temperature", "processors.append(warper(value))", "processors.insert(0, warper(value))"),
     ("the output goes on to the end of the run", "                break\n", "                continue\n"),
     ("limit off by one", "[ids + [0] * limit]", "[ids + [0] * (limit + 1)]"),
     ("drafted beyond the limit", "remaining = limit - len(out.tokens) - 1", "remaining = limit - len(out.tokens)"),
     ("confidence is not calibrated", "return (logits / temperature).softmax(-1)", "return logits.softmax(-1)"),
     ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(numbers[3 * n:], accepted))", "drafter.keep(path)"),
-    ("tau counts the prefill", "return (len(self.tokens) - 1) / max(", "return len(self.tokens) / max("),
 ]
 
 # ---------------------------------------------------------------- any family, static shapes
@@ -196,7 +175,6 @@ EDITS["runtime/parts"] = [
 ]
 EDITS["runtime/anydraft"] = [
     ("the embedding's scale is left out", "target.embed = lambda ids: embed(ids) * scale", "target.embed = embed", "edd"),
-    ("soft-capping is left out", "return cap * torch.tanh(logits / cap) if cap else logits", "return logits", "edd"),
     ("weights of the target learn", "weights = {name: p.detach() for name, p in self.module.named_parameters()}", "weights = dict(self.module.named_parameters())", "edd"),
 ]
 EDITS["runtime/families"] = [
@@ -212,7 +190,6 @@ EDITS["runtime/graphs"] = [
     ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool",
      "padded = torch.ones(size, total, dtype=torch.bool"),
     ("a recording replays its own input", "            kept.copy_(x)\n", "            pass\n"),
-    ("a recording does not know where its keys lie", "if addresses != self.addresses:", "if False:"),
 ]
 
 # ---------------------------------------------------------------- the benchmark
@@ -243,15 +220,12 @@ EDITS["data/read"] = [
     ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}', '{"human": "assistant", "gpt": "user"}', "data train corpus"),
 ]
 EDITS["runtime/clock"] = [
-    ("E(Spd.) with one draft too few", "for i in range(gamma + 1))", "for i in range(gamma))", "ewif"),
-    ("trees have an alpha", 'accepted = None if total["trees"] else total["accepted"]', 'accepted = total["accepted"]', "bench calls"),
 ]
 EDITS["runtime/report"] = [
     ("a difference is lossless", "if ours != plain:", "if False:", "bench::test_tokens_are_held_against_the_exact_ones"),
 ]
 EDITS["runtime/load"] = [
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
-    ("remote code runs unasked", '"trust_remote_code": trust', '"trust_remote_code": True', "bench calls train real"),
 ]
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
@@ -343,7 +317,6 @@ def preload():
 def main():
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", nargs="+", metavar="WORD", help="edits whose file or note holds one of these")
-    p.add_argument("--jobs", type=int, default=1, help="edits at a time")
     a = p.parse_args()
     chosen = edits(a.only)
     preload()
@@ -353,12 +326,11 @@ def main():
         print(f"without any edit: {why}", file=sys.stderr)
         return 2
     found, lines, start = [], [], time.monotonic()
-    with concurrent.futures.ProcessPoolExecutor(a.jobs, multiprocessing.get_context("fork")) as pool:
-        for done in concurrent.futures.as_completed([pool.submit(trial, *edit) for edit in chosen]):
-            name, result, why = done.result()
-            found.append(result)
-            lines.append(f"{result:9} {name}   {why}")
-            print(lines[-1], flush=True)
+    for edit in chosen:
+        name, result, why = trial(*edit)
+        found.append(result)
+        lines.append(f"{result:9} {name}   {why}")
+        print(lines[-1], flush=True)
     counts = ", ".join(f"{found.count(result)} {result}" for result in ("noticed", "survived", "stale"))
     print(f"\n{len(chosen)} edits: {counts}; {(time.monotonic() - start) / 60:.1f} minutes")
     print(*(line for line in lines if not line.startswith("noticed")), sep="\n")
