@@ -48,6 +48,7 @@ CASES = [
     *(("train.py", f"glide {TRAIN} --data T/{name}", "is damaged, or was not prepared by") for name in (
         "ready-meta", "ready-index", "ready-bin", "ready-range")),
     ("train.py", f"glide {TRAIN} --data T/ready --template vicuna", "was prepared with another tokenizer or --template"),
+    ("train.py", f"glide {TRAIN} --data T/ready-large", "T/ready-large holds token id 300, the target has 300 tokens"),
     # templates
     ("train.py", f"glide {TRAIN} --data T/good.jsonl --template x", "--template x: say plain vicuna"),
     ("train.py", f"glide {TRAIN} --data T/good.jsonl --template T/broken.jinja", "--template: T/broken.jinja is no Jinja template"),
@@ -84,18 +85,17 @@ def make_files(folder, model, text):
     files |= {f"ids-{name}": [{"ids": ids}] for name, ids in wrong.items()}
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}",
-                          "uneven.bin": b"abc", "high.bin": b"\1\0\x60\xea"}.items():
-        (folder / name).write_bytes(content)
     for name in ("empty/.git", "nothing", "foreign/glide", "damaged-state", "foreign-state"):
         (folder / name).mkdir(parents=True)
-    (folder / "empty" / ".git" / "config").write_text(text * 9)
-    (folder / "foreign" / "glide" / "model.safetensors").write_bytes(b"precious")
-    (folder / "damaged-state" / "state.pt").write_bytes(b"half")
+    for name, content in {"short.txt": b"a", "bytes.txt": b"\xff\xfe\xff", "broken.jinja": b"{% for %}", "refuses.jinja": b"{{ raise_exception('no') }}",
+                          "uneven.bin": b"abc", "high.bin": b"\1\0\x60\xea", "empty/.git/config": text.encode() * 9,
+                          "foreign/glide/model.safetensors": b"precious", "damaged-state/state.pt": b"half"}.items():
+        (folder / name).write_bytes(content)
     torch.save({}, folder / "foreign-state" / "state.pt")
     os.mkfifo(folder / "pipe")
     from transformers import AutoTokenizer
-    ready = prepare.prepare([folder / "good.jsonl"], AutoTokenizer.from_pretrained(model), folder / "ready")
+    ready, _ = (prepare.prepare([folder / f"{rows}.jsonl"], AutoTokenizer.from_pretrained(model), folder / name)
+                for rows, name in (("good", "ready"), ("ids-large", "ready-large")))
     index = np.load(ready / "train.npy")
 
     def damaged(name, file, write):
