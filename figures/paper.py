@@ -230,7 +230,7 @@ def claims_page(folder):
         more = [pair for pair in here if not pair[0].get("main")]
         parts += [claims_table(folder, mine)] if mine else []
         if more:
-            parts.append(f"<details><summary>{len(more)} more: {counted(more)}</summary>")
+            parts.append(f"<details><summary>{len(more)} more, on the stand-in {counted(more)}</summary>")
             parts += [claims_table(folder, more), "</details>"]
     for title, test in (("What cannot be said here", True), ("What waits for rows of its own", False)):
         lines = [["paper", "where", "claim", "why"]]
@@ -391,7 +391,7 @@ def work(argv):
         return 0
     wrong = [name for name in names if name not in known and names != ["all"]]
     if wrong:
-        raise UserError(f"there is no table called {wrong[0]!r}: choose among {' '.join(known)}, or say all")
+        raise UserError(f"there is no table called {wrong[0]!r}: choose among {' '.join(known)}; or say all, and nothing else")
     if a.out.resolve().is_relative_to(DOCS):
         raise UserError(f"--out {a.out}: docs/ is written by `paper.py write` alone; name another folder")
     try:

@@ -1,6 +1,6 @@
 """What a forward costs at the shape of a large model, and the first ten minutes on a new GPU.
 
-    python figures/walltime.py first --out work/first                 # everything below, in one command
+    python figures/walltime.py first --out work/first                 # all below but `long`, in one command
     python figures/walltime.py kernels --json kernels.jsonl           # bandwidth, attention at fresh lengths
     python figures/walltime.py grow --shape 7b --dtype float16 --out work/7b
     python figures/walltime.py costs --target work/7b/target --dtype float16 --json costs.jsonl
@@ -141,9 +141,11 @@ def medians(cuda, works):
 
 
 def step_bytes(model, rows):
-    """Bytes that plain decoding reads for a token: weights (one embedding), `rows` keys and values."""
+    """Bytes that plain decoding reads for a token: weights, `rows` keys and values."""
     c, table = model.config, model.get_input_embeddings().weight
-    weights = model.num_parameters() - table.numel() + c.hidden_size
+    weights = model.num_parameters()                               # a table that is also the head counts once
+    if model.get_output_embeddings().weight is not table:
+        weights += c.hidden_size - table.numel()                   # of a table of its own one row is read
     cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * rows
     return (weights + cached) * table.element_size()
 
@@ -299,9 +301,14 @@ def summary(found):
 
 def first(a):
     """Run all steps that are not done yet, and keep what each gave in OUT/first.json."""
-    a.out.mkdir(parents=True, exist_ok=True)
     path = a.out / "first.json"
-    found = json.loads(path.read_text()) if path.exists() else {}
+    try:
+        a.out.mkdir(parents=True, exist_ok=True)
+        found = json.loads(path.read_text()) if path.exists() else {}
+    except OSError:
+        raise UserError(f"--out {a.out}: name a folder that is there, or can be made") from None
+    except ValueError:
+        raise UserError(f"{path} is damaged: delete it, and all steps run again") from None
     for name, words in steps_of(a).items():
         if found.get(name, {}).get("status") == 0:
             continue
@@ -340,6 +347,8 @@ def work(argv):
     load.check_device(a.device)
     if a.work in ("first", "grow") and a.out is None:
         raise UserError("--out: name a folder")
+    if min(a.contexts) < 1:
+        raise UserError("--contexts: a prompt has at least one token")
     if a.work == "first":
         first(a)
     elif a.work == "grow":

@@ -2,7 +2,7 @@
 
     pack(model)                              # each nn.Linear of it; same results, up to rounding
     pack(drafter.model, beside=model)
-    python -m runtime.linear --target work/smollm2      # ms of forwards, without and with
+    python figures/walltime.py costs --target smollm2 --device cpu --dtype float32
 
 Verification multiplies a few rows, one a node, by all weights of the target.  The weights are read
 once however few the rows are, so on a device that waits for memory many rows cost what one costs.
@@ -32,7 +32,6 @@ import platform
 
 import torch
 from torch import nn
-
 
 CACHE = 32 << 20         # bytes of weights that stay in a CPU's cache from one forward to the next
 LARGEST = 8 << 30        # bytes of weights of which a copy is made
@@ -122,7 +121,6 @@ def unpack(model):
     for module in linears(model):
         if isinstance(module, PackedLinear):
             module.blocks = None
-
 
 def is_packed(model):
     """Whether any of its modules has blocks."""

@@ -163,12 +163,15 @@ case("figures/probe.py", "", "no measurement called 'nothing'")
 case("figures/probe.py", ["lookup", *BASE], "at least four prompts")
 case("figures/rounds.py", "--out nowhere/a.html", "name a file in a folder")
 case("figures/walltime.py", "grow --device cpu", "name a folder")
+case("figures/walltime.py", "costs --contexts 9 0 --device cpu", "a prompt has at least one token")
+case("figures/walltime.py", "first --out PROMPTS --device cpu", "name a folder")
+case("figures/walltime.py", "first --out T --device cpu", "first.json is damaged", text("first.json", "{"))
 case("figures/walltime.py", "costs --device cpu --target nowhere", "nowhere")
 case("figures/rounds.py", [*BASE, "--prompt", "3"], "--prompt is 3: there are 1 prompts")
 for arguments, words in {
         "": "required: names", "glide-table-9": "no table called 'glide-table-9': choose among cascade-k papers main", "main --limt 3": "--limt",
         "main --json x": "say --out FOLDER", "main --out RESULTS": "docs/ is written by `paper.py write` alone",
-        "write --rows /no/such": "holds no measured tables", "main --out PROMPTS": "name a folder",
+        "all main": "and nothing else", "write --rows /no/such": "holds no measured tables", "main --out PROMPTS": "name a folder",
         "main --target nowhere --out T/o": "nowhere does not exist"}.items():
     case("figures/paper.py", arguments, words)
 case("figures/paper.py", "write --rows T", "holds no a.jsonl", text("measured.json", '{"a.jsonl": {}}'))

@@ -79,6 +79,14 @@ def test_grown_drafters_draft_the_same(small):
         for x, y in zip(rows, rows_of_big, strict=True):
             torch.testing.assert_close(y[:, :VOCAB], x, atol=1e-4, rtol=0)
 
+def test_bytes_that_a_step_reads(small):
+    """All weights, but of an embedding that is not the head as well one row; keys and values of 7 rows."""
+    c, rows = small[0].config, 2 * 5 * 4 * 4 * 7
+    weights = sum(p.numel() for p in small[0].parameters())
+    assert walltime.step_bytes(small[0], 7) == 8 * (weights + rows)
+    untied = LlamaForCausalLM(LlamaConfig(**SMALL | {"tie_word_embeddings": False})).double()
+    assert walltime.step_bytes(untied, 7) == 8 * (weights + rows + c.hidden_size)
+
 def test_the_check_refuses_another_function(small):
     model, big = small[0], grown(small, "all")[0]
     growth.check(model, big, PROMPT)
