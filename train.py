@@ -54,7 +54,7 @@ from data import prepare, read
 from data.read import UserError
 from runtime import families, load
 from training import drafters, flags, jobs
-from training.features import Features
+from training.features import Features, folder_in
 from training.frozen import frozen_forward, read_by
 from training.jobs import place, say
 from training.muon import optimizers
@@ -251,9 +251,14 @@ def load_target(a):
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     if a.shard_target and dist.is_initialized():
         from training import shard
+        name = load.place_of(a.target)
         more = {"revision": a.revision, "trust_remote_code": a.trust_remote_code}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(a.target, **more)
-        target = shard.spread(a.target, dtype, a.device, a.revision, a.trust_remote_code)
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
+            target = shard.spread(name, dtype, a.device, a.revision, a.trust_remote_code)
+        except (OSError, ValueError) as why:
+            reason = read.first_line(why)
+            raise UserError(f"the target {name} cannot be loaded ({reason}): {load.GIVE}") from None
         return target, tokenizer
     target, tokenizer = load.load_target(a.target, dtype, a.device, revision=a.revision,
                                          trust=a.trust_remote_code)
@@ -262,8 +267,7 @@ def load_target(a):
 
 def check_length(a, target):
     """Refuse a --length that the target has no positions for."""
-    c = target.config.get_text_config()
-    context = getattr(c, "max_position_embeddings", None) or a.length
+    context = families.context_of(target, target.config.get_text_config())
     if a.length > context:
         raise UserError(f"--length {a.length} is more than the target's context of {context}")
 
@@ -274,7 +278,7 @@ def prepared_folder(a, tokenizer, vocab):
         folder = Path(a.data[0])
         meta = prepare.meta_of(folder)
         known = meta["vocabulary"], meta["template"]
-        if known != (prepare.fingerprint(tokenizer), template):
+        if known != (prepare.vocabulary_fingerprint(tokenizer), template):
             raise UserError(f"--data: {folder} was prepared with another tokenizer or --template: "
                             "prepare it again")
         prepare.check_largest(meta.get("largest", 0), folder, vocab)
@@ -336,7 +340,7 @@ def forward_for(models, target, tokenizer, mine, data, a):
             kept["hidden"] = {*reads["hidden"], c.num_hidden_layers}
         key = json.dumps([a.data, mine, a.length, sorted(kept["hidden"]), sorted(kept["kv"])])
         features = Features(partial(frozen_forward, target, **kept), head,
-                            Path(a.work) / "features", len(data.tokens), key, c.vocab_size)
+                            folder_in(a.work), len(data.tokens), key, c.vocab_size)
     return partial(frozen_forward, target, **reads, head=head), features
 
 def how_made(a, metrics, **more):

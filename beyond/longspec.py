@@ -66,7 +66,7 @@ class Config(glide.Config):
         c = model.config.get_text_config()
         config = super().for_target(model, layer=layer, head_size=more.get("target_head_size"))
         config.heads = c.num_attention_heads
-        config.feed_forward = c.intermediate_size
+        config.feed_forward = getattr(c, "intermediate_size", None) or config.feed_forward
         for name, value in more.items():
             setattr(config, name, value)
         return config

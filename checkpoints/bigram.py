@@ -56,7 +56,7 @@ def load_tokenizer(name):
     try:
         return transformers.AutoTokenizer.from_pretrained(name)
     except Exception as why:
-        reason = f"{type(why).__name__}: {(str(why).splitlines() or [''])[0][:150]}"
+        reason = f"{type(why).__name__}: {read.first_line(why)}"
         raise UserError(f"--tokenizer: {name} cannot be loaded ({reason}): {give}") from None
 
 

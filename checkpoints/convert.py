@@ -32,6 +32,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
+from data import early  # noqa: E402
+
+if __name__ == "__main__":
+    early.stops("convert.py")
+
 import torch  # noqa: E402
 from huggingface_hub import snapshot_download  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
@@ -430,6 +435,7 @@ def save(out, state, about):
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""
+    early.raises()
     try:
         run(argv)
     except (UserError, read.UserError, OSError) as why:

@@ -268,9 +268,10 @@ def write_continuations(a):
     train.check_length(a, target)
     batches = written.batches_of(written.given_parts(a, tokenizer), a.batch, a.seed)
     mine = load.fingerprint(target, tokenizer)
+    if a.dtype == "auto":
+        a.dtype = str(target.dtype).removeprefix("torch.")
     decides = json.dumps([mine, batches, a.length, a.seed, a.temperature, a.dtype])
-    if a.dtype == "bfloat16":
-        target.to(torch.bfloat16)
+    target.to(getattr(torch, a.dtype))
     run = hashlib.sha256(decides.encode()).hexdigest()[:12]
     out.parent.mkdir(parents=True, exist_ok=True)
     if a.overwrite and not a.resume:
@@ -304,11 +305,11 @@ def write_continuations(a):
 
 
 # ---------------------------------------------------------------- command line
-def add_flags(p, *names):
-    """--data, and those of training's flags that are named."""
+def add_flags(p, names, **meanings):
+    """--data, and those of training's flags that are named.  meanings: where they are others."""
     p.add_argument("--data", nargs="+", required=True,
                    help="files or folders of text, chats or token ids")
-    flags.add_flags(p, names)
+    flags.add_flags(p, names.split(), meanings)
 
 
 def parser():
@@ -328,8 +329,11 @@ def parser():
                    help="folder; the first part's is OUT-first")
 
     c = command("target", "the tokenizer and a small Llama, from scratch")
-    add_flags(c, *"work out init resume overwrite steps batch length lr optimizer dtype seed every "
-              "device layers width".split())
+    add_flags(c, "work out init resume overwrite steps batch length lr optimizer dtype seed every "
+              "device layers width", init="folder of a target to start from",
+              overwrite="replace an unfinished run in --work, and the target in --out",
+              steps="of the whole training", dtype="autocast of the target; auto: the faster one",
+              width="hidden size", layers="of the Llama", lr="peak learning rate")
     c.add_argument("--repeat", type=float, default=0.0,
                    help="of the first part's windows, pieces over and over")
     c.add_argument("--first", nargs="+", default=[],
@@ -342,13 +346,16 @@ def parser():
                    out=str(ROOT / "work" / "stand-in"), work=str(ROOT / "work" / "making"))
 
     c = command("continuations", "what a target writes itself, for a second stage of training")
-    add_flags(c, *"target revision trust-remote-code template out resume overwrite steps batch "
-              "length seed device".split())
+    add_flags(c, "target revision trust-remote-code template out resume overwrite steps batch "
+              "length seed device", out="file to write, JSON lines",
+              resume="go on with an interrupted --out", overwrite="replace --out",
+              steps="batches, at most", batch="prompts that are continued together",
+              length="tokens of a prompt and its continuation", seed="of order and sampling")
     c.add_argument("--temperature", type=float, default=0.0,
                    help="0: greedy; otherwise sampled, by --seed")
-    c.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32",
-                   help="bfloat16: its text is nearly the same, and written some times as fast on "
-                        "many CPUs")
+    c.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+                   help="of the target; auto: float32 on a CPU, as stored on a GPU; bfloat16: its "
+                        "text is nearly the same, and written some times as fast on many CPUs")
     c.set_defaults(out=str(ROOT / "work" / "continuations.jsonl"), steps=100, batch=64)
 
     c = command("bigram", "Max-Gram's bigram, and how often its matches are right")
@@ -359,7 +366,7 @@ def parser():
     c.add_argument("--out", required=True, metavar="FILE", help="JSON file to write")
 
     c = command("agreement", "how far Max-Gram's tokens can be trusted in a mixture with a drafter")
-    add_flags(c, *"target revision trust-remote-code template length device".split())
+    add_flags(c, "target revision trust-remote-code template length device")
     c.add_argument("--checkpoint", default=str(load.CHECKPOINTS),
                    help="folder of drafters and bigram.json")
     c.add_argument("--drafter", nargs="+", default=["edd"],

@@ -42,13 +42,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
+from data import early  # noqa: E402
+
+if __name__ == "__main__":
+    early.stops("smollm2.py")
+
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from data import read  # noqa: E402
+from data import prepare, read  # noqa: E402
 from runtime import load  # noqa: E402
 from verify import UserError  # noqa: E402
 
@@ -62,7 +67,7 @@ CONTEXT = 8192                                     # tokens; the file does not t
 EPS = 1e-5                                         # of its norms; rounded to float32 in the file
 CHUNK = 1 << 20                                    # bytes that are read at once
 OPENING = 200                                      # characters of a story that are given
-TRY_IT = "python bench.py --target smollm2 --drafter maxgram --tree chain"
+TRY_IT = "python bench.py --target {} --drafter maxgram --tree chain"
 
 # ---------------------------------------------------------------- the package
 def sha256(path):
@@ -162,8 +167,9 @@ def save(out, model, tokenizer, about):
 def get_model(a):
     """`smollm2.py`: the checkpoint."""
     out = Path(a.out or load.SMOLLM2)
+    try_it = TRY_IT.format(a.out or "smollm2")
     if out.exists():
-        print(f"{out} is there already: {TRY_IT}")
+        print(f"{out} is there already: {try_it}")
         return
     about = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
     downloads = out.with_name(out.name + "-download")
@@ -175,7 +181,7 @@ def get_model(a):
         about["source"] = HUB
     save(out, model, tokenizer, about)
     shutil.rmtree(downloads, ignore_errors=True)
-    print(f"saved {out} from {about['source']}: {TRY_IT}")
+    print(f"saved {out} from {about['source']}: {try_it}")
 
 # ---------------------------------------------------------------- the most frequent words
 def write_words(a):
@@ -185,10 +191,11 @@ def write_words(a):
     model, tokenizer = load.load_target(a.target, "auto", "cpu")
     template = read.template_of(None, tokenizer)
     counts = np.zeros(model.config.get_text_config().vocab_size, int)          # (V,)
-    for _, row, document in tqdm(read.documents(a.data), "documents", disable=None):
+    for place, row, document in tqdm(read.documents(a.data), "documents", disable=None):
         if row.get("held_out"):
             continue
         for ids in next(read.encode_all([document], tokenizer, template)):
+            prepare.check_ids(ids, place, len(counts))
             answers = ids[ids >= 0]                        # prompts come as complements
             np.add.at(counts, answers, 1)
     total = int(counts.sum())
@@ -215,9 +222,11 @@ def turns_of(row, name):
     """What a user says, turn by turn: of a chat, of a question, or of a story that has begun."""
     if isinstance(row, str):
         row = {"text": row}
+    if not isinstance(row, dict):
+        row = {}
     if "turns" in row:
         return row["turns"]
-    if "text" in row:
+    if isinstance(row.get("text"), str):
         opening = row["text"][:OPENING].rsplit(" ", 1)[0]
         return [f"Continue this story.\n\n{opening}"]
     text = read.question_text(row)
@@ -232,8 +241,10 @@ def write_prompts(a):
     lines = []
     for path in map(Path, a.data):
         rows = read.prompt_rows([path])
-        if any("held_out" in row for _, row, _ in rows):
-            rows = [each for each in rows if bool(each[1].get("held_out")) == a.held_out]
+        split = {name: row["held_out"] for _, row, name in rows
+                 if isinstance(row, dict) and "held_out" in row}
+        if split:
+            rows = [each for each in rows if bool(split.get(each[2])) == a.held_out]
         asked = 0
         for _, row, name in rows:
             if asked >= a.most:
@@ -260,11 +271,14 @@ def run(argv):
          help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
     a.command = " ".join(["python checkpoints/smollm2.py", *argv])
+    if a.most < 1:
+        raise UserError(f"--most is {a.most}: it must be above 0")
     made = {"model": get_model, "words": write_words, "prompts": write_prompts}
     made[a.made](a)
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""
+    early.raises()
     try:
         run(argv)
     except (UserError, read.UserError, OSError) as why:

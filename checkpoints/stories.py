@@ -16,14 +16,28 @@ from data.corpus import ASCII, BRIEF, EOS, FORMS, PROBLEM, RETELL, retellings, s
 from data.read import UserError
 
 
+def texts_of(path):
+    """Yield the texts of a file: of its rows, or of a text file what stands between EOS."""
+    begun = ""                                             # a text that goes on in the next piece
+    for number, row in enumerate(read.read_rows(path), 1):
+        text = row.get("text", "") if isinstance(row, dict) else row
+        if not isinstance(text, str):
+            raise UserError(f"row {number} of {path} is no story: give text, or rows "
+                            "with a \"text\"")
+        *whole, begun = (begun + text).split(EOS)
+        yield from whole
+        if getattr(row, "last", True):
+            yield begun
+            begun = ""
+
+
 def read_stories(paths):
-    """Stories of rows, or of text with EOS between them -> (those kept, how many were read)."""
+    """Stories of files -> (those kept, how many were read)."""
     kept, total = {}, 0
     for path in paths:
-        for row in read.read_rows(path):
-            for text in row.split(EOS) if isinstance(row, str) else [row.get("text") or ""]:
-                total += 1
-                kept[story_text(text)] = None              # a story that comes twice is kept once
+        for text in texts_of(path):
+            total += 1
+            kept[story_text(text)] = None                  # a story that comes twice is kept once
     kept.pop(None, None)
     return list(kept), total
 

@@ -2,7 +2,7 @@
 
     T=lmsys/vicuna-7b-v1.5
     python data/prepare.py sharegpt.json --tokenizer $T --template vicuna --out data/sharegpt
-    python train.py glide --target $T --data data/sharegpt
+    python train.py glide --target $T --template vicuna --data data/sharegpt
 
     train.bin, val.bin    int32: the tokens of all documents; ~id is read, not learned from
     train.npy, val.npy    int64 (documents, 3): start, length, kind of text
@@ -130,15 +130,15 @@ def largest_of(ids):
     return int(np.where(ids < 0, ~ids, ids).max())
 
 
-def fingerprint(tokenizer):
-    """16 hex digits of a hash of all tokens and their ids."""
+def vocabulary_fingerprint(tokenizer):
+    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and ids."""
     tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
     return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
 
 def key_of(paths, tokenizer, template):
     """A hash of the files' content, the tokenizer and the template."""
-    content = hashlib.sha256(f"{fingerprint(tokenizer)} {template}".encode())
+    content = hashlib.sha256(f"{vocabulary_fingerprint(tokenizer)} {template}".encode())
     for path in read.files_of(paths, "--data"):
         content.update(f"{path.name} ".encode())
         if not path.exists():                            # a data set of the hub
@@ -168,7 +168,7 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
     if is_prepared([folder]) and meta_of(folder)["key"] == key:
         return folder
     if holds_something_else(folder):
-        raise UserError(f"{folder} holds something else than prepared data: give another --out")
+        raise UserError(f"{folder} holds something else than prepared data: name another folder")
     # Made beside it, and moved there when all is done: a killed preparation leaves nothing half.
     part = Path(f"{folder}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -184,7 +184,7 @@ def prepare(paths, tokenizer, folder, template=None, vocab=None):
         raise UserError("--data has no text, or none that the chat template takes: give files or "
                         "folders that do")
     meta["largest"] = max(split.largest for split in splits.values())
-    meta |= {"key": key, "vocabulary": fingerprint(tokenizer), "template": template}
+    meta |= {"key": key, "vocabulary": vocabulary_fingerprint(tokenizer), "template": template}
     (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(part, folder)
@@ -323,7 +323,7 @@ def run(argv):
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(a.tokenizer)
     except Exception as why:
-        reason = (str(why).splitlines() or [""])[0][:150]
+        reason = read.first_line(why)
         raise UserError(f"--tokenizer: {a.tokenizer} cannot be loaded ({reason})") from None
     folder = prepare(a.files, tokenizer, a.out, read.template_of(a.template, tokenizer))
     meta = meta_of(folder)

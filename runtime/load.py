@@ -29,13 +29,14 @@ from beyond import graft
 from beyond.running import Running
 from beyond.words import frequent_words, shorten
 from data import read
+from data.prepare import vocabulary_fingerprint
 from runtime import families, grams, graphs, linear, parts
 from runtime.calls import read_call
-from runtime.fingerprints import (
-    fingerprint, relation, same_target, vocabulary_fingerprint)  # noqa: F401
+from runtime.fingerprints import fingerprint, relation, same_target  # noqa: F401
 from runtime.stage import Stage
 from verify import UserError
 
+GIVE = "give a complete folder or a hub name of a causal language model"
 BEYOND = ("gemma4", "eagle3")                     # files of beyond/, each loads one drafter
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -109,6 +110,20 @@ def only_special_tokens(model):
     special = {name: getattr(model.generation_config, name) for name in names}
     model.generation_config = transformers.GenerationConfig(**special)
 
+def place_of(name, role="the target"):
+    """A folder or a hub name as it is; "smollm2": the folder that checkpoints/smollm2.py made."""
+    if Path(name).exists():
+        return name
+    if str(name) == "smollm2":
+        if not SMOLLM2.exists():
+            raise UserError(f"{role} smollm2 is not here yet: run "
+                            "`python checkpoints/smollm2.py` once")
+        return SMOLLM2
+    # A hub name is OWNER/NAME.
+    if str(name).count("/") != 1 or Path(name).is_absolute():
+        raise UserError(f"{role} {name} does not exist: {GIVE}")
+    return name
+
 def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
                 trust=False):
     """(model, tokenizer) as transformers loads them.  UserError where it cannot.
@@ -119,16 +134,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    give = "give a complete folder or a hub name of a causal language model"
-    if str(name) == "smollm2" and not Path(name).exists():
-        if not SMOLLM2.exists():
-            raise UserError(f"{role} smollm2 is not here yet: run "
-                            "`python checkpoints/smollm2.py` once")
-        name = SMOLLM2
-    # A hub name is OWNER/NAME.
-    hub = str(name).count("/") == 1 and not Path(name).is_absolute()
-    if not Path(name).exists() and not hub:
-        raise UserError(f"{role} {name} does not exist: {give}")
+    name, give = place_of(name, role), GIVE
     if device == "auto" and not transformers.utils.is_accelerate_available():
         raise UserError("--device auto needs accelerate: pip install accelerate")
     local = not Path(name).exists() and on_hub(name, revision, role)

@@ -70,6 +70,11 @@ CASES = [
     ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/nothing --out T/b.json", "--tokenizer"),
     ("make.py", "bigram --corpus T/good.jsonl --tokenizer T/model --out T/nothing", "is a folder"),
     ("make.py", f"agreement {TARGET} --data T/good.jsonl --checkpoint T/no", "bigram.json"),
+    ("make.py", "corpus --stories T/number.jsonl --out T/o", "row 1 of T/number.jsonl is no story"),
+    # smollm2.py
+    ("smollm2.py", "words --target T/model --data T/ids-large.jsonl --out T/o", "holds token id 300"),
+    *(("smollm2.py", f"prompts --data T/{data} --out T/o", words) for data, words in (
+        ("number.jsonl", "row 1 of T/number.jsonl asks nothing"), ("unknown.jsonl", "asks nothing"), ("good.jsonl --most 0", "--most is 0"))),
 ]
 
 def make_files(folder, model, text):
@@ -79,7 +84,7 @@ def make_files(folder, model, text):
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]
     late = [{"role": "user", "content": text * 3}, {"role": "assistant", "content": text}]
     files = {"good": good, "late": [{"messages": late}] * 9, "chats": [{"messages": chat}] * 3, "ids": [{"ids": [1, 2]}],
-             "unknown": [{"body": "x"}], "held": [{"text": "a", "held_out": "no"}]}
+             "unknown": [{"body": "x"}], "number": [5], "held": [{"text": "a", "held_out": "no"}]}
     files |= {f"times-{name}": [{"text": "a", "times": times}] for name, times in (("text", "3"), ("less", -1))}
     wrong = {"float": [1.5, 2], "nested": [[1], [2]], "less": [3, -1], "large": [1, 300]}
     files |= {f"ids-{name}": [{"ids": ids}] for name, ids in wrong.items()}

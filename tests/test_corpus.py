@@ -4,7 +4,8 @@ import json
 import pytest
 
 from checkpoints import make
-from data import corpus, read
+from checkpoints import stories as stories_of
+from data import corpus, files, read
 
 def dump(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -42,6 +43,13 @@ def test_the_corpus_on_disk(made_up, tmp_path):
         for row in retell:
             story, wish, answer = row["text"].split("\n\n")
             assert "\n" not in wish and answer != story
+
+def test_stories_of_a_text_file_are_whole(tmp_path, monkeypatch):
+    """Wherever it is read in pieces, TinyStories' own file gives what rows give."""
+    stories = [CHILD.format("Tim", "Tim", "Tim", i) for i in range(9)]
+    (tmp_path / "stories.txt").write_text(f"\n{corpus.EOS}\n".join(stories) + "\n")
+    monkeypatch.setattr(files, "PIECE", 700)
+    assert stories_of.read_stories([tmp_path / "stories.txt"]) == (stories, 9)
 
 class First:
     """Draws that are always the first."""

@@ -173,6 +173,16 @@ def test_the_readme_is_short_and_names_both_commands():
     assert f"{install} && python -m pytest\n" in README
     assert {f"{name}.py" for name in TOP} <= {*LINKS}
 
+def test_commands_name_programs():
+    """`python FILE` and `python -m MODULE`, in any text: a file that is there, and does something."""
+    wrong = []
+    for name in [*files(".", *FOLDERS[:-1]), "README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
+        for script, module in re.findall(r"\bpython (?:([a-z_\d/]+)\.py|-m ((?:%s)\.\w+))" % "|".join(FOLDERS), source(name)):
+            path = ROOT / f"{script or module.replace('.', '/')}.py"
+            if not path.exists() or "__main__" not in source(path):
+                wrong.append((name, script or module))
+    assert not wrong
+
 def slug(heading):
     """GitHub's anchor of a heading."""
     return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT, SIZES, plain, tiny
 from test_corpus import dump
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, Phi3Config, Phi3ForCausalLM
 
 import cape
 import glide
 import train
 import verify
-from checkpoints import make
+from checkpoints import make, smollm2
 from data import prepare
 from runtime import load, parts
 from training import continuations, drafters, frozen, jobs, muon, walk
@@ -219,15 +219,16 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
 def test_muon_takes_matrices_that_share_a_weight_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; embedding, head and norms learn by AdamW."""
     module = drafters.fresh("glide", llama, arguments())
-    adamw, by_muon = muon.optimizers(module, "muon")
+    adamw, by_muon = muon.optimizers(torch.nn.ModuleDict({"a-head": module}), "muon")
     rest, held = {id(p) for p in adamw.param_groups[0]["params"]}, {id(w): n for w, n in by_muon.weights}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest and len(rest) + len(held) == len(list(module.parameters()))
     assert [len(held[id(getattr(module.layers[0], name).weight)]) for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
     torch.manual_seed(0)
     phi = Phi3ForCausalLM(Phi3Config(**SIZES, num_key_value_heads=2))                    # heads of 8, of k and v half as many
-    sizes = {tuple(rows) for w, rows in muon.optimizers(drafters.fresh("edd", phi, arguments()), "muon")[1].weights}
+    fresh = torch.nn.ModuleDict({"edd": drafters.fresh("edd", phi, arguments())})
+    sizes = {tuple(rows) for w, rows in muon.optimizers(fresh, "muon")[1].weights}
     assert {(32, 16, 16), (48, 48), (32,)} <= sizes
-    assert [len(o.param_groups[0]["params"]) for o in muon.optimizers(module, "adamw")] == [len(list(module.parameters()))]
+    assert [len(o.param_groups[0]["params"]) for o in muon.optimizers(torch.nn.ModuleDict({"glide": module}), "adamw")] == [len(list(module.parameters()))]
     fused, alone, how = torch.nn.Parameter(torch.randn(12, 6)), torch.nn.Parameter(torch.randn(4, 6)), dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
     parts = [torch.nn.Parameter(part.clone()) for part in (*fused.detach().chunk(3), alone.detach())]
     ours, theirs = muon.Muon([(fused, [4, 4, 4]), (alone, [4])], **how), torch.optim.Muon(parts, **how)
@@ -470,6 +471,18 @@ def test_greedy_temperature_is_found_again(monkeypatch):
     assert walk.greedy_temperature(sample.logits, choice[sample.choice].tolist()) == pytest.approx(found, rel=0.2)
 
 # ---------------------------------------------------------------- mistakes, and what the documentation says
+def test_targets_of_other_makes(tmp_path, monkeypatch):
+    """Configs without Llama's names: a context of BLOOM's, no RoPE in GPT-2.  A target to be spread that is not there."""
+    sizes = dict(n_layer=1, n_head=2, vocab_size=20)
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(**sizes, hidden_size=8))
+    assert drafters.fresh("small", bloom, arguments()).lm.config.max_position_embeddings == 2048
+    with pytest.raises(ValueError, match="RoPE"):
+        drafters.fresh("longspec", AutoModelForCausalLM.from_config(GPT2Config(**sizes, n_embd=8)), arguments())
+    monkeypatch.setattr(train.dist, "is_initialized", lambda: True)
+    for name, words in (("nowhere", "does not exist"), (str(tmp_path), "cannot be loaded")):
+        with pytest.raises((train.UserError, verify.UserError), match=words):
+            train.load_target(arguments(target=name, shard_target=True, revision=None, trust_remote_code=False))
+
 @pytest.fixture(scope="module")
 def mistaken(small, tmp_path_factory):
     folder = tmp_path_factory.mktemp("mistakes")
@@ -488,7 +501,7 @@ def mistaken(small, tmp_path_factory):
 def test_mistakes_are_one_sentence(number, mistaken, monkeypatch, capsys):
     """Status 2, and every file is as it was."""
     program, arguments, words = cases_training.CASES[number]
-    main = {"train.py": train.main, "make.py": make.main, "prepare.py": prepare.main}[program]
+    main = {"train.py": train, "make.py": make, "prepare.py": prepare, "smollm2.py": smollm2}[program].main
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def here(text):

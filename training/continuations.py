@@ -17,6 +17,7 @@ import torch
 from data import prepare, read
 from data.corpus import SOURCES, sentence_ends
 from data.read import UserError
+from runtime import families
 
 
 # ---------------------------------------------------------------- the target's own text
@@ -39,7 +40,7 @@ def continuations(target, prompts, ends, temperature=0.0):
     at most the target's context.  temperature 0: greedy; else sampled, by torch's own generator.
     """
     texts = [list(ids) for ids in prompts]
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None) or max(ends)
+    context = families.context_of(target, target.config.get_text_config())
     eos = target.generation_config.eos_token_id
     eos = [eos] if isinstance(eos, int) else eos or []
     how = {"do_sample": False}

@@ -27,7 +27,7 @@ import edd
 import glide
 from beyond import eagle, longspec, medusa, shared
 from data.read import UserError, write_atomically
-from runtime import load, parts
+from runtime import families, load, parts
 from training import flags
 from verify import Target
 
@@ -75,7 +75,8 @@ def fresh(name, target, a):
     torch.manual_seed(a.seed)                            # each as if it were alone
     if file is None:
         layers, width = settings
-        lm = llama(c.vocab_size, layers, width, c.max_position_embeddings, c.eos_token_id)
+        context = families.context_of(target, c)
+        lm = llama(c.vocab_size, layers, width, context, c.eos_token_id)
         return SmallLM(lm.to(a.device), a.loss)
     if file in (edd, shared, eagle, medusa):
         settings = {"hidden": a.hidden, "loss": a.loss, **settings}

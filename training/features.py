@@ -60,6 +60,12 @@ def first_of_machine():
     return int(os.environ.get("LOCAL_RANK", 0)) == 0
 
 
+def folder_in(work):
+    """The folder in --work that is this machine's own: several may see --work."""
+    machine = int(os.environ.get("GROUP_RANK", 0))       # torchrun's number of the node
+    return Path(work) / (f"features-{machine}" if machine else "features")
+
+
 class Features:
     """frozen_forward of pieces that may have been seen before.
 

@@ -56,8 +56,8 @@ ARCHITECTURE = {flag: flag for flag in "loss width layers norm block hidden".spl
 ARCHITECTURE["layer"] = "layers_read"
 
 
-def add_flags(parser, names):
-    """The flags of FLAGS that have these names."""
+def add_flags(parser, names, meanings=None):
+    """The flags of FLAGS that have these names.  meanings {name: text}: what they mean here."""
     for name, kind, default, meaning in FLAGS:
         if name not in names:
             continue
@@ -66,6 +66,7 @@ def add_flags(parser, names):
             takes = {"action": "store_true"}
         elif isinstance(kind, tuple):
             takes = {"choices": kind}
+        meaning = (meanings or {}).get(name, meaning)
         parser.add_argument(f"--{name}", **takes, default=default, help=meaning)
 
 

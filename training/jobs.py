@@ -231,8 +231,8 @@ class State:
         if changed:
             command = self.found["command"]
             raise UserError(f"--resume: the run in {a.work}, `{command}`, had another "
-                            f"{', '.join(changed)} than `{a.command}`: only --lr, --every and "
-                            "--micro may change")
+                            f"{', '.join(changed)} than `{a.command}`: only --lr, --every, "
+                            "--micro, --device, --shard-target and --out may change")
         kept = self.found["learners"]
         try:
             together.load_state_dict(self.found["models"])

@@ -45,14 +45,18 @@ class Muon(torch.optim.Muon):
             weight.grad = None
 
 
-def optimizers(module, kind):
-    """AdamW with GLIDE's betas; kind "muon": hidden matrices by Muon, the rest by AdamW."""
-    owners = dict(module.named_modules())
+def optimizers(models, kind):
+    """AdamW with GLIDE's betas; kind "muon": hidden matrices by Muon, the rest by AdamW.
+
+    models: a ModuleDict of drafters by their names.
+    """
+    owners = dict(models.named_modules())
     hidden, rest = [], []
-    for name, weight in module.named_parameters():
+    for name, weight in models.named_parameters():
         layer, _, _ = name.rpartition(".")
         owner, _, layer = layer.rpartition(".")
-        is_hidden = weight.ndim == 2 and "embed" not in name and "head" not in name
+        _, _, place = name.partition(".")                # in its drafter, which may have any name
+        is_hidden = weight.ndim == 2 and "embed" not in place and "head" not in place
         if kind == "muon" and is_hidden:
             sizes = matrices_in(layer, weight, owners[owner])
             hidden.append((weight, sizes))

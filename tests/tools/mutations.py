@@ -45,12 +45,9 @@ EDITS["glide"] = [
     ("blocks counted from 0 in decoding", "(position - self.last_root) % c.block", "position % c.block"),
     ("nodes glimpse one key too few", "k, v = kv[self.target_layer]", "k, v = [x[:, :, :-1] if mask is None else x for x in kv[self.target_layer]]"),
     ("the target's first layers for its last", "tuple(range(top - layers + 1, top + 1))", "tuple(range(layers))"),
-    ("gradients pass through the target's type", "        k = k.to(q.dtype)\n        v = v.to(q.dtype)\n", "        q = q.to(k.dtype)\n"),
     ("queries of the glimpse have no RoPE", "q = self.query_rope(q, *rope)", "q = q + 0", "convert::test_drafts_are_those_of_the_published_forward"),
     ("the other half is negative", "torch.cat((-b, a), -1)", "torch.cat((b, -a), -1)"),
     ("the loss predicts its own input", 'batch["ids"].roll(-1, 1)', 'batch["ids"]'),
-    ("KL reversed", "p_target = labels.float().softmax(-1)", "p_target, log_p_draft = log_p_draft.exp(), labels.float().log_softmax(-1)"),
-    ("entries are lost when the store grows", "self.store = F.pad(self.store, (0, 0, 0, more))", "self.store = F.pad(0 * self.store, (0, 0, 0, more))"),
     ("a node does not see its ancestors", "self.visible.append(ancestors + others + [True])", "self.visible.append([False] * len(self.visible) + [True])", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
     ("accepted entries are not moved", "self.store[..., self.t:self.context, :] = kept", "pass", "edd::test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone"),
 ]
@@ -60,22 +57,18 @@ EDITS["cape"] = [
     ('bins closed on the left', 'torch.bucketize(p, edges)', 'torch.bucketize(p, edges, right=True)'),
     ('one extra too many', 'outside = rank >= K_i[:, None]', 'outside = rank > K_i[:, None]'),
     ('the cap looks at the parent alone', 'ancestors = before.cumprod(0)', 'ancestors = before'),
-    ('draws by the race reversed', 'return (probs / race).argmax(-1)', 'return (probs * race).argmax(-1)'),
     ('beam search forgets the score so far', 'score = score + p.log()', 'score = p.log() + 0 * score'),
     ('deeper than what remains', 'return min(gamma, remaining)', 'return gamma', "pct"),
 ]
 
 # ---------------------------------------------------------------- EDD and its baselines
 EDITS["edd"] = [
-    ("block mask: >= for >", "hidden = j[:, None] > j[None, :]", "hidden = j[:, None] >= j[None, :]"),
     ("tokens of other blocks are seen", "tokens = j[:, None] == j[None, :]", "tokens = j[:, None] >= j[None, :]"),
     ("KL reversed", "F.kl_div(log_p_draft, p_target, reduction", "F.kl_div((p_target + 1e-9).log(), log_p_draft.exp(), reduction"),
     ("the soft prompt comes last", "return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)", "return torch.cat((k, self.k), 2), torch.cat((v, self.v), 2)"),
     ("the soft prompt's keys do not rotate", "k = k * cos[:, None] + rotate_half(k) * sin[:, None]", "k = k + 0"),
-    ("the soft prompt is not normed", "x = self.layer.input_layernorm(x)", "x = x + 0"),
     ("the last block length is never drawn", "integers(low, high + 1)", "integers(low, high)"),
     ("a node's position counts from one", "position = self.t + sees.sum(1) - 1", "position = self.t + sees.sum(1)"),
-    ("a node sees all nodes", "sees[rows, columns] = True", "sees[:] = True"),
     ("nodes of the last round stay", "        self.length = view.length\n        self.paths = []\n", "        self.length = view.length\n"),
 ]
 EDITS["beyond/eagle"] = [
@@ -85,29 +78,22 @@ EDITS["beyond/eagle"] = [
 ]
 EDITS["beyond/medusa"] = [
     ("labels are shifted by one less", "roll(-2 - k, 1)", "roll(-1 - k, 1)", "edd"),
-    ("the loss mask is not shifted", '(0, 1 + k))[:, 1 + k:]', '(0, 1 + k))[:, :-1 - k]', "edd"),
 ]
 
 # ---------------------------------------------------------------- PCT and its baselines
 EDITS["pct"] = [
     ('a node on the threshold is not expanded', 'if candidates.p[j] >= cost]', 'if candidates.p[j] > cost]'),
-    ('a leaf on the threshold is removed', 'if candidates.p[j] >= leaf]', 'if candidates.p[j] > leaf]'),
     ("pct expands by the node's own confidence", 'if candidates.p[j] >= cost]', 'if candidates.c[j] >= cost]'),
-    ('own_confidence expands by the product', 'if candidates.c[j] >= own]', 'if candidates.p[j] >= own]'),
     ("joint confidence is the node's own", 'self.p.append(self.p[node] * c_j)', 'self.p.append(c_j)'),
     ('parents are numbered as they were drafted', 'self.expand_index[node] = first_index + i', 'self.expand_index[node] = node'),
-    ('deeper than what remains', 'remaining = getattr(expand, "remaining", depth)', 'remaining = depth'),
 ]
 
 # ---------------------------------------------------------------- beyond the papers: prices, and a tree of two drafters
 EDITS["beyond/priced"] = [
-    ('the rate counts nodes that are not worth it', 'worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]', 'worth = candidates.p[1:]'),
     ('a forward must gain what it takes of plain steps', 'worth = gain >= time * before.E / before.T', 'worth = gain >= time'),
     ('expands what its children cannot pay', 'if s * p[j] >= price]', 'if p[j] >= price]'),
 ]
 EDITS["beyond/graft"] = [
-    ('the chain is deeper than what remains', 'best, min(most, deepest), least, LEAST)', 'best, most, least, LEAST)', 'priced'),
-    ('always drafts', 'if not worth_drafting(expand, before):', 'if False:', 'priced'),
     ('what was missed is forgotten', 'self.drafter.begin(merged(self.views))', 'self.drafter.begin(self.views[-1])'),
     ('the chain hangs from the first of the frontier', 'index_of_best = first_index + len(nodes) - 1', 'index_of_best = first_index', 'priced'),
     ('the parent is forgotten', 'above = self.gram.here() if parent < 0 else self.places[parent]', 'above = self.gram.here()'),
@@ -116,16 +102,13 @@ EDITS["beyond/graft"] = [
 
 # ---------------------------------------------------------------- Cascade
 EDITS["cascade"] = [
-    ('paper: k is cumulative', 'counts = [after - before for before, after in zip([0, *sums], sums)]', 'counts = sums'),
     ("an inner limit of the output's", 'cur_limit = min(limit - 1, cur_target.capacity)', 'cur_limit = min(limit, cur_target.capacity)'),
     ('the count restarts, as it is printed', 'cur_prefix = len(gen.tokens)\n', 'cur_prefix = prefix\n'),
     ('Max-Gram does not see the first draft', 'uncommitted = gen.tokens[gen.committed:]', 'uncommitted = gen.tokens[gen.committed + 1:]'),
     ('lenience is ignored, greedy', '(n + 1,)\n    if lenience > 1:\n', '(n + 1,)\n    if False:\n'),
     ('lenience on the wrong side', 'accepted = torch.minimum(p_draft, l * p_reviewer)', 'accepted = torch.minimum(l * p_draft, p_reviewer)'),
-    ('the residual without p_draft', 'residual = (p_reviewer - p_draft).clamp(min=0)', 'residual = p_reviewer.clone()'),
     ('a confidence that does not sum to one', 'row.fill_((1 - p) / (self.vocab - 1))', 'row.fill_((1 - p) / self.vocab)'),
     ("the decoder's cache outlives its encoder", '        self.reset()\n        ids = torch.tensor([ids], device=self.device)', '        ids = torch.tensor([ids], device=self.device)'),
-    ('sum of all k', 'prefix + sum(K[0][:i + 1])', 'prefix + sum(K[0])'),
     ("p_draft is p, not q'", 'p_new = torch.cat((lenient, p_reviewer[-1:]))', 'pass'),
     ('off its path it goes on', 'if chain[:n] != path or n == len(chain):', 'if n >= len(chain):'),
 ]
@@ -135,9 +118,7 @@ EDITS["maxgram"] = [
     ("of equals the generation's match", 'if other_length > length:', 'if other_length >= length:'),
     ('the last place, not the first', 'length, self.link[following], self.first[following])', 'length, self.link[following], len(self.text))'),
     ('the bigram is ignored', 'follower = self.bigram[place.last] if place.last < len(self.bigram) else 0', 'follower = 0'),
-    ('the source is not searched', 'self.in_source = self.source.advance(self.in_source, token)', 'pass'),
     ('confidence of one less', 'self.confidence[min(length, len(self.confidence) - 1)]', 'self.confidence[min(max(0, length - 1), len(self.confidence) - 1)]'),
-    ('Listing 1 takes the last match', 'leftmost = int(matches.int().argmax())', 'leftmost = int(matches.nonzero().max())'),
 ]
 
 # ---------------------------------------------------------------- verification and the loop
@@ -146,18 +127,11 @@ EDITS["verify"] = [
     ("positions by the place in the cache", "position = cached + depth\n", "position = slots\n"),
     ("entries not moved on commit", "if path != list(range(len(path))):", "if False:"),
     ("hidden states of the layer before", "out.hidden_states[index][0]", "out.hidden_states[index - 1][0]"),
-    ("entries are lost when the cache grows", "[F.pad(x, (0, 0, 0, more)) for x in held]", "[F.pad(0 * x, (0, 0, 0, more)) for x in held]",
-     "verify::test_sync_keeps_the_common_prefix random cascade::test_stages_forward_only_what_is_new"),
     ("prefix not rolled back in sync", "while common < longest and self.ids[common] == ids[common]:\n            common += 1", "common = longest"),
     ("of duplicates the last", "child.setdefault((parent, token), node)", "child[parent, token] = node"),
     ("acceptance ratio x 1.0001", "value=torch.inf) < ratio", "value=torch.inf) < 1.0001 * ratio"),
-    ("acceptance ratio reversed", "(p_target / p_draft).gather", "(p_draft / p_target).gather"),
-    ("residual without p_draft", "residual = (p_target - p_draft).clamp(min=0)", "residual = p_target.clamp(min=0)"),
-    ("one acceptance stream for all rounds", 'stream(self.seed, f"accept {first}", logits.device)', 'stream(self.seed, "accept", logits.device)'),
     ("keyed noise without position", "stream(seed, position, device)", "stream(seed, 0, device)"),
     ("warp order: top-p before temperature", "processors.append(warper(value))", "processors.insert(0, warper(value))"),
-    ("the output goes on to the end of the run", "                break\n", "                continue\n"),
-    ("limit off by one", "[ids + [0] * limit]", "[ids + [0] * (limit + 1)]"),
     ("drafted beyond the limit", "remaining = limit - len(out.tokens) - 1", "remaining = limit - len(out.tokens)"),
     ("confidence is not calibrated", "return (logits / temperature).softmax(-1)", "return logits.softmax(-1)"),
     ("the drafter keeps the tree's numbers", "drafter.keep(expand.path(numbers[3 * n:], accepted))", "drafter.keep(path)"),
@@ -165,7 +139,6 @@ EDITS["verify"] = [
 
 # ---------------------------------------------------------------- any family, static shapes
 EDITS["beyond/longspec"] = [
-    ("its own table in the place of the target's", 'register_buffer("own_table", table,', 'register_buffer("own_table", torch.stack(glide.angles(own_size, len(tables[0]))),', "convert::test_drafts_are_those_of_the_published_forward"),
     ("a window one token short", "later <= self.c.window", "later < self.c.window", "convert::test_drafts_are_those_of_the_published_forward"),
 ]
 
@@ -174,52 +147,34 @@ EDITS["runtime/parts"] = [
     ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "glide"),
 ]
 EDITS["runtime/anydraft"] = [
-    ("the embedding's scale is left out", "target.embed = lambda ids: embed(ids) * scale", "target.embed = embed", "edd"),
     ("weights of the target learn", "weights = {name: p.detach() for name, p in self.module.named_parameters()}", "weights = dict(self.module.named_parameters())", "edd"),
 ]
 EDITS["runtime/families"] = [
-    ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)",
-     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
-    ("sliding window by the place in the cache", "key_position = key_position.index_copy(0, slots, position)", "pass",
-     "verify::test_tree_logits_and_commit_equal_each_path_alone"),
-    ("any error passes", "if error < (1e-3 if exact else 0.1):", "if error < 1e9:"),
+    ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
     ("trees for chains", "if not self.verifies_trees and parents is not None and not is_chain(parents):", "if False:"),
     ("a node beyond the turning point turns its tree", "self.capacity = min(own, self.short)", "pass"),
 ]
 EDITS["runtime/graphs"] = [
-    ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool",
-     "padded = torch.ones(size, total, dtype=torch.bool"),
+    ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool", "padded = torch.ones(size, total, dtype=torch.bool"),
     ("a recording replays its own input", "            kept.copy_(x)\n", "            pass\n"),
 ]
 
 # ---------------------------------------------------------------- the benchmark
 EDITS["bench"] = [
-    ("tokens are held against the fastest plain decoding's", "report.losses(run, arm, truth or base, which)",
-     "report.losses(run, arm, base, which)"),
-    ("the first arm is always first", "random.Random(i).sample(fresh, len(fresh))", "fresh"),
-    ("speedup upside down", "self.results[i].speed() / base.results[i].speed()",
-     "base.results[i].speed() / self.results[i].speed()"),
+    ("tokens are held against the fastest plain decoding's", "report.losses(run, arm, truth or base, which)", "report.losses(run, arm, base, which)"),
 ]
 
 # ---------------------------------------------------------------- training
 EDITS["train"] = [
-    ("no warm-up", "    if step < ramp:\n", "    if False:\n", "train::test_a_second_stage_starts_from_the_first"),
-    ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):",
-     "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
-    ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:',
-     'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
-    ("an idle process learns", "learn[:] = False                       # the others", "pass                                   # the others",
-     "parallel"),
+    ("a loss that is not finite goes on", "if not math.isfinite(loss + norm):", "if not math.isfinite(loss):", "train::test_no_update_where_a_loss_or_a_gradient_is_not_finite"),
+    ('Ctrl-C does not save', 'if step % a.every == 0 or stopped:', 'if step % a.every == 0:', 'train::test_resumed_is_bit_for_bit_uninterrupted'),
+    ("an idle process learns", "learn[:] = False                       # the others", "pass                                   # the others", "parallel"),
 ]
 
 # ---------------------------------------------------------------- beside the nine files
 EDITS["data/read"] = [
     ("an answer is learned one character late", "np.searchsorted(ends, len(before),", "np.searchsorted(ends, len(before) + 9,", "data"),
-    ("a killed write leaves half a file", "        write(part)\n        os.replace(part, path)", "        write(path)",
-     "parallel::test_a_full_disk_leaves_the_last_checkpoint"),
-    ("what people and models say is swapped", '{"human": "user", "gpt": "assistant"}', '{"human": "assistant", "gpt": "user"}', "data train corpus"),
-]
-EDITS["runtime/clock"] = [
+    ("a killed write leaves half a file", "        write(part)\n        os.replace(part, path)", "        write(path)", "parallel::test_a_full_disk_leaves_the_last_checkpoint"),
 ]
 EDITS["runtime/report"] = [
     ("a difference is lossless", "if ours != plain:", "if False:", "bench::test_tokens_are_held_against_the_exact_ones"),
@@ -230,13 +185,11 @@ EDITS["runtime/load"] = [
 EDITS["training/jobs"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
-    ("a damaged state is taken", "if damaged or not whole:", "if not whole:", "train"),
 ]
 EDITS["training/continuations"] = [
     ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
 ]
 EDITS["data/prepare"] = [
-    ("the order is the same in each epoch", "default_rng([seed, epoch])", "default_rng([seed, 0])", "data"),
     ("what is only read is learned from", "learn[:, :-1] = found[:, 1:] >= 0", "learn[:, :-1] = True", "data train corpus"),
 ]
 
