@@ -28,7 +28,7 @@ import random
 import sys
 import time
 from collections import Counter
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
@@ -53,7 +53,7 @@ TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "p
          "graft": graft.graft, "eagle2": pct.eagle2}
 PROMPTS = load.CHECKPOINTS / "prompts.jsonl"             # the project's own
 FEW = 9                                                  # rows of them: a minute or less
-UNMEASURED = 4                  # rows after --limit, on which prices and sizes of trees are measured
+UNMEASURED = 4                  # rows, after those of the table, to measure prices and sizes on
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
@@ -129,9 +129,8 @@ def check(a):
         if tree.name == "drawn" and a.temperature == 0:
             raise UserError("--tree drawn samples its tokens: give --temperature above 0, or take "
                             "--tree chain")
-    if a.json:
-        # A file that cannot be written raises an OSError now, not after an hour.
-        open(a.json, "a").close()
+    if a.json and (Path(a.json).is_dir() or not os.access(Path(a.json).absolute().parent, os.W_OK)):
+        raise UserError(f"--json {a.json}: name a file in a folder that can be written to")
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees
@@ -147,9 +146,8 @@ class Run(load.Setup):
     trees               [Call of --tree]
     drafters            {label: drafter}.  stages: {name: language model} of all cascades
     prompts             [(group, token ids, limit of new tokens)]
-    unmeasured          the same, for measuring prices and sizes of trees
-    prices              {label: see measure.prices}, when a tree has asked for them
-    extras              {(label, gamma): mean size of CAPE's sets}, when `fixed` has asked for it
+    prices              {label: measured prices, or None}, once a tree has asked for them
+    extras              {(label, gamma): mean size of CAPE's sets}, once `fixed` has asked for it
     notes               [sentence for the reader]
     """
 
@@ -161,7 +159,8 @@ class Run(load.Setup):
         super().__init__(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
                          a.graphs)
         self.check_target(calls)
-        self.read_prompts()
+        self.limit = a.limit or (None if a.prompts else FEW)
+        self.prompts = self.read_prompts(self.limit)
         self.prices, self.extras = {}, {}
         self.drafters = {call.label: self.load_drafter(call) for call in calls}
 
@@ -176,17 +175,20 @@ class Run(load.Setup):
             raise UserError(f"{self.a.target} has an encoder: it takes --drafter maxgram or "
                             "cascade(...)")
 
-    def read_prompts(self):
-        """Prompts to measure, and some of the rows after them to measure prices on."""
+    def read_prompts(self, limit, skip=0):
+        """Prompts of the flags' files: of `limit` rows after the first `skip`."""
         a = self.a
-        paths = a.prompts or [str(PROMPTS)]
-        limit = a.limit
-        if not a.prompts and not limit:
-            limit = FEW
-        read = partial(text.prompts_of, self, paths, most=a.max_new_tokens, answer=self.answer,
-                       form=a.template, ask=a.ask, system=a.system)
-        self.prompts = read(limit=limit)
-        self.unmeasured = read(limit=UNMEASURED, skip=limit) if limit else []
+        return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
+                               self.answer, a.template, a.ask, a.system, skip)
+
+    @cached_property
+    def unmeasured(self):
+        """Prompts on which prices and sizes are measured: from rows after those of the table."""
+        found = self.read_prompts(UNMEASURED, skip=self.limit) if self.limit else []
+        if not found:
+            self.notes.append("prices and sizes of trees come from prompts of the table, since "
+                              "--limit leaves no others")
+        return found or self.prompts[:UNMEASURED]
 
     def load_drafter(self, call):
         """The drafter that a call names; with a note where it hardly knows this target's text."""
@@ -215,12 +217,12 @@ class Run(load.Setup):
             stop.append(transformers.EosTokenCriteria(self.eos))
         # verify.generate knows no clock: it gets a target and a drafter whose calls are timed.
         clock = measure.Clock(self.cuda)
-        target = measure.Timed(self.target, clock)
-        timed = measure.Timed(drafter, clock) if drafter else None
+        target = clock.around(self.target)
+        timed = clock.around(drafter) if drafter else None
         out = verify.generate(target, timed, build, ids, limit, rule, stop, streamer)
         overlaps = getattr(rule, "overlaps", ())
         stage_runs = getattr(drafter, "runs", ())
-        return Record(out.tokens, out.rounds, clock, overlaps, stage_runs)
+        return measure.Record(out.tokens, out.rounds, clock, overlaps, stage_runs)
 
     def answer(self, ids):
         """The target's answer as text, by plain decoding."""
@@ -231,59 +233,6 @@ class Run(load.Setup):
 def prompt_seed(seed, number):
     """--seed and a prompt's number -> the seed of its noise"""
     return random.Random(f"{seed} {number}").getrandbits(63)
-
-class Record:
-    """What one decoding gave, and what it took.
-
-    tokens       the new token ids
-    rounds       [verify.Round]; none from transformers' own generate()
-    parts        [(what, seconds)] in order: prefill, begin, draft, verify, other
-    stage_runs   forwards of each stage of a cascade
-    total        sums over the rounds: see counts_of, and the seconds of each part.
-                 "draft" is all time in the drafter, and "begin" is its part before the first
-                 forward of a round, for tokens that were just committed.
-    seconds      of the whole decoding, prefill included; measure() sets it
-    """
-    def __init__(self, tokens, rounds=(), clock=None, overlaps=(), stage_runs=()):
-        self.tokens, self.rounds, self.stage_runs = tokens, rounds, list(stage_runs)
-        self.parts, self.seconds = [], None
-        self.total = counts_of(rounds, overlaps)
-        if clock:
-            self.parts = clock.parts()
-            for what, seconds in self.parts:
-                self.total[what] += seconds
-            self.total["draft"] += self.total["begin"]
-            called = clock.calls["expand"] + clock.calls["chain"]
-            self.total["draft_forwards"] = sum(stage_runs) or called
-
-    def speed(self):
-        """Tokens a second, prefill included."""
-        return len(self.tokens) / self.seconds
-
-def counts_of(rounds, overlaps=()):
-    """Sums over the rounds of a decoding -> Counter
-
-    rounds, new (tokens), nodes (excluding the root), depth; accepted and tested nodes; trees: how
-    many rounds had siblings; drawn, overlap: rounds with a sampled chain, see measure.Overlap.
-    """
-    total = Counter()
-    # The rule also chose the first root, before the first round.
-    overlaps = list(overlaps)[1:] or [None] * len(rounds)
-    for one, overlap in zip(rounds, overlaps):
-        depths = [0]
-        for parent in one.parents[1:]:
-            depths.append(depths[parent] + 1)
-        drafted = len(depths) - 1
-        # Where the text ended within the path, nothing after its end was tested.
-        accepted = min(len(one.path) - 1, len(one.new))
-        rejected = accepted < len(one.new) and accepted < drafted
-        tested = accepted + 1 if rejected else accepted
-        total.update(rounds=1, new=len(one.new), nodes=drafted, depth=max(depths))
-        total.update(accepted=accepted, tested=tested)
-        total.update(trees=max(depths) < drafted, drawn=overlap is not None)
-        if overlap is not None:
-            total["overlap"] += overlap[:tested].sum().item()
-    return total
 
 # ---------------------------------------------------------------- arms
 class Arm:
@@ -332,7 +281,7 @@ def library(run, ids, limit, number, **more):
             top_p=a.top_p, **more)
     # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
     start = 1 if run.target.encoder_decoder else len(ids)
-    return Record(out[0, start:].tolist())
+    return measure.Record(out[0, start:].tolist())
 
 def library_arms(run):
     """transformers' own: plain, with each model of a cascade as assistant, with prompt lookup."""
@@ -377,7 +326,7 @@ def builder(run, label, tree):
     if left_open & {"cost", "node_price"}:
         if not run.prices:
             run.prices = measure.prices(run)
-        known = run.prices.get(label, {})
+        known = run.prices[label] or {}
         for name in left_open & {"cost", "node_price", "start"} & known.keys():
             settings[name] = known[name]
     if "size" in left_open:
@@ -389,10 +338,9 @@ def builder(run, label, tree):
 
 # ---------------------------------------------------------------- measure
 def warm_up(run, arms):
-    """Decode without measuring: kernels, allocator and caches settle.
+    """Decode without measuring, so that kernels, allocator and caches settle.
 
-    CUDA graphs are recorded for each size at its first use, so with --graphs every prompt is
-    decoded once before, as a whole.
+    With --graphs every prompt is decoded whole: a graph is recorded at the first use of its size.
     """
     prompts = run.prompts if run.a.graphs else run.prompts[:1]
     for _, ids, limit in prompts:
@@ -437,16 +385,13 @@ def measure_all(run, arms, after=None):
     return min(len(arm.results) for arm in arms)
 
 def show_progress(bar, arms, done, count):
-    """The median speedups so far, beside the bar; without a terminal, a line for each prompt."""
-    speedups = []
-    for arm in arms:
-        if arm.tree:
-            speedup = median(arm.speedups(arms[0], range(done)))
-            speedups.append(f"{arm.name} {speedup:.2f}x")
+    """The fastest arm so far, beside the bar; without a terminal, a line for each prompt."""
+    medians = [(median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms]
+    speedup, name = max(medians)
+    fastest = f"fastest so far: {name} {speedup:.2f}x"
+    bar.set_postfix_str(fastest)
     if bar.disable:
-        print(f"prompt {done} of {count}: {', '.join(speedups)}", file=sys.stderr, flush=True)
-    else:
-        bar.set_postfix_str(", ".join(speedups))
+        print(f"prompt {done} of {count}; {fastest}", file=sys.stderr, flush=True)
 
 # ---------------------------------------------------------------- a row: the papers' figures
 def ratio(x, y):
@@ -603,10 +548,6 @@ def divergence(target, ids, ours, plain):
         gap = (logits[plain[at]] - logits[ours[at]]).item()
     return {"token": at, "logit_gap": gap}
 
-def versions():
-    packages = {package.__name__: package.__version__ for package in (torch, transformers)}
-    return {"python": platform.python_version(), **packages}
-
 def row_of(run, arm, base, generate, group, which):
     """A line of the JSON: `arm` on the prompts `which`.  base: plain decoding; generate: the arm of
     transformers' generate()."""
@@ -649,7 +590,9 @@ def row_of(run, arm, base, generate, group, which):
         row["by_prompt"].append({"speedup": speedup, **of_one})
     row["distinct_4grams"] = distinct_4grams(records)
     row |= losslessness(run, arm, base, which)
-    return row | {"versions": versions()}
+    row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
+                       "transformers": transformers.__version__}
+    return row
 
 # ---------------------------------------------------------------- the tables, the JSON
 def groups_of(prompts):

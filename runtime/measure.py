@@ -1,14 +1,13 @@
 """What a decoding takes, measured from outside: verify.generate knows no clock.
 
     clock = Clock()
-    target, drafter = Timed(target, clock), Timed(drafter, clock)
-    out = verify.generate(target, drafter, build, ids)
-    clock.parts()                                  # [("prefill", 0.031), ("other", 0.0002), ...]
+    out = verify.generate(clock.around(target), clock.around(drafter), build, ids)
+    Record(out.tokens, out.rounds, clock).total["draft"]               # seconds
 
-A Timed stands in for a target or a drafter and marks the time before and after each call of the
-methods in METHODS.  All other time is "other": building trees, masks, acceptance, bookkeeping.
+clock.around(x) stands in for a target or a drafter and marks the time before and after each call of
+the methods in METHODS.  All other time is "other": trees, masks, acceptance, bookkeeping.
 
-Below the clock: what some trees must know of this machine before they are built.
+And what some trees must know of this machine before they are built:
 
     prices(run)                                    # of a draft and of a node, for pct and pct-cost
     mean_extras(run, "glide", gamma=5)             # the size of CAPE's sets, for fixed
@@ -54,6 +53,10 @@ class Clock:
             now = time.perf_counter()
         self.marks.append((what, now))
 
+    def around(self, inner):
+        """A target or a drafter whose METHODS are timed."""
+        return Timed(inner, self)
+
     def timed(self, method, what):
         """A method as a function whose calls are timed."""
         def call(*args, **more):
@@ -77,7 +80,7 @@ class Clock:
         return parts
 
 class Timed:
-    """A target or a drafter whose METHODS are timed.  Everything else is its own."""
+    """See Clock.around.  Everything else is the target's or drafter's own."""
     def __init__(self, inner, clock):
         self.inner = inner
         for name, what in METHODS.items():
@@ -111,15 +114,69 @@ class Overlap(verify.Sampled):
         self.overlaps.append(overlap)
         return choice
 
+# ---------------------------------------------------------------- what one decoding gave and took
+class Record:
+    """What one decoding gave, and what it took.
+
+    tokens       the new token ids
+    rounds       [verify.Round]; none from transformers' own generate()
+    parts        [(what, seconds)] in order: prefill, begin, draft, verify, other
+    stage_runs   forwards of each stage of a cascade
+    total        sums over the rounds: see counts_of, and the seconds of each part.
+                 "draft" is all time in the drafter, and "begin" is its part before the first
+                 forward of a round, for tokens that were just committed.
+    seconds      of the whole decoding, prefill included; bench.py sets it
+    """
+    def __init__(self, tokens, rounds=(), clock=None, overlaps=(), stage_runs=()):
+        self.tokens, self.rounds, self.stage_runs = tokens, rounds, list(stage_runs)
+        self.parts, self.seconds = [], None
+        self.total = counts_of(rounds, overlaps)
+        if clock:
+            self.parts = clock.parts()
+            for what, seconds in self.parts:
+                self.total[what] += seconds
+            self.total["draft"] += self.total["begin"]
+            called = clock.calls["expand"] + clock.calls["chain"]
+            self.total["draft_forwards"] = sum(stage_runs) or called
+
+    def speed(self):
+        """Tokens a second, prefill included."""
+        return len(self.tokens) / self.seconds
+
+def counts_of(rounds, overlaps=()):
+    """Sums over the rounds of a decoding -> Counter
+
+    rounds, new (tokens), nodes (excluding the root), depth; accepted and tested nodes; trees: how
+    many rounds had siblings; drawn, overlap: rounds with a sampled chain, see Overlap.
+    """
+    total = Counter()
+    # The rule also chose the first root, before the first round.
+    overlaps = list(overlaps)[1:] or [None] * len(rounds)
+    for one, overlap in zip(rounds, overlaps):
+        depths = [0]
+        for parent in one.parents[1:]:
+            depths.append(depths[parent] + 1)
+        drafted = len(depths) - 1
+        # Where the text ended within the path, nothing after its end was tested.
+        accepted = min(len(one.path) - 1, len(one.new))
+        rejected = accepted < len(one.new) and accepted < drafted
+        tested = accepted + 1 if rejected else accepted
+        total.update(rounds=1, new=len(one.new), nodes=drafted, depth=max(depths))
+        total.update(accepted=accepted, tested=tested)
+        total.update(trees=max(depths) < drafted, drawn=overlap is not None)
+        if overlap is not None:
+            total["overlap"] += overlap[:tested].sum().item()
+    return total
+
 # ---------------------------------------------------------------- prices
 def prices(run):
-    """Prices of all drafters of a bench.Run -> {label: see priced.prices_of}
+    """Prices of all drafters of a bench.Run -> {label: see priced.prices_of, or None}
 
     They are measured on prompts that are not in the table.  All drafters take turns with plain
-    decoding, since other programs may disturb the machine for a while.  A cascade with a model has
-    no prices, because it drafts its whole chain whatever the tree.
+    decoding, since other programs may disturb the machine for a while.  None: for a cascade with a
+    model, which drafts its whole chain whatever the tree, and where all texts ended at once.
     """
-    prompts = unmeasured(run, "prices")
+    prompts = run.unmeasured
     rounds = {label: small_rounds(drafter) for label, drafter in run.drafters.items()}
     started = time.perf_counter()
     turns = []
@@ -134,7 +191,7 @@ def prices(run):
             turns.append((plain, of_label))
         if turn >= FEWEST and time.perf_counter() - started > ENOUGH:
             break
-    return priced.prices_of(turns)
+    return {**dict.fromkeys(run.drafters), **priced.prices_of(turns)}
 
 def small_rounds(drafter):
     """Decodings with small trees of several sizes -> [(drafter, builder)]"""
@@ -154,20 +211,11 @@ def repeated_root(expand, root, nodes):
     return verify.Tree(tokens, parents)
 
 def spent(record):
-    """A bench.Record -> priced.Spent"""
+    """A Record -> priced.Spent"""
     total = record.total
     drafting = total["draft"] - total["begin"]
     return priced.Spent(total["rounds"], total["nodes"], total["draft_forwards"], total["begin"],
                         drafting, total["verify"], total["other"])
-
-def unmeasured(run, what):
-    """Prompts that the table does not measure; where there are none, measured ones and a note."""
-    if run.unmeasured:
-        return run.unmeasured
-    note = f"{what} come from prompts of the table: with --limit, from the rows after it"
-    if note not in run.notes:
-        run.notes.append(note)
-    return run.prompts[:4]
 
 # ---------------------------------------------------------------- sizes
 def mean_extras(run, label, gamma):
@@ -176,7 +224,7 @@ def mean_extras(run, label, gamma):
     CAPE's control (section 5.4) has as many nodes in all, but equally many at each position.
     """
     build, total = partial(cape.cape, gamma=gamma), Counter()
-    for _, ids, limit in unmeasured(run, "sizes of fixed sets"):
+    for _, ids, limit in run.unmeasured:
         record = run.decode(run.drafters[label], build, ids, min(limit, EXTRAS_TOKENS))
         total.update(record.total)
     return max(0.0, total["nodes"] / max(1, total["depth"]) - 1)

@@ -120,6 +120,8 @@ def prices(run):
     """What a draft and a node cost, in plain decoding steps, with the quartiles of the turns."""
     lines = []
     for label, price in run.prices.items():
+        if price is None:
+            continue
         low, high = price["cost_range"]
         node_low, node_high = price["node_price_range"]
         lines.append(
