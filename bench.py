@@ -32,6 +32,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
@@ -461,8 +462,7 @@ def speeds(arm, base, generate, which):
     tokens = sum(len(arm.results[i].tokens) for i in which)
     seconds = sum(arm.results[i].seconds for i in which)
     speedups = arm.speedups(base, which)
-    quartiles = torch.tensor(speedups).quantile(torch.tensor([0.25, 0.5, 0.75]))
-    low, middle, high = quartiles.tolist()
+    low, middle, high = np.quantile(speedups, [0.25, 0.5, 0.75]).tolist()
     return {
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,

@@ -86,15 +86,16 @@ class Static:
     def reserve(self, entries):
         """Allocate for `entries` -> how many keys are read: a multiple of KEYS."""
         keys = -(-entries // KEYS) * KEYS
+        owner = getattr(self.x, "cache", self.x)               # GLIDE's drafter is its own cache
         if not self.is_target:
-            self.x.reserve(keys)
+            owner.reserve(keys)
             return keys
         # If the target's cache grew, all recordings would be void: use what the prefill allocated.
-        self.x.cache.reserve(entries)
-        return min(keys, self.x.cache.allocated)
+        owner.reserve(entries)
+        return min(keys, owner.allocated)
 
     def lengthened(self, entries):
-        """A view (1, H, t, d) of the target's cache, with t a multiple of KEYS if there are so many."""
+        """A view (1, H, t, d) of the target's cache -> the same up to a multiple of KEYS entries."""
         _, heads, t, d = entries.shape
         allocated = entries.stride(1) // entries.stride(2)
         keys = min(-(-t // KEYS) * KEYS, allocated)

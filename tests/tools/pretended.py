@@ -3,11 +3,10 @@
     python tests/tools/pretended.py            # a JSON line for each decoding: tokens, rounds, forwards, reads, copies
 
 The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations run on what they hold;
-one that gets tensors of both kinds raises, as does one that makes float64 (Apple's GPUs have none).  What the host reads
-of the device, and what it copies there, is counted by the line of ours that asked; forwards of target and drafters, as
-each embeds its tokens once.  Times mean nothing; kernels, streams and graphs are not pretended.  Needs g++ where torch is
-a CPU build, for a device guard that does nothing; exit status 77 where it cannot be built.  test_device.py runs main() in
-a forked process, as it replaces parts of torch.
+one that gets tensors of both kinds raises.  Device-to-host syncs and host-to-device copies are counted by the line of ours
+that asked; forwards of target and drafters, as each embeds its tokens once.  Times mean nothing; kernels, streams and
+graphs are not pretended.  Needs g++ where torch is a CPU build, for a device guard that does nothing; exit status 77 where
+it cannot be built.  test_device.py runs main() in a forked process, as it replaces parts of torch.
 """
 import collections
 import ctypes
@@ -16,7 +15,6 @@ import linecache
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 
@@ -109,8 +107,6 @@ def operate(func, args, kwargs):
     def wrap(x):
         if not isinstance(x, torch.Tensor) or isinstance(x, Pretended) or not on_device:
             return x
-        if x.dtype == torch.float64:
-            raise RuntimeError(f"float64 on the device in {name}")
         same = [t for t in there if t.held is x]               # in place: the same tensor
         return same[0] if same else Pretended(x)
     return tree_map(wrap, out)
@@ -210,6 +206,7 @@ def decodings():
     import pct
     import verify
     from beyond import graft
+    from runtime import measure
 
     def glides(model):
         torch.manual_seed(1)
@@ -229,8 +226,8 @@ def decodings():
         return cascade.Cascade(stages, K, gram=maxgram.MaxGram())
 
     def mixtures(model):
-        return graft.Beside(edds(model), maxgram.MaxGram())
-    greedy, sampled = verify.Greedy(), verify.Sampled(0.8)
+        return graft.Mixture(edds(model), maxgram.MaxGram())
+    greedy, sampled = verify.Greedy(), measure.Overlap(0.8, None, None, 0)
     return [("glide x chain", cape.chain, glides, greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
             ("glide x drawn", cape.drawn, glides, sampled),
@@ -248,42 +245,15 @@ def after_prefill(prefill, *given):
     counts.clear()
     return logits
 
-class Event:
-    """A CUDA event, by the host's clock: it is recorded when it is made."""
-
-    def __init__(self, enable_timing=False):
-        self.seconds = time.perf_counter()
-        self.record = self.synchronize = lambda: None
-
-    def elapsed_time(self, other):
-        return 1000 * (other.seconds - self.seconds)
-
-def end_to_end(argv):
-    """bench.py -> its exit status.  Without transformers' own arms, whose tensors are of inference mode."""
-    import bench
-    import verify
-    from runtime import proof
-    verify.generate = proof.generate = torch.no_grad()(verify.generate.__wrapped__)
-    bench.library_arms = lambda run: []
-    said = {"is_available": True, "device_count": 1, "get_device_name": "pretended", "max_memory_allocated": 0,
-            "reset_peak_memory_stats": None, "synchronize": None}
-    for name, value in said.items():
-        setattr(torch.cuda, name, lambda *given, value=value: value)
-    torch.cuda.Event, torch.cuda.set_device = Event, torch.cuda._utils._get_device_index
-    with Functions(), Operations():
-        return bench.main([*argv, "--device", "cuda"])
-
 @torch.no_grad()
-def main(names=(), out=sys.stdout, argv=None):
-    """Decode, here and there, by these names or all of them; with bench.py's arguments end to end.
-
-    No inference mode: wrapped tensors do not know it."""
+def main(names=(), out=sys.stdout):
+    """Decode, here and there, by these names or all of them.  No inference mode: wrapped tensors do not know it."""
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     pretend()
     from conftest import tiny
 
     import verify
-    from runtime import static as graphs
+    from runtime.static import static
     generate = verify.generate.__wrapped__
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
     for name, build, make, rule in decodings():
@@ -295,7 +265,7 @@ def main(names=(), out=sys.stdout, argv=None):
             target, drafter = verify.Target(there), make(there)
             assert target.device.type == "cuda"
             if name.endswith("static"):
-                target, drafter = [graphs.static(x, record=False) for x in (target, drafter)]
+                target, drafter = [static(x, record=False) for x in (target, drafter)]
             target.prefill = partial(after_prefill, target.prefill)
             found = generate(target, drafter, build, prompt, NEW, rule)
         lines = {f"{kind} {where}": n for (kind, where), n in counts.most_common()}
@@ -303,8 +273,6 @@ def main(names=(), out=sys.stdout, argv=None):
         for what in ("read", "copy", "forward"):
             row[what] = sum(n for (kind, _), n in counts.items() if kind == what)
         print(json.dumps(row), file=out, flush=True)
-    if argv:
-        print(json.dumps({"name": "bench", "status": end_to_end(argv)}), file=out, flush=True)
 
 if __name__ == "__main__":
     main()
