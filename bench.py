@@ -140,16 +140,19 @@ def check(a):
 class Run(load.Setup):
     """The flags, and everything they name, loaded.
 
-    a                   the flags as they were parsed
-    model, tokenizer    transformers' own
-    target              the model as verify.py's loop takes it.  cuda: whether it is on a GPU
-    eos                 the ids that end a text
-    trees               [Call of --tree]
-    drafters            {label: drafter}.  stages: {name: language model} of all cascades
-    prompts             [(group, token ids, limit of new tokens)]
-    prices              {label: measured prices, or None}, once a tree has asked for them
-    extras              {(label, gamma): mean size of CAPE's sets}, once `fixed` has asked for it
-    notes               [sentence for the reader]
+    a            the flags as they were parsed
+    model        transformers' own, and its tokenizer
+    target       the model as verify.generate takes it
+    cuda         whether the target is on a GPU
+    eos          the ids that end a text
+    trees        [Call]: name, function, settings; defaults of all its settings; label
+    drafters     {label: drafter}
+    stages       {name: language model}, of all cascades
+    limit        how many rows of the prompts' files are read; None: all
+    prompts      [(kind of text, token ids, limit of new tokens)]
+    prices       {label: measured prices, or None}, once a tree has asked for them
+    extras       {(label, gamma): mean size of CAPE's sets}, once `fixed` has asked for it
+    notes        [sentence for the reader]
     """
 
     def __init__(self, argv=None):
@@ -211,6 +214,7 @@ class Run(load.Setup):
         a = self.a
         rule = verify.Greedy()
         if a.temperature > 0:
+            # verify.Sampled, which also records how far p_target and p_draft overlap
             top_p = a.top_p if a.top_p < 1 else None
             rule = measure.Overlap(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
         stop = []
@@ -305,10 +309,11 @@ def library_arms(run):
 def drafted_arm(run, label, tree):
     """The arm of the drafter `label` with the tree that the Call `tree` names."""
     build = builder(run, label, tree)
-    # What a builder is not given has the function's own default.
-    defaults = {} if build.func is cascade.proposal else tree.defaults
+    settings = build.keywords
+    if build.func is tree.function:
+        settings = {**tree.defaults, **settings}
     decode = partial(run.decode, run.drafters[label], build)
-    return Arm(label, decode, tree.label, {**defaults, **build.keywords})
+    return Arm(label, decode, tree.label, settings)
 
 def builder(run, label, tree):
     """The Call `tree` as a builder for the drafter `label` -> partial
@@ -327,9 +332,9 @@ def builder(run, label, tree):
     if left_open & {"cost", "node_price"}:
         if not run.prices:
             run.prices = measure.prices(run)
-        known = run.prices[label] or {}
-        for name in left_open & {"cost", "node_price", "start"} & known.keys():
-            settings[name] = known[name]
+        for name, price in (run.prices[label] or {}).items():
+            if name in left_open:
+                settings[name] = price
     if "size" in left_open:
         gamma = settings.get("gamma", cape.GAMMA)
         if (label, gamma) not in run.extras:
@@ -438,8 +443,8 @@ def acceptance(total):
         # EDD's alpha: tau over the maximum depth
         "alpha_depth": ratio(total["new"], total["depth"])}
 
-def rounds_in_time(total, step):
-    """How long a round takes, and what of.  step: seconds of a plain decoding step, s_t."""
+def time_of_rounds(total, step):
+    """How long a round takes, and for what.  step: seconds of a plain decoding step, s_t."""
     rounds = total["rounds"]
     spent = total["draft"] + total["verify"] + total["other"]
     row = {
@@ -487,11 +492,12 @@ def runs_and_costs(drafter, records, total, step, row):
         drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
         c = ratio(drafting, step)
     gamma = drafter.K[0][0] if is_cascade else row["settings"].get("gamma")
-    alpha = row["alpha"]
-    known = alpha is not None and c and gamma
+    expected = None
+    if row["alpha"] is not None and c and gamma:
+        expected = expected_speedup(row["alpha"], c, gamma)
     found = {
         "c": c,
-        "expected_speedup": expected_speedup(alpha, c, gamma) if known else None,
+        "expected_speedup": expected,
         "runs": [target_runs, *stage_runs] if total["rounds"] else None,
         "stages": drafter.names if is_cascade else None,
         "K": drafter.K if is_cascade else None}
@@ -520,7 +526,7 @@ def losslessness(run, arm, base, which):
     not its tokens.  All other arms key their noise by position, as plain sampling does.
     """
     drawn = any(arm.results[i].total["drawn"] for i in which)
-    same_noise = arm is base or arm.tree and not drawn
+    same_noise = arm is base or (arm.tree and not drawn)
     if run.a.temperature > 0 and not same_noise:
         return {"lossless": None, "first_divergence": None}
     for i in which:
@@ -537,10 +543,11 @@ def divergence(target, ids, ours, plain):
     -> {"token": counted from 0, "logit_gap": plain decoding's token's logit minus ours, or None
     where one output ends}.  In half precision a gap near zero is rounding.
     """
-    both = list(zip(ours, plain))
-    at = next((i for i, (x, y) in enumerate(both) if x != y), len(both))
-    gap = None
-    if at < len(both):
+    at, gap = 0, None
+    shorter = min(len(ours), len(plain))
+    while at < shorter and ours[at] == plain[at]:
+        at += 1
+    if at < shorter:
         target.capture({})
         logits = target.prefill(ids)                                # (V,)
         if at:
@@ -549,8 +556,7 @@ def divergence(target, ids, ours, plain):
     return {"token": at, "logit_gap": gap}
 
 def row_of(run, arm, base, generate, group, which):
-    """A line of the JSON: `arm` on the prompts `which`.  base: plain decoding; generate: the arm of
-    transformers' generate()."""
+    """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
     records = [arm.results[i] for i in which]
     total = Counter()
     for record in records:
@@ -582,12 +588,12 @@ def row_of(run, arm, base, generate, group, which):
     # A baseline has no tau, and no draft.
     drafted = total if arm.tree else Counter()
     row |= acceptance(drafted)
-    row |= rounds_in_time(drafted, step)
+    row |= time_of_rounds(drafted, step)
     row |= runs_and_costs(run.drafters.get(arm.drafter), records, total, step, row)
     row["by_prompt"] = []
     for record, speedup in zip(records, arm.speedups(base, which)):
-        of_one = acceptance(record.total if arm.tree else Counter())
-        row["by_prompt"].append({"speedup": speedup, **of_one})
+        of_prompt = acceptance(record.total if arm.tree else Counter())
+        row["by_prompt"].append({"speedup": speedup, **of_prompt})
     row["distinct_4grams"] = distinct_4grams(records)
     row |= losslessness(run, arm, base, which)
     row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
@@ -618,9 +624,7 @@ def tables(run, arms, finished):
     return rows
 
 def write_json(path, rows):
-    """One line for each row."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    Path(path).write_text(lines)
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 def run_table(argv):
     """From arguments to the table -> exit status"""
@@ -638,8 +642,7 @@ def run_table(argv):
         write_json(run.a.json, rows)
     if finished == len(run.prompts):
         return 0
-    counted = f"{finished} of {len(run.prompts)} prompts are in the table"
-    print(f"interrupted: {counted}", file=sys.stderr)
+    print(f"interrupted: the table has {finished} of {len(run.prompts)} prompts", file=sys.stderr)
     return 130
 
 def main(argv=None, work=run_table, name="bench.py"):
@@ -650,8 +653,8 @@ def main(argv=None, work=run_table, name="bench.py"):
         print(f"{name}: interrupted before there was anything to report", file=sys.stderr)
         return 130
     except (UserError, OSError, torch.OutOfMemoryError) as why:
-        sentence = str(why).partition("\n")[0]
-        print(f"{name}: {sentence}", file=sys.stderr)
+        first_line = str(why).partition("\n")[0]
+        print(f"{name}: {first_line}", file=sys.stderr)
         return 2
 
 if __name__ == "__main__":

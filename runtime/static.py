@@ -69,19 +69,26 @@ class Static:
             F.pad(x, (0, 0) * (x.ndim - 1) + (0, padding)),                            # (size, ...)
             F.pad(position, (0, padding)),                                             # (size,)
             torch.cat((slots, after)),                                                 # (size,)
-            sees]                                                                      # (size, keys)
-        # GLIDE's drafter reads the target's KV entries, too.
-        kv = getattr(self.x, "kv", None)
-        if kv:
-            self.x.kv = {layer: [self.lengthened(x) for x in pair] for layer, pair in kv.items()}
-            (entries, _), *_ = self.x.kv.values()
-            committed = torch.arange(entries.shape[2], device=self.x.device) < self.x.t
-            inputs.append(committed.repeat(size, 1))           # glimpse_mask (size, keys there)
-        outputs = self.forward(keys, inputs)
-        if kv:
-            self.x.kv = kv
+            sees]
+        if getattr(self.x, "kv", None):
+            outputs = self.glide_forward(keys, inputs)
+        else:
+            outputs = self.forward(keys, inputs)
         first, *states = [out[:n] for out in outputs]          # logits, or what a drafter predicts
         return [first[-logits_to_keep:], *states]
+
+    def glide_forward(self, keys, inputs):
+        """As forward, for a drafter that also reads views of the target's KV entries, `x.kv`."""
+        views = self.x.kv
+        self.x.kv = {}
+        for layer, pair in views.items():
+            self.x.kv[layer] = [self.lengthened(entries) for entries in pair]
+            length = self.x.kv[layer][0].shape[2]
+        committed = torch.arange(length, device=self.x.device) < self.x.t
+        glimpse_mask = committed.repeat(len(inputs[0]), 1)      # (size, length)
+        outputs = self.forward(keys, [*inputs, glimpse_mask])
+        self.x.kv = views
+        return outputs
 
     def reserve(self, entries):
         """Allocate for `entries` -> how many keys are read: a multiple of KEYS."""
@@ -95,7 +102,7 @@ class Static:
         return min(keys, owner.allocated)
 
     def lengthened(self, entries):
-        """A view (1, H, t, d) of the target's cache -> the same up to a multiple of KEYS entries."""
+        """A view (1, H, t, d) of the target's cache -> the same, up to a multiple of KEYS."""
         _, heads, t, d = entries.shape
         allocated = entries.stride(1) // entries.stride(2)
         keys = min(-(-t // KEYS) * KEYS, allocated)

@@ -134,9 +134,6 @@ class Functions(TorchFunctionMode):
         if func is torch.Tensor.new_tensor and isinstance(first, Pretended):
             count("copy")
             return Pretended(torch.tensor(args[1], dtype=kwargs.get("dtype", first.dtype)))
-        if func in (torch.multinomial, torch.Tensor.multinomial) and isinstance(first, Pretended):
-            counts["read", "multinomial"] += 2                     # it asks whether probabilities are finite, and not zero
-            return Pretended(func(first.held, *args[1:], **kwargs))
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, Pretended):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, list) for i in index):
@@ -218,12 +215,9 @@ def decodings():
         torch.manual_seed(1)
         return edd.Drafter(edd.EDD(edd.Config.for_target(model, 2), model))
 
-    def grams(model):
-        return cascade.Cascade([], [[5]], gram=maxgram.MaxGram(), vocab=12)
-
-    def cascades(model, seeds=(1, 2), K=None):
-        stages = [verify.Target(tiny("llama", seed=seed).float().to(model.device)) for seed in seeds]
-        return cascade.Cascade(stages, K, gram=maxgram.MaxGram())
+    def cascades(model):
+        stages = [verify.Target(tiny("llama", seed=seed).float().to(model.device)) for seed in (1, 2)]
+        return cascade.Cascade(stages, gram=maxgram.MaxGram())
 
     def mixtures(model):
         return graft.Mixture(edds(model), maxgram.MaxGram())
@@ -233,10 +227,7 @@ def decodings():
             ("glide x drawn", cape.drawn, glides, sampled),
             ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
             ("cascade", cascade.proposal, cascades, greedy),
-            ("cascade, k=3", cascade.proposal, partial(cascades, seeds=[1], K=[[3, 5], [0, 5]]), greedy),
-            ("mixture x cape", cape.cape, mixtures, greedy),
             ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy),
-            ("maxgram, drawn", partial(cascade.proposal, drawn=True), grams, sampled),
             ("edd x pct, static", partial(pct.pct, cost=0.1, depth=5), edds, greedy)]
 
 def after_prefill(prefill, *given):
