@@ -4,7 +4,6 @@
     python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost "fixed(size=4)"
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
     python bench.py --drafter "mixture(edd, maxgram)" --tree pct-cost graft
-    python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)" --prompts mt_bench.jsonl
 
@@ -107,9 +106,8 @@ def check_numbers(a):
     least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0, "seed": 0}
     for name, low in least.items():
         value = getattr(a, name)
-        # NaN fails every comparison.  Above 2^31 some libraries overflow.
-        in_range = value is None or low <= value < 2 ** 31
-        if not in_range:
+        # Above 2^31 some libraries overflow.  NaN fails both comparisons.
+        if value is not None and not low <= value < 2 ** 31:
             flag = name.replace("_", "-")
             raise UserError(f"--{flag} is {value}: it must be a number of at least {low}")
     if not 0 < a.top_p <= 1:
@@ -392,8 +390,7 @@ def measure_all(run, arms, after=None):
 
 def show_progress(bar, arms, done, count):
     """The fastest arm so far, beside the bar; without a terminal, a line for each prompt."""
-    medians = [(median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms]
-    speedup, name = max(medians)
+    speedup, name = max((median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms)
     fastest = f"fastest so far: {name} {speedup:.2f}x"
     bar.set_postfix_str(fastest)
     if bar.disable:
@@ -476,10 +473,10 @@ def speeds(arm, base, generate, which):
         "speedup_high": high,
         "speedup_vs_generate": median(arm.speedups(generate, which))}
 
-def runs_and_costs(drafter, records, total, step, row):
+def runs_and_costs(drafter, settings, records, total, step, alpha):
     """c, E(Spd.), and for a cascade how often the target and each stage ran, and SWI.
 
-    total: sums over the rounds of these records.  row: what is known of them so far.
+    settings: of the tree's builder.  total: sums over the rounds of these records.
     """
     is_cascade = isinstance(drafter, cascade.Cascade)
     # Plain decoding runs the target for a prompt's prefill, and once a token.  A round is one run.
@@ -491,10 +488,10 @@ def runs_and_costs(drafter, records, total, step, row):
     if len(stage_runs) <= 1:
         drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
         c = ratio(drafting, step)
-    gamma = drafter.K[0][0] if is_cascade else row["settings"].get("gamma")
+    gamma = drafter.K[0][0] if is_cascade else settings.get("gamma")
     expected = None
-    if row["alpha"] is not None and c and gamma:
-        expected = expected_speedup(row["alpha"], c, gamma)
+    if alpha is not None and c and gamma:
+        expected = expected_speedup(alpha, c, gamma)
     found = {
         "c": c,
         "expected_speedup": expected,
@@ -502,21 +499,13 @@ def runs_and_costs(drafter, records, total, step, row):
         "stages": drafter.names if is_cascade else None,
         "K": drafter.K if is_cascade else None}
     if is_cascade:
-        found["swi_measured"] = row["tokens"] / (target_runs + total["draft"] / step)
+        tokens = sum(len(record.tokens) for record in records)
+        found["swi_measured"] = tokens / (target_runs + total["draft"] / step)
         # costs: of the models, by their weights ("ms") or as given.  Max-Gram's cost is 0.
         for how, costs in drafter.costs.items():
             runs = [target_runs, *stage_runs[:len(costs)]]
-            found[f"swi_{how}"] = swi(row["tokens"], runs, [1, *costs])
+            found[f"swi_{how}"] = swi(tokens, runs, [1, *costs])
     return found
-
-def distinct_4grams(records):
-    """The mean share of an output's 4-grams that are distinct: low where a text repeats itself."""
-    shares = []
-    for record in records:
-        grams = list(zip(*(record.tokens[i:] for i in range(4))))
-        if grams:
-            shares.append(len(set(grams)) / len(grams))
-    return ratio(sum(shares), len(shares))
 
 def losslessness(run, arm, base, which):
     """Are all tokens those of plain decoding (base), and where is the first that is not?
@@ -555,13 +544,22 @@ def divergence(target, ids, ours, plain):
         gap = (logits[plain[at]] - logits[ours[at]]).item()
     return {"token": at, "logit_gap": gap}
 
-def row_of(run, arm, base, generate, group, which):
-    """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
+def figures(run, arm, base, which):
+    """The papers' figures of an arm on the prompts `which`.  base: plain decoding"""
     records = [arm.results[i] for i in which]
     total = Counter()
     for record in records:
         total.update(record.total)
     step = plain_step([base.results[i] for i in which])
+    # A baseline has no tau, and no draft.
+    drafted = total if arm.tree else Counter()
+    found = {**acceptance(drafted), **time_of_rounds(drafted, step)}
+    drafter = run.drafters.get(arm.drafter)
+    return found | runs_and_costs(drafter, arm.settings, records, total, step, found["alpha"])
+
+def row_of(run, arm, base, generate, group, which):
+    """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
+    records = [arm.results[i] for i in which]
     target = os.path.relpath(run.a.target) if Path(run.a.target).is_dir() else run.a.target
     row = {
         "target": target,
@@ -583,39 +581,36 @@ def row_of(run, arm, base, generate, group, which):
         "peak_memory": arm.memory}
     row |= speeds(arm, base, generate, which)
     row["time_to_first_token"] = None
-    if total["rounds"]:
+    if records[0].rounds:
         row["time_to_first_token"] = median(record.total["prefill"] for record in records)
-    # A baseline has no tau, and no draft.
-    drafted = total if arm.tree else Counter()
-    row |= acceptance(drafted)
-    row |= time_of_rounds(drafted, step)
-    row |= runs_and_costs(run.drafters.get(arm.drafter), records, total, step, row)
+    row |= figures(run, arm, base, which)
+    # The same figures for each prompt, as paired tests need them
     row["by_prompt"] = []
-    for record, speedup in zip(records, arm.speedups(base, which)):
-        of_prompt = acceptance(record.total if arm.tree else Counter())
-        row["by_prompt"].append({"speedup": speedup, **of_prompt})
-    row["distinct_4grams"] = distinct_4grams(records)
+    for i, speedup in zip(which, arm.speedups(base, which)):
+        row["by_prompt"].append({"speedup": speedup, **figures(run, arm, base, [i])})
+    # Low where texts repeat themselves: then any drafter is fast.
+    shares = [record.distinct_4grams() for record in records if len(record.tokens) > 3]
+    row["distinct_4grams"] = ratio(sum(shares), len(shares))
     row |= losslessness(run, arm, base, which)
     row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
                        "transformers": transformers.__version__}
     return row
 
 # ---------------------------------------------------------------- the tables, the JSON
-def groups_of(prompts):
-    """{kind of text: its prompts' numbers}, "all" first; one kind alone is not repeated."""
-    kinds = {}
-    for i, (group, _, _) in enumerate(prompts):
-        kinds.setdefault(group, []).append(i)
-    whole = {"all": list(range(len(prompts)))}
-    return whole | kinds if len(kinds) > 1 else whole
-
 def tables(run, arms, finished):
     """Print a table of all prompts, then one for each kind -> rows, those of all prompts first."""
+    groups = {"all": list(range(finished))}
+    for i in range(finished):
+        kind, _, _ = run.prompts[i]
+        groups.setdefault(kind, []).append(i)
+    if len(groups) == 2:
+        # One kind alone has the same table.
+        del groups[kind]
     # arms_of puts plain decoding first, then generate().
     base, generate = arms[0], arms[1]
     names = [arm.name for arm in arms]
     rows = []
-    for group, which in groups_of(run.prompts[:finished]).items():
+    for group, which in groups.items():
         fresh = [row_of(run, arm, base, generate, group, which) for arm in arms]
         print(f"\n{group}: {len(which)} prompts\n{report.table(names, fresh)}")
         for line in report.notes(run, names, fresh):

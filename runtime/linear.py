@@ -6,8 +6,8 @@ Verification multiplies a few rows, one for each node, by all weights of the tar
 is slow for few rows.  oneDNN, which comes with PyTorch, is not, if the weight lies in blocks.  All
 arms of bench.py gain alike: plain decoding, transformers' own, drafters, the prefill.
 
-A packed model is for inference.  Its weights must not be written to, because the blocks are a copy.
-With gradients F.linear computes, as before.
+A packed model is for inference.  Its weights must not be written to, because the blocks are a copy
+of them.  A copied or pickled module has no blocks, and with gradients F.linear computes, as before.
 """
 import platform
 
@@ -21,15 +21,21 @@ ROWS = 16                # blocks for so many rows serve all numbers; those for 
 
 class PackedLinear(nn.Linear):
     """An nn.Linear with blocks, a copy of its weight."""
+    blocks = None
+
     def forward(self, x):
         """x (..., in) -> (..., out)"""
-        if torch.is_grad_enabled():
+        if self.blocks is None or torch.is_grad_enabled():
             return super().forward(x)
         return torch.ops.mkldnn._linear_pointwise(x, self.blocks, self.bias, "none", [], "")
 
+    def __getstate__(self):
+        """What a copy gets: not the blocks, as its weight may be another one soon."""
+        return {**self.__dict__, "blocks": None}
+
 def can_pack(module):
     """Whether a module is a plain nn.Linear whose products oneDNN is known to do faster."""
-    if type(module) is not nn.Linear:
+    if type(module) not in (nn.Linear, PackedLinear):
         return False
     weight = module.weight
     if weight.device.type != "cpu" or weight.numel() < SMALLEST:
@@ -51,7 +57,7 @@ def pack(model, beside=None):
     if own + others <= CACHE or own > LARGEST:
         return
     for module in model.modules():
-        if can_pack(module):
+        if can_pack(module) and getattr(module, "blocks", None) is None:
             weight = module.weight.detach()
             module.blocks = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS)
             module.__class__ = PackedLinear

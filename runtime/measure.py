@@ -140,8 +140,13 @@ class Record:
             self.total["draft_forwards"] = sum(stage_runs) or called
 
     def speed(self):
-        """Tokens a second, prefill included."""
+        """Tokens per second, prefill included."""
         return len(self.tokens) / self.seconds
+
+    def distinct_4grams(self):
+        """The share of the output's 4-grams that are distinct."""
+        grams = list(zip(*(self.tokens[i:] for i in range(4))))
+        return len(set(grams)) / len(grams)
 
 def counts_of(rounds, overlaps=()):
     """Sums over the rounds of a decoding -> Counter

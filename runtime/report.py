@@ -122,12 +122,14 @@ def prices(run):
     for label, price in run.prices.items():
         if price is None:
             continue
-        low, high = price["cost_range"]
-        node_low, node_high = price["node_price_range"]
-        lines.append(
-            f"{label}: measured s_d / s_t {price['cost']:.3f} [{low:.3f}-{high:.3f}], a verified "
-            f"node {price['node_price']:.3f} [{node_low:.3f}-{node_high:.3f}] plain steps, what "
-            f"else a round with a tree takes {price['start']:.3f}")
+        drafting = "drafts without a forward"
+        if price["cost"]:
+            low, high = price["cost_range"]
+            drafting = f"measured s_d / s_t {price['cost']:.3f} [{low:.3f}-{high:.3f}]"
+        low, high = price["node_price_range"]
+        node = f"{price['node_price']:.3f} [{low:.3f}-{high:.3f}]"
+        lines.append(f"{label}: {drafting}; in plain decoding steps, a verified node takes {node}, "
+                     f"and all else that a round with a tree adds {price['start']:.3f}")
     return lines
 
 def chains_only(run):

@@ -1,4 +1,6 @@
 """Products of few rows: same results as F.linear, up to rounding, and what is left alone."""
+import copy
+
 import pytest
 import torch
 from conftest import plain, random_edd, random_glide, tiny
@@ -37,6 +39,18 @@ def test_products_are_f_linears(everything):
                 with torch.no_grad():
                     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
                 assert torch.equal(module(x), expected) and module(x).requires_grad
+
+@torch.no_grad()
+def test_a_copy_has_no_blocks(everything):
+    """A drafter may be made of copies of the target's modules, and gets other weights; then it is packed itself."""
+    module, x = packed(24)[0], torch.randn(3, 24)
+    other = copy.deepcopy(module)
+    assert module.blocks is not None and other.blocks is None
+    other.load_state_dict(torch.nn.Linear(24, 24).state_dict())
+    for _ in range(2):
+        torch.testing.assert_close(other(x), torch.nn.functional.linear(x, other.weight, other.bias), rtol=1e-5, atol=1e-5)
+        linear.pack(other)
+    assert other.blocks is not None
 
 def test_what_is_left_alone(monkeypatch):
     """Other types, small weights, subclasses; models within the cache, and those too large to copy."""
