@@ -109,7 +109,7 @@ def check_numbers(a):
         # Above 2^31 some libraries overflow.  NaN fails both comparisons.
         if value is not None and not low <= value < 2 ** 31:
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {value}: it must be a number of at least {low}")
+            raise UserError(f"--{flag} is {value}: it must be at least {low} and below 2^31")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
 
@@ -128,8 +128,10 @@ def check(a):
         if tree.name == "drawn" and a.temperature == 0:
             raise UserError("--tree drawn samples its tokens: give --temperature above 0, or take "
                             "--tree chain")
-    if a.json and (Path(a.json).is_dir() or not os.access(Path(a.json).absolute().parent, os.W_OK)):
-        raise UserError(f"--json {a.json}: name a file in a folder that can be written to")
+    if a.json:
+        folder = Path(a.json).absolute().parent
+        if Path(a.json).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UserError(f"--json {a.json}: name a file in a folder that can be written to")
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees
@@ -142,7 +144,7 @@ class Run(load.Setup):
     model        transformers' own, and its tokenizer
     target       the model as verify.generate takes it
     cuda         whether the target is on a GPU
-    eos          the ids that end a text
+    eos          the token ids that end a sequence
     trees        [Call]: name, function, settings; defaults of all its settings; label
     drafters     {label: drafter}
     stages       {name: language model}, of all cascades
@@ -170,7 +172,7 @@ class Run(load.Setup):
         """Refuse drafters and trees that this target does not take."""
         named = {tree.name for tree in self.trees}
         if not self.target.verifies_trees and not named <= CHAINS.keys():
-            raise UserError(f"{self.a.target} honours no mask or positions of a tree: it takes "
+            raise UserError(f"{self.a.target} ignores a tree's mask or positions: it takes "
                             "--tree chain")
         named = {call.name for call in calls}
         if self.target.encoder_decoder and not named <= {"maxgram", "cascade"}:
@@ -390,7 +392,8 @@ def measure_all(run, arms, after=None):
 
 def show_progress(bar, arms, done, count):
     """The fastest arm so far, beside the bar; without a terminal, a line for each prompt."""
-    speedup, name = max((median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms)
+    medians = [(median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms]
+    speedup, name = max(medians)
     fastest = f"fastest so far: {name} {speedup:.2f}x"
     bar.set_postfix_str(fastest)
     if bar.disable:

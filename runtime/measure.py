@@ -179,7 +179,7 @@ def prices(run):
 
     They are measured on prompts that are not in the table.  All drafters take turns with plain
     decoding, since other programs may disturb the machine for a while.  None: for a cascade with a
-    model, which drafts its whole chain whatever the tree, and where all texts ended at once.
+    model, which drafts its whole chain whatever the tree, and where all outputs ended at once.
     """
     prompts = run.unmeasured
     rounds = {label: small_rounds(drafter) for label, drafter in run.drafters.items()}

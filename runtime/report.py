@@ -1,4 +1,4 @@
-"""What a run of bench.py prints: a headline, tables, notes below them, texts in colour.
+"""What a run of bench.py prints: a headline, tables, notes below them, a continuation in colour.
 
     print(headline(run))
     print(table(names, rows))                 # rows: bench.row_of's; names: their arms'
