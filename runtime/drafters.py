@@ -273,12 +273,12 @@ def own_copy(module):
     return twin
 
 class AnyDraftModel(edd.DraftModel):
-    """edd.DraftModel for any target whose decoder has a last norm called `norm`."""
+    """edd.DraftModel for any target; EDD needs one whose decoder has a last norm called `norm`."""
 
     @torch.no_grad()
     def take(self, model, decoder):
         """As edd.DraftModel.take."""
-        if not hasattr(decoder, "norm"):
+        if isinstance(self, edd.EDD) and not hasattr(decoder, "norm"):
             raise ValueError(f"the decoder of {type(model).__name__} has no `norm`, which EDD "
                              "copies: take glide")
         target, c = self.target, decoder.config
@@ -341,6 +341,10 @@ class GlideShared(AnyTables, shared.GlideShared, AnyGlide):
     @torch.no_grad()
     def take(self, model):
         """As shared.GlideShared.take; the last norm's weights are what it makes of ones."""
+        c = model.config.get_text_config()
+        if (self.config.vocab, self.config.width) != (c.vocab_size, c.hidden_size):
+            raise ValueError("the drafter was made for another target: one of another width or "
+                             "vocabulary size")
         self.target = SimpleNamespace()
         self.take_tables(model)
         norm = getattr(model.get_decoder(), "norm", None)
