@@ -148,7 +148,7 @@ class Glide(AnyGlide):
     def load_state_dict(self, weights, *args, **more):
         """As nn.Module's; the weights may be of another vocabulary size."""
         weights = dict(weights)
-        for name in ("embed.weight", "head.weight"):
+        for name in weights.keys() & {"embed.weight", "head.weight"}:
             missing = self.config.vocab - len(weights[name])
             weights[name] = F.pad(weights[name], (0, 0, 0, missing))   # negative: it is cut
         return super().load_state_dict(weights, *args, **more)

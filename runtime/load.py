@@ -36,6 +36,7 @@ from verify import UserError, generate, root_only
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
+STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py fetches it
 
 # ---------------------------------------------------------------- language models
@@ -67,8 +68,8 @@ def place_of(name, role):
                         "causal language model")
     return name
 
-def is_offline(name, revision, role):
-    """Ask the hub for a model once, without retries -> whether to use local files only."""
+def on_hub(name, revision, role):
+    """Ask the hub for a model once, without retries -> True: it is silent, use local files only."""
     errors = huggingface_hub.errors
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
@@ -101,7 +102,7 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
     transformers.logging.disable_progress_bar()
     use_device(device)
     name = place_of(name, role)
-    offline = not Path(name).exists() and is_offline(name, revision, role)
+    offline = not Path(name).exists() and on_hub(name, revision, role)
     more = {"revision": revision, "trust_remote_code": trust, "local_files_only": offline}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **more)

@@ -268,10 +268,10 @@ class Int8(torch.nn.Module):
         weight = (self.weight * self.scale).to(self.dtype)
         return weight[x] if self.table else torch.nn.functional.linear(x, weight, self.bias)
 
-def quantised(model):
+def quantised(model, kinds=(torch.nn.Linear, torch.nn.Embedding)):
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if isinstance(child, (torch.nn.Linear, torch.nn.Embedding)):
+            if isinstance(child, kinds):
                 setattr(module, name, Int8(child))
     return model
 
