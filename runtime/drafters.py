@@ -16,10 +16,10 @@ and, beside such a target, the same results.  What they do beside other targets:
     embedding and LM head cut, or padded with zeros.
  3. EDD, the VDM and EAGLE take one layer of Llama's class with the target's sizes.  The papers take
     a layer of the target's own class.
- 4. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and soft
-    caps that the target applies outside of them are not copied: the copies are trained.
- 5. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the target
-    does.  It is refused where a small forward shows that they are not the target's.
+ 4. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and
+    soft caps that the target applies outside of them are not copied: the copies are trained.
+ 5. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the
+    target does.  It is refused where a small forward shows that they are not the target's.
 
 Device and dtype of a drafter are those of what it reads: KV entries or hidden states.
 """
@@ -105,18 +105,21 @@ class AnyGlide(glide.Glide):
     @classmethod
     def for_target(cls, model, config, length):
         """As glide.Glide.for_target."""
+        if config.width // config.heads % 2:
+            raise ValueError(f"a drafter of width {config.width} would have heads of odd size: "
+                             "choose another width")
         cached = cached_kv(model)
+        heads = model.config.get_text_config().num_attention_heads
         read = config.layers_read if config.glimpse else ()
-        top = read[-1] if read else -1
-        if read:
-            wanted = config.target_heads, config.target_head_size
-            heads = model.config.get_text_config().num_attention_heads
-            found = [(heads, k.shape[-1]) for k, _ in cached[top:top + 1]]
-            if found != [wanted]:
-                raise ValueError(f"the drafter reads layer {top} with heads and head size "
-                                 f"{wanted}, and here are {found}: it was made for another "
-                                 "target, train one for this")
-        keys, _ = cached[top]
+        for layer in read:
+            # A target may have fewer caches than layers, and keys of another size in some.
+            keys = [k for k, _ in cached[layer:layer + 1]]
+            found = [(heads, k.shape[-1]) for k in keys if heads % k.shape[1] == 0]
+            if found != [(config.target_heads, config.target_head_size)]:
+                raise ValueError(f"layer {layer} of the target does not cache keys of "
+                                 f"{config.target_heads} heads of size {config.target_head_size}: "
+                                 "the drafter was made for another target, train one for this")
+        keys, _ = cached[read[-1] if read else -1]
         tables = target_angles(model, length, read)
         return cls(config, tables).to(keys.device, keys.dtype)
 
@@ -166,25 +169,9 @@ class Glide(AnyGlide):
 
 def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False,
                  loss="ce"):
-    """glide.Config.for_target for any family, with further settings of the Config."""
-    cached = cached_kv(model)
-    top = len(cached) - 1 if layer is None else layer
-    if top not in range(layers - 1, len(cached)):
-        raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
-                         f"has layers {layers - 1} to {len(cached) - 1} for that")
-    keys, _ = cached[top]
-    config = GlideConfig.for_target(model, width, layers, glimpse, block, top, keys.shape[-1])
+    """The Config of a new Glide for a target: glide.Config.for_target, with norm and loss."""
+    config = GlideConfig.for_target(model, width, layers, glimpse, block, layer)
     config.norm, config.loss = norm, loss
-    if config.width // config.heads % 2:
-        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: choose "
-                         "another width")
-    if len({cached[read][0].shape for read in config.layers_read}) > 1:
-        raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several "
-                         "sizes: read one layer")
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % keys.shape[1]:
-        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads and has {heads} "
-                         "query heads: GLIDE cannot share them evenly")
     return config
 
 # ---------------------------------------------------------------- embedding and head of a target
@@ -198,7 +185,7 @@ def embedding_of(model, like):
 
 @torch.no_grad()
 def head_of(model, like):
-    """A trainable copy of the target's LM head, likewise: its weights are what unit vectors give."""
+    """A trainable copy of the target's LM head, likewise: its weights are its logits of units."""
     lm_head = model.get_output_embeddings()
     width = model.config.get_text_config().hidden_size
     # The last vector is zero, and what it gives is the bias.
@@ -231,7 +218,10 @@ class AnyTables:
     """beyond/shared.py's seam for other families: what stands between the target's tables."""
 
     def take_tables(self, model):
-        """As beyond.shared.BetweenTables.take_tables; ValueError where logits are made otherwise."""
+        """As beyond.shared.BetweenTables.take_tables.
+
+        Raises ValueError where the target's logits are not its head's alone.
+        """
         target = self.target
         embedding, target.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)

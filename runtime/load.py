@@ -137,9 +137,13 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
 class Setup:
     """A target, loaded, and what is needed to load drafters for it.
 
-    model, tokenizer: transformers' own.  target: the model as a verify.Target.  eos: the ids that
-    end a text.  checkpoint: the folder of drafters.  stages {name: model}: the language models of
-    all cascades, loaded once.  notes: sentences for the reader.  graphs: whether to use CUDA graphs.
+    model, tokenizer    transformers' own
+    target              the model as a verify.Target.  cuda: whether it is on a GPU
+    eos                 the ids that end a text
+    checkpoint          the folder of drafters
+    stages              {name: language model} of all cascades, loaded once
+    notes               sentences for the reader
+    graphs              whether targets and drafters use CUDA graphs
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
                  graphs=False):
