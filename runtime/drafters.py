@@ -175,9 +175,15 @@ def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None,
     return config
 
 # ---------------------------------------------------------------- embedding and head of a target
+def is_plain(module):
+    """Whether a linear module has its weight in memory, as floating numbers."""
+    weight = module.weight
+    in_memory = not weight.is_meta and not hasattr(weight, "__tensor_flatten__")
+    return type(module) in (nn.Linear, PackedLinear) and in_memory
+
 @torch.no_grad()
 def embedding_of(model, like):
-    """A trainable copy of the target's embedding, by what it computes, of the dtype of `like`."""
+    """A trainable copy of the target's embedding, as computed, of the dtype and device of `like`."""
     vocab = model.config.get_text_config().vocab_size
     ids = torch.arange(vocab, device=device_of(model))
     table = model.get_input_embeddings()(ids)                                  # (V, D)
@@ -185,29 +191,31 @@ def embedding_of(model, like):
 
 @torch.no_grad()
 def head_of(model, like):
-    """A trainable copy of the target's LM head, likewise: its weights are its logits of units."""
+    """A trainable copy of the target's LM head, of the dtype and device of `like`."""
     lm_head = model.get_output_embeddings()
-    width = model.config.get_text_config().hidden_size
-    # The last vector is zero, and what it gives is the bias.
-    units = torch.eye(width + 1, width, device=device_of(model))               # (D + 1, D)
-    units = units.to(model.get_input_embeddings()(units[0, :1].long()).dtype)
-    logits = lm_head(units).to(like)                                           # (D + 1, V)
-    bias = logits[-1]
-    head = nn.Linear(width, len(bias), bias=bool(bias.any()), device="meta")
-    head.weight = nn.Parameter((logits[:-1] - bias).T.contiguous())
-    if head.bias is not None:
-        head.bias = nn.Parameter(bias.clone())
+    weight, bias = lm_head.weight, lm_head.bias
+    if not is_plain(lm_head):
+        # What it computes of the D unit vectors is its weight, what it computes of zero its bias.
+        width = model.config.get_text_config().hidden_size
+        token = torch.zeros(1, dtype=torch.long, device=device_of(model))
+        units = torch.eye(width + 1, width).to(model.get_input_embeddings()(token))
+        logits = lm_head(units)                                                # (D + 1, V)
+        weight = (logits[:-1] - logits[-1]).T
+        bias = None if bias is None else logits[-1]
+    vocab, width = weight.shape
+    head = nn.Linear(width, vocab, bias is not None, device="meta")
+    head.weight = nn.Parameter(weight.to(like).clone())
+    if bias is not None:
+        head.bias = nn.Parameter(bias.to(like).clone())
     return head
 
 def frozen_linear(x, module):
-    """A linear module of the target over x (..., D), in the dtype of x; it gets no gradient."""
-    weight, bias = module.weight, module.bias
-    is_own_class = type(module) in (nn.Linear, PackedLinear)
-    as_stored = not is_own_class or weight.is_meta or hasattr(weight, "__tensor_flatten__")
-    if as_stored or not torch.is_grad_enabled() and weight.dtype == x.dtype:
-        return module(x).to(x)                   # quantised or offloaded; or in decoding
-    # In training: in float16 small gradients would be lost.
-    weight = weight.detach().to(x)
+    """A linear module of the target over x (..., D) -> (..., V), like x; it gets no gradient."""
+    as_stored = module.weight.dtype == x.dtype and not torch.is_grad_enabled()
+    if as_stored or not is_plain(module):
+        return module(x).to(x)
+    # In training the weight is cast to the dtype of x: in float16 small gradients would be lost.
+    weight, bias = module.weight.detach().to(x), module.bias
     return F.linear(x, weight, None if bias is None else bias.detach().to(x))
 
 def soft_capped(logits, cap):
@@ -215,39 +223,38 @@ def soft_capped(logits, cap):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 class AnyTables:
-    """beyond/shared.py's seam for other families: what stands between the target's tables."""
+    """How a drafter between the target's tables uses them: what beyond/shared.py lets one replace."""
 
     def take_tables(self, model):
-        """As beyond.shared.BetweenTables.take_tables.
+        """Remember the target's embedding and LM head.
 
-        Raises ValueError where the target's logits are not its head's alone.
+        Raises ValueError where the target's logits are not those of its head.
         """
         target = self.target
-        embedding, target.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         target.model = model
-        target.embed = embedding
+        target.embed = model.get_input_embeddings()
+        target.lm_head = model.get_output_embeddings()
+        target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         target.head = lambda x: soft_capped(frozen_linear(x, target.lm_head), target.cap)
-        # Are these the target's logits?
         ids = torch.arange(4, device=device_of(model))[None]
         with torch.no_grad():
             out = model(ids, use_cache=False, output_hidden_states=True)
-            ours = target.head(out.hidden_states[-1])
-        error = (ours - out.logits).float().norm() / out.logits.float().norm()
-        if not error < torch.finfo(ours.dtype).eps ** 0.5:
+            logits = target.head(out.hidden_states[-1])
+        error = (logits - out.logits).float().norm() / out.logits.float().norm()
+        if not error < torch.finfo(logits.dtype).eps ** 0.5:
             raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
                              "take a drafter with tables of its own (glide, edd)")
 
     def head_of_words(self, words):
-        """As beyond.shared.BetweenTables.head_of_words."""
+        """The target's head for words (k,) alone -> a function: x (..., D) -> logits (..., k)"""
         target = self.target
-        whole = head_of(target.model, next(self.norm.parameters()))
-        words = words.to(whole.weight.device)
-        rows = nn.Linear(whole.in_features, len(words), whole.bias is not None, device="meta")
-        rows.weight = nn.Parameter(whole.weight.detach()[words], requires_grad=False)
-        if whole.bias is not None:
-            rows.bias = nn.Parameter(whole.bias.detach()[words], requires_grad=False)
-        target.rows = rows                       # for linear.pack
+        rows = head_of(target.model, next(self.norm.parameters())).requires_grad_(False)
+        words = words.to(rows.weight.device)
+        rows.weight = nn.Parameter(rows.weight[words], requires_grad=False)
+        if rows.bias is not None:
+            rows.bias = nn.Parameter(rows.bias[words], requires_grad=False)
+        rows.out_features = len(words)
+        target.rows = rows                       # for modules_of
         return lambda x: soft_capped(frozen_linear(x, rows), target.cap)
 
 # ---------------------------------------------------------------- EDD and its baselines
@@ -308,6 +315,8 @@ class AnyDraftModel(edd.DraftModel):
             return head_of(model, like)
         return own_copy(module).to(like).requires_grad_(True)
 
+# In these classes Python looks for a method in the bases from left to right: AnyDraftModel's stand
+# in place of edd.DraftModel's, and AnyTables' in place of beyond/'s.
 class EDD(edd.EDD, AnyDraftModel):
     """EDD or the VDM."""
 
@@ -356,14 +365,9 @@ KINDS = {
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
-# {name on the command line of train.py: (file, settings of its Config)}; glide has none of these
-VARIANTS = {
-    **{name: (edd, settings) for name, settings in edd.VARIANTS.items()},
-    **{name: (shared, settings) for name, settings in shared.GLIDE_VARIANTS.items()},
-    **{name: (shared, settings) for name, settings in shared.EDD_VARIANTS.items()},
-    **{name: (eagle, settings) for name, settings in eagle.VARIANTS.items()},
-    **{name: (medusa, settings) for name, settings in medusa.VARIANTS.items()},
-}
+# {name on the command line of train.py: the settings of its Config}, but for GLIDE's own
+VARIANTS = {**edd.VARIANTS, **shared.GLIDE_VARIANTS, **shared.EDD_VARIANTS, **eagle.VARIANTS,
+            **medusa.VARIANTS}
 
 def kind_of(name):
     """The kind that a name of train.py's belongs to: "glide-shared-f768" is a "glide-shared"."""
@@ -374,9 +378,8 @@ def kind_of(name):
 
 def config_of(name, model, **more):
     """The Config of a name in VARIANTS, for a target.  more: settings that the name leaves open."""
-    _, settings = VARIANTS[name]
     draft_class, _ = KINDS[kind_of(name)]
-    return draft_class.config_class.for_target(model, **{**more, **settings})
+    return draft_class.config_class.for_target(model, **{**more, **VARIANTS[name]})
 
 def drafter_of(draft_model):
     """What decodes with a draft model of one of these classes."""
