@@ -183,7 +183,7 @@ def is_plain(module):
 
 @torch.no_grad()
 def embedding_of(model, like):
-    """A trainable copy of the target's embedding, as computed, of the dtype and device of `like`."""
+    """A trainable copy of the target's embedding, of the dtype and device of `like`."""
     vocab = model.config.get_text_config().vocab_size
     ids = torch.arange(vocab, device=device_of(model))
     table = model.get_input_embeddings()(ids)                                  # (V, D)
@@ -223,7 +223,7 @@ def soft_capped(logits, cap):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 class AnyTables:
-    """How a drafter between the target's tables uses them: what beyond/shared.py lets one replace."""
+    """How a drafter between the target's tables uses them; see beyond.shared.BetweenTables."""
 
     def take_tables(self, model):
         """Remember the target's embedding and LM head.

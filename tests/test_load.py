@@ -236,7 +236,8 @@ def test_bigram_files(tmp_path):
     for content, words in (("\xff", "cannot be read"), ('{"other": 1}', "cannot be read"), ("[0, true]", "its bigram"), ("[0, -1]", "its bigram"), ("3", "cannot be read"),
                            ("[0, 1, 2, 3, 0]", "another vocabulary than the target's 4"), ("[0, 4]", "another vocabulary"),
                            ('{"bigram": [0], "fingerprint": "c3d4"}', "another vocabulary"), ('{"bigram": [0], "confidence": [NaN]}', "its confidence"),
-                           ('{"bigram": [0], "agreement": {"edd": {"weights": [1, 2]}}}', "its agreement")):
+                           ('{"bigram": [0], "agreement": {"edd": {"weights": [1, 2]}}}', "its agreement"),
+                           ('{"bigram": [0], "agreement": {"edd": {"weights": [1, 2, NaN]}}}', "its agreement")):
         path.write_bytes(content.encode("latin-1"))
         with pytest.raises(UserError, match=words) as why:
             load.read_gram(path, 4, "a1b2")
@@ -292,7 +293,7 @@ def test_a_class_without_sdpa_gets_eager_attention(folder, monkeypatch):
     assert given[-1]["trust_remote_code"] is True and model.dtype == torch.float32
 
 @pytest.mark.parametrize("name, device, words", [("nowhere", "cpu", "the target nowhere does not exist"), ("/no/where", "cpu", "does not exist"), (".", "cpu", "cannot be loaded"),
-                                                 ("checkpoints/target", "cuda:99", "--device cuda:99: there are cpu"), ("checkpoints/target", "tpu", "--device tpu")])
+                                                 ("checkpoints/target", "cuda:99", "--device cuda:99 is not here: choose auto, cpu"), ("checkpoints/target", "tpu", "--device tpu")])
 def test_what_is_no_target_or_no_device(name, device, words, monkeypatch):
     with pytest.raises(UserError, match=words):
         load.load_target(name, "float32", device)
