@@ -16,10 +16,10 @@ and, beside such a target, the same results.  What they do beside other targets:
     embedding and LM head cut, or padded with zeros.
  3. EDD, the VDM and EAGLE take one layer of Llama's class with the target's sizes.  The papers take
     a layer of the target's own class.
- 4. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and soft
-    caps that the target applies outside of them are not copied: the copies are trained.
- 5. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the target
-    does.  It is refused where a small forward shows that they are not the target's.
+ 4. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and
+    soft caps that the target applies outside of them are not copied: the copies are trained.
+ 5. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the
+    target does.  It is refused where a small forward shows that they are not the target's.
 
 Device and dtype of a drafter are those of what it reads: KV entries or hidden states.
 """
@@ -105,18 +105,21 @@ class AnyGlide(glide.Glide):
     @classmethod
     def for_target(cls, model, config, length):
         """As glide.Glide.for_target."""
+        if config.width // config.heads % 2:
+            raise ValueError(f"a drafter of width {config.width} would have heads of odd size: "
+                             "choose another width")
         cached = cached_kv(model)
+        heads = model.config.get_text_config().num_attention_heads
         read = config.layers_read if config.glimpse else ()
-        top = read[-1] if read else -1
-        if read:
-            wanted = config.target_heads, config.target_head_size
-            heads = model.config.get_text_config().num_attention_heads
-            found = [(heads, k.shape[-1]) for k, _ in cached[top:top + 1]]
-            if found != [wanted]:
-                raise ValueError(f"the drafter reads layer {top} with heads and head size "
-                                 f"{wanted}, and here are {found}: it was made for another "
-                                 "target, train one for this")
-        keys, _ = cached[top]
+        for layer in read:
+            # A target may have fewer caches than layers, and keys of another size in some.
+            keys = [k for k, _ in cached[layer:layer + 1]]
+            found = [(heads, k.shape[-1]) for k in keys if heads % k.shape[1] == 0]
+            if found != [(config.target_heads, config.target_head_size)]:
+                raise ValueError(f"layer {layer} of the target does not cache keys of "
+                                 f"{config.target_heads} heads of size {config.target_head_size}: "
+                                 "the drafter was made for another target, train one for this")
+        keys, _ = cached[read[-1] if read else -1]
         tables = target_angles(model, length, read)
         return cls(config, tables).to(keys.device, keys.dtype)
 
@@ -148,7 +151,7 @@ class Glide(AnyGlide):
     def load_state_dict(self, weights, *args, **more):
         """As nn.Module's; the weights may be of another vocabulary size."""
         weights = dict(weights)
-        for name in ("embed.weight", "head.weight"):
+        for name in weights.keys() & {"embed.weight", "head.weight"}:
             missing = self.config.vocab - len(weights[name])
             weights[name] = F.pad(weights[name], (0, 0, 0, missing))   # negative: it is cut
         return super().load_state_dict(weights, *args, **more)
@@ -166,31 +169,21 @@ class Glide(AnyGlide):
 
 def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False,
                  loss="ce"):
-    """glide.Config.for_target for any family, with further settings of the Config."""
-    cached = cached_kv(model)
-    top = len(cached) - 1 if layer is None else layer
-    if top not in range(layers - 1, len(cached)):
-        raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
-                         f"has layers {layers - 1} to {len(cached) - 1} for that")
-    keys, _ = cached[top]
-    config = GlideConfig.for_target(model, width, layers, glimpse, block, top, keys.shape[-1])
+    """The Config of a new Glide for a target: glide.Config.for_target, with norm and loss."""
+    config = GlideConfig.for_target(model, width, layers, glimpse, block, layer)
     config.norm, config.loss = norm, loss
-    if config.width // config.heads % 2:
-        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: choose "
-                         "another width")
-    if len({cached[read][0].shape for read in config.layers_read}) > 1:
-        raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several "
-                         "sizes: read one layer")
-    heads = model.config.get_text_config().num_attention_heads
-    if heads % keys.shape[1]:
-        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads and has {heads} "
-                         "query heads: GLIDE cannot share them evenly")
     return config
 
 # ---------------------------------------------------------------- embedding and head of a target
+def is_plain(module):
+    """Whether a linear module has its weight in memory, as floating numbers."""
+    weight = module.weight
+    in_memory = not weight.is_meta and not hasattr(weight, "__tensor_flatten__")
+    return type(module) in (nn.Linear, PackedLinear) and in_memory
+
 @torch.no_grad()
 def embedding_of(model, like):
-    """A trainable copy of the target's embedding, by what it computes, of the dtype of `like`."""
+    """A trainable copy of the target's embedding, of the dtype and device of `like`."""
     vocab = model.config.get_text_config().vocab_size
     ids = torch.arange(vocab, device=device_of(model))
     table = model.get_input_embeddings()(ids)                                  # (V, D)
@@ -198,29 +191,31 @@ def embedding_of(model, like):
 
 @torch.no_grad()
 def head_of(model, like):
-    """A trainable copy of the target's LM head, likewise: its weights are what unit vectors give."""
+    """A trainable copy of the target's LM head, of the dtype and device of `like`."""
     lm_head = model.get_output_embeddings()
-    width = model.config.get_text_config().hidden_size
-    # The last vector is zero, and what it gives is the bias.
-    units = torch.eye(width + 1, width, device=device_of(model))               # (D + 1, D)
-    units = units.to(model.get_input_embeddings()(units[0, :1].long()).dtype)
-    logits = lm_head(units).to(like)                                           # (D + 1, V)
-    bias = logits[-1]
-    head = nn.Linear(width, len(bias), bias=bool(bias.any()), device="meta")
-    head.weight = nn.Parameter((logits[:-1] - bias).T.contiguous())
-    if head.bias is not None:
-        head.bias = nn.Parameter(bias.clone())
+    weight, bias = lm_head.weight, lm_head.bias
+    if not is_plain(lm_head):
+        # What it computes of the D unit vectors is its weight, what it computes of zero its bias.
+        width = model.config.get_text_config().hidden_size
+        token = torch.zeros(1, dtype=torch.long, device=device_of(model))
+        units = torch.eye(width + 1, width).to(model.get_input_embeddings()(token))
+        logits = lm_head(units)                                                # (D + 1, V)
+        weight = (logits[:-1] - logits[-1]).T
+        bias = None if bias is None else logits[-1]
+    vocab, width = weight.shape
+    head = nn.Linear(width, vocab, bias is not None, device="meta")
+    head.weight = nn.Parameter(weight.to(like).clone())
+    if bias is not None:
+        head.bias = nn.Parameter(bias.to(like).clone())
     return head
 
 def frozen_linear(x, module):
-    """A linear module of the target over x (..., D), in the dtype of x; it gets no gradient."""
-    weight, bias = module.weight, module.bias
-    is_own_class = type(module) in (nn.Linear, PackedLinear)
-    as_stored = not is_own_class or weight.is_meta or hasattr(weight, "__tensor_flatten__")
-    if as_stored or not torch.is_grad_enabled() and weight.dtype == x.dtype:
-        return module(x).to(x)                   # quantised or offloaded; or in decoding
-    # In training: in float16 small gradients would be lost.
-    weight = weight.detach().to(x)
+    """A linear module of the target over x (..., D) -> (..., V), like x; it gets no gradient."""
+    as_stored = module.weight.dtype == x.dtype and not torch.is_grad_enabled()
+    if as_stored or not is_plain(module):
+        return module(x).to(x)
+    # In training the weight is cast to the dtype of x: in float16 small gradients would be lost.
+    weight, bias = module.weight.detach().to(x), module.bias
     return F.linear(x, weight, None if bias is None else bias.detach().to(x))
 
 def soft_capped(logits, cap):
@@ -228,36 +223,38 @@ def soft_capped(logits, cap):
     return cap * torch.tanh(logits / cap) if cap else logits
 
 class AnyTables:
-    """beyond/shared.py's seam for other families: what stands between the target's tables."""
+    """How a drafter between the target's tables uses them; see beyond.shared.BetweenTables."""
 
     def take_tables(self, model):
-        """As beyond.shared.BetweenTables.take_tables; ValueError where logits are made otherwise."""
+        """Remember the target's embedding and LM head.
+
+        Raises ValueError where the target's logits are not those of its head.
+        """
         target = self.target
-        embedding, target.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-        target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         target.model = model
-        target.embed = embedding
+        target.embed = model.get_input_embeddings()
+        target.lm_head = model.get_output_embeddings()
+        target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         target.head = lambda x: soft_capped(frozen_linear(x, target.lm_head), target.cap)
-        # Are these the target's logits?
         ids = torch.arange(4, device=device_of(model))[None]
         with torch.no_grad():
             out = model(ids, use_cache=False, output_hidden_states=True)
-            ours = target.head(out.hidden_states[-1])
-        error = (ours - out.logits).float().norm() / out.logits.float().norm()
-        if not error < torch.finfo(ours.dtype).eps ** 0.5:
+            logits = target.head(out.hidden_states[-1])
+        error = (logits - out.logits).float().norm() / out.logits.float().norm()
+        if not error < torch.finfo(logits.dtype).eps ** 0.5:
             raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
                              "take a drafter with tables of its own (glide, edd)")
 
     def head_of_words(self, words):
-        """As beyond.shared.BetweenTables.head_of_words."""
+        """The target's head for words (k,) alone -> a function: x (..., D) -> logits (..., k)"""
         target = self.target
-        whole = head_of(target.model, next(self.norm.parameters()))
-        words = words.to(whole.weight.device)
-        rows = nn.Linear(whole.in_features, len(words), whole.bias is not None, device="meta")
-        rows.weight = nn.Parameter(whole.weight.detach()[words], requires_grad=False)
-        if whole.bias is not None:
-            rows.bias = nn.Parameter(whole.bias.detach()[words], requires_grad=False)
-        target.rows = rows                       # for linear.pack
+        rows = head_of(target.model, next(self.norm.parameters())).requires_grad_(False)
+        words = words.to(rows.weight.device)
+        rows.weight = nn.Parameter(rows.weight[words], requires_grad=False)
+        if rows.bias is not None:
+            rows.bias = nn.Parameter(rows.bias[words], requires_grad=False)
+        rows.out_features = len(words)
+        target.rows = rows                       # for modules_of
         return lambda x: soft_capped(frozen_linear(x, rows), target.cap)
 
 # ---------------------------------------------------------------- EDD and its baselines
@@ -273,12 +270,12 @@ def own_copy(module):
     return twin
 
 class AnyDraftModel(edd.DraftModel):
-    """edd.DraftModel for any target whose decoder has a last norm called `norm`."""
+    """edd.DraftModel for any target; EDD needs one whose decoder has a last norm called `norm`."""
 
     @torch.no_grad()
     def take(self, model, decoder):
         """As edd.DraftModel.take."""
-        if not hasattr(decoder, "norm"):
+        if isinstance(self, edd.EDD) and not hasattr(decoder, "norm"):
             raise ValueError(f"the decoder of {type(model).__name__} has no `norm`, which EDD "
                              "copies: take glide")
         target, c = self.target, decoder.config
@@ -318,6 +315,8 @@ class AnyDraftModel(edd.DraftModel):
             return head_of(model, like)
         return own_copy(module).to(like).requires_grad_(True)
 
+# In these classes Python looks for a method in the bases from left to right: AnyDraftModel's stand
+# in place of edd.DraftModel's, and AnyTables' in place of beyond/'s.
 class EDD(edd.EDD, AnyDraftModel):
     """EDD or the VDM."""
 
@@ -341,6 +340,10 @@ class GlideShared(AnyTables, shared.GlideShared, AnyGlide):
     @torch.no_grad()
     def take(self, model):
         """As shared.GlideShared.take; the last norm's weights are what it makes of ones."""
+        c = model.config.get_text_config()
+        if (self.config.vocab, self.config.width) != (c.vocab_size, c.hidden_size):
+            raise ValueError("the drafter was made for another target: one of another width or "
+                             "vocabulary size")
         self.target = SimpleNamespace()
         self.take_tables(model)
         norm = getattr(model.get_decoder(), "norm", None)
@@ -362,14 +365,9 @@ KINDS = {
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
-# {name on the command line of train.py: (file, settings of its Config)}; glide has none of these
-VARIANTS = {
-    **{name: (edd, settings) for name, settings in edd.VARIANTS.items()},
-    **{name: (shared, settings) for name, settings in shared.GLIDE_VARIANTS.items()},
-    **{name: (shared, settings) for name, settings in shared.EDD_VARIANTS.items()},
-    **{name: (eagle, settings) for name, settings in eagle.VARIANTS.items()},
-    **{name: (medusa, settings) for name, settings in medusa.VARIANTS.items()},
-}
+# {name on the command line of train.py: the settings of its Config}, but for GLIDE's own
+VARIANTS = {**edd.VARIANTS, **shared.GLIDE_VARIANTS, **shared.EDD_VARIANTS, **eagle.VARIANTS,
+            **medusa.VARIANTS}
 
 def kind_of(name):
     """The kind that a name of train.py's belongs to: "glide-shared-f768" is a "glide-shared"."""
@@ -380,9 +378,8 @@ def kind_of(name):
 
 def config_of(name, model, **more):
     """The Config of a name in VARIANTS, for a target.  more: settings that the name leaves open."""
-    _, settings = VARIANTS[name]
     draft_class, _ = KINDS[kind_of(name)]
-    return draft_class.config_class.for_target(model, **{**more, **settings})
+    return draft_class.config_class.for_target(model, **{**more, **VARIANTS[name]})
 
 def drafter_of(draft_model):
     """What decodes with a draft model of one of these classes."""

@@ -36,6 +36,7 @@ from verify import UserError, generate, root_only
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
+STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py fetches it
 
 # ---------------------------------------------------------------- language models
@@ -45,13 +46,13 @@ def use_device(device):
         if not transformers.utils.is_accelerate_available():
             raise UserError("--device auto needs accelerate: pip install accelerate")
         return
-    kind, _, index = str(device).partition(":")
-    known = kind == "cpu" or kind == "cuda" and int(index or 0) < torch.cuda.device_count()
-    if not known:
-        raise UserError(f"--device {device}: there are cpu, auto and {torch.cuda.device_count()} "
-                        "CUDA devices (cuda, cuda:1 ...) here")
-    if kind == "cuda":
-        torch.cuda.set_device(int(index or 0))
+    count = torch.cuda.device_count()
+    known = ["cpu", *(f"cuda:{i}" for i in range(count))]
+    full_name = "cuda:0" if device == "cuda" else str(device)
+    if full_name not in known:
+        raise UserError(f"--device {device} is not here: choose auto, {', '.join(known)}")
+    if full_name != "cpu":
+        torch.cuda.set_device(known.index(full_name) - 1)
 
 def place_of(name, role):
     """A folder or a name of the hub as it is; "smollm2": the folder of training/smollm2.py."""
@@ -68,7 +69,10 @@ def place_of(name, role):
     return name
 
 def is_offline(name, revision, role):
-    """Ask the hub for a model once, without retries -> whether to use local files only."""
+    """Ask the hub for a model once -> True where the hub cannot be reached.
+
+    transformers would retry for every file.  A UserError where the hub has no such model.
+    """
     errors = huggingface_hub.errors
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
@@ -76,7 +80,7 @@ def is_offline(name, revision, role):
         at = f" at revision {revision}" if revision else ""
         raise UserError(f"{role}: the hub has no {name}{at}, or shows it only to users who are "
                         "logged in (`hf auth login`): check the name") from None
-    except Exception:                              # no network: it may have been loaded before
+    except Exception:                              # whatever a missing network raises
         return True
     return False
 
@@ -88,6 +92,16 @@ def pretrained(model_class, name, **more):
         if "scaled_dot_product_attention" not in str(why):
             raise
     return model_class.from_pretrained(name, attn_implementation="eager", **more)
+
+def only_special_tokens(model):
+    """Leave nothing in a model's generation_config but its special tokens.
+
+    generate() takes from there what its caller leaves open, say a repetition_penalty.  Then its
+    output would follow another rule than ours.
+    """
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    special = {name: getattr(model.generation_config, name) for name in names}
+    model.generation_config = transformers.GenerationConfig(**special)
 
 def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
                 trust=False):
@@ -125,20 +139,20 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): give a complete folder or a "
                         "hub name of a causal language model") from None
-    # generate() takes what its caller leaves open from generation_config, say a repetition_penalty.
-    # Then its output would follow another rule than ours.  Only the special tokens stay.
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    special = {name: getattr(model.generation_config, name) for name in names}
-    model.generation_config = transformers.GenerationConfig(**special)
+    only_special_tokens(model)
     linear.pack(model)
     return model.eval(), tokenizer
 
 class Setup:
     """A target, loaded, and what is needed to load drafters for it.
 
-    model, tokenizer: transformers' own.  target: the model as a verify.Target.  eos: the ids that
-    end a text.  checkpoint: the folder of drafters.  stages {name: model}: the language models of
-    all cascades, loaded once.  notes: sentences for the reader.  graphs: whether to use CUDA graphs.
+    model, tokenizer    transformers' own
+    target              the model as a verify.Target.  cuda: whether it is on a GPU
+    eos                 the ids that end a text
+    checkpoint          the folder of drafters
+    stages              {name: language model} of all cascades, loaded once
+    notes               sentences for the reader
+    graphs              whether targets and drafters use CUDA graphs
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
                  graphs=False):
@@ -181,10 +195,12 @@ def fingerprint(model, tokenizer=None):
         as_stored = p.is_floating_point() and not hasattr(p, "__tensor_flatten__")
         if p.ndim == 2 and as_stored and not p.is_meta:
             matrices.append((name, p))
+    last = len(matrices) - 1
     for i in range(PROBES if matrices else 0):
         # Evenly over all matrices, the first and the last among them
-        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
-        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
+        name, matrix = matrices[round(i * last / (PROBES - 1))]
+        height, width = matrix.shape
+        weight = matrix[height // 3, width // 2]
         about["probe"][name] = float(f"{weight.item():.5g}")
     if tokenizer is not None:
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
@@ -198,16 +214,21 @@ def relation(a, b):
     (their relative difference ||a - b|| / ||b|| is .08 to .16 then) or lightly tuned.  Between
     models that were trained from different seeds the difference is some 1.4.
     """
-    described = a.keys() & b.keys() - {"probe"}
-    names = sorted(a.get("probe", {}).keys() & b.get("probe", {}).keys())
-    if not names or any(a[key] != b[key] for key in described):
+    probe_a, probe_b = a.get("probe", {}), b.get("probe", {})
+    for key in a.keys() & b.keys():
+        if key != "probe" and a[key] != b[key]:
+            return "another"
+    names = [name for name in probe_a if name in probe_b]
+    if not names:
         return "another"
-    of_a = np.array([a["probe"][name] for name in names])
-    of_b = np.array([b["probe"][name] for name in names])
+    of_a = np.array([probe_a[name] for name in names])
+    of_b = np.array([probe_b[name] for name in names])
     if np.allclose(of_a, of_b, rtol=HALF, atol=1e-6):
         return "the same"
     difference = np.linalg.norm(of_a - of_b) / max(np.linalg.norm(of_b), 1e-30)
-    return "a relative" if len(names) >= ENOUGH and difference < NEAR else "another"
+    if difference < NEAR and len(names) >= ENOUGH:
+        return "a relative"
+    return "another"
 
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
@@ -280,8 +301,9 @@ def proves_itself(target, drafter, prompts, new=32, stopping_criteria=()):
     if not pairs:
         return None
     right = sum(choice == token for choice, token in pairs)
-    choices, tokens = torch.tensor(pairs).T                                    # (count,) each
-    chance = (choices[:, None] == tokens).double().mean().item()
+    # Each choice is compared with the tokens at all positions.
+    chosen, written = torch.tensor(pairs).T                                    # (count,) each
+    chance = (chosen[:, None] == written).double().mean().item()
     count = len(pairs)
     # In a text that repeats one token everything is right by chance; one lucky hit proves nothing.
     if right > count / 2 or right > max(1, 2 * chance * count):
@@ -407,20 +429,22 @@ def read_gram(path, vocab, vocabulary=None):
         found = json.loads(Path(path).read_text(encoding="utf-8"))
         found = found if isinstance(found, dict) else {"bigram": found}
         bigram, confidence = found["bigram"], found.get("confidence")
-        weights = {name: one["weights"] for name, one in found.get("agreement", {}).items()}
         assert all(type(token) is int and token >= 0 for token in bigram), "its bigram"
         assert all(0 <= p <= 1 for p in confidence or [0.0]), "its confidence"
-        of_three = all(len(one) == 3 and all(map(math.isfinite, one)) for one in weights.values())
-        assert of_three, "its agreement"
+        fits = found.get("agreement", {})
+        agreement = {name: fit["weights"] for name, fit in fits.items()}
+        for weights in agreement.values():
+            of_three = len(weights) == 3 and math.isfinite(sum(weights))
+            assert of_three, "its agreement"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as why:
         raise UserError(f"the bigram file {path} cannot be read ({type(why).__name__}: "
                         f"{first_line(why)}): write one with training/bigram.py") from None
-    of_another = vocabulary and found.get("fingerprint", vocabulary) != vocabulary
+    of_another = vocabulary is not None and found.get("fingerprint", vocabulary) != vocabulary
     if of_another or len(bigram) > vocab or max(bigram, default=0) >= vocab:
         raise UserError(f"{path} is a bigram of another vocabulary than the target's {vocab} "
                         "tokens: write one with training/bigram.py")
     bigram = bigram + [0] * (vocab - len(bigram))                      # 0: unknown
-    return {"bigram": bigram, "confidence": confidence, "agreement": weights}
+    return {"bigram": bigram, "confidence": confidence, "agreement": agreement}
 
 def gram_of(setup, bigram=None):
     """read_gram of the file `bigram`, or else of the checkpoint's file; {} where that has none."""

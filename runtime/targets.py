@@ -30,7 +30,7 @@ from verify import CHUNK, Target, TreeCache, UserError
 # Parents of the small tree and of the chain that a model is tried with
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
-WINDOW = 3               # sliding windows have this length in the proof, so that its texts are short
+WINDOW = 3               # the length of sliding windows in the proof, so that its texts are short
 
 # ---------------------------------------------------------------- what a configuration says
 def context_of(config):

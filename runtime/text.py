@@ -33,6 +33,7 @@ import gzip
 import json
 import os
 import re
+import zlib
 from collections import Counter
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def stream_rows(path):
                         yield parsed(line)
                 return
             text = file.read()
-    except (OSError, EOFError, ValueError) as why:
+    except (OSError, EOFError, ValueError, zlib.error) as why:
         raise UserError(f"{path} cannot be read as text or JSON lines ({first_line(why)}): correct "
                         "it, or name another file") from None
     if ".json" in path.name:
@@ -295,6 +296,14 @@ def is_chat(document):
     """Whether a document is chat messages."""
     return isinstance(document, list) and bool(document) and isinstance(document[0], dict)
 
+def encode(document, tokenizer, special_tokens=True):
+    """One document -> list of its token ids.  special_tokens: also those that begin a text."""
+    if is_chat(document):
+        return chat_ids(document, tokenizer, template_of(None, tokenizer), ask=False)
+    if isinstance(document, str):
+        return tokenizer(document, add_special_tokens=special_tokens, verbose=False)["input_ids"]
+    return [~number if number < 0 else number for number in document]
+
 def answers_in(chat, tokenizer, template):
     """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
 
@@ -400,7 +409,7 @@ def questions_of(row, place, tokenizer, template, ask=None, system=None, answer=
             raise UserError(f"--ask {ask!r} does not fit {place} ({type(why).__name__}: {why}): "
                             "name fields that all rows have, as {question}") from None
         if text:
-            yield tokenizer(text, verbose=False)["input_ids"]
+            yield encode(text, tokenizer)
             return
     messages = []
     if system and chat and chat[0]["role"] != "system":

@@ -66,7 +66,7 @@ def random_glide(model, layers=1, glimpse=True, length=64, **more):
     """A random GLIDE, or vanilla, for a tiny target of any family, float64."""
     from runtime import drafters as runtime_drafters
     config = runtime_drafters.glide_config(model, 24, layers, glimpse, **more)
-    return weighty(lambda: runtime_drafters.Glide(config, runtime_drafters.target_angles(model, length, config.layers_read)).double(), 1)
+    return weighty(lambda: runtime_drafters.Glide.for_target(model, config, length), 1)
 
 def random_edd(model, seed=1, **more):
     """A random EDD by its settings."""
