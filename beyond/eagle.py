@@ -143,7 +143,7 @@ class Drafter(edd.Drafter):
     @torch.no_grad()
     def begin(self, view):
         """A round starts: encode the committed tokens, each beside the feature before it."""
-        self.next_round(view)
+        self.paths = []
         known = self.new_features(view)                                        # (k, D)
         if self.features is not None:
             # The feature of the token before comes first.

@@ -106,7 +106,7 @@ class Layer(glide.Layer):
         if self.c.window:
             if mask is None:
                 # The next node of a chain sees all entries that there are.
-                mask = torch.ones(1, cache.keys, dtype=torch.bool, device=x.device)
+                mask = torch.ones(1, cache.end, dtype=torch.bool, device=x.device)
             mask = self.in_window(mask)
         return super().forward(x, ropes, mask, kv, glimpse_mask, cache)
 
@@ -153,9 +153,9 @@ class LongSpec(glide.Glide):
         self.register_buffer("target_table", table, persistent=False)
 
     @classmethod
-    def beside(cls, model, config, length):
-        """As glide.Glide.beside, with the target's embedding and head."""
-        draft_model = super().beside(model, config, length)
+    def for_target(cls, model, config, length):
+        """As glide.Glide.for_target, with the target's embedding and head."""
+        draft_model = super().for_target(model, config, length)
         draft_model.take(model)
         return draft_model
 
@@ -191,7 +191,7 @@ def main():
     sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).double()
     config = Config.for_target(model, window=3)
-    draft_model = LongSpec.beside(model, config, 64)
+    draft_model = LongSpec.for_target(model, config, 64)
     for p in draft_model.parameters():
         p.data.normal_(0, 0.3)
     assert all(name.startswith("layers.0.") for name in draft_model.state_dict())

@@ -345,7 +345,7 @@ def from_longspec(weights, settings, target):
     check_keys(weights, parts, "LongSpec")
     repeat_keys(weights, config, key_heads)
     # ValueError where the target's RoPE, embedding or head are not used as Llama's
-    LongSpec.beside(target, config, 1)
+    LongSpec.for_target(target, config, 1)
     return "longspec", config, joined(weights, parts)
 
 def from_medusa(weights, settings, target):

@@ -139,7 +139,7 @@ def grow_glide(small, model, further):
     config = glide.Config.for_target(model, width, c.layers, c.glimpse, c.block, layer)
     config.norm, config.loss = c.norm, c.loss
     config.eps = 0.0 if config.width > c.width else c.eps
-    big = glide.Glide.beside(model, config, model.config.max_position_embeddings)
+    big = glide.Glide.for_target(model, config, model.config.max_position_embeddings)
     fill(big, small, (c.width // c.heads, width // config.heads), c.eps)
     return big.eval()
 

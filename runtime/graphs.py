@@ -92,7 +92,9 @@ class Static:
         """Make room for so many keys -> the bucket that is read."""
         total = bucket(keys, self.keys)
         if not self.is_target:
-            self.x.reserve(total)
+            # GLIDE's drafter is its own store; EDD's and its kin have a cache.
+            store = self.x if hasattr(self.x, "store") else self.x.cache
+            store.reserve(total)
             return total
         # Growing would void all recordings: a text's last bucket is what its prefill allocated.
         cache = self.x.cache

@@ -3,7 +3,7 @@
     from runtime import parts
     drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
     config = parts.glide_config(model, width=512, norm=True)
-    draft_model = parts.Glide.beside(model, config, length=2048)
+    draft_model = parts.Glide.for_target(model, config, length=2048)
     config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
     draft_class, drafter_class = parts.KINDS[config.kind]
 
@@ -148,7 +148,7 @@ class Glide(glide.Glide):
             self.target_table = torch.stack(table)
 
     @classmethod
-    def beside(cls, model, config, length):
+    def for_target(cls, model, config, length):
         """On the device and in the type of the target's KV entries: weights may be quantised."""
         cached = cached_kv(model)
         top = max(config.layers_read, default=len(cached) - 1)

@@ -413,7 +413,7 @@ def test_a_quantised_target_trains(name):
     assert model.dtype == torch.float32, "what a weight would say of activations is wrong"
     batch = batch_of(model, text(24).view(2, 12), {2, LAST}) | {"block": None, "random": np.random.default_rng(0)}
     if name == "glide":
-        module = parts.Glide.beside(model, parts.glide_config(model, norm=True), 100)
+        module = parts.Glide.for_target(model, parts.glide_config(model, norm=True), 100)
         assert module.start_from(model)
     else:
         draft_class, _ = parts.KINDS[name]

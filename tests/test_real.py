@@ -31,7 +31,7 @@ def drafters_of(model):
     torch.manual_seed(1)
     for glimpse in (True, False):
         config = parts.glide_config(model, width=24, glimpse=glimpse)
-        yield glide.Drafter(parts.Glide.beside(model, config, 64))
+        yield glide.Drafter(parts.Glide.for_target(model, config, 64))
     config = edd.Config.for_target(model, 2)
     draft_class, drafter_class = parts.KINDS[config.kind]
     yield drafter_class(draft_class(config, model).to(model.device, model.dtype))

@@ -25,7 +25,7 @@ def test_words_alone_are_drafted_and_the_output_stays(name):
     model = shared("llama")
     text = plain(model, PROMPT, NEW)
     alone = name == "longspec"                         # as it stands in a project of its own
-    drafter = glide.Drafter(LongSpec.beside(model, LongSpec.config_class.for_target(model), 64).double()) if alone else random_drafter(model, name)
+    drafter = glide.Drafter(LongSpec.for_target(model, LongSpec.config_class.for_target(model), 64).double()) if alone else random_drafter(model, name)
     whole = copy.deepcopy(drafter)
     head_rows = sum(p.shape[0] == VOCAB for p in drafter.model.parameters())
     shorten(drafter.model, WORDS)

@@ -87,7 +87,7 @@ def fresh(name, target, a):
         own = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block}
         settings = {**own, **settings}
         config = parts.longspec_config(target, **settings)
-        drafter = parts.LongSpec.beside(target, config, a.length + AHEAD).float()
+        drafter = parts.LongSpec.for_target(target, config, a.length + AHEAD).float()
         drafter.start_from(target)
         return drafter
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes"}
@@ -95,7 +95,7 @@ def fresh(name, target, a):
     settings = {**own, **settings}
     check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
     config = parts.glide_config(target, block=a.block, **settings)
-    drafter = parts.Glide.beside(target, config, a.length + AHEAD).float()
+    drafter = parts.Glide.for_target(target, config, a.length + AHEAD).float()
     # Embedding and head start as the target's, where the widths agree.
     drafter.start_from(target)
     return drafter
