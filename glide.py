@@ -571,8 +571,8 @@ def load(folder, model, length=None, draft_class=Glide):
     try:
         draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
     except RuntimeError:
-        raise ValueError(f"{folder} does not hold the weights of a "
-                         f"{draft_class.__name__} as its training.json describes it") from None
+        raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
+                         "train the drafter again") from None
     drafter = Drafter(draft_model)
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about

@@ -69,7 +69,7 @@ EDITS["edd"] = [
     ("the soft prompt's keys do not rotate", "k = k * cos[:, None] + rotate_half(k) * sin[:, None]", "k = k + 0"),
     ("the last block length is never drawn", "integers(low, high + 1)", "integers(low, high)"),
     ("a node's position counts from one", "position = self.t + sees.sum(1) - 1", "position = self.t + sees.sum(1)"),
-    ("nodes of the last round stay", "        self.length = view.length\n        self.paths = []\n", "        self.length = view.length\n"),
+    ("nodes of the last round stay", "        self.paths = []\n        if self.config.encoding:", "        if self.config.encoding:"),
 ]
 EDITS["beyond/eagle"] = [
     ("the target's head learns", "weight = model.get_output_embeddings().weight.detach()", "weight = model.get_output_embeddings().weight", "edd"),
@@ -143,11 +143,11 @@ EDITS["beyond/longspec"] = [
 ]
 
 EDITS["runtime/parts"] = [
-    ("another target's drafter is taken", "if config.glimpse and found != [wanted]:", "if False:", "glide"),
-    ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "glide"),
+    ("another target's drafter is taken", "if config.glimpse and found != [wanted]:", "if False:", "drafters"),
+    ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "drafters"),
 ]
 EDITS["runtime/anydraft"] = [
-    ("weights of the target learn", "weights = {name: p.detach() for name, p in self.module.named_parameters()}", "weights = dict(self.module.named_parameters())", "edd"),
+    ("weights of the target learn", "weights = {name: p.detach() for name, p in self.module.named_parameters()}", "weights = dict(self.module.named_parameters())", "drafters"),
 ]
 EDITS["runtime/families"] = [
     ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
