@@ -7,6 +7,7 @@ import functools
 import json
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -182,7 +183,7 @@ def of_family(name):
 
 def fresh(model, kind, **more):
     config = parts.config_of(kind, model, hidden=2, **more)
-    return parts.KINDS[kind][0](config, model)
+    return parts.KINDS[config.kind][0](config, model)
 
 def divergence(p_logits, q_logits):
     """The largest KL(p || q) of any row."""
@@ -293,6 +294,15 @@ def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
         assert out.tokens == plain(whole, [3, 1, 4], 6)
         runs.append([len(step.new) for step in out.rounds])
     assert runs[0] == runs[1]
+
+@pytest.mark.parametrize("name", ["edd", "vdm-ce", "eagle", "medusa"])
+def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, name):
+    llama.zero_grad()
+    draft_model = weighty(lambda: fresh(llama, name), 1)
+    batch = batch_of(llama, text(24).view(2, 12), {draft_model.config.hidden})
+    draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)}).backward()
+    assert all(p.grad is None and p.requires_grad for p in llama.parameters())
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in draft_model.parameters())
 
 # ---------------------------------------------------------------- checkpoints
 def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):

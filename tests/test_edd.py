@@ -164,7 +164,10 @@ def test_eagle_learns_what_it_drafts(width):
     ids, f = batch["ids"][0], batch["hidden"][LAST][0]
     torch.testing.assert_close(draft_model.logits(f), batch["logits"][0])              # the feature is what the target's head reads
     assert {k.split(".")[0] for k in draft_model.state_dict()} == {"fc", "layer"}, "the frozen parts are not its own"
+    fed = []
+    draft_model.fc.register_forward_pre_hook(lambda module, args: fed.append(args[0][0]))
     predicted = draft_model(ids[None], f[None])[0]
+    assert torch.equal(fed[0], torch.cat((model.get_input_embeddings()(ids[1:]), f[:-1]), -1)), "a token, the feature before it"
     trained, d = draft_model.logits(predicted), (predicted - f[1:]).abs()
     ce = -(batch["logits"][0, 1:].softmax(-1) * trained.log_softmax(-1)).sum(-1)
     expected = torch.where(d < 1, d * d / 2, d - 0.5).mean(-1) + 0.1 * (4096 / width) ** 0.5 * ce

@@ -95,6 +95,17 @@ def test_training_equals_decoding_with_the_delayed_cache(name, layers, glimpse, 
             torch.testing.assert_close(logits, trained[t:t + drafted], **EXACT)
             drafter.keep(list(range(drafted)))
 
+def test_queries_have_the_rope_of_the_target_s_keys(llama):
+    """Difference 1: the key that the target caches at position 5 is its key at position 0, rotated by our table."""
+    keys, ids = [], torch.arange(4)[:, None]
+    for position in (0, 5):
+        cache = transformers.DynamicCache()
+        with torch.no_grad():
+            llama(ids, position_ids=torch.full_like(ids, position), past_key_values=cache, use_cache=True)
+        keys.append(cache.layers[0].keys)
+    cos, sin = glide.target_angles(llama, 6)
+    torch.testing.assert_close(glide.apply_rope(keys[0], cos[5], sin[5]), keys[1], atol=1e-6, rtol=0)
+
 def test_a_query_sees_target_keys_of_earlier_blocks_alone(llama):
     """The printed Mask_Block by gradients: in blocks of 5, query j reads the target's keys before its own block, and no others."""
     draft_model, batch = random_glide(llama), batch_of(llama, text(12)[None])
