@@ -25,22 +25,23 @@ Differences from the paper:
     code and this file use h_{<jL}.
  2. The paper reads "the fourth-to-last layer" and calls it the 28th of 32.  It counts layers from
     0: this is hidden_states[-4] of Hugging Face, whose entry 0 is the embeddings.  It is the
-    default here, and what `edd-top` reads.  The shipped `edd` reads an earlier layer instead:
-    hidden_states[10] of a target with 24 layers.  EDD learns keys and values of its own, and the
-    states of that layer still say which token came before.
+    default here, and what `edd-top` reads.  The shipped `edd` reads an earlier layer instead,
+    hidden_states[10] of a target with 24 layers, since drafters of that target learned more from
+    it.  So the figures of `edd` are not those of the paper's own setting.
  3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So training computes
     nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
     committed.
  4. The VDM ("w/o encoding result") is a language model of one layer.  The paper does not state its
-    loss: `vdm` is trained with KL, `vdm-ce` with cross entropy.
+    loss: `vdm` is trained with KL, `vdm-ce` with cross entropy.  It sees all earlier tokens.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
- 6. The mean loss is over the positions in the loss mask.
+ 6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
  7. Eq. 3 indexes the token t_i that is predicted.  Then nothing of the block could be read to
     predict its first token.  Here the index is that of the token that is read: t_i, which lies in
     block j = floor(i / L), predicts t_{i+1}.  This is how the paper's inference works, where the
     first token of a round comes from the target and is read by the drafter.
- 8. Training covers drafts of up to L tokens, and each L from 5 to 10 is as likely.  A tree may be
-    as deep as 10 (PCT), or deeper: few training steps, or none, are like its deepest nodes.
+ 8. In training a draft has at most L tokens, and L is drawn evenly from 5 to 10.  A tree of PCT is
+    up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
+    examples of the deepest nodes, or from none.
 
 Alone in a project, you need this file, a Llama, Mistral or Qwen2, and a drafter from train.py (for
 other families see runtime/drafters.py).  Greedy decoding with drafted chains of five tokens, here
@@ -238,7 +239,11 @@ def keys_values(attention, x, cos, sin):
 
 
 class SoftPrompt:
-    """Takes the place of the layer's cache in training.  k, v (B, H, T, d): KV entries of H."""
+    """Takes the place of the layer's cache in training.  k, v (B, H, T, d): KV entries of H.
+
+    The layer's attention calls update with the keys and values of the tokens, and attends to what
+    it returns.
+    """
 
     def __init__(self, k, v):
         self.k, self.v = k, v
@@ -330,7 +335,10 @@ class Cache:
 
 
 class WriteAndRead:
-    """Takes the place of the layer's cache in one forward of decoding."""
+    """Takes the place of the layer's cache in one forward of decoding, as SoftPrompt in training.
+
+    cache: a Cache; slots (m,): where the m nodes' entries are written; end: how many are read.
+    """
 
     def __init__(self, cache, slots, end):
         self.cache, self.slots, self.end = cache, slots, end
@@ -363,7 +371,7 @@ class Drafter:
 
     def reset(self):
         """Forget the sequence."""
-        self.t = 0                       # number of entries in the cache: the committed tokens'
+        self.t = 0                       # number of committed tokens' KV entries
         self.paths = []                  # paths[i]: the nodes from the root to node i, i included
 
     @torch.no_grad()
@@ -411,7 +419,10 @@ class Drafter:
         return self.model.head(self.model.norm(x))
 
     def keep(self, path):
-        """End the round.  Accepted nodes come back in begin, as committed tokens: none is kept."""
+        """End the round.  No entry of a node is kept.
+
+        Accepted nodes come back in the next begin, as committed tokens with hidden states.
+        """
 
     def add_paths(self, parents):
         """Number new nodes -> the path of each, from the root to the node itself."""

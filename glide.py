@@ -57,9 +57,10 @@ Differences from the paper:
  8. The prose of section 4.1 gives a block to the token x_j that is predicted.  Then the first token
     of a block would have no query in its block.  The printed Mask_Block and the inference that the
     paper describes give the block to the query, and so does this file: j is the query, k the key.
- 9. In training the delay of a query is at most L: from 1 at the start of its block to L at the end.
-    A drafted tree deeper than L (PCT goes to depth 10) has longer delays, for which the drafter is
-    not trained, and for which train.py does not fit its calibration temperature.
+ 9. The delay of a query is its distance to the last target key that it sees.  In training it is 1
+    at the start of a block and L at its end.  A drafted tree that is deeper than L (PCT goes to
+    depth 10) has longer delays.  The drafter is not trained for these, and train.py does not fit
+    its calibration temperature on them.
 10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 

@@ -296,7 +296,7 @@ def arguments(**more):
     return SimpleNamespace(**{**a, **more})
 
 def test_names_stand_for_their_variants(llama):
-    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in parts.VARIANTS.items()]
+    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in parts.VARIANTS.items() if name != "edd-top"]
     for name, about in (*expected, ("edd-h1", {"hidden": 1}), ("edd", {"hidden": 2, "loss": "kl"}), ("vanilla", {"glimpse": False}),
                         ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-l1", {"layers_read": (1,), "norm": True}),
                         ("glide-top", {"layers_read": (2,), "norm": False}), ("glide-n2", {"layers": 2, "layers_read": (1, 2)}),
