@@ -28,8 +28,7 @@ The target chooses 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2
 drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
 
 A drafter answers from any device.  A round may end without expand, and keep may get [].  It has
-    needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states],
-                             "source": f}, where f is called with an encoder's ids
+    needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states]}
     reset(), begin(view)     a new sequence; a new round, and what was committed since the last one
     expand(tokens, parents)  as above -> logits (m, V), V the target's; a row of -inf: no prediction
     keep(path)               the expand_indices of accepted nodes, root first; it forgets the rest
@@ -60,7 +59,7 @@ from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
 # What a drafter is shown: tokens (k,) committed since the last view; the length of all that is;
 # kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}; on the host ids [k] and root
-View = namedtuple("View", "tokens length kv hidden ids root", defaults=(None, None))
+View = namedtuple("View", "tokens length kv hidden ids root source", defaults=(None, None, None))
 Round = namedtuple("Round", "new path tokens parents")         # new: its tokens; path: accepted
 CHUNK = 512              # cache entries to spare for trees
 
@@ -357,7 +356,10 @@ class Expand:
         self.parents += parents
         logits = self.drafter.expand(tokens, parents).to(tokens.device).float()        # (m, V)
         temperature = getattr(self.drafter, "temperature", 1.0)
-        return self.rule.probs(logits, temperature).nan_to_num(0.0)        # a row of -inf: zeros
+        probs = self.rule.probs(logits, temperature).nan_to_num(0.0)       # a row of -inf: zeros
+        if hasattr(self.drafter, "adjust"):
+            probs = self.drafter.adjust(probs)
+        return probs
 
     def path(self, tokens, accepted):
         """The expand_indices of accepted tokens, root first.  tokens: a list, by expand_index."""

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
-from cascade import EncoderDecoder
+from runtime.targets_encoder_decoder import EncoderDecoder
 from data.read import first_line
 from runtime import attention as folding
 from verify import CHUNK, Target, TreeCache, UserError

@@ -288,13 +288,12 @@ def load_heir(kind, setup, *names):
     return drafter
 
 # ---------------------------------------------------------------- cascades
-def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True,
-                 bigram=None):
+def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
     first, maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
-    where the target's is 1.  stop: when a stage has added enough (cascade.py).
+    where the target's is 1.
     matching: False: Max-Gram by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
@@ -319,7 +318,7 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
         # Each cascade gets caches of its own.
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
-    drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab, stop)
+    drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab)
     # For SWI: a stage costs its share of the target's weights, or what is given.
     drafter.names, drafter.costs = list(names), {"ms": weights}
     if costs:

@@ -109,7 +109,7 @@ def drawn_drafter(rng, kind, vocab, layers, context):
     K[0][rng.randrange(stages)] += 1
     bigram = [rng.randrange(vocab) for _ in range(rng.choice([0, vocab // 2, vocab]))]
     return {"neural": neural, "K": K, "lenience": rng.choice([1.0, 1.0, 1.5, 4.0]), "bigram": bigram if gram else None,
-            "stop": rng.choice(["own", "sum"]), "capacity": rng.choice([None, None, rng.randint(2, context)])}
+            "capacity": rng.choice([None, None, rng.randint(2, context)])}
 
 def drawn_case(number):
     """Everything that a case decides -> a dict."""
@@ -158,6 +158,8 @@ class Watched:
             graphs.static(getattr(self.inner, "drafter", self.inner), **static)
         if hasattr(self.inner, "chain"):
             self.chain = self.own_chain
+        if hasattr(self.inner, "adjust"):
+            self.adjust = self.inner.adjust
         if hasattr(self.inner, "suggest"):
             self.suggest = self.inner.suggest
 
@@ -228,7 +230,7 @@ def drafter_of(case):
             models = [stage_of(case["class"], case["sizes"], number) for number in range(how["neural"])]
             stages = [AnyTarget(stage, how["capacity"]) for stage in models]
             gram = None if how["bigram"] is None else maxgram.MaxGram(how["bigram"])
-            return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab, how["stop"])
+            return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab)
         neural = kind.removeprefix("beside ")
         if neural == "noise":
             drafter = Noise([], 0)
