@@ -27,7 +27,7 @@ def brute_force(generation, draft, n, source=(), bigram=()):
             chunk = [bigram[query[-1]]]
         if not chunk:
             break
-        tokens, query, lengths = tokens + chunk, query + chunk, lengths + [length] * len(chunk)
+        tokens, query, lengths = tokens + chunk, query + chunk, lengths + [length + i for i in range(len(chunk))]
     return tokens, lengths
 
 def cases(count, seed):
@@ -68,7 +68,7 @@ def test_the_picture_of_ababb():
 def test_index_equals_brute_force_with_incremental_commits():
     """Proposals leave no trace: the index is what it is where all is committed at once."""
     rng = random.Random(1)
-    for generation, draft, n, source, bigram in cases(400, 0):
+    for generation, draft, n, source, bigram in cases(300, 0):
         g, once, done = MaxGram(bigram), MaxGram(bigram), 0
         for part in (source[:7], source[7:]):
             g.commit_source(part)
@@ -83,14 +83,14 @@ def test_index_equals_brute_force_with_incremental_commits():
         once.commit_source(source)
         once.commit(generation)
         assert vars(g.source) == vars(once.source) and vars(g.generation) == vars(once.generation)
-        # Each token depends on the tokens before it alone.
-        one_by_one = []
-        while len(one_by_one) < n and (token := g.propose(draft + one_by_one, 1)[0]):
-            one_by_one += token
-        assert g.propose(draft, n)[0] == one_by_one
+        # Proposing n tokens equals proposing one n times; so a chunk's tokens have ever longer matches.
+        tokens, lengths = [], []
+        while len(tokens) < n and (one := g.propose(draft + tokens, 1))[0]:
+            tokens, lengths = tokens + one[0], lengths + one[1]
+        assert g.propose(draft, n) == (tokens, lengths)
 
 def test_tensors_equal_brute_force():
-    for generation, draft, n, source, bigram in cases(300, 2):
+    for generation, draft, n, source, bigram in cases(200, 2):
         given = [torch.tensor(x) if x else None for x in (draft, source, bigram)]
         tokens, lengths = max_gram_tensor(torch.tensor(generation), n, *given)
         assert (tokens.tolist(), lengths) == brute_force(generation, draft, n, source, bigram)
@@ -124,7 +124,6 @@ def test_without_matching_there_is_the_bigram_alone():
     assert gram.propose([], 2)[0] == [4, 4]
 
 # ---------------------------------------------------------------- the index
-
 class CountingList(list):
     """The transitions of an Index, counting how often a state is looked at."""
     looks = 0
@@ -138,17 +137,17 @@ def looks(call):
     call()
     return CountingList.looks - before
 
-def test_work_is_linear_in_what_is_committed_and_a_proposals_does_not_grow_with_the_context():
+def test_extending_takes_linear_time_and_a_proposal_does_not_take_longer_in_a_longer_text():
     rng, counts = random.Random(0), {}
-    for size in (500, 5000, 20000):
+    for size in (500, 10000):
         text = [rng.randrange(200) for _ in range(size)]
         text[-12:] = text[100:112]
         g = MaxGram()
         g.commit(text)
         g.generation.next = CountingList(g.generation.next)
         counts[size] = looks(lambda g=g, text=text: [g.propose(text[112:112 + i], 10) for i in range(4)])
-    assert max(counts.values()) <= 1.2 * counts[500], counts
-    for text in ([rng.randrange(2) for _ in range(8000)], [0] * 8000, [0, 1] * 4000, ([0] * 50 + [1]) * 160):
+    assert counts[10000] <= 1.2 * counts[500], counts
+    for text in ([rng.randrange(2) for _ in range(4000)], [0] * 4000, ([0] * 50 + [1]) * 80):
         index = Index()
         index.next = CountingList(index.next)
         assert looks(lambda index=index, text=text: index.extend(text)) < 12 * len(text)
@@ -193,20 +192,6 @@ def test_both_kinds_of_bigram_file(tmp_path):
         assert read_bigram(path, vocab) == read_bigram(str(path), vocab, fingerprint) == found
     with pytest.raises(ValueError, match="another tokenizer .*a1b2.*c3d4.*make one with"):
         read_bigram(path, 4, fingerprint="c3d4")
-
-@pytest.mark.parametrize("text, why", [(None, "does not exist: make one with"),
-    ("\xff", "cannot be read .*: make one with"),
-    ('{"other": 1}', "holds no array of token ids: make one with"), ("[0, true]", "holds no array of token ids"),
-    ("[0, 1, 2, 3, 0]", r"a bigram of another vocabulary \(5 entries, .* 4 tokens\): make one with"),
-    ("[0, -1]", r"a bigram of another vocabulary \(token id -1"),
-    ('{"bigram": [0], "confidence": [NaN]}', "no array of numbers from 0 to 1")])
-def test_bad_bigram_files_say_what_to_do(tmp_path, text, why):
-    path = tmp_path / "b.json"
-    if text is not None:
-        path.write_bytes(text.encode("latin-1"))
-    with pytest.raises(ValueError, match=why) as caught:
-        read_bigram(path, 4)
-    assert "\n" not in str(caught.value) and str(path) in str(caught.value)
 
 def test_a_stranger_uses_it_alone(tmp_path):
     run_the_docstrings_lines(tmp_path, maxgram, ["maxgram.py"])
