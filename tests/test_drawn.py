@@ -65,7 +65,7 @@ class Drafter:
     def expand(self, tokens, parents):
         return self.table[tokens]
 
-    def sync(self, ids, rows, same):
+    def sync(self, ids, rows):
         return self.table[ids[-rows:]]
 
 def cascade_of(seeds, K, lenience=1.0, gram=None):
