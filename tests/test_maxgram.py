@@ -12,22 +12,18 @@ from maxgram import CONFIDENCE, Index, MaxGram, build_bigram, max_gram_tensor
 from runtime.grams import measure_confidence, read_bigram
 
 def brute_force(generation, draft, n, source=(), bigram=()):
-    """The definition: the longest suffix of the query with a token after it in the text; the bigram."""
+    """The definition, one token at a time: what follows the longest suffix of the query in the text, leftmost; or the bigram."""
     text, query, tokens, lengths = [*source, -1, *generation], [*generation, *draft], [], []
     while len(tokens) < n:
-        chunk, length = [], 0
+        token, length = bigram[query[-1]] if query[-1] < len(bigram) else 0, 0
         for size in range(len(query), 0, -1):
-            starts = [i for i in range(len(text) - size) if text[i:i + size] == query[-size:]]
-            at = [i + size for i in starts if text[i + size] >= 0]
-            if at:
-                end = len(source) if at[0] < len(source) else len(text)
-                chunk, length = text[at[0]:end][:n - len(tokens)], size
+            after = [text[i + size] for i in range(len(text) - size) if text[i:i + size] == query[-size:] and text[i + size] >= 0]
+            if after:
+                token, length = after[0], size
                 break
-        if not chunk and query[-1] < len(bigram) and bigram[query[-1]]:
-            chunk = [bigram[query[-1]]]
-        if not chunk:
+        if not length and not token:
             break
-        tokens, query, lengths = tokens + chunk, query + chunk, lengths + [length + i for i in range(len(chunk))]
+        tokens, query, lengths = [*tokens, token], [*query, token], [*lengths, length]
     return tokens, lengths
 
 def cases(count, seed):
@@ -80,11 +76,6 @@ def test_index_and_tensors_equal_brute_force():
         once.commit_source(source)
         once.commit(generation)
         assert vars(g.source) == vars(once.source) and vars(g.generation) == vars(once.generation)
-        # Proposing n tokens equals proposing one n times; so a chunk's tokens have ever longer matches.
-        tokens, lengths = [], []
-        while len(tokens) < n and (one := g.propose(draft + tokens, 1))[0]:
-            tokens, lengths = tokens + one[0], lengths + one[1]
-        assert (tokens, lengths) == expected
         given = [torch.tensor(x) if x else None for x in (draft, source, bigram)]
         tokens, lengths = max_gram_tensor(torch.tensor(generation), n, *given)
         assert (tokens.tolist(), lengths) == expected
