@@ -15,15 +15,15 @@ One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
-    K_nn                 (n, n)   K, upper triangular: row 0 for M_t's reviews, row i for M_di's
-    k_i                  int      k_i, from row 0: how many tokens M_di adds; the code's i is from 0
+    K_nn                 (n, n)   K, upper triangular; its first row serves M_t, the next one M_d1 ...
+    k_i                  int      k_i, of the first row: how many tokens the i-th stage adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
-Algorithm 1's k_i is the number of tokens that M_di adds, and so is K here.  Table 2 has another k.
-The paper does not define its k_12; we read it as a total that includes k_11.  Then 8, 13, 1 in
-Table 2 is K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]], where the tens are Max-Gram's (section 5.2).
-table2() converts; `k=(8, 13, 1)` on bench.py's command line is Table 2's k.  Every k of a model is
-a lower bound, because the last review may add more tokens than were missing.
+Algorithm 1's k_i counts the tokens that one stage adds, and K does the same.  For Table 2 the paper
+does not say whether k_12 includes k_11; we read it as a total that does.  So Table 2's 8, 13, 1 is
+K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]], where the tens are Max-Gram's (section 5.2).  table2()
+makes this K; `k=(8, 13, 1)` on bench.py's command line is Table 2's.  A model's k is a lower bound:
+its last review may add more tokens than were missing.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
@@ -160,10 +160,11 @@ def propose(max_gram, gen, most):
 
 # ---------------------------------------------------------------- the reviews
 def keep_chosen(gen, first, choice, probs):
-    """Keep the n drafts at `first` and after, while they are the reviewer's choice; add its next.
+    """Keep drafts while they are what the reviewer chose; then add its next choice.
 
-    choice: list (n + 1,) of the reviewer's tokens, in the place of each draft and after the last.
-    probs: the same of its predictions, (n + 1, V) or a list.
+    The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose in
+    the place of each draft, and after the last one.  probs: (n + 1, V), or a list, its predictions
+    there.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
     parents = range(-1, len(chain) - 1)
@@ -171,10 +172,11 @@ def keep_chosen(gen, first, choice, probs):
     gen.replace(first, new, probs[:len(new)])
 
 def review_greedy(logits, gen, first, lenience):
-    """Greedy review, section 3.1.  logits (n + 1, V): the reviewer's, for n drafts and one more.
+    """Greedy review by a reviewer M_r, section 3.1.
 
-    A draft x_i is accepted where it is the reviewer's most probable token, argmax M_r(x)[i].
-    With lenience l > 1 it is also accepted where M_d(x)[i] <= l M_r(x)[i].
+    logits (n + 1, V): M_r's predictions in the place of the n drafts, and after the last one.
+    A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
+    where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
     """
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
@@ -191,12 +193,11 @@ def review_greedy(logits, gen, first, lenience):
 def review_drawn(logits, gen, first, warp, lenience, generator):
     """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
 
-    logits (n + 1, V): the reviewer's, for n drafts and one more.  warp(logits): the distributions
-    that tokens are sampled from.
+    logits: as in review_greedy.  warp(logits): the distributions that tokens are sampled from.
     """
     p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
     p_reviewer = warp(logits)                                    # (n + 1, V)
-    # p_new: the distributions of the tokens that come out of this review
+    # The distributions that the tokens follow after this review
     p_new = p_reviewer
     if lenience > 1:
         # Difference 5: what only Max-Gram has written has a confidence, and no lenience.
@@ -235,7 +236,10 @@ def lenient_distribution(p_reviewer, p_draft, l):
     return accepted + rejection * resampled
 
 def distributions(gen, first, vocab):
-    """p_draft (n, V) of gen's drafts from `first` on; Max-Gram's tokens have probability 1."""
+    """p_draft (n, V) of gen's drafts from `first` on.
+
+    What only Max-Gram has written was not sampled: its token has probability 1.
+    """
     p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
     for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
         if torch.is_tensor(p):
@@ -246,12 +250,11 @@ def distributions(gen, first, vocab):
 
 # ---------------------------------------------------------------- the drafter
 def table2(k, neural, gram):
-    """Table 2's k -> the matrix K of Algorithm 1.  table2([8, 13, 1], 2, True) is the docstring's.
+    """Table 2's k -> the matrix K of Algorithm 1; the top of this file has an example.
 
-    neural: how many models.  gram: whether Max-Gram is the last stage.
-    k: for one model [k_11], for two [k_11, k_12, k_22], for three [k_11, k_12, k_13, k_22, k_23,
-    k_33].  Within a row a number includes those before it; where k_12 = k_11, as [1, 1, 1], the
-    second model drafts for the first one only.
+    k: [k_11] for one model, [k_11, k_12, k_22] for two, [k_11, k_12, k_13, k_22, k_23, k_33] for
+    three.  neural: how many models.  gram: whether Max-Gram is the last stage.
+    Where k_12 = k_11 the second model drafts for the first one only.
     """
     wanted = neural * (neural + 1) // 2
     if len(k) != wanted:
@@ -260,7 +263,7 @@ def table2(k, neural, gram):
     K = []
     rest = list(k)
     for r in range(neural):
-        # Row r of Table 2: totals of model r, of models r and r + 1, and so on
+        # A total includes the one before it in its row; K has the differences.
         totals = rest[:neural - r]
         rest = rest[neural - r:]
         counts = [after - before for before, after in zip([0, *totals], totals)]
@@ -283,18 +286,17 @@ def checked(K, n):
     return K
 
 class Cascade:
-    """A cascade as a drafter of verify.generate, by the contract at the top of verify.py.
-
-    stages: its models.  gram: its MaxGram, or None.  runs: see below.
-    """
+    """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
     needs = {}
 
     def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None):
-        """targets: a verify.Target for each draft model, the largest first.  gram: a MaxGram.
+        """targets: a verify.Target for each draft model, the largest first.
 
-        K: Algorithm 1's matrix; the default is table2() of ones, [[1, 0, 10], [0, 1, 10],
-        [0, 0, 10]] for two models and Max-Gram.  lenience: l, at least 1; 1 means no lenience.
-        vocab: the target's vocabulary size, which all models share; needed only without models.
+        K: Algorithm 1's matrix.  By default all of Table 2's k are 1; for two models and Max-Gram
+        that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
+        lenience: l of section 3.1, at least 1; 1 means no lenience.
+        gram: a MaxGram, the last stage, or None.
+        vocab: the target's vocabulary size.  Where there are models, it is theirs.
         """
         if not targets and (gram is None or vocab is None):
             raise UserError("a cascade needs a model, or gram=MaxGram(...) and vocab=target.vocab")
@@ -330,8 +332,8 @@ class Cascade:
     def begin(self, view):
         """Start a round: the newly committed tokens replace the last round's drafts.
 
-        The first view of an encoder-decoder target has a source, the encoder's input.  Then each
-        stage is an encoder-decoder, too, and encodes it; Max-Gram searches it.
+        An encoder-decoder target's first view has a source, the encoder's input: a list of ids.
+        The models, encoder-decoders as well, encode it, and Max-Gram searches it.
         """
         if view.source is not None:
             for stage in self.stages:
@@ -345,7 +347,7 @@ class Cascade:
         gen.device = view.tokens.device
         if self.gram is not None:
             self.gram.commit(new)
-        # Of each node that expand() was given in this round: the tokens from the root to it
+        # For each node that expand() is given in this round: the tokens from the root to it
         self.paths = []
 
     def keep(self, path):
@@ -368,8 +370,8 @@ class Cascade:
     def chain(self, root, most, warp=None, generator=None):
         """Up to `most` drafts after the root -> (list of n ids, p_draft).
 
-        With a generator they are sampled from warp(logits), and p_draft is (n, V), the distributions
-        that they were sampled from.  Without, they are greedy, and p_draft is None.
+        With a generator they are sampled from warp(logits), and p_draft (n, V) holds the
+        distributions that they follow.  Without one they are greedy, and p_draft is None.
         """
         first = self.draft(root, most, warp, generator)
         tokens = self.gen.tokens[first:]
@@ -378,10 +380,11 @@ class Cascade:
         return tokens, distributions(self.gen, first, self.vocab)
 
     def expand(self, tokens, parents):
-        """Logits (m, V) for any builder: where a node is on the greedy chain, those of its model.
+        """The cascade's predictions after m nodes, for any builder -> logits (m, V).
 
-        Elsewhere a row is -inf, no prediction; so it is where Max-Gram predicts, until adjust().
-        The first call of a round drafts the whole chain, however few tokens the output still gets.
+        After a node on the greedy chain they are those of the model that has written or reviewed
+        the next draft.  Where only Max-Gram has, adjust() puts its confidence in.  After any other
+        node there is no prediction, -inf.  The first call of a round drafts the whole chain.
         """
         logits = torch.full((len(parents), self.vocab), -math.inf, device=tokens.device)
         ids = tokens.tolist()
@@ -408,20 +411,21 @@ class Cascade:
         return logits
 
     def adjust(self, probs):
-        """Write Max-Gram's confidences into the probabilities (m, V) of the last expand().
+        """Put Max-Gram's confidences into the probabilities (m, V) of the last expand().
 
-        They are set after the temperature, and so are the same at each temperature.
+        verify.Expand calls this after it has turned logits into probabilities, so that a confidence
+        is the same number at every temperature.
         """
         for row, token, confidence in self.confidences:
-            # All other tokens share the rest evenly.
+            # All other tokens share the rest.
             probs[row] = (1 - confidence) / (self.vocab - 1)
             probs[row, token] = confidence
         return probs
 
 def proposal(expand, root, drawn=False):
-    """The builder that takes the drafter's own chain -> Tree.
+    """The builder that wraps the drafter's own chain as a Tree.
 
-    drawn: sampled drafts where the target's tokens are sampled; under Greedy() they stay greedy.
+    drawn: sample the drafts, where the rule samples the target's tokens, too.
     """
     warp = getattr(expand.rule, "warp", None)
     generator = expand.generator if drawn and warp else None
