@@ -15,8 +15,8 @@ One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
-    K_nn                 (n, n)   K, upper triangular; its first row serves M_t, the next one M_d1 ...
-    k_i                  int      k_i, of the first row: how many tokens the i-th stage adds
+    K_nn                 (n, n)   K, upper triangular: row 0 for drafting for M_t, row i for M_di
+    k_i                  int      k_i, of the first row: how many tokens M_di adds; code: i from 0
     l                    float    lenience, in reviews by drafters (difference 5)
 
 Algorithm 1's k_i counts the tokens that one stage adds, and K does the same.  For Table 2 the paper

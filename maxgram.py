@@ -7,10 +7,9 @@ suffix of the generation that occurs earlier, and propose the tokens that follow
 nothing matches, propose the bigram's next token.  No neural network runs.
 
 Listing 1 compares every position of the text with the query, once for each length of match, and
-each time waits for the device to say whether any match is left.  max_gram_tensor() is that
-algorithm.  MaxGram proposes the same tokens from a suffix automaton (Blumer et al. 1985), which
-grows with the committed text: class Index shows one.  A proposal visits a few of its states; in
-ordinary text their number does not grow with the text's length.
+each time waits for the device (max_gram_tensor).  MaxGram proposes the same tokens from a suffix
+automaton of the committed text (Blumer et al. 1985; class Index shows one).  A proposal visits a
+few of its states.  In ordinary text their number does not grow with the text's length.
 
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
@@ -20,25 +19,26 @@ ordinary text their number does not grow with the text's length.
     bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
 A *match* is a suffix of the query, one token or longer, that occurs in the committed text with at
-least one token after it.  The longest match is taken; of its occurrences the leftmost, in the
-source before the generation.  The tokens after it are the *chunk*: n of them, or as many as there
-are.  A short chunk becomes part of the query, and matching starts again.  Where nothing matches,
-the bigram gives one token; where it knows none, the proposal ends.
+least one token after it.  The longest match is taken.  Where it occurs more than once, the leftmost
+occurrence is taken, and one in the source rather than one in the generation.  The tokens after it
+are the *chunk*: n of them, or as many as there are.  A short chunk becomes part of the query, and
+matching starts again.  Where nothing matches, the bigram gives one token; where it knows none, the
+proposal ends.
 
 Differences from the paper:
  1. Section 3.3 matches "the initial input (or existing generation)"; Listing 1 searches the
     encoder's input alone.  Here both are searched.  A decoder-only model's prompt is the beginning
     of its generation.
- 2. Listing 1 returns an empty chunk where the longest match is the end of the text.  Here a match
+ 2. Listing 1 returns an empty chunk where the longest match ends where the text ends.  Here a match
     has a following token.
  3. Listing 1 leaves a short chunk short and returns None where nothing matches.  Here proposing n
     tokens equals proposing one token n times and appending each to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
- 6. Each token has a confidence by the length of its match: how often such matches were right on
-    held-out text.  A chunk's first token has the length of the match that was found; each further
-    token extends the match by one.  Tree builders read the confidence as a probability; the paper's
-    chain does not need it.
+ 6. Each proposed token has a confidence: how often the token after a match of that length was right
+    on held-out text.  Where a chunk's first token follows a match of length m, its second token
+    follows one of length m + 1, and so on.  Tree builders read the confidence as a probability; the
+    paper's chain does not need it.
  7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus.
  8. The paper proposes ten tokens everywhere, and so does this file.  Where few matches are right
     that may be slower than no proposal; beyond/priced.py chooses a length by confidence and price.
@@ -73,8 +73,8 @@ import torch
 
 N = 10                           # tokens proposed at once (section 5.2)
 LENGTHS = 8                      # the confidence table is by length 0 to 8; 8 is "8 or longer"
-# How often the next token after a match is right, by length of match; 0 is the bigram.  Used where
-# no table is stored beside the bigram.  Measured on held-out Python source and GSM8K, rounded.
+# How often the token after a match is right, by length of match; 0 is the bigram.  This table is
+# used where none is stored beside the bigram.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
 
 NOTHING_TO_CONTINUE = "there is nothing to continue: commit at least one token, or give a draft"
