@@ -176,9 +176,9 @@ def test_a_builder_sees_max_grams_confidence_at_every_temperature(models, rule):
     drafter, seen = cascade_of([], None, 1.0, gram), set()
 
     def build(expand, root):
-        p = expand(root, [-1])[0]
-        tokens, lengths = gram.propose(root, 1)
-        for token, length in zip(tokens, lengths):
+        tokens, lengths = gram.propose(root, 2)
+        nodes = [*root.tolist(), *tokens[:-1]]
+        for p, token, length in zip(expand(torch.tensor(nodes), list(range(-1, len(nodes) - 1))), tokens, lengths):
             confidence = 0.6 if length else 0.25
             seen.add(confidence)
             expected = torch.full((VOCAB,), (1 - confidence) / (VOCAB - 1))
@@ -365,11 +365,14 @@ def test_encoder_decoder_chains_are_plain_decodings():
 def test_every_stage_reads_the_whole_input():
     """A stage's chain is what the stage itself would write, given the prompt in its own encoder; Max-Gram copies from there, too."""
     base = t5()
+    stage = EncoderDecoder(base)
     for prompt in ([5, 6, 7, 8, 5, 6, 9, 1], [9, 2, 1]):
         drafter, wanted = cascade_of([base], [[6]], kind=EncoderDecoder), plain_t5(base, prompt, 7)
         with torch.inference_mode():
             drafter.begin(shown([0], source=prompt))
             assert drafter.chain(wanted[0], 6) == (wanted[1:], None)
+            stage.encode(prompt)
+            assert stage.sync([0, *wanted])[-1].argmax() == plain_t5(base, prompt, 8)[-1], "nothing is left of another prompt"
     drafter = cascade_of([], None, 1.0, MaxGram())
     drafter.begin(shown([0], source=[5, 6, 7, 8, 9, 10]))
     assert drafter.chain(6, 3) == ([7, 8, 9], None)
