@@ -16,7 +16,7 @@ One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
     K_nn                 (n, n)   K, upper triangular: row 0 for drafting for M_t, row i for M_di
-    k_i                  int      k_i, of the first row: how many tokens M_di adds; code: i from 0
+    k_i                  int      k_i, of the first row: how many tokens M_di adds (code: i from 0)
     l                    float    lenience, in reviews by drafters (difference 5)
 
 Algorithm 1's k_i counts the tokens that one stage adds, and K does the same.  For Table 2 the paper
@@ -79,8 +79,8 @@ class Gen:
     tokens: the committed tokens, the root, then the drafts of this round.
     committed: how many of them are committed.
     probs: an entry for each token.  None for the root and before it (ones in Algorithm 1).  For a
-        draft that a model has written or reviewed, what that model predicted in its place (V,):
-        logits in greedy drafting, probabilities in sampling.  For a draft that only Max-Gram has
+        draft that a model has written or reviewed, a tensor (V,): greedy, the model's logits in
+        its place; sampled, the distribution that it follows.  For a draft that only Max-Gram has
         written, a float: Max-Gram's confidence.
     runs: {stage: how many forwards, or Max-Gram's proposals}.
     device: the target's.
