@@ -116,8 +116,13 @@ def suggested(candidates, node, most, least, match=0):
 def hang(candidates, node, most, least):
     """Add the suggested chain below a node, without a forward, while p is above `least`."""
     for token, c in zip(*suggested(candidates, node, most, least)):
-        children = candidates.add_children(node, [c], [token])
-        node = children[token]
+        node = candidates.add_child(node, c, token)
+
+def children_of(candidates, node, c, x):
+    """Add the children of a node, as Candidates.add_children -> {token: child}."""
+    first = len(candidates.token)
+    candidates.add_children(node, c, x)
+    return {candidates.token[child]: child for child in range(first, len(candidates.token))}
 
 def grow_with_chain(candidates, frontier, most, least):
     """As Candidates.grow, with a chain of up to `most` tokens after the most probable node.
@@ -147,14 +152,14 @@ def grow_with_chain(candidates, frontier, most, least):
 
     for i, node in enumerate(nodes):
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
+        children = children_of(candidates, node, c[i], x[i])
     # Each token of the chain is a node, if it is among the best children of the one before.
     for i, token in enumerate(chain, len(nodes)):
         if token not in children:
             break
         node = children[token]
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
+        children = children_of(candidates, node, c[i], x[i])
     return range(first_child, len(candidates.token))
 
 # ---------------------------------------------------------------- the mixture
