@@ -9,7 +9,7 @@ vocabulary, so the output is exactly the same: a rare token costs a rejection, n
 
     shorten(drafter.model, words)       # words: the first k ids of a list by falling frequency
     python bench.py --drafter glide "glide(words=8192)"      # by the words.json of the checkpoint
-    python checkpoints/smollm2.py words --data TEXT --target TARGET --out words.json
+    python training/smollm2.py words --data TEXT --target TARGET --out words.json
 
     symbol    shape       name here
     V_high    (k,)        words: ids of tokens
@@ -40,7 +40,7 @@ def frequent_words(path, k, vocabulary):
     if type(k) is not int or k < 1:
         raise UserError(f"words={k!r}: give how many words may be drafted")
     if not Path(path).exists():
-        raise UserError(f"words={k}: there is no {path}; write it by checkpoints/smollm2.py words")
+        raise UserError(f"words={k}: there is no {path}; write it by training/smollm2.py words")
     try:
         found = json.loads(Path(path).read_text())
         words, its = found["words"], found["vocabulary"]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 import maxgram
 from beyond import graft
-from data.read import first_line
+from runtime.text import first_line
 from verify import Tree, UserError, generate
 
 BINS = 10                 # of the expected calibration error

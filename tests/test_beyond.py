@@ -13,7 +13,7 @@ from transformers import DynamicCache, Gemma4AssistantConfig, Gemma4Config, Gemm
 
 import verify
 from beyond import eagle3, gemma4
-from runtime.families import any_target
+from runtime.targets import any_target
 from runtime.proof import proves_itself
 
 PROMPT, WIDTH, WINDOW = [3, 1, 4, 1, 5, 9], 32, 5

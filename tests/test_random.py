@@ -27,8 +27,8 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from runtime import graphs
-from runtime.families import AnyTarget
+from runtime import static as graphs
+from runtime.targets import AnyTarget
 
 COUNT = 120                      # cases of the quick run; with LONG=1 twenty-five times as many
 # Sizes of the targets: (vocabulary, layers, context)

@@ -14,7 +14,7 @@ import pct
 import verify
 from beyond.longspec import LongSpec
 from beyond.words import shorten
-from checkpoints import smollm2
+from training import smollm2
 from runtime import load
 
 PROMPT, NEW = [3, 1, 4, 1, 5], 8

@@ -283,7 +283,7 @@ def main(names=(), out=sys.stdout, argv=None):
     from conftest import tiny
 
     import verify
-    from runtime import graphs
+    from runtime import static as graphs
     generate = verify.generate.__wrapped__
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
     for name, build, make, rule in decodings():

@@ -1,11 +1,11 @@
 """Parts: GLIDE, EDD, EAGLE and MEDUSA for targets that are not built as Llama is.
 
-    from runtime import parts
-    drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
-    config = parts.glide_config(model, width=512, norm=True)
-    draft_model = parts.Glide.beside(model, config, length=2048)
-    config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
-    draft_class, drafter_class = parts.KINDS[config.kind]
+    from runtime import drafters as runtime_drafters
+    drafter, about = runtime_drafters.load(glide, "my-drafters/glide", model)     # or edd
+    config = runtime_drafters.glide_config(model, width=512, norm=True)
+    draft_model = runtime_drafters.Glide.beside(model, config, length=2048)
+    config = runtime_drafters.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
+    draft_class, drafter_class = runtime_drafters.KINDS[config.kind]
 
 glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The
 classes here override a few methods, for
@@ -184,11 +184,11 @@ class Glide(glide.Glide):
 
 @dataclass
 class LongSpecConfig(longspec.Config, GlideConfig):
-    """beyond/longspec.py's, for other families."""
+    """beyond/longspec.py's, for other targets."""
 
 
 class LongSpecLayer(longspec.Layer, Layer):
-    """beyond/longspec.py's, for other families."""
+    """beyond/longspec.py's, for other targets."""
 
 
 class LongSpec(longspec.LongSpec, Glide):
