@@ -302,20 +302,20 @@ def accept(tokens, parents, choice):
 
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
-    drafted = tree.tokens.roll(-1)                             # (n,); the last node has none
+    drafted = tree.tokens.roll(-1)[:, None]                    # (n, 1); the last node has none
     p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
-    ratio = (p_target / p_draft).gather(1, drafted[:, None])[:, 0]                     # (n,)
+    ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
     u = torch.empty_like(ratio[1:]).uniform_(generator=generator)
-    accepted = F.pad(u, (0, 1), value=torch.inf) < ratio
+    accepted = F.pad(u, (0, 0, 0, 1), value=torch.inf) < ratio
     # Otherwise the token is sampled from norm(max(0, p_target - p_draft)), or from p_target where
     # the two are equal.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
-    # An exponential race samples as torch.multinomial does, but without the two device-to-host
-    # syncs by which multinomial validates its input.
-    noise = torch.empty_like(residual).exponential_(generator=generator)
-    sampled = (residual / noise).argmax(-1)
-    return torch.where(accepted, drafted, sampled)
+    # An exponential race samples without the device-to-host syncs of torch.multinomial.  Only the
+    # sample after the last accepted node is used, so that all nodes can share one row of noise.
+    noise = torch.empty_like(residual[0]).exponential_(generator=generator)            # (V,)
+    sampled = (residual / noise).argmax(-1, keepdim=True)                              # (n, 1)
+    return torch.where(accepted, drafted, sampled)[:, 0]
 
 def stream(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
