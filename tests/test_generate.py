@@ -96,6 +96,12 @@ def test_sampling_repeats_by_seed_whatever_drafts(model):
     for fast in pairs(model):
         assert [sampled(fast, seed) for seed in range(4)] == expected
 
+@pytest.mark.parametrize("how", [dict(temperature=0.6), dict(top_k=4), dict(temperature=0.5, top_p=0.7), dict(temperature=1.7, top_k=5, top_p=0.8)])
+def test_the_rules_distribution_is_generates_own(model, how):
+    own = model.generate(PROMPT, do_sample=True, output_scores=True, return_dict_in_generate=True, **{"top_k": None, **how})
+    logits = model(own.sequences).logits[0, 2:-1]
+    torch.testing.assert_close(verify.Sampled(**how).warp(logits), torch.cat(own.scores).softmax(-1), atol=1e-5, rtol=1e-4)
+
 def test_sampled_tokens_follow_generates_own_distribution():
     """Two tokens by generate()'s processors, over a vocabulary of 5, against all 25 probabilities; a sampled chain, too."""
     model, prompt, n = random_llama(5), torch.tensor([[1, 2]]), 250

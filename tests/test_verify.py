@@ -263,20 +263,6 @@ def test_mistakes_are_named_in_one_sentence(llama):
             verify.Sampled(**wrong)
 
 # ---------------------------------------------------------------- sampling
-def test_the_warper_is_temperature_then_top_k_then_top_p():
-    """Written out: logits / T, the k largest, then the fewest that hold the share top_p, normalised at each step."""
-    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
-    for temperature, k, share in ((0.6, None, None), (1.0, 4, None), (0.5, None, 0.7), (1.7, 5, 0.8), (0.3, 2, 0.95)):
-        for row, warped in zip(logits, verify.Sampled(temperature, k, share).warp(logits)):
-            p = dict(enumerate((row.double() / temperature).softmax(-1).tolist()))
-            best = sorted(p, key=p.get, reverse=True)[:k]
-            total = sum(p[token] for token in best)
-            if share:
-                held = [sum(p[token] for token in best[:n]) / total for n in range(len(best))]
-                best = [token for token, before in zip(best, held) if before < share]
-                total = sum(p[token] for token in best)
-            torch.testing.assert_close(warped, torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)]))
-
 def test_plain_sampling_is_keyed_by_position(llama):
     """Token i is argmax p / noise(seed, its position), by the model's own forward; in half precision p is float32."""
     rule, ids = verify.Sampled(0.8, top_k=7, seed=5), list(PROMPT)
