@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_cape import Traffic, path_expand, random_table, row_after, sequences, table_expand
+from test_cape import Traffic, random_table, sequences, table_expand
 
 import cape
 import pct
@@ -18,22 +18,20 @@ def paths(tree):
     """The token paths of a tree, the root left out."""
     return {path[1:] for path in sequences(tree)[1:]}
 
-def brute(row_of, path, joint, expands, width, depth):
-    """All nodes {path: joint} under one, the root's token first, by recursion: children in order of probability, then of token."""
-    found, row = {}, row_of(path)
-    if depth == 0 or not expands(path, joint):
-        return found
-    for x in sorted(range(len(row)), key=lambda x: (-row[x], x))[:width]:
-        if row[x] > 0:
-            found[path + (x,)] = joint * row[x]
-            found.update(brute(row_of, path + (x,), joint * row[x], expands, width, depth - 1))
-    return found
-
 def all_nodes(table, start, expands, width, depth):
-    """The same of a drafter that knows the last token alone, the root's token left out."""
+    """All nodes {path below the root: joint} by recursion, from Python floats; children in order of probability, then of token."""
     rows = table.tolist()
-    nodes = brute(lambda path: rows[path[-1]], (start,), 1.0, expands, width, depth)
-    return {path[1:]: p for path, p in nodes.items()}
+
+    def below(path, joint):
+        found, row = {}, rows[path[-1]]
+        if len(path) > depth or not expands(path, joint):
+            return found
+        for x in sorted(range(len(row)), key=lambda x: (-row[x], x))[:width]:
+            if row[x] > 0:
+                found[(*path[1:], x)] = joint * row[x]
+                found.update(below((*path, x), joint * row[x]))
+        return found
+    return below((start,), 1.0)
 
 def without_leaves(nodes, leaf):
     """Remove leaves under the threshold, again and again."""
@@ -85,16 +83,6 @@ def test_pct_equals_the_recursive_program(zeros):
         expanded = [n for n in nodes if nodes[n] >= cost and len(n) < depth]
         assert expand.calls == 1 + max(map(len, expanded), default=0), "one forward a depth, none beyond the last"
         assert found == sorted(without_leaves(nodes, leaf), key=lambda n, p=nodes: [-p[n[:i + 1]] for i in range(len(n))]), "the likeliest first"
-
-def test_parents_are_told_to_the_drafter():
-    """With a drafter that looks at the whole path: the same tree as by recursion along the paths."""
-    for seed in range(7):
-        root = torch.tensor([seed])
-        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda path, joint: joint >= 0.06, 4, 6)
-        assert max(map(len, nodes)) > 3
-        assert paths(pct.pct(path_expand(), root, cost=0.06, width=4, depth=6, leaf=0)) == {n[1:] for n in nodes}
-        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda *_: True, 2, 3)
-        assert paths(pct.vct(path_expand(), root, 2, 3)) == {n[1:] for n in nodes}
 
 def test_own_confidence_instead_of_the_expected_time_gain():
     for seed in range(50):
