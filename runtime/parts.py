@@ -3,7 +3,7 @@
     from runtime import parts
     drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
     config = parts.glide_config(model, width=512, norm=True)
-    draft_model = parts.Glide.beside(model, config, length=2048)
+    draft_model = parts.Glide.for_target(model, config, length=2048)
     config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
     draft_class, drafter_class = parts.KINDS[config.kind]
 
@@ -31,8 +31,8 @@ from transformers import DynamicCache
 
 import edd
 import glide
-from beyond import eagle, longspec, medusa, shared
-from runtime.anydraft import AnyDraftModel, Part, place_of
+from beyond import eagle, medusa, shared
+from runtime.anydraft import AnyDraftModel, Part, capped, place_of
 
 
 # -------------------------------------------------- GLIDE: what the target caches, its RoPE
@@ -148,7 +148,7 @@ class Glide(glide.Glide):
             self.target_table = torch.stack(table)
 
     @classmethod
-    def beside(cls, model, config, length):
+    def for_target(cls, model, config, length):
         """On the device and in the type of the target's KV entries: weights may be quantised."""
         cached = cached_kv(model)
         top = max(config.layers_read, default=len(cached) - 1)
@@ -183,27 +183,37 @@ class Glide(glide.Glide):
 
 
 @dataclass
-class LongSpecConfig(longspec.Config, GlideConfig):
-    """beyond/longspec.py's, for other families."""
+class GlideSharedConfig(shared.GlideConfig, GlideConfig):
+    """beyond/shared.py's, for other families."""
 
 
-class LongSpecLayer(longspec.Layer, Layer):
-    """beyond/longspec.py's, for other families."""
+class GlideSharedLayer(shared.Layer, Layer):
+    """beyond/shared.py's, for other families."""
 
 
-class LongSpec(longspec.LongSpec, Glide):
-    """LongSpec between the embedding and head of a target that scales them, or is quantised."""
-    config_class = LongSpecConfig
-    layer_class = LongSpecLayer
+class AnyTables:
+    """beyond/shared.py's tables, where the target scales or quantises them."""
 
-    def take(self, model):
-        """As longspec.LongSpec.take; ValueError where the target uses its parts otherwise."""
-        taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
-        self.target = taken.target
+    def head_of_words(self, words):
+        """As shared.BetweenTables.head_of_words."""
+        target = self.target
+        rows = copy.deepcopy(target.raw_head)
+        weight = target.lm_head.weight.detach()
+        rows.module = nn.Linear(weight.shape[1], len(words), bias=False, device="meta")
+        rows.module.weight = nn.Parameter(weight[words.to(weight.device)], requires_grad=False)
+        return lambda x: capped(rows(x * target.scale), target.cap)
+
+
+class GlideShared(AnyTables, shared.GlideShared, Glide):
+    """GLIDE between the embedding and head of a target that scales them, or is quantised."""
+    config_class = GlideSharedConfig
+    layer_class = GlideSharedLayer
 
     @torch.no_grad()
-    def start_from(self, model):
-        """The last norm becomes the target's, where that multiplies normed states by a vector."""
+    def take(self, model):
+        """As shared.GlideShared.take; ValueError where the target uses its parts otherwise."""
+        taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
+        self.target = taken.target
         ones = torch.ones_like(self.norm.weight)
         weight = Part(model.get_decoder().norm, self.target.like)(ones[None])[0]
         if weight.any():                                     # (LayerNorm of equal entries is zero)
@@ -256,23 +266,20 @@ def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None,
     return config
 
 
-def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
-    """longspec.Config.for_target of any family.  more: its further settings."""
+def glide_shared_config(model, layer=None, norm=True, block=5, **more):
+    """shared.GlideConfig.for_target of any family.  more: its further settings."""
     glimpse = more.get("glimpse", True)
-    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, loss)
+    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, "kl")
     settings = {name: value for name, value in vars(sizes).items()
                 if name not in ("heads", "feed_forward")}
-    tied = {"projected": longspec.is_tied(model)}
-    return LongSpecConfig.for_target(model, **{**settings, **tied, **more})
+    return GlideSharedConfig.for_target(model, **{**settings, **more})
 
 
 def load_glide(folder, model, length):
-    """glide.load of any family, LongSpec too."""
+    """glide.load of any family, between the target's tables too."""
     about = json.loads((folder / "training.json").read_text())
-    # Older files of converted LongSpecs say "glide"; only they have no last norm.
-    named = about.get("kind", "").startswith("longspec")
-    is_longspec = named or not about["config"].get("last_norm", True)
-    return glide.load(folder, model, length, LongSpec if is_longspec else Glide)
+    is_shared = "shared" in about["config"].get("kind", "")
+    return glide.load(folder, model, length, GlideShared if is_shared else Glide)
 
 
 # -------------------------------------------------- EDD and its baselines
@@ -280,7 +287,7 @@ class EDD(AnyDraftModel, edd.EDD):
     pass
 
 
-class Shared(AnyDraftModel, shared.Shared):
+class EDDShared(AnyTables, AnyDraftModel, shared.EDDShared):
     pass
 
 
@@ -295,19 +302,22 @@ class Medusa(AnyDraftModel, medusa.Medusa):
 # What config.kind in a checkpoint means: the draft model, and what decodes with it
 KINDS = {
     "edd": (EDD, edd.Drafter),
-    "edd-shared": (Shared, edd.Drafter),
+    "edd-shared": (EDDShared, edd.Drafter),
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
 # What a name on the command line means: the file, and settings of its Config
 VARIANTS = {name: (edd, settings) for name, settings in edd.VARIANTS.items()}
-for file in (shared, eagle, medusa):
+VARIANTS |= {name: (shared, settings) for name, settings in shared.EDD_VARIANTS.items()}
+for file in (eagle, medusa):
     VARIANTS |= {name: (file, settings) for name, settings in file.VARIANTS.items()}
 
 
 def config_of(name, model, **more):
     """The Config of a name on the command line, for a target.  more: what the name leaves open."""
     file, settings = VARIANTS[name]
+    if file is shared:
+        return shared.EDDConfig.for_target(model, **{**more, **settings})
     return file.Config.for_target(model, **{**more, **settings})
 
 
