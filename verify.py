@@ -357,7 +357,10 @@ class Expand:
         self.parents += parents
         logits = self.drafter.expand(tokens, parents).to(tokens.device).float()        # (m, V)
         temperature = getattr(self.drafter, "temperature", 1.0)
-        return self.rule.probs(logits, temperature).nan_to_num(0.0)        # a row of -inf: zeros
+        probs = self.rule.probs(logits, temperature).nan_to_num(0.0)       # a row of -inf: zeros
+        if hasattr(self.drafter, "adjust"):
+            probs = self.drafter.adjust(probs)
+        return probs
 
     def path(self, tokens, accepted):
         """The expand_indices of accepted tokens, root first.  tokens: a list, by expand_index."""

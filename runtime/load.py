@@ -26,8 +26,6 @@ import edd
 import glide
 import maxgram
 from beyond import graft
-from beyond.running import Running
-from beyond.words import frequent_words, shorten
 from data import read
 from data.prepare import vocabulary_fingerprint
 from runtime import families, grams, graphs, linear, parts
@@ -229,13 +227,10 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False, running=False, words=None):
+def load_drafter(setup, name, raw=False):
     """A trained drafter of the checkpoint.
 
     raw: its confidence as it is, without temperature.
-    running: its temperature is fitted along each text (beyond/running.py).
-    words: so many of the most frequent tokens alone are drafted (beyond/words.py), 0: all; None:
-    those that it has learned (train.py --words), or all.
     """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
@@ -246,24 +241,18 @@ def load_drafter(setup, name, raw=False, running=False, words=None):
     if related == "a relative":
         setup.notes.append(f"{name} was trained for a relative of this target "
                            "(rounded otherwise, or tuned)")
-    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
+    module = glide if about["kind"].startswith(("glide", "vanilla")) else edd
     try:
         drafter, _ = parts.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
     check_drafter(drafter, folder)
-    if words is None:
-        words = about.get("words")                   # those it has learned
-    if words:
-        path = Path(setup.checkpoint) / "words.json"
-        vocabulary = vocabulary_fingerprint(setup.tokenizer)
-        shorten(drafter.model, frequent_words(path, words, vocabulary))
     linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
     if setup.graphs:
         graphs.static(drafter)
-    return Running(drafter) if running else drafter
+    return drafter
 
 def check_drafter(drafter, folder):
     """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
@@ -395,7 +384,7 @@ def load_beside(setup, *names, bigram=None):
             validation = about_drafter(folder).get("validation", {})
             drafter.temperature = validation.get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Mixture(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

@@ -17,7 +17,6 @@ from test_house import run_alone
 import cape
 import glide
 import verify
-from beyond import longspec
 from runtime import parts
 from runtime.families import any_target
 
@@ -85,7 +84,7 @@ def test_alone_it_computes_what_runtime_parts_does(name, tmp_path):
     model, batch = shared(name), batch_of(shared(name), text(12)[None])
     config, any_config = glide.Config.for_target(model, 32), parts.glide_config(model, 32)
     assert vars(config).items() <= vars(any_config).items()
-    ours, any_family = glide.Glide.beside(model, config, 40), parts.Glide.beside(model, any_config, 40)
+    ours, any_family = glide.Glide.for_target(model, config, 40), parts.Glide.for_target(model, any_config, 40)
     assert torch.equal(ours.target_table, any_family.target_table) and ours.embed.weight.dtype == torch.float64
     assert any_family.start_from(model) and torch.equal(any_family.embed.weight, model.get_input_embeddings().weight)
     torch.testing.assert_close(any_family.head.weight, model.get_output_embeddings().weight)
@@ -179,7 +178,7 @@ def test_losses_are_what_their_names_say(llama, loss):
             total += ce if loss == "ce" else (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).sum()
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
 
-@pytest.mark.parametrize("draft_class", [glide.Glide, longspec.LongSpec])
+@pytest.mark.parametrize("draft_class", [glide.Glide])
 def test_a_half_precision_target_loses_no_gradients(draft_class):
     """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
     keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
@@ -187,42 +186,13 @@ def test_a_half_precision_target_loses_no_gradients(draft_class):
     for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
         model = tiny("llama").half().to(target_type)
         torch.manual_seed(0)
-        draft_model = draft_class.beside(model, draft_class.config_class.for_target(model), 40).to(torch.float32).to(own_type)
+        draft_model = draft_class.for_target(model, draft_class.config_class.for_target(model), 40).to(torch.float32).to(own_type)
         batch = {"ids": text(40)[None], "kv": {2: (keys.to(target_type), values.to(target_type))}, "count": 2 ** 17,
                  "learn": torch.ones(1, 40, dtype=torch.bool), "sum": lambda loss, learn, *chosen: loss(*(x[learn] for x in chosen))}
         draft_model.loss(batch).backward()
         gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
     exact, found = gradients
     assert (found - exact).norm() < 1e-3 * exact.norm()
-
-# ---------------------------------------------------------------- LongSpec: between the target's own embedding and head
-@pytest.mark.parametrize("name, last_norm", [("qwen2", False), ("gemma", True)])
-def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_path):
-    """Nothing of the target is trained or saved; what it scales (Gemma's embeddings) is scaled here."""
-    gemma = dict(num_attention_heads=4, tie_word_embeddings=False)
-    model = other("Gemma", **gemma) if name == "gemma" else shared(name)
-    batch = batch_of(model, text(14)[None])
-    config = parts.longspec_config(model, layer=1, last_norm=last_norm, feed_forward=16, window=3)
-    module = weighty(lambda: parts.LongSpec.beside(model, config, 64), 1)
-    with torch.no_grad():
-        found = model(batch["ids"], output_hidden_states=True)
-        torch.testing.assert_close(module.embed(batch["ids"]), found.hidden_states[0], **EXACT)
-        torch.testing.assert_close(module.head(found.hidden_states[-1]), found.logits, **EXACT)
-    model.zero_grad()
-    module.loss(batch).backward()
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert all(p.grad.abs().sum() > 0 for p in module.parameters())
-    matrices = sum(p.numel() for p in module.parameters() if p.ndim == 2)
-    assert config.multiply_adds() == matrices + VOCAB * 32 and config.layers_read == (1,)
-    save(tmp_path / "new", module, kind="longspec")
-    assert set(load_file(tmp_path / "new" / "model.safetensors")) == {n for n, _ in module.named_parameters()}
-    # Older files of converted ones had copies of the target's matrices, and another kind.
-    module.state_dict = lambda: {**dict(module.named_parameters()), "embed.weight": torch.ones(1), "head.weight": torch.ones(1)}
-    save(tmp_path / "old", module, kind="glide" if not last_norm else "longspec")
-    for folder in ("new", "old"):
-        drafter, _ = parts.load(glide, tmp_path / folder, model)
-        made = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 8)
-        assert made.tokens == plain(model, [3, 1, 4], 8)
 
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults_and_others_are_kept():
@@ -302,7 +272,7 @@ def test_queries_have_the_rope_of_a_layer_s_own_keys(name, layer, more, tmp_path
     """The key of a token at position 5 is its key at position 0, turned by the table of a drafter that was loaded."""
     model = other(name, **more)
     config = parts.glide_config(model, 24, layer=layer)
-    save(tmp_path, parts.Glide.beside(model, config, 24))
+    save(tmp_path, parts.Glide.for_target(model, config, 24))
     drafter, _ = parts.load(glide, tmp_path, model)
     here, there = keys_at(model, layer, 0), keys_at(model, layer, 5)
     cos, sin = drafter.model.target_table

@@ -239,7 +239,7 @@ def drafter_of(case):
             drafter = drafter_class(draft_model)
         drafter.temperature = how["temperature"]
         if kind in BESIDE:
-            drafter = graft.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
+            drafter = graft.Mixture(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
         return drafter
     return make
 

@@ -229,7 +229,7 @@ def decodings():
         return cascade.Cascade(stages, K, gram=maxgram.MaxGram())
 
     def mixtures(model):
-        return graft.Beside(edds(model), maxgram.MaxGram())
+        return graft.Mixture(edds(model), maxgram.MaxGram())
     greedy, sampled = verify.Greedy(), verify.Sampled(0.8)
     return [("glide x chain", cape.chain, glides, greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
