@@ -36,8 +36,8 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from data import read
-from runtime import clock, families, graphs, load, prompts, proof, report
+from runtime import text as read
+from runtime import measure as clock, load, prompts, proof, report
 from runtime.calls import check_tree, read_call, settings_of
 from verify import UserError
 
@@ -46,7 +46,7 @@ CHAINS = {"chain": cape.chain, "drawn": cape.drawn}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct,
          "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost,
          "graft": graft.graft, "eagle2": pct.eagle2}
-PROMPTS = load.ROOT / "data" / "prompts.jsonl"           # the project's own
+PROMPTS = load.CHECKPOINTS / "prompts.jsonl"           # the project's own
 LOOK = 9                                                 # of them: a minute or less
 MOST_NODES = 512                                         # of a tree, the root counted
 EXACT = 64                                               # tokens a forward under --exact
@@ -59,7 +59,7 @@ def parser():
     flag("--target", default=str(load.STAND_IN),
          help="folder or hub name (default: the stand-in)")
     flag("--drafter", nargs="+", default=["glide"], help="a folder of --checkpoint, maxgram, "
-         'gemma4(NAME), eagle3(NAME), "beside(edd, maxgram)", '
+         '"beside(edd, maxgram)", '
          '"cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" (default: glide)')
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, with settings: '
          '"pct(width=7, leaf=0)" (default: cape)')
@@ -238,16 +238,13 @@ class Arm:
 
 def plain_arms(run):
     """Plain decoding by our own loop."""
-    targets = {"plain": run.target}
-    if run.target.device.type == "cpu" and not run.target.encoder_decoder:
-        two = families.any_target(run.model)
-        targets["plain, two queries"] = graphs.static(two, rows=2, keys=1, record=False)
+    wrapped = {"plain": run.target}
     if run.a.exact:
         # The price of exactness is seen beside plain decoding without it.
-        targets["plain, not exact"] = run.wrap(run.model)
+        wrapped["plain, not exact"] = run.wrap(run.model)
     decode = partial(run.decode, None, verify.root_only)
     arms = []
-    for name, target in targets.items():
+    for name, target in wrapped.items():
         arms.append(Arm(name, partial(decode, target=target), plain=True))
     return arms
 

@@ -263,7 +263,7 @@ class Glide(nn.Module):
         self.register_buffer("target_table", torch.stack(tables), persistent=False)
 
     @classmethod
-    def for_target(cls, model, config, length):
+    def beside(cls, model, config, length):
         """A draft model for texts of `length` tokens, where the target lies and of its type."""
         return cls(config, target_angles(model, length)).to(model.device, model.dtype)
 
@@ -421,7 +421,7 @@ def load(folder, model, length=None, draft_class=Glide):
         setattr(config, name, value)                         # (some are for subclasses alone)
     length = length or model.config.get_text_config().max_position_embeddings
     # Nodes of a tree may stand beyond the last token that the context holds.
-    draft_model = draft_class.for_target(model, config, length + 1024)
+    draft_model = draft_class.beside(model, config, length + 1024)
     draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
     drafter = Drafter(draft_model)
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)

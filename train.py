@@ -37,11 +37,6 @@ from collections import namedtuple
 from functools import partial
 from pathlib import Path
 
-from data import early
-
-if __name__ == "__main__":
-    early.stops("train.py")
-
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -50,15 +45,16 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from beyond.words import frequent_words
-from data import prepare, read
-from data.read import UserError
-from runtime import families, load
-from training import drafters, flags, jobs
+from training import prepare
+from runtime import text as read
+from runtime.text import UserError
+from runtime import targets, load
+from training import drafters, flags, state as jobs
 from training.features import Features, folder_in
-from training.frozen import frozen_forward, read_by
-from training.jobs import place, say
+from training.forward import frozen_forward, read_by
+from training.state import place, say
 from training.muon import optimizers
-from training.walk import Evaluation, prompts_of
+from training.evaluate import Evaluation, prompts_of
 from training.words import head_of, share_words
 
 WARMUP = 0.025                             # of the steps: the learning rate rises
@@ -249,25 +245,14 @@ def fit(models, steps, evaluate, a, state):
 def load_target(a):
     """-> the frozen target, whole or spread over the processes, and its tokenizer."""
     dtype = "auto" if a.device.startswith("cuda") else "float32"
-    if a.shard_target and dist.is_initialized():
-        from training import shard
-        name = load.place_of(a.target)
-        more = {"revision": a.revision, "trust_remote_code": a.trust_remote_code}
-        try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
-            target = shard.spread(name, dtype, a.device, a.revision, a.trust_remote_code)
-        except (OSError, ValueError) as why:
-            reason = read.first_line(why)
-            raise UserError(f"the target {name} cannot be loaded ({reason}): {load.GIVE}") from None
-        return target, tokenizer
     target, tokenizer = load.load_target(a.target, dtype, a.device, revision=a.revision,
                                          trust=a.trust_remote_code)
-    families.AnyTarget(target)                           # refuses what cannot be decoded with
+    targets.AnyTarget(target)                           # refuses what cannot be decoded with
     return target.requires_grad_(False), tokenizer
 
 def check_length(a, target):
     """Refuse a --length that the target has no positions for."""
-    context = families.context_of(target, target.config.get_text_config())
+    context = targets.context_of(target, target.config.get_text_config())
     if a.length > context:
         raise UserError(f"--length {a.length} is more than the target's context of {context}")
 
@@ -372,9 +357,6 @@ def check(a):
     flags.check(a, above_0, least_steps=0 if a.init else 1)
     if a.words and a.loss == "ce":
         raise UserError("--words learns the target's distribution: leave --loss ce out")
-    if a.features and a.shard_target:
-        raise UserError("--features: with --shard-target all processes take each forward of the "
-                        "target together: leave one of them out")
     if a.length <= a.block + 1:
         raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a "
                         "token more")
@@ -393,7 +375,6 @@ def run(argv):
     if a.steps is None:                                  # one epoch
         a.steps = prepare.steps_of(data.pieces[:, 1], a.batch * a.length)
     mine = load.fingerprint(target, tokenizer)
-    mine["class"] = mine["class"].removeprefix("FSDP")   # which --shard-target puts before the name
     # Drafters: fresh, or those of --init
     models, before = {}, {}
     for name in a.what:

@@ -24,7 +24,7 @@ Differences from the paper:
     width D as 0.1 sqrt(4096 / D).
  4. The first token has no feature before it, so it has no KV entry and no prediction.
 
-The architecture is the published one: checkpoints/convert.py reads its weights.
+The architecture is the published one: training/convert.py reads its weights.
 
     python -m beyond.eagle     # the demo: drafting begins with what training computes
     python train.py eagle

@@ -19,7 +19,7 @@ Differences from the paper:
  2. W_2 starts as the target's head and W_1 at zero, as there, and so does b.
  3. A row counts for head k where the loss mask keeps the row of the token before its label.
 
-The architecture is the published one: checkpoints/convert.py reads its weights.
+The architecture is the published one: training/convert.py reads its weights.
 
     python -m beyond.medusa    # the demo: untrained heads predict what the target does
     python train.py medusa

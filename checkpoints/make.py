@@ -36,11 +36,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
-from data import early
-
-if __name__ == "__main__":
-    early.stops("make.py")
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -48,14 +43,15 @@ import transformers
 from tqdm import tqdm
 
 import train
-from checkpoints.bigram import fit_agreement, write_bigram
+from training.bigram import fit_agreement, write_bigram
 from checkpoints.stories import write_corpus
-from data import prepare, read
+from training import prepare
+from runtime import text as read
 from data.corpus import EOS
-from data.read import UserError
+from runtime.text import UserError
 from runtime import load
-from training import continuations as written
-from training import drafters, flags, jobs
+from training import write as written
+from training import drafters, flags, state as jobs
 
 # ---------------------------------------------------------------- tokenizer and target
 def train_tokenizer(texts, vocab):

@@ -25,13 +25,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import compare  # noqa: E402
+import tables as compare  # noqa: E402
 import torch  # noqa: E402
 
 import bench  # noqa: E402
 import glide  # noqa: E402
-from data import read  # noqa: E402
-from runtime import clock  # noqa: E402
+from runtime import text as read  # noqa: E402
+from runtime import measure as clock  # noqa: E402
 from verify import UserError  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16)

@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import batches  # noqa: E402
-import compare  # noqa: E402
+import tables as compare  # noqa: E402
 import kept  # noqa: E402
-import pictures  # noqa: E402
+import charts as pictures  # noqa: E402
 import probe  # noqa: E402
-from compare import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique  # noqa: E402
+from tables import LESS, LEVEL, UNTESTED, markdown, name_of, read_rows, unique  # noqa: E402
 
 import bench  # noqa: E402
-from data import read  # noqa: E402
+from runtime import text as read  # noqa: E402
 from runtime import load, report  # noqa: E402
 from verify import UserError  # noqa: E402
 

@@ -37,7 +37,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import compare  # noqa: E402
+import tables as compare  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from ewif import ewif_of, table_1  # noqa: E402
@@ -48,7 +48,7 @@ import bench  # noqa: E402
 import cape  # noqa: E402
 import cascade  # noqa: E402
 import verify  # noqa: E402
-from runtime import parts  # noqa: E402
+from runtime import drafters as runtime_drafters  # noqa: E402
 from verify import UserError  # noqa: E402
 
 CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bins of confidence
@@ -335,7 +335,7 @@ def named_before(states, texts):
 def lookup(run):
     if run.target.encoder_decoder or len(run.prompts) < 4:
         raise UserError("lookup wants a decoder-only target, and at least four prompts")
-    readable = len(parts.cached_kv(run.model))                 # layers that GLIDE can read
+    readable = len(runtime_drafters.cached_kv(run.model))                 # layers that GLIDE can read
     outs = each_prompt(run, partial(run.decode, None, verify.root_only))
     texts, states, masses, uniforms = [], [], [], []           # of each prompt
     for (_, ids, _), out in zip(run.prompts, outs):

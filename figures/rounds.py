@@ -29,8 +29,8 @@ import torch  # noqa: E402
 
 import bench  # noqa: E402
 import verify  # noqa: E402
-from data import read  # noqa: E402
-from runtime import clock, load  # noqa: E402
+from runtime import text as read  # noqa: E402
+from runtime import measure as clock, load  # noqa: E402
 from verify import UserError  # noqa: E402
 
 TEMPLATE = Path(__file__).with_suffix(".html")

@@ -5,7 +5,7 @@ scale embeddings and logits, cap logits, quantise weights, or leave them to acce
 them when a module runs.  AnyDraftModel runs the target once, finds the scales, and proves that they
 and the parts give what the target gives.
 
-    class EDD(AnyDraftModel, edd.EDD): ...                 # runtime/parts.py has them all
+    class EDD(AnyDraftModel, edd.EDD): ...                 # runtime/drafters.py has them all
 """
 import copy
 from functools import partial

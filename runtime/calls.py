@@ -19,8 +19,6 @@ from verify import UserError
 NAMED = {
     "cascade": "names of models, the largest first",
     "beside": "a neural drafter or a language model, then maxgram",
-    "gemma4": "the hub name or folder of one",
-    "eagle3": "the hub name or folder of one",
 }
 # words: names of models; settings {name: value}; label: the call as tables show it
 Call = namedtuple("Call", "name function words settings label")

@@ -12,14 +12,20 @@ Of the weights, 32 are kept, one of each of so many matrices.  Their relative di
 ||a - b|| / ||b||, is 0 up to half precision's rounding for the same model; .08 to .16 after
 rounding to 4 bits in blocks of 32 to 128; some 1.4 for another seed.
 """
-import numpy as np
+import hashlib
+import json
 
-from data.prepare import vocabulary_fingerprint
+import numpy as np
 
 PROBES = 32              # weights of a model that its fingerprint keeps
 HALF = 1 / 128           # relative error of a weight in bfloat16, twice
 NEAR = 0.25              # relative difference of relatives, at most
 ENOUGH = 8               # weights that must be near: a few may be so by chance
+
+def vocabulary_fingerprint(tokenizer):
+    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and ids."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
 
 def matrices_of(model):
     """[(name, matrix)] of which a weight can be read.

@@ -10,10 +10,8 @@
 Drafters and trees are named as their functions would be called (runtime/calls.py).  The keywords of
 load_drafter and load_cascade are what a user may set: "glide(raw=True)".
 """
-import importlib
 import json
 import os
-from functools import partial
 from pathlib import Path
 
 import huggingface_hub
@@ -26,21 +24,21 @@ import edd
 import glide
 import maxgram
 from beyond import graft
-from data import read
-from data.prepare import vocabulary_fingerprint
-from runtime import families, grams, graphs, linear, parts
+from beyond.words import frequent_words, shorten
+from runtime import text as read
+from runtime import targets, grams, static as graphs, linear, drafters as runtime_drafters
 from runtime.calls import read_call
-from runtime.fingerprints import fingerprint, relation, same_target  # noqa: F401
+from runtime.fingerprints import (fingerprint, relation, same_target,
+                                  vocabulary_fingerprint)  # noqa: F401
 from runtime.stage import Stage
 from verify import UserError
 
 GIVE = "give a complete folder or a hub name of a causal language model"
-BEYOND = ("gemma4", "eagle3")                     # files of beyond/, each loads one drafter
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
 STAND_IN = CHECKPOINTS / "target"                 # the default target
-SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: checkpoints/smollm2.py gets it
+SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py gets it
 
 # ---------------------------------------------------------------- models
 def check_device(device, spread=False):
@@ -109,13 +107,13 @@ def only_special_tokens(model):
     model.generation_config = transformers.GenerationConfig(**special)
 
 def place_of(name, role="the target"):
-    """A folder or a hub name as it is; "smollm2": the folder that checkpoints/smollm2.py made."""
+    """A folder or a hub name as it is; "smollm2": the folder that training/smollm2.py made."""
     if Path(name).exists():
         return name
     if str(name) == "smollm2":
         if not SMOLLM2.exists():
             raise UserError(f"{role} smollm2 is not here yet: run "
-                            "`python checkpoints/smollm2.py` once")
+                            "`python training/smollm2.py` once")
         return SMOLLM2
     # A hub name is OWNER/NAME.
     if str(name).count("/") != 1 or Path(name).is_absolute():
@@ -189,7 +187,7 @@ class Setup:
 
     def wrap(self, model, capacity=None, vocab=None, rows=1):
         """A model as a verify.Target."""
-        target = families.any_target(model, capacity, vocab)
+        target = targets.any_target(model, capacity, vocab)
         if self.graphs or rows > 1:
             graphs.static(target, rows, record=self.graphs)
         return target
@@ -227,10 +225,12 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False):
+def load_drafter(setup, name, raw=False, words=None):
     """A trained drafter of the checkpoint.
 
     raw: its confidence as it is, without temperature.
+    words: so many of the most frequent tokens alone are drafted (beyond/words.py), 0: all; None:
+    those that it has learned (train.py --words), or all.
     """
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
@@ -241,12 +241,18 @@ def load_drafter(setup, name, raw=False):
     if related == "a relative":
         setup.notes.append(f"{name} was trained for a relative of this target "
                            "(rounded otherwise, or tuned)")
-    module = glide if about["kind"].startswith(("glide", "vanilla")) else edd
+    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
     try:
-        drafter, _ = parts.load(module, folder, setup.model)
+        drafter, _ = runtime_drafters.load(module, folder, setup.model)
     except ValueError as why:
         raise UserError(str(why)) from None
     check_drafter(drafter, folder)
+    if words is None:
+        words = about.get("words")                   # those it has learned
+    if words:
+        path = Path(setup.checkpoint) / "words.json"
+        vocabulary = vocabulary_fingerprint(setup.tokenizer)
+        shorten(drafter.model, frequent_words(path, words, vocabulary))
     linear.pack(drafter.model, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
@@ -261,20 +267,6 @@ def check_drafter(drafter, folder):
         sound = sound and drafter.config.width % drafter.config.heads == 0
     if not sound:
         raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
-
-def load_heir(kind, setup, *names):
-    """A published drafter, by hub name or folder: gemma4(google/gemma-4-E2B-it-assistant)."""
-    if len(names) != 1:
-        raise UserError(f"{kind}({', '.join(names)}): name one hub name or folder")
-    (name,) = names
-    more = {}
-    if not Path(name).exists():
-        more["local_files_only"] = on_hub(name, None, kind)
-    drafter = importlib.import_module(f"beyond.{kind}").load(name, setup.model, **more)
-    linear.pack(drafter.model, beside=setup.model)
-    if setup.graphs:
-        graphs.static(drafter)
-    return drafter
 
 # ---------------------------------------------------------------- cascades
 def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True,
@@ -384,13 +376,12 @@ def load_beside(setup, *names, bigram=None):
             validation = about_drafter(folder).get("validation", {})
             drafter.temperature = validation.get("temperature", 1.0)
     path = bigram_path(setup, bigram)
-    return graft.Mixture(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):
     """{name of a drafter: the function that loads it}, as read_call takes them."""
     found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
-    found |= {kind: partial(load_heir, kind) for kind in BEYOND}
     return found | {"maxgram": load_cascade, "cascade": load_cascade, "beside": load_beside}
 
 def called(setup, call):

@@ -1,11 +1,11 @@
-"""Files of prompts -> token ids that a target can continue: the rows of data/read.py, tokenised.
+"""Files of prompts -> token ids that a target can continue: the rows of runtime/text.py, tokenised.
 
     setup = load.Setup("checkpoints/target", "checkpoints")
     prompts_of(setup, ["mt_bench.jsonl"], limit=9, most=128, answer=answer)
 """
 from tqdm import tqdm
 
-from data import read
+from runtime import text as read
 from verify import UserError
 
 def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None):

@@ -12,7 +12,7 @@ import sys
 import torch
 from transformers.generation import BaseStreamer
 
-from runtime import clock
+from runtime import measure as clock
 
 # {column: format of a row}
 COLUMNS = {
@@ -42,7 +42,7 @@ SLOWER = 0.995                                           # speedups below are no
 def is_mistake(why):
     """Whether an exception is a user's mistake, one sentence long.
 
-    Its class is called UserError.  verify.py, maxgram.py and data/read.py work when they are copied
+    Its class is called UserError.  verify.py, maxgram.py and runtime/text.py work when they are copied
     alone, so each may have a class of its own.
     """
     return any(each.__name__ == "UserError" for each in type(why).__mro__)

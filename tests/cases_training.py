@@ -9,7 +9,7 @@ import shutil
 import numpy as np
 import torch
 
-from data import prepare
+from training import prepare
 
 TARGET = "--target T/model --device cpu"
 TRAIN = f"{TARGET} --work T/w --out T/o --length 40 --steps 1 --batch 1 --width 16 --dtype float32"

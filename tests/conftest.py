@@ -50,8 +50,8 @@ shared = lru_cache(maxsize=None)(tiny)
 def target_of(model, capacity=None):
     """verify.Target, or what stands in its place where layers have a sliding window."""
     import verify
-    from runtime import families
-    return (families.AnyTarget if getattr(model.config, "sliding_window", None) else verify.Target)(model, capacity)
+    from runtime import targets
+    return (targets.AnyTarget if getattr(model.config, "sliding_window", None) else verify.Target)(model, capacity)
 
 def weighty(make, seed):
     """The draft model that make() gives, with weights large enough that every part matters."""
@@ -64,9 +64,9 @@ def weighty(make, seed):
 
 def random_glide(model, layers=1, glimpse=True, length=64, **more):
     """A random GLIDE, or vanilla, for a tiny target of any family, float64."""
-    from runtime import parts
-    config = parts.glide_config(model, 24, layers, glimpse, **more)
-    return weighty(lambda: parts.Glide(config, parts.target_angles(model, length, config.layers_read)).double(), 1)
+    from runtime import drafters as runtime_drafters
+    config = runtime_drafters.glide_config(model, 24, layers, glimpse, **more)
+    return weighty(lambda: runtime_drafters.Glide(config, runtime_drafters.target_angles(model, length, config.layers_read)).double(), 1)
 
 def random_edd(model, seed=1, **more):
     """A random EDD by its settings."""
@@ -74,22 +74,22 @@ def random_edd(model, seed=1, **more):
     return weighty(lambda: edd.EDD(edd.Config.for_target(model, **{"hidden": 2, **more}), model), seed)
 
 def random_named(model, name, seed=1, **more):
-    """A random draft model by its name on the command line: one of parts.VARIANTS, of the classes that stand alone."""
+    """A random draft model by its name on the command line: one of runtime_drafters.VARIANTS, of the classes that stand alone."""
     import edd
     from beyond import eagle, medusa
-    from runtime import parts
-    config = parts.config_of(name, model, **{"hidden": 2, **more})
+    from runtime import drafters as runtime_drafters
+    config = runtime_drafters.config_of(name, model, **{"hidden": 2, **more})
     draft_class = {"edd": edd.EDD, "eagle": eagle.Eagle, "medusa": medusa.Medusa}[config.kind]
     return weighty(lambda: draft_class(config, model), seed)
 
 def random_drafter(model, name, **more):
-    """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of parts.VARIANTS."""
+    """What decodes with a random draft model: "glide", "glide 2" (two layers), "vanilla", or one of runtime_drafters.VARIANTS."""
     import glide
-    from runtime import parts
+    from runtime import drafters as runtime_drafters
     if name.startswith(("glide", "vanilla")):
         return glide.Drafter(random_glide(model, 2 if name.endswith("2") else 1, name.startswith("glide"), **more))
     draft_model = random_named(model, name, **more)
-    return parts.KINDS[draft_model.config.kind][1](draft_model)
+    return runtime_drafters.KINDS[draft_model.config.kind][1](draft_model)
 
 def family(name, std=0.25, **more):
     """A tiny random model of another class of transformers', by the sizes that its configuration knows.

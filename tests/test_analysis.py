@@ -4,7 +4,7 @@ from itertools import combinations
 from types import SimpleNamespace
 
 import batches
-import compare
+import tables as compare
 import probe
 import pytest
 import torch
@@ -15,7 +15,7 @@ import bench
 import cape
 import pct
 import verify
-from runtime import clock
+from runtime import measure as clock
 
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""

@@ -22,7 +22,7 @@ import cascade
 import edd
 import glide
 import verify
-from runtime import clock, load, report
+from runtime import measure as clock, load, report
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 

@@ -21,9 +21,9 @@ import cape
 import edd
 import glide
 import verify
-from checkpoints import convert
-from runtime import load, parts
-from runtime.families import any_target
+from training import convert
+from runtime import load, drafters as runtime_drafters
+from runtime.targets import any_target
 
 VOCAB, WIDTH = 40, 32
 LAST = SIZES["num_hidden_layers"]
@@ -124,7 +124,7 @@ def converted(source, target, out):
     model, tokenizer = load.load_target(str(target), "auto", "cpu")
     about = json.loads((out / "training.json").read_text())
     assert load.same_target(about["target"], load.fingerprint(model, tokenizer))
-    drafter, _ = parts.load(glide if about["kind"] in ("glide", "longspec") else edd, out, model)
+    drafter, _ = runtime_drafters.load(glide if about["kind"] in ("glide", "longspec") else edd, out, model)
     return drafter, about, model
 
 # ---------------------------------------------------------------- the published forwards, in plain torch
@@ -284,7 +284,7 @@ def test_pickled_weights_are_as_good(folders, tmp_path, capsys):
     for kind in ("pickled", "safe"):
         source, out = tmp_path / kind / "in", tmp_path / kind / "out"
         _, about, _ = converted(source, folders["llama"], out)
-        assert about["source"] == str(source) and about["command"].startswith("python checkpoints/convert.py ")
+        assert about["source"] == str(source) and about["command"].startswith("python training/convert.py ")
         assert len(about["date"]) == 10 and f"--drafter {about['kind']}" in capsys.readouterr().out
         made.append((out / "model.safetensors").read_bytes())
     assert made[0] == made[1]
@@ -413,11 +413,11 @@ def test_a_quantised_target_trains(name):
     assert model.dtype == torch.float32, "what a weight would say of activations is wrong"
     batch = batch_of(model, text(24).view(2, 12), {2, LAST}) | {"block": None, "random": np.random.default_rng(0)}
     if name == "glide":
-        module = parts.Glide.beside(model, parts.glide_config(model, norm=True), 100)
+        module = runtime_drafters.Glide.beside(model, runtime_drafters.glide_config(model, norm=True), 100)
         assert module.start_from(model)
     else:
-        draft_class, _ = parts.KINDS[name]
-        module = draft_class(parts.config_of(name, model, hidden=2), model)
+        draft_class, _ = runtime_drafters.KINDS[name]
+        module = draft_class(runtime_drafters.config_of(name, model, hidden=2), model)
     assert {p.dtype for p in module.parameters()} == {torch.float64}
     if name == "medusa":
         torch.testing.assert_close(module.heads[0](module(batch["hidden"][LAST])[0]), batch["logits"], **NEAR)

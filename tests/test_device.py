@@ -14,8 +14,8 @@ import cape
 import cascade
 import pct
 import verify
-from runtime import graphs
-from runtime.families import any_target
+from runtime import static as graphs
+from runtime.targets import any_target
 
 # Device-to-host syncs and host-to-device copies a round.  The tree as it is built and the acceptance: 2.  PCT waits for each layer,
 # the mixture of CAPE for each drafted token and a cascade for each review, since Max-Gram searches on the host: one sync a forward.

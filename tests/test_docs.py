@@ -3,9 +3,9 @@ import json
 import re
 import xml.etree.ElementTree as ElementTree
 
-import compare
+import tables as compare
 import paper
-import pictures
+import charts as pictures
 import pytest
 from conftest import ROOT
 

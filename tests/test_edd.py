@@ -1,4 +1,4 @@
-"""EDD: the mask of Figure 3(a), Eq. 4, training equals decoding, each KV entry computed once, nothing stale; EAGLE, MEDUSA-1; families."""
+"""EDD: the mask of Figure 3(a), Eq. 4, training equals decoding, each KV entry computed once, nothing stale; EAGLE, MEDUSA-1; targets."""
 import copy
 import functools
 import json
@@ -15,8 +15,8 @@ import edd
 import glide
 import verify
 from beyond import eagle, medusa
-from runtime import load, parts
-from runtime.families import any_target
+from runtime import load, drafters as runtime_drafters
+from runtime.targets import any_target
 
 LAST = 3                         # the tiny targets' last hidden states, which EAGLE and MEDUSA read
 FEW = ["llama-eager", "qwen2-mixed"]        # targets that between them have grouped keys, biases, windows, both kinds of attention
@@ -42,10 +42,10 @@ FAMILIES = {
 def test_alone_it_says_what_runtime_parts_makes_it_say(target, name, tmp_path):
     """Llama, Mistral, Qwen2: the same logits; confidence is calibrated, and nothing asks for gradients."""
     model = shared(target)
-    config = parts.config_of(name, model, hidden=2)
+    config = runtime_drafters.config_of(name, model, hidden=2)
     alone, drafter_class = ALONE[config.kind]
     save(tmp_path, random_named(model, name), kind=name, validation={"temperature": 0.7})
-    drafters = edd.load(tmp_path, model, alone, drafter_class)[0], parts.load(edd, tmp_path, model)[0]
+    drafters = edd.load(tmp_path, model, alone, drafter_class)[0], runtime_drafters.load(edd, tmp_path, model)[0]
     torch.testing.assert_close(*tree_logits(drafters, batch_of(model, text(12)[None], {2, LAST})))
     child = torch.tensor([1]), [3]
     torch.testing.assert_close(drafters[0].confidence(*child), (drafters[1].expand(*child) / 0.7).softmax(-1).float())
@@ -140,11 +140,11 @@ def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
         drafter.begin(view(batch, 1201, 1203))
 
 # ---------------------------------------------------------------- losses, and what learns
-@pytest.mark.parametrize("kinds", [ALONE, parts.KINDS])
+@pytest.mark.parametrize("kinds", [ALONE, runtime_drafters.KINDS])
 @pytest.mark.parametrize("name", ["edd", "vdm-ce", "eagle", "medusa"])
 def test_no_gradient_reaches_the_target_and_all_of_the_drafter_learns(llama, name, kinds):
     llama.zero_grad()
-    config = parts.config_of(name, llama, hidden=2)
+    config = runtime_drafters.config_of(name, llama, hidden=2)
     draft_model = weighty(lambda: kinds[config.kind][0](config, llama), 1)
     batch = batch_of(llama, text(24).view(2, 12), {draft_model.config.hidden})
     draft_model.loss(batch | {"block": None, "random": np.random.default_rng(0)}).backward()
@@ -174,7 +174,7 @@ def test_block_lengths_are_drawn_from_the_whole_range(llama, monkeypatch, name, 
         draft_model.loss(batch | {"block": None, "random": np.random.default_rng([0, step])})
     assert seen == expected
 
-@pytest.mark.parametrize("kinds", [ALONE, parts.KINDS])
+@pytest.mark.parametrize("kinds", [ALONE, runtime_drafters.KINDS])
 def test_it_is_the_targets_own_layer_with_its_embedding_and_head(kinds):
     """Copies that learn apart from the target's; the layer is fresh, of its class, drawn with its initializer_range; so is the norm."""
     own = tiny("qwen2", num_hidden_layers=6)
@@ -238,9 +238,9 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     save(tmp_path, draft_model, kind="edd")
     about, config, weights = tmp_path / "training.json", vars(draft_model.config), tmp_path / "model.safetensors"
     about.write_text(json.dumps({"config": config | {"kind": "edd", "heads": 5, "bias": True}}))        # as older checkpoints say
-    assert type(edd.load(tmp_path, llama)[0]) is type(parts.load(edd, tmp_path, llama)[0]) is edd.Drafter
+    assert type(edd.load(tmp_path, llama)[0]) is type(runtime_drafters.load(edd, tmp_path, llama)[0]) is edd.Drafter
 
-    def refused(words, loaded=functools.partial(parts.load, edd), model=llama):
+    def refused(words, loaded=functools.partial(runtime_drafters.load, edd), model=llama):
         with pytest.raises(ValueError, match=words) as error:
             loaded(tmp_path, model)
         assert "\n" not in str(error.value)
@@ -256,7 +256,7 @@ def test_a_broken_or_foreign_checkpoint_is_one_sentence(llama, tmp_path):
     weights.unlink()
     refused("model.safetensors is missing")
 
-# ---------------------------------------------------------------- runtime/parts.py: what the target does, the drafters do
+# ---------------------------------------------------------------- runtime/drafters.py: what the target does, the drafters do
 @functools.cache
 def of_family(name):
     """A random target of the family, with norms that matter."""
@@ -267,8 +267,8 @@ def of_family(name):
     return model
 
 def fresh(model, kind, **more):
-    config = parts.config_of(kind, model, hidden=2, **more)
-    return parts.KINDS[kind][0](config, model)
+    config = runtime_drafters.config_of(kind, model, hidden=2, **more)
+    return runtime_drafters.KINDS[kind][0](config, model)
 
 def divergence(p_logits, q_logits):
     """The largest KL(p || q) of any row."""
@@ -340,7 +340,7 @@ def test_a_target_that_accelerate_spreads(name, apart, tmp_path):
     assert load.same_target(load.fingerprint(whole), load.fingerprint(spread))
     runs = []
     for model in (whole, spread):
-        drafter, _ = parts.load(module, tmp_path / "drafter", model)
+        drafter, _ = runtime_drafters.load(module, tmp_path / "drafter", model)
         out = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 6)
         assert out.tokens == plain(whole, [3, 1, 4], 6)
         runs.append([len(step.new) for step in out.rounds])

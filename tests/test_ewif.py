@@ -5,7 +5,7 @@ import ewif
 import numpy as np
 import pytest
 
-from runtime import clock
+from runtime import measure as clock
 
 SIGMAS = 4
 TRIALS = 50_000

@@ -12,10 +12,10 @@ from test_verify import HandMade, oracle
 import cape
 import verify
 from runtime.attention import fold_queries
-from runtime.families import AnyEncoderDecoder, AnyTarget, StackedCache, any_target
+from runtime.targets import AnyEncoderDecoder, AnyTarget, StackedCache, any_target
 
-DOCS = ROOT / "docs" / "families.md"
-row = lru_cache(maxsize=None)(families.row)
+DOCS = ROOT / "docs" / "targets.md"
+row = lru_cache(maxsize=None)(targets.row)
 # Two kinds of layers, learned positions, chains only, an encoder, a recurrent state, a latent cache ...
 SOME = ("GptOssForCausalLM", "GPT2LMHeadModel", "BloomForCausalLM", "BertLMHeadModel", "MambaForCausalLM", "DeepseekV2ForCausalLM", "Gemma4ForCausalLM",
         "WhisperForCausalLM", "XLNetLMHeadModel", "Phi3ForCausalLM (longrope, before its turn)", "FalconForCausalLM (ALiBi)")
@@ -26,9 +26,9 @@ def documented():
     head, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line.startswith("| ")]
     return {name: dict(zip(head[1:], rest)) for name, *rest in lines}, re.search(r"transformers ([\d.]+\d)", text).group(1)
 
-@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in families.names() if name not in SOME)])
+@pytest.mark.parametrize("name", [*SOME, *(pytest.param(name, marks=pytest.mark.long) for name in targets.names() if name not in SOME)])
 def test_a_family_is_decoded_exactly_or_refused_in_a_sentence(name):
-    """As docs/families.md says, for the release that it was made with."""
+    """As docs/targets.md says, for the release that it was made with."""
     cells, (table, release) = row(name), documented()
     bad = {column: says for column, says in cells.items() if column != "by" and says != "yes" and not says.startswith("refused: ")}
     assert not bad
@@ -42,7 +42,7 @@ def test_the_table_names_every_class_and_no_family_is_lost():
     assert all(re.fullmatch(r"yes|–|no \[\d+\]|Target|AnyTarget", says) for cells in table.values() for says in cells.values())
     assert sum(cells["plain"] == "yes" for cells in table.values()) >= 142
     if release == transformers.__version__:
-        assert {name.partition(" ")[0] for name in table} == set(families.classes())
+        assert {name.partition(" ")[0] for name in table} == set(targets.classes())
 
 # ---------------------------------------------------------------- targets that prove themselves
 sized = partial(family, num_hidden_layers=2)
@@ -99,7 +99,7 @@ def test_the_proof_looks_beyond_the_window_of_each_kind_of_layer_and_leaves_no_t
     target = AnyTarget(model)
     assert target.verifies_trees and vars(model.config) == before and target.windows == {"full_attention": None, "sliding_attention": 30}
 
-    monkeypatch.setattr("runtime.families.within_window", lambda mask, *_: mask)
+    monkeypatch.setattr("runtime.targets.within_window", lambda mask, *_: mask)
     model = fold_queries(tiny("qwen2-mixed", sliding_window=30))
     # A mask without windows: only chains by the model's own mask are right.
     assert not AnyTarget(model).verifies_trees and vars(model.config) == before

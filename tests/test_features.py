@@ -12,9 +12,9 @@ import cape
 import train
 import verify
 from checkpoints import make
-from data import prepare
-from runtime import load, parts
-from training import drafters, features, frozen, words
+from training import prepare
+from runtime import load, drafters as runtime_drafters
+from training import drafters, features, forward as frozen, words
 
 NAMES = ["longspec-f16", "longspec-vanilla", "longspec-top", "edd-shared", "vdm-shared", "eagle"]
 WORDS = torch.tensor([7, 2, 5, 3])
@@ -84,7 +84,7 @@ def test_they_learn_the_words_and_draft_them(small, tmp_path, capsys):  # noqa: 
     again = flags(small, tmp_path / "again", "--init", str(tmp_path / "named"), names=["glide"])
     assert train.main([each for each in again if each not in ("--width", "16")]) == 0
     again = load.load_drafter(load.Setup(str(small / "model"), str(tmp_path / "again")), "glide")
-    assert isinstance(again.model, parts.LongSpec)
+    assert isinstance(again.model, runtime_drafters.LongSpec)
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_beside_a_tied_target_a_rotation_stands_behind_the_embedding(small, tmp_path, tied):  # noqa: F811

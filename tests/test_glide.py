@@ -1,4 +1,4 @@
-"""GLIDE and LongSpec: training equals decoding, nothing of the target is trained, nothing stale is kept; families by runtime/parts.py."""
+"""GLIDE and LongSpec: training equals decoding, nothing of the target is trained, nothing stale is kept; families by runtime/drafters.py."""
 import ast
 import inspect
 import json
@@ -17,8 +17,9 @@ from test_house import run_alone
 import cape
 import glide
 import verify
-from runtime import parts
-from runtime.families import any_target
+from beyond import longspec
+from runtime import drafters as runtime_drafters
+from runtime.targets import any_target
 
 EXACT = dict(atol=1e-9, rtol=0)
 
@@ -82,15 +83,15 @@ def test_a_stranger_uses_it_alone(name, draft_model_of, tmp_path, monkeypatch):
 def test_alone_it_computes_what_runtime_parts_does(name, tmp_path):
     """Llama, Mistral, Qwen2: the same sizes, tables, start, logits; nothing asks for gradients."""
     model, batch = shared(name), batch_of(shared(name), text(12)[None])
-    config, any_config = glide.Config.for_target(model, 32), parts.glide_config(model, 32)
+    config, any_config = glide.Config.for_target(model, 32), runtime_drafters.glide_config(model, 32)
     assert vars(config).items() <= vars(any_config).items()
-    ours, any_family = glide.Glide.for_target(model, config, 40), parts.Glide.for_target(model, any_config, 40)
+    ours, any_family = glide.Glide.beside(model, config, 40), runtime_drafters.Glide.beside(model, any_config, 40)
     assert torch.equal(ours.target_table, any_family.target_table) and ours.embed.weight.dtype == torch.float64
     assert any_family.start_from(model) and torch.equal(any_family.embed.weight, model.get_input_embeddings().weight)
     torch.testing.assert_close(any_family.head.weight, model.get_output_embeddings().weight)
     assert not random_glide(model).start_from(model), "a width of its own: it starts at random"
     save(tmp_path, any_family, kind="glide", validation={"temperature": 0.7})
-    drafters = [glide.load(tmp_path, model, 40)[0], parts.load(glide, tmp_path, model)[0]]
+    drafters = [glide.load(tmp_path, model, 40)[0], runtime_drafters.load(glide, tmp_path, model)[0]]
     assert torch.equal(*tree_logits(drafters, batch)) and not any(drafter.store.requires_grad for drafter in drafters)
     assert all(p.requires_grad for p in (*model.parameters(), *drafters[0].model.parameters()))
 
@@ -98,7 +99,7 @@ def test_a_drafter_of_another_target_is_refused_in_one_sentence(llama, tmp_path)
     save(tmp_path, random_glide(llama), kind="glide")
     for other_target in (tiny("llama", num_hidden_layers=1), tiny("llama", num_attention_heads=2, num_key_value_heads=2)):
         with pytest.raises(ValueError, match="made for another target") as error:
-            parts.load(glide, tmp_path, other_target)
+            runtime_drafters.load(glide, tmp_path, other_target)
         assert "\n" not in str(error.value)
 
 # ---------------------------------------------------------------- training equals decoding
@@ -178,7 +179,7 @@ def test_losses_are_what_their_names_say(llama, loss):
             total += ce if loss == "ce" else (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).sum()
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
 
-@pytest.mark.parametrize("draft_class", [glide.Glide])
+@pytest.mark.parametrize("draft_class", [glide.Glide, longspec.LongSpec])
 def test_a_half_precision_target_loses_no_gradients(draft_class):
     """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
     keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
@@ -186,13 +187,42 @@ def test_a_half_precision_target_loses_no_gradients(draft_class):
     for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
         model = tiny("llama").half().to(target_type)
         torch.manual_seed(0)
-        draft_model = draft_class.for_target(model, draft_class.config_class.for_target(model), 40).to(torch.float32).to(own_type)
+        draft_model = draft_class.beside(model, draft_class.config_class.for_target(model), 40).to(torch.float32).to(own_type)
         batch = {"ids": text(40)[None], "kv": {2: (keys.to(target_type), values.to(target_type))}, "count": 2 ** 17,
                  "learn": torch.ones(1, 40, dtype=torch.bool), "sum": lambda loss, learn, *chosen: loss(*(x[learn] for x in chosen))}
         draft_model.loss(batch).backward()
         gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
     exact, found = gradients
     assert (found - exact).norm() < 1e-3 * exact.norm()
+
+# ---------------------------------------------------------------- LongSpec: between the target's own embedding and head
+@pytest.mark.parametrize("name, last_norm", [("qwen2", False), ("gemma", True)])
+def test_longspec_trains_its_layer_alone_and_is_lossless(name, last_norm, tmp_path):
+    """Nothing of the target is trained or saved; what it scales (Gemma's embeddings) is scaled here."""
+    gemma = dict(num_attention_heads=4, tie_word_embeddings=False)
+    model = other("Gemma", **gemma) if name == "gemma" else shared(name)
+    batch = batch_of(model, text(14)[None])
+    config = runtime_drafters.longspec_config(model, layer=1, last_norm=last_norm, feed_forward=16, window=3)
+    module = weighty(lambda: runtime_drafters.LongSpec.beside(model, config, 64), 1)
+    with torch.no_grad():
+        found = model(batch["ids"], output_hidden_states=True)
+        torch.testing.assert_close(module.embed(batch["ids"]), found.hidden_states[0], **EXACT)
+        torch.testing.assert_close(module.head(found.hidden_states[-1]), found.logits, **EXACT)
+    model.zero_grad()
+    module.loss(batch).backward()
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in module.parameters())
+    matrices = sum(p.numel() for p in module.parameters() if p.ndim == 2)
+    assert config.multiply_adds() == matrices + VOCAB * 32 and config.layers_read == (1,)
+    save(tmp_path / "new", module, kind="longspec")
+    assert set(load_file(tmp_path / "new" / "model.safetensors")) == {n for n, _ in module.named_parameters()}
+    # Older files of converted ones had copies of the target's matrices, and another kind.
+    module.state_dict = lambda: {**dict(module.named_parameters()), "embed.weight": torch.ones(1), "head.weight": torch.ones(1)}
+    save(tmp_path / "old", module, kind="glide" if not last_norm else "longspec")
+    for folder in ("new", "old"):
+        drafter, _ = runtime_drafters.load(glide, tmp_path / folder, model)
+        made = verify.generate(any_target(model), drafter, cape.cape, [3, 1, 4], 8)
+        assert made.tokens == plain(model, [3, 1, 4], 8)
 
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults_and_others_are_kept():
@@ -202,18 +232,18 @@ def test_the_papers_settings_are_the_defaults_and_others_are_kept():
     assert (c.block, c.layers, c.norm, c.layers_read) == (5, 1, False, (5,)) and glide.Config(8, 8, 8).block == 5
     assert glide.Config.for_target(model, 16, 2).layers_read == (4, 5) and glide.Config.for_target(model, 16, layer=2).layers_read == (2,)
     with pytest.raises(ValueError, match="cannot be read"):
-        parts.glide_config(model, 16, 2, layer=0)
+        runtime_drafters.glide_config(model, 16, 2, layer=0)
     first = glide.Glide(glide.Config(99, 64, 128, glimpse=False), glide.angles(8, 16))
     assert all(p.ndim != 2 or 0.018 < p.std().item() < 0.022 for p in first.parameters()), "small first weights"
     sizes = dict(heads=2, eps=0.5, theta=50.0, glimpse_theta=7.0, target_heads=4, target_head_size=8, layers_read=(1,))
     for norm in (False, True):
-        made = parts.Glide(parts.GlideConfig(20, 16, 24, **sizes, norm=norm), glide.angles(8, 12, 99.0))
+        made = runtime_drafters.Glide(runtime_drafters.GlideConfig(20, 16, 24, **sizes, norm=norm), glide.angles(8, 12, 99.0))
         norms = [m for m in made.modules() if isinstance(m, torch.nn.RMSNorm)]
         assert len(norms) == 3 + norm and {m.eps for m in norms} == {0.5}
     assert torch.equal(made.own_table, torch.stack(glide.angles(8, 12, 50.0)))
     assert torch.equal(made.target_table, torch.stack(glide.angles(8, 12, 7.0)))
 
-# ---------------------------------------------------------------- runtime/parts.py: targets with a RoPE, or a cache, of their own kind
+# ---------------------------------------------------------------- runtime/drafters.py: targets with a RoPE, or a cache, of their own kind
 BASE = dict(rope_theta=10000.0, original_max_position_embeddings=10)
 LONG = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.2, 1.3], long_factor=[2.0, 3.0, 4.0, 5.0])
 PHI3 = dict(max_position_embeddings=256, original_max_position_embeddings=32, rope_parameters=LONG)
@@ -253,14 +283,14 @@ def test_tables_are_the_target_s_at_every_length(rope, switch):
     model = other("Phi3", **PHI3) if rope is LONG else tiny("llama", rope_parameters=rope)
     context, ids = model.config.max_position_embeddings, text(40, 4)[None]
     before = model(ids, use_cache=False).logits
-    table = parts.target_angles(model, context + 1024)
+    table = runtime_drafters.target_angles(model, context + 1024)
     assert torch.equal(model(ids, use_cache=False).logits, before)
     for n in (2, 24, switch, context):
-        for long, short, own in zip(table, parts.target_angles(model, n), turned_by(model, n)):
+        for long, short, own in zip(table, runtime_drafters.target_angles(model, n), turned_by(model, n)):
             since = switch if n > switch else 0
             assert torch.equal(long[since:n], own[since:]) and torch.equal(long[:n], short)
     if rope in (LONG, NTK):
-        with pytest.raises(ValueError, match="does not rotate as Llama does: use runtime/parts.py"):
+        with pytest.raises(ValueError, match="does not rotate as Llama does: use runtime/drafters.py"):
             glide.target_angles(model, 9)
     else:
         assert torch.equal(glide.target_angles(model, context + 1024)[1], table[1])
@@ -271,9 +301,9 @@ def test_tables_are_the_target_s_at_every_length(rope, switch):
 def test_queries_have_the_rope_of_a_layer_s_own_keys(name, layer, more, tmp_path):
     """The key of a token at position 5 is its key at position 0, turned by the table of a drafter that was loaded."""
     model = other(name, **more)
-    config = parts.glide_config(model, 24, layer=layer)
-    save(tmp_path, parts.Glide.for_target(model, config, 24))
-    drafter, _ = parts.load(glide, tmp_path, model)
+    config = runtime_drafters.glide_config(model, 24, layer=layer)
+    save(tmp_path, runtime_drafters.Glide.beside(model, config, 24))
+    drafter, _ = runtime_drafters.load(glide, tmp_path, model)
     here, there = keys_at(model, layer, 0), keys_at(model, layer, 5)
     cos, sin = drafter.model.target_table
     # A scaled table (YaRN's) has scaled the key at position 0, too.
@@ -308,5 +338,5 @@ def test_what_glide_cannot_read_is_said_in_one_sentence(name, more, message):
         model = other(name, **more)
     with pytest.raises(ValueError, match=message) as error:
         how = {"layer": 3} if more is SHARED else {"layers": 2} if more is WIDE else {}
-        parts.glide_config(model, 33 if name == "Llama" else 16, **how)
+        runtime_drafters.glide_config(model, 33 if name == "Llama" else 16, **how)
     assert "\n" not in str(error.value) and error.value.__suppress_context__ == (name == "Lfm2")

@@ -9,8 +9,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cape
 import verify
-from runtime import graphs
-from runtime.families import any_target
+from runtime import static as graphs
+from runtime.targets import any_target
 
 NEW, PROMPT = 12, [3, 1, 4, 1, 5]            # NEW: tokens of a decoding, beyond the windows
 model_of = partial(shared, num_hidden_layers=2)

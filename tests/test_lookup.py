@@ -1,7 +1,7 @@
 """figures/probe.py lookup: attention beside one computed from queries and keys by loops, the linear map beside numpy's."""
 from types import SimpleNamespace
 
-import compare
+import tables as compare
 import numpy as np
 import probe
 import pytest
@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 import glide
 import verify
-from runtime import clock
+from runtime import measure as clock
 
 def by_hand(model, texts, new, window):
     """The mean mass of each head of each layer on what followed a continued token before, and uniform attention's."""

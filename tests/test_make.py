@@ -20,8 +20,9 @@ import glide
 import train
 import verify
 from checkpoints import make
-from checkpoints.bigram import load_tokenizer
-from data import prepare, read
+from training.bigram import load_tokenizer
+from training import prepare
+from runtime import text as read
 from maxgram import build_bigram
 from runtime import load
 from runtime.grams import measure_confidence, read_bigram

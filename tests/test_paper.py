@@ -8,16 +8,16 @@ from itertools import combinations, product
 from pathlib import Path
 from types import SimpleNamespace
 
-import compare
+import tables as compare
 import paper
-import pictures
+import charts as pictures
 import probe
 import pytest
 from conftest import ROOT
 from test_bench import args, small  # noqa: F401
 
 import bench
-from runtime import calls, clock, load
+from runtime import calls, measure as clock, load
 from training import drafters
 
 RESULTS = paper.DOCS / "results"

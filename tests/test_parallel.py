@@ -16,8 +16,8 @@ from conftest import VOCAB, shared
 from test_train import arguments, brief, flags, interrupt, leave, refused, small, some_drafter, state_of  # noqa: F401
 
 import train
-from data import prepare
-from training import frozen, jobs, shard
+from training import prepare
+from training import forward as frozen, state as jobs, shard
 
 def batch_of(llama, module, ids, learn=None, count=None):
     reads = frozen.read_by({"x": module}) | {"logits": True}

@@ -27,8 +27,8 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from runtime import graphs
-from runtime.families import AnyTarget
+from runtime import static as graphs
+from runtime.targets import AnyTarget
 
 COUNT = 120                      # cases of the quick run; with LONG=1 twenty-five times as many
 # Sizes of the targets: (vocabulary, layers, context)
@@ -239,7 +239,7 @@ def drafter_of(case):
             drafter = drafter_class(draft_model)
         drafter.temperature = how["temperature"]
         if kind in BESIDE:
-            drafter = graft.Mixture(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
+            drafter = graft.Beside(drafter, maxgram.MaxGram(confidence=how["confidence"]), how["agreement"])
         return drafter
     return make
 

@@ -20,8 +20,8 @@ import glide
 import maxgram
 import pct
 import verify
-from runtime import load, parts
-from runtime.families import any_target
+from runtime import load, drafters as runtime_drafters
+from runtime.targets import any_target
 
 PROMPT = [3, 1, 4, 1, 5]
 BUILDS = {"cape": cape.cape, "pct": partial(pct.pct, cost=0.05, depth=5)}
@@ -30,10 +30,10 @@ def drafters_of(model):
     """Random drafters for a model, of the classes that bench.py loads."""
     torch.manual_seed(1)
     for glimpse in (True, False):
-        config = parts.glide_config(model, width=24, glimpse=glimpse)
-        yield glide.Drafter(parts.Glide.beside(model, config, 64))
+        config = runtime_drafters.glide_config(model, width=24, glimpse=glimpse)
+        yield glide.Drafter(runtime_drafters.Glide.beside(model, config, 64))
     config = edd.Config.for_target(model, 2)
-    draft_class, drafter_class = parts.KINDS[config.kind]
+    draft_class, drafter_class = runtime_drafters.KINDS[config.kind]
     yield drafter_class(draft_class(config, model).to(model.device, model.dtype))
 
 # ---------------------------------------------------------------- where the output ends, and what is streamed

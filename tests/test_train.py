@@ -26,9 +26,9 @@ import glide
 import train
 import verify
 from checkpoints import make, smollm2
-from data import prepare
-from runtime import load, parts
-from training import continuations, drafters, frozen, jobs, muon, walk
+from training import prepare
+from runtime import load, drafters as runtime_drafters
+from training import continuations, drafters, forward as frozen, state as jobs, muon, evaluate as walk
 from training import flags as flags_of_training
 
 KINDS = ["glide", "edd", "eagle", "medusa", "small"]
@@ -153,7 +153,7 @@ def test_what_this_program_has_not_made_is_left_alone(small, tmp_path, capsys):
         refused(capsys, [*argv, "--resume"], "--overwrite begins anew")
         assert state.read_bytes() == before
 
-@pytest.mark.parametrize("program", ["train.py", "checkpoints/make.py", "data/prepare.py"])
+@pytest.mark.parametrize("program", ["train.py", "checkpoints/make.py", "training/prepare.py"])
 def test_ctrl_c_while_packages_load(program, tmp_path):
     (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)\n")
     done = subprocess.run([sys.executable, ROOT / program], env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True, text=True)
@@ -296,7 +296,7 @@ def arguments(**more):
     return SimpleNamespace(**{**a, **more})
 
 def test_names_stand_for_their_variants(llama):
-    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in parts.VARIANTS.items()]
+    expected = [(name, {key: value for key, value in variant.items() if key != "hidden"}) for name, (_, variant) in runtime_drafters.VARIANTS.items()]
     for name, about in (*expected, ("edd-h1", {"hidden": 1}), ("edd", {"hidden": 2, "loss": "kl"}), ("vanilla", {"glimpse": False}),
                         ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-l1", {"layers_read": (1,), "norm": True}),
                         ("glide-top", {"layers_read": (2,), "norm": False}), ("glide-n2", {"layers": 2, "layers_read": (1, 2)}),

@@ -12,7 +12,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTime
 import cape
 import pct
 import verify
-from runtime.families import any_target
+from runtime.targets import any_target
 
 BUILDS = {"chain": cape.chain, "cape": cape.cape, "fixed": partial(cape.fixed, size=2), "beam": partial(cape.beam, width=3),
           "pct": partial(pct.pct, cost=0.05, depth=5), "vct": partial(pct.vct, width=2, depth=5), "eagle2": partial(pct.eagle2, total=15, depth=5, expanded=4)}
@@ -353,10 +353,11 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
             p *= (1 - ratio * q[x]) / p.sum()
             p[x] = ratio * q[x]                                # min(1, p / q) is the ratio
             choice = verify.accept_drawn(tree, torch.stack((p, after)), torch.Generator().manual_seed(seed)).tolist()
-            g = torch.Generator().manual_seed(seed)
-            torch.rand(1, generator=g, dtype=torch.float64)
-            residual = torch.stack(((p - q).clamp(min=0) + 1e-30, after))
-            redrawn = torch.multinomial(residual, 1, generator=g)[:, 0].tolist()
+            redrawn = []
+            for residual in ((p - q).clamp(min=0) + 1e-30, after):     # of which a round uses one
+                g = torch.Generator().manual_seed(seed)
+                torch.rand(1, generator=g, dtype=torch.float64)
+                redrawn.append(torch.multinomial(residual, 1, generator=g).item())
             assert choice == [x if u < ratio else redrawn[0], redrawn[1]], (u, ratio)
     # Both are certain of token 1, and rounding rejects it: nothing is left of the difference.
     sure = torch.eye(4)[[1, 1, 1]]

@@ -6,7 +6,7 @@
     longspec, longspec-f768        a layer between the target's embedding and head; its MLP's size
     longspec-top, longspec-vanilla-f768      the same as glide-top and vanilla
     edd-shared, vdm-shared         EDD and VDM between the target's embedding and head
-    edd, vdm, eagle, medusa ...    parts.VARIANTS
+    edd, vdm, eagle, medusa ...    runtime_drafters.VARIANTS
     base, small                    language models, stages of a cascade
 """
 import copy
@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 import edd
 import glide
 from beyond import eagle, longspec, medusa, shared
-from data.read import UserError, write_atomically
-from runtime import families, load, parts
+from runtime.text import UserError, write_atomically
+from runtime import targets, load, drafters as runtime_drafters
 from training import flags
 from verify import Target
 
@@ -42,7 +42,7 @@ DRAFTERS = {
     "longspec-top": (longspec, {"last_norm": True, "layer": None, "norm": False}),
     "longspec-vanilla": (longspec, {"last_norm": True, "glimpse": False}),
 }
-DRAFTERS |= parts.VARIANTS
+DRAFTERS |= runtime_drafters.VARIANTS
 DRAFTERS |= {name: (None, size) for name, size in SIZES.items()}
 # What a letter before a number stands for, in the names of drafters of a file.
 NUMBERED = {
@@ -75,27 +75,27 @@ def fresh(name, target, a):
     torch.manual_seed(a.seed)                            # each as if it were alone
     if file is None:
         layers, width = settings
-        context = families.context_of(target, c)
+        context = targets.context_of(target, c)
         lm = llama(c.vocab_size, layers, width, context, c.eos_token_id)
         return SmallLM(lm.to(a.device), a.loss)
     if file in (edd, shared, eagle, medusa):
         settings = {"hidden": a.hidden, "loss": a.loss, **settings}
         config = file.Config.for_target(target, **settings)
-        draft_class, _ = parts.KINDS[config.kind]
+        draft_class, _ = runtime_drafters.KINDS[config.kind]
         return draft_class(config, target).float()
     if file is longspec:
         own = {"layer": a.layer, "norm": a.norm == "yes", "loss": a.loss, "block": a.block}
         settings = {**own, **settings}
-        config = parts.longspec_config(target, **settings)
-        drafter = parts.LongSpec.beside(target, config, a.length + AHEAD).float()
+        config = runtime_drafters.longspec_config(target, **settings)
+        drafter = runtime_drafters.LongSpec.beside(target, config, a.length + AHEAD).float()
         drafter.start_from(target)
         return drafter
     own = {"width": a.width, "layers": a.layers, "layer": a.layer, "norm": a.norm == "yes"}
     own["loss"] = a.loss
     settings = {**own, **settings}
     check_size(settings["width"] or c.hidden_size, c.vocab_size, settings["layers"], a)
-    config = parts.glide_config(target, block=a.block, **settings)
-    drafter = parts.Glide.beside(target, config, a.length + AHEAD).float()
+    config = runtime_drafters.glide_config(target, block=a.block, **settings)
+    drafter = runtime_drafters.Glide.beside(target, config, a.length + AHEAD).float()
     # Embedding and head start as the target's, where the widths agree.
     drafter.start_from(target)
     return drafter
@@ -109,9 +109,9 @@ def trained(name, target, a):
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         return SmallLM(lm, a.loss), load.about_drafter(folder)
     if file in (glide, longspec):
-        drafter, about = parts.load(glide, folder, target, a.length)
+        drafter, about = runtime_drafters.load(glide, folder, target, a.length)
     else:
-        drafter, about = parts.load(edd, folder, target)
+        drafter, about = runtime_drafters.load(edd, folder, target)
     return drafter.model.float(), about
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data.read import UserError, write_atomically
-from training import jobs
-from training.frozen import LOGITS, batch_of
+from runtime.text import UserError, write_atomically
+from training import state as jobs
+from training.forward import LOGITS, batch_of
 
 # ---------------------------------------------------------------- a batch as rows of numbers
 def parts_of(batch):

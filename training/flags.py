@@ -5,8 +5,8 @@ from pathlib import Path
 import torch
 
 import edd
-from data import read
-from data.read import UserError
+from runtime import text as read
+from runtime.text import UserError
 from runtime import load
 
 WORK = Path(__file__).resolve().parent.parent / "work"
@@ -16,7 +16,6 @@ FLAGS = (
     ("target", str, str(load.STAND_IN), "folder or hub name of the target"),
     ("revision", str, None, "of the target on the hub: a branch, a tag, a commit"),
     ("trust-remote-code", bool, False, "run the target's own code, too"),
-    ("shard-target", bool, False, "spread the target over the processes (FSDP2)"),
     ("device", str, "cuda" if torch.cuda.is_available() else "cpu", "cpu or cuda"),
     ("template", str, None,
      "chat format: plain, vicuna, a Jinja file; when left out the tokenizer's own"),

@@ -13,7 +13,7 @@ import contextlib
 
 import edd
 from beyond.words import ShortHead, shorten_target
-from data.read import UserError
+from runtime.text import UserError
 from runtime.anydraft import AnyDraftModel
 
 

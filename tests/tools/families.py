@@ -3,8 +3,8 @@
 make(name) builds one, row(name) decodes with it, against its own uncached forward.  A cell is
 "yes", "refused: why", "WRONG: ..." or "traceback: ..."; `by`: the smallest class that serves it.
 
-    python tests/tools/families.py            # all of them; writes docs/families.md
-    python tests/tools/families.py Gemma      # those with this in their name; prints their rows
+    python tests/tools/targets.py            # all of them; writes docs/targets.md
+    python tests/tools/targets.py Gemma      # those with this in their name; prints their rows
 """
 import dataclasses
 import inspect
@@ -28,8 +28,8 @@ import cape
 import glide
 import pct
 import verify
-from runtime import parts
-from runtime.families import AnyTarget
+from runtime import drafters as runtime_drafters
+from runtime.targets import AnyTarget
 
 # What a number in a default configuration becomes by its name: the first that fits.
 SIZES = [(int(size), re.compile(field)) for size, field in (line.split() for line in r"""
@@ -199,8 +199,8 @@ def text_of(model, length=PROMPT):
     return max(found, key=lambda pair: len(set(pair[1])))
 
 def edd_drafter(model, text, variant="edd"):
-    config = parts.config_of(variant, model, hidden=-2)
-    draft_model, drafter = parts.KINDS[config.kind]
+    config = runtime_drafters.config_of(variant, model, hidden=-2)
+    draft_model, drafter = runtime_drafters.KINDS[config.kind]
     return drafter(weighty(lambda: draft_model(config, model), 1).to(model.dtype))
 
 # What is decoded: drafters by model and text, and builders; None: a tree, or a chain where the target takes no trees.
@@ -297,7 +297,7 @@ def footnote(says, name, kinds):
     return says.replace(name.partition(" ")[0], "the class")
 
 def table(rows):
-    """{name: row} -> docs/families.md."""
+    """{name: row} -> docs/targets.md."""
     notes, kinds, lines = {}, set(), []
     for name, cells in rows.items():
         line = [name, cells.get("by", "–")]
@@ -321,10 +321,10 @@ output equals the model's own uncached forward token for token, and that a tree'
 and MEDUSA) draft CAPE trees, or chains where the class takes no trees. What is not served is refused in one sentence.
 
 `by` names the class that a target needs: `Target` of [verify.py](../verify.py) alone, in chains and trees, or
-`AnyTarget` of [runtime/families.py](../runtime/families.py), which serves all of them and is what `bench.py` and
-`train.py` use; GLIDE and EDD are those of [runtime/parts.py](../runtime/parts.py) here.
+`AnyTarget` of [runtime/targets.py](../runtime/targets.py), which serves all of them and is what `bench.py` and
+`train.py` use; GLIDE and EDD are those of [runtime/drafters.py](../runtime/drafters.py) here.
 
-Made by `python tests/tools/families.py` with {release}.
+Made by `python tests/tools/targets.py` with {release}.
 
 **{len(rows)} families** (a class, or a class with settings in brackets). Served:
 {", ".join(counts)}; by `Target` alone {alone}.
@@ -340,7 +340,7 @@ def main():
             rows[name] = row(name, BASELINES)
             print(name, *(f"{column}: {says}" for column, says in rows[name].items()), sep="\n    ", flush=True)
     if wanted == [""]:
-        (ROOT / "docs" / "families.md").write_text(table(rows), encoding="utf-8")
+        (ROOT / "docs" / "targets.md").write_text(table(rows), encoding="utf-8")
 
 if __name__ == "__main__":
     transformers.logging.set_verbosity_error()

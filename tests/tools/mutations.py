@@ -142,19 +142,19 @@ EDITS["beyond/longspec"] = [
     ("a window one token short", "later <= self.c.window", "later < self.c.window", "convert::test_drafts_are_those_of_the_published_forward"),
 ]
 
-EDITS["runtime/parts"] = [
+EDITS["runtime/drafters"] = [
     ("another target's drafter is taken", "if config.glimpse and found != [wanted]:", "if False:", "glide"),
     ("a latent's parts change places", "return torch.cat((v, k), -1), k", "return torch.cat((k, v), -1), k", "glide"),
 ]
 EDITS["runtime/anydraft"] = [
     ("weights of the target learn", "weights = {name: p.detach() for name, p in self.module.named_parameters()}", "weights = dict(self.module.named_parameters())", "edd"),
 ]
-EDITS["runtime/families"] = [
+EDITS["runtime/targets"] = [
     ("sliding window off by one", "mask & (distance < window)", "mask & (distance <= window)", "verify::test_tree_logits_and_commit_equal_each_path_alone"),
     ("trees for chains", "if not self.verifies_trees and parents is not None and not is_chain(parents):", "if False:"),
     ("a node beyond the turning point turns its tree", "self.capacity = min(own, self.short)", "pass"),
 ]
-EDITS["runtime/graphs"] = [
+EDITS["runtime/static"] = [
     ("padded keys are not masked", "padded = torch.zeros(size, total, dtype=torch.bool", "padded = torch.ones(size, total, dtype=torch.bool"),
     ("a recording replays its own input", "            kept.copy_(x)\n", "            pass\n"),
 ]
@@ -182,11 +182,11 @@ EDITS["runtime/report"] = [
 EDITS["runtime/load"] = [
     ("EOS is ignored", "eos = self.model.generation_config.eos_token_id", "eos = None", "bench calls train real"),
 ]
-EDITS["training/jobs"] = [
+EDITS["training/state"] = [
     ("a resumed run forgets its learners", "learner.load_state_dict(its)", "pass", "train parallel"),
     ("a resumed run may change its seed", 'FREE = set("lr ', 'FREE = set("seed lr ', "train parallel"),
 ]
-EDITS["training/continuations"] = [
+EDITS["training/write"] = [
     ("a resumed file keeps half a batch", "os.truncate(self.path, self.ends[rows - 1] if rows else 0)", "pass", "make"),
 ]
 EDITS["data/prepare"] = [

@@ -229,7 +229,7 @@ def decodings():
         return cascade.Cascade(stages, K, gram=maxgram.MaxGram())
 
     def mixtures(model):
-        return graft.Mixture(edds(model), maxgram.MaxGram())
+        return graft.Beside(edds(model), maxgram.MaxGram())
     greedy, sampled = verify.Greedy(), verify.Sampled(0.8)
     return [("glide x chain", cape.chain, glides, greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
@@ -283,7 +283,7 @@ def main(names=(), out=sys.stdout, argv=None):
     from conftest import tiny
 
     import verify
-    from runtime import graphs
+    from runtime import static as graphs
     generate = verify.generate.__wrapped__
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
     for name, build, make, rule in decodings():

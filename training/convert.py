@@ -1,6 +1,6 @@
 """Published drafters become checkpoints of ours: EAGLE-1, GLIDE, LongSpec, MEDUSA-1.
 
-    python checkpoints/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 \\
+    python training/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 \\
         --out my-eagle
     python bench.py --target lmsys/vicuna-7b-v1.3 --checkpoint my-eagle --drafter eagle
 
@@ -32,10 +32,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
-from data import early  # noqa: E402
-
-if __name__ == "__main__":
-    early.stops("convert.py")
 
 import torch  # noqa: E402
 from huggingface_hub import snapshot_download  # noqa: E402
@@ -43,9 +39,9 @@ from safetensors import SafetensorError  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from beyond import eagle, medusa  # noqa: E402
-from data import read  # noqa: E402
+from runtime import text as read  # noqa: E402
 from runtime import load  # noqa: E402
-from runtime.parts import Eagle, LongSpec, glide_config, longspec_config  # noqa: E402
+from runtime.drafters import Eagle, LongSpec, glide_config, longspec_config  # noqa: E402
 from verify import UserError  # noqa: E402
 
 PREFIXES = ("small_model.", "medusa_head.")
@@ -413,7 +409,7 @@ def run(argv):
     except ValueError as why:
         raise UserError(f"{a.source}: {why}") from None
     about = {"config": vars(config), "kind": kind, "source": a.source, "validation": {}}
-    about["command"] = " ".join(["python checkpoints/convert.py", *argv])
+    about["command"] = " ".join(["python training/convert.py", *argv])
     about["date"] = time.strftime("%Y-%m-%d")
     about["target"] = load.fingerprint(target, tokenizer)
     save(out, state, about)
@@ -435,7 +431,6 @@ def save(out, state, about):
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""
-    early.raises()
     try:
         run(argv)
     except (UserError, read.UserError, OSError) as why:

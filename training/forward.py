@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch.utils.checkpoint import checkpoint
 
-from training.walk import drafter_of
+from training.evaluate import drafter_of
 
 LOGITS = 2 ** 25                           # numbers: so many logits of a drafter are held at a time
 

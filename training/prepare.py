@@ -1,7 +1,7 @@
 """Files of text, chats or token ids -> tokens that training maps into memory, as in nanoGPT.
 
     T=lmsys/vicuna-7b-v1.5
-    python data/prepare.py sharegpt.json --tokenizer $T --template vicuna --out data/sharegpt
+    python training/prepare.py sharegpt.json --tokenizer $T --template vicuna --out data/sharegpt
     python train.py glide --target $T --template vicuna --data data/sharegpt
 
     train.bin, val.bin    int32: the tokens of all documents; ~id is read, not learned from
@@ -22,17 +22,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
-from data import early
-
-if __name__ == "__main__":
-    early.stops("prepare.py")
-
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from data import files, read
-from data.read import UserError
+from runtime import text as read
+from runtime.fingerprints import vocabulary_fingerprint
+from runtime.text import UserError
 
 SPLITS = ("train", "val")
 FILES = {"train.bin", "val.bin", "train.npy", "val.npy", "meta.json"}
@@ -130,12 +126,6 @@ def largest_of(ids):
     return int(np.where(ids < 0, ~ids, ids).max())
 
 
-def vocabulary_fingerprint(tokenizer):
-    """What tells one vocabulary from another: 16 hex digits of a hash of all tokens and ids."""
-    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
-    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
-
-
 def key_of(paths, tokenizer, template):
     """A hash of the files' content, the tokenizer and the template."""
     content = hashlib.sha256(f"{vocabulary_fingerprint(tokenizer)} {template}".encode())
@@ -145,7 +135,7 @@ def key_of(paths, tokenizer, template):
             content.update(f"{path} ".encode())
             continue
         with open(path, "rb") as file:
-            while block := file.read(files.PIECE):
+            while block := file.read(read.PIECE):
                 content.update(block)
     return content.hexdigest()[:16]
 
@@ -207,7 +197,7 @@ def meta_of(folder):
 
 
 def damaged(folder):
-    return UserError(f"{folder} is damaged, or was not prepared by python data/prepare.py: prepare "
+    return UserError(f"{folder} is damaged, or was not prepared by python training/prepare.py: prepare "
                      "it again")
 
 
@@ -334,7 +324,6 @@ def run(argv):
 
 def main(argv=None):
     """Exit status: 0; 2 after one sentence about a mistake."""
-    early.raises()
     try:
         run(argv)
     except (UserError, OSError) as why:

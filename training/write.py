@@ -5,7 +5,7 @@
     file = Written(path, run)                                   # JSON lines, only ever appended to
 
 A row of the file is {"run", "source": kind of text, "prompt": [ids], "answer": [ids]}.
-data/read.py knows it: the prompt is read and the answer is learned from, as in a chat.
+runtime/text.py knows it: the prompt is read and the answer is learned from, as in a chat.
 """
 import json
 import os
@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from data import prepare, read
-from data.corpus import SOURCES, sentence_ends
-from data.read import UserError
-from runtime import families
+from training import prepare
+from runtime import text as read
+from runtime.text import UserError
+from runtime import targets
 
 
 # ---------------------------------------------------------------- the target's own text
@@ -40,7 +40,7 @@ def continuations(target, prompts, ends, temperature=0.0):
     at most the target's context.  temperature 0: greedy; else sampled, by torch's own generator.
     """
     texts = [list(ids) for ids in prompts]
-    context = families.context_of(target, target.config.get_text_config())
+    context = targets.context_of(target, target.config.get_text_config())
     eos = target.generation_config.eos_token_id
     eos = [eos] if isinstance(eos, int) else eos or []
     how = {"do_sample": False}
@@ -85,19 +85,6 @@ def prompt_size(tokens, most):
     return size if size <= most else 0
 
 
-def given_text(source, text):
-    """What stands before the answer in a document of the corpus, as in the default prompts."""
-    if source == "retell":
-        before, mark, _ = text.rpartition("\n\n")
-        return before + mark
-    if source == "math":
-        before, mark, _ = text.partition("\nAnswer:")
-        return before + mark if mark else ""
-    # Of a story its first sentence, or the first two
-    ends = sentence_ends(text)
-    return text[:ends[min(len(text) % 2, len(ends) - 1)]] if ends else text[:60]
-
-
 def up_to_question(chat):
     """The messages of a chat up to its first question, that included."""
     for number, message in enumerate(chat, 1):
@@ -118,9 +105,7 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
     for number, (place, row, document) in enumerate(read.documents(paths), 1):
         if row.get("held_out", number % prepare.HELD_OUT == 0) != held_out:
             continue
-        if row.get("source") in SOURCES and isinstance(document, str):
-            ids = read.encode(given_text(row["source"], document), tokenizer)
-        elif read.is_chat(document):
+        if read.is_chat(document):
             messages = up_to_question(document)
             ids = read.chat_ids(messages, tokenizer, template) if messages else []
         else:

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from data.read import first_line
+from runtime.text import first_line
 from verify import Target, UserError
 
 GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph

@@ -1,11 +1,11 @@
 """Parts: GLIDE, EDD, EAGLE and MEDUSA for targets that are not built as Llama is.
 
-    from runtime import parts
-    drafter, about = parts.load(glide, "my-drafters/glide", model)     # or edd
-    config = parts.glide_config(model, width=512, norm=True)
-    draft_model = parts.Glide.for_target(model, config, length=2048)
-    config = parts.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
-    draft_class, drafter_class = parts.KINDS[config.kind]
+    from runtime import drafters as runtime_drafters
+    drafter, about = runtime_drafters.load(glide, "my-drafters/glide", model)     # or edd
+    config = runtime_drafters.glide_config(model, width=512, norm=True)
+    draft_model = runtime_drafters.Glide.beside(model, config, length=2048)
+    config = runtime_drafters.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
+    draft_class, drafter_class = runtime_drafters.KINDS[config.kind]
 
 glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The
 classes here override a few methods, for
@@ -31,8 +31,8 @@ from transformers import DynamicCache
 
 import edd
 import glide
-from beyond import eagle, medusa, shared
-from runtime.anydraft import AnyDraftModel, Part, capped, place_of
+from beyond import eagle, longspec, medusa, shared
+from runtime.anydraft import AnyDraftModel, Part, place_of
 
 
 # -------------------------------------------------- GLIDE: what the target caches, its RoPE
@@ -148,7 +148,7 @@ class Glide(glide.Glide):
             self.target_table = torch.stack(table)
 
     @classmethod
-    def for_target(cls, model, config, length):
+    def beside(cls, model, config, length):
         """On the device and in the type of the target's KV entries: weights may be quantised."""
         cached = cached_kv(model)
         top = max(config.layers_read, default=len(cached) - 1)
@@ -183,37 +183,27 @@ class Glide(glide.Glide):
 
 
 @dataclass
-class GlideSharedConfig(shared.GlideConfig, GlideConfig):
-    """beyond/shared.py's, for other families."""
+class LongSpecConfig(longspec.Config, GlideConfig):
+    """beyond/longspec.py's, for other targets."""
 
 
-class GlideSharedLayer(shared.Layer, Layer):
-    """beyond/shared.py's, for other families."""
+class LongSpecLayer(longspec.Layer, Layer):
+    """beyond/longspec.py's, for other targets."""
 
 
-class AnyTables:
-    """beyond/shared.py's tables, where the target scales or quantises them."""
+class LongSpec(longspec.LongSpec, Glide):
+    """LongSpec between the embedding and head of a target that scales them, or is quantised."""
+    config_class = LongSpecConfig
+    layer_class = LongSpecLayer
 
-    def head_of_words(self, words):
-        """As shared.BetweenTables.head_of_words."""
-        target = self.target
-        rows = copy.deepcopy(target.raw_head)
-        weight = target.lm_head.weight.detach()
-        rows.module = nn.Linear(weight.shape[1], len(words), bias=False, device="meta")
-        rows.module.weight = nn.Parameter(weight[words.to(weight.device)], requires_grad=False)
-        return lambda x: capped(rows(x * target.scale), target.cap)
-
-
-class GlideShared(AnyTables, shared.GlideShared, Glide):
-    """GLIDE between the embedding and head of a target that scales them, or is quantised."""
-    config_class = GlideSharedConfig
-    layer_class = GlideSharedLayer
-
-    @torch.no_grad()
     def take(self, model):
-        """As shared.GlideShared.take; ValueError where the target uses its parts otherwise."""
+        """As longspec.LongSpec.take; ValueError where the target uses its parts otherwise."""
         taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
         self.target = taken.target
+
+    @torch.no_grad()
+    def start_from(self, model):
+        """The last norm becomes the target's, where that multiplies normed states by a vector."""
         ones = torch.ones_like(self.norm.weight)
         weight = Part(model.get_decoder().norm, self.target.like)(ones[None])[0]
         if weight.any():                                     # (LayerNorm of equal entries is zero)
@@ -266,20 +256,23 @@ def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None,
     return config
 
 
-def glide_shared_config(model, layer=None, norm=True, block=5, **more):
-    """shared.GlideConfig.for_target of any family.  more: its further settings."""
+def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
+    """longspec.Config.for_target of any family.  more: its further settings."""
     glimpse = more.get("glimpse", True)
-    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, "kl")
+    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, loss)
     settings = {name: value for name, value in vars(sizes).items()
                 if name not in ("heads", "feed_forward")}
-    return GlideSharedConfig.for_target(model, **{**settings, **more})
+    tied = {"projected": longspec.is_tied(model)}
+    return LongSpecConfig.for_target(model, **{**settings, **tied, **more})
 
 
 def load_glide(folder, model, length):
-    """glide.load of any family, between the target's tables too."""
+    """glide.load of any family, LongSpec too."""
     about = json.loads((folder / "training.json").read_text())
-    is_shared = "shared" in about["config"].get("kind", "")
-    return glide.load(folder, model, length, GlideShared if is_shared else Glide)
+    # Older files of converted LongSpecs say "glide"; only they have no last norm.
+    named = about.get("kind", "").startswith("longspec")
+    is_longspec = named or not about["config"].get("last_norm", True)
+    return glide.load(folder, model, length, LongSpec if is_longspec else Glide)
 
 
 # -------------------------------------------------- EDD and its baselines
@@ -287,7 +280,7 @@ class EDD(AnyDraftModel, edd.EDD):
     pass
 
 
-class EDDShared(AnyTables, AnyDraftModel, shared.EDDShared):
+class Shared(AnyDraftModel, shared.Shared):
     pass
 
 
@@ -302,22 +295,19 @@ class Medusa(AnyDraftModel, medusa.Medusa):
 # What config.kind in a checkpoint means: the draft model, and what decodes with it
 KINDS = {
     "edd": (EDD, edd.Drafter),
-    "edd-shared": (EDDShared, edd.Drafter),
+    "edd-shared": (Shared, edd.Drafter),
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
 # What a name on the command line means: the file, and settings of its Config
 VARIANTS = {name: (edd, settings) for name, settings in edd.VARIANTS.items()}
-VARIANTS |= {name: (shared, settings) for name, settings in shared.EDD_VARIANTS.items()}
-for file in (eagle, medusa):
+for file in (shared, eagle, medusa):
     VARIANTS |= {name: (file, settings) for name, settings in file.VARIANTS.items()}
 
 
 def config_of(name, model, **more):
     """The Config of a name on the command line, for a target.  more: what the name leaves open."""
     file, settings = VARIANTS[name]
-    if file is shared:
-        return shared.EDDConfig.for_target(model, **{**more, **settings})
     return file.Config.for_target(model, **{**more, **settings})
 
 

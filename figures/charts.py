@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
-import compare
+import tables as compare
 
 ARM = "glide × cape"                       # of docs/rounds.html, which is shown
 DATA = re.compile(r'<script[^>]* id="data"[^>]*>(.*?)</script>', re.S)

