@@ -246,18 +246,18 @@ def accept(tokens, parents, choice):
 
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
-    drafted = tree.tokens.roll(-1)[:, None]                    # (n, 1): none after the last node
+    drafted = tree.tokens.roll(-1)                             # (n,): none after the last node
     p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
-    ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
+    ratio = (p_target / p_draft).gather(1, drafted[:, None])[:, 0]                     # (n,)
     u = torch.empty_like(ratio[1:]).uniform_(generator=generator)
-    accepted = F.pad(u, (0, 0, 0, 1), value=torch.inf) < ratio
+    accepted = F.pad(u, (0, 1), value=torch.inf) < ratio
     # Else one is sampled from norm(max(0, p_target - p_draft)); where they are equal, p_target.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
-    # An exponential race: torch.multinomial syncs.  One sample is used, so one row of noise serves.
-    noise = torch.empty_like(residual[0]).exponential_(generator=generator)            # (V,)
-    sampled = (residual / noise).argmax(-1, keepdim=True)
-    return torch.where(accepted, drafted, sampled)[:, 0]
+    # An exponential race, as in torch.multinomial, which first checks p: two device-to-host syncs
+    noise = torch.empty_like(residual).exponential_(generator=generator)
+    sampled = (residual / noise).argmax(-1)
+    return torch.where(accepted, drafted, sampled)
 
 def stream(seed, purpose, device="cpu"):
     """A generator for each (seed, purpose): what samples a draft must not decide its acceptance."""
