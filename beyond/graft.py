@@ -122,8 +122,14 @@ def add_suggested(candidates, node, most, least):
     """Add the suggested chain after a node to the candidates, without a forward."""
     ids, confidences = suggested(candidates, node, most, least)
     for token, c in zip(ids, confidences):
-        children = candidates.add_children(node, [c], [token])
-        node = children[token]
+        node = candidates.add_child(node, c, token)
+
+def add_children(candidates, node, c, x):
+    """As Candidates.add_children -> {token: child}"""
+    first_child = len(candidates.token)
+    candidates.add_children(node, c, x)
+    children = range(first_child, len(candidates.token))
+    return {candidates.token[child]: child for child in children}
 
 def grow_with_chain(candidates, frontier, most, least):
     """As Candidates.grow; the same forward reads the chain suggested after the best node.
@@ -153,14 +159,14 @@ def grow_with_chain(candidates, frontier, most, least):
 
     for i, node in enumerate(nodes):
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
+        children = add_children(candidates, node, c[i], x[i])
     # `children` are those of `best` now, then those of one token of the chain after the other.
     for i, token in enumerate(chain, len(nodes)):
         if token not in children:
             break
         node = children[token]
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
+        children = add_children(candidates, node, c[i], x[i])
     return range(first_child, len(candidates.token))
 
 # ---------------------------------------------------------------- the mixture

@@ -60,7 +60,7 @@ def sequences(tree):
     assert len(found) == len(set(found)) == len(tree.parents)
     return found
 
-def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), limit=32):
+def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), max_nodes=32):
     """Section 4.2 read literally, on Python floats -> (chain, {(position, token)} of the extras that stay)."""
     chain, candidates, joint, here = [], [], 1.0, root
     for i in range(gamma):
@@ -73,8 +73,7 @@ def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), li
         joint *= p
         here = ranked[0]
         chain.append(here)
-    # The cap is told before it is known how long the chain is
-    return chain, {(i, x) for _, i, x in sorted(candidates, reverse=True)[:limit - gamma]}
+    return chain, {(i, x) for _, i, x in sorted(candidates, reverse=True)[:max_nodes - len(chain)]}
 
 def beams(row, start, gamma, width):
     """All hypotheses that a beam search meets, by brute force: row(sequence) -> a list of probabilities."""
@@ -122,14 +121,23 @@ def test_trees_equal_a_brute_force_reading(zeros, given):
         table, root, gamma = random_table(seed, zeros=zeros), seed % 14, 1 + seed % 6
         expand = table_expand(table)
         there = sequences(cape.cape(expand, torch.tensor([root]), gamma, **given))
-        limit = given.get("max_nodes", 32)
-        chain, extras = paper_sets(table.tolist(), root, gamma, **{k: v for k, v in given.items() if k != "max_nodes"}, limit=limit)
+        chain, extras = paper_sets(table.tolist(), root, gamma, **given)
         proposal = [(root, *chain[:i]) for i in range(len(chain) + 1)]
         assert there[:1 + len(chain)] == proposal, "the proposal first, in order"
         assert set(there) == {*proposal} | {(root, *chain[:i], x) for i, x in extras}
-        assert expand.calls == gamma and expand.widest == 1, "extras cost the drafter nothing"
+        assert expand.calls == gamma and expand.widest == 1, "extras take no forward"
         widest = max(widest, len(there) - 1)
     assert zeros or given or widest == 32, "the cap was met"
+
+def test_the_cap_is_filled_where_the_chain_is_short():
+    """By a row of zeros after the second token, and by what remains: 32 nodes, of which the chain has two."""
+    table = torch.full((60, 60), 1 / 60, dtype=torch.float64)
+    table[0, 1] = table[1, 2] = 0.1
+    table[2] = 0
+    short = sequences(cape.cape(table_expand(table), ROOT_0, sizes=(40,), edges=()))
+    expand = table_expand(table)
+    expand.remaining = 2
+    assert short == sequences(cape.cape(expand, ROOT_0, sizes=(40,), edges=())) and len(short) == 1 + 32
 
 def test_parents_are_told_to_the_drafter():
     """With a drafter that looks at the whole path: chain, extras, beams follow from its distributions along the path."""
@@ -195,23 +203,17 @@ def test_drawn_keeps_the_distribution_of_each_token():
 
 def test_draws_follow_the_row_and_the_generator():
     row = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
-    tokens = cape.draw(row.expand(40000, 5), torch.Generator().manual_seed(0))
-    found = torch.bincount(tokens, minlength=5)
+    found = torch.bincount(cape.draw(row.expand(40000, 5), torch.Generator().manual_seed(0)), minlength=5)
     expected, there = 40000 * row, row > 0
     assert found[1] == 0
     assert ((found - expected)[there] ** 2 / expected[there]).sum() < 16.3          # chi-square, 3 degrees of freedom: 0.1 %
 
-    table = random_table(2)
-
     def drawn(seed, **given):
-        expand = table_expand(table)
-        if seed is not None:
-            expand.generator = torch.Generator().manual_seed(seed)
+        expand = table_expand(random_table(2))
+        expand.generator = torch.Generator().manual_seed(seed)
         return cape.drawn(expand, ROOT_0, 20, **given).tokens.tolist()
     assert drawn(1) == drawn(1) != drawn(2), "expand's generator, where it has one"
     assert drawn(1, generator=torch.Generator().manual_seed(2)) == drawn(2), "the one given goes before"
-    torch.manual_seed(1)
-    assert drawn(None) != drawn(None), "none: torch's own"
 
 # ---------------------------------------------------------------- the file alone
 BEFORE = """
@@ -227,14 +229,14 @@ drafter, small = deepcopy(target), deepcopy(target)
 for model, noise in ((drafter, 0.01), (small, 0.02)):
     for p in model.parameters():
         p += noise * torch.randn_like(p)
-text, plain, temperature, asked = [3, 1, 4, 1, 5], [3, 1, 4, 1, 5], 1.0, []
+text, plain, temperature, forwards = [3, 1, 4, 1, 5], [3, 1, 4, 1, 5], 1.0, []
 while len(plain) < 80:
     plain.append(target(torch.tensor([plain])).logits[0, -1].argmax().item())
-target.register_forward_hook(lambda *_: asked.append(1))
+target.register_forward_hook(lambda *_: forwards.append(1))
 """
 AFTER = """
 assert 45 <= len(text) <= len(plain) and text == plain[:len(text)], "the text is plain decoding's"
-assert len(asked) < len(text) - 5, "by fewer forwards than tokens"
+assert len(forwards) < len(text) - 5, "by fewer forwards than tokens"
 """
 
 @torch.no_grad()
@@ -250,6 +252,7 @@ def run_the_docstrings_lines(folder, module, files, before=BEFORE):
 
 def test_any_project(tmp_path):
     """docs/any_project.py beside the builder alone, as its docstring says; it asserts that the output is plain decoding's."""
-    for name in ("docs/any_project.py", "cape.py"):
+    for name in ("docs/any_project.py", "cape.py", "pct.py"):
         shutil.copy(ROOT / name, tmp_path)
-    assert run_alone(tmp_path / "any_project.py", "cape") == 0
+    for name in ("cape", "pct"):
+        assert run_alone(tmp_path / "any_project.py", name) == 0
