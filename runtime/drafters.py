@@ -1,141 +1,133 @@
-"""Parts: GLIDE, EDD, EAGLE and MEDUSA for targets that are not built as Llama is.
+"""Drafters for targets of any family, and their loading from a checkpoint.
 
-    from runtime import drafters as runtime_drafters
-    drafter, about = runtime_drafters.load(glide, "my-drafters/glide", model)     # or edd
-    config = runtime_drafters.glide_config(model, width=512, norm=True)
-    draft_model = runtime_drafters.Glide.beside(model, config, length=2048)
-    config = runtime_drafters.config_of("eagle", model)                           # edd, vdm, eagle, medusa ...
-    draft_class, drafter_class = runtime_drafters.KINDS[config.kind]
+    drafter, about = load("my-drafters/glide", model)        # about: its training.json
+    config = config_of("eagle", model)                       # for a new one: edd, vdm, medusa ...
+    draft_class, drafter_class = KINDS[kind_of("eagle")]
+    draft_model = draft_class(config, model)                 # GLIDE's: draft_class.for_target
+    drafter = drafter_of(draft_model)                        # the same as drafter_class(...)
 
-glide.py, edd.py, beyond/eagle.py and beyond/medusa.py alone serve Llama, Mistral, Qwen2.  The
-classes here override a few methods, for
-    RoPE              tables that differ by layer (Gemma 3) or by the length of the text (longrope,
-                      dynamic NTK), cover a part of a head (Phi), are complex (DeepSeek V2), do not
-                      exist (GPT-2)
-    latent attention  whose cache holds a latent and a part with RoPE (DeepSeek): a glimpse reads
-                      them as one
-    scales            of embeddings and logits, soft caps: found by running the target once
-    vocabularies      of public drafters, padded otherwise than the target's
-    weights           that are quantised, or that accelerate brings when a module runs
+glide.py, edd.py and beyond/ alone serve the families llama, mistral and qwen2, whose weights are
+neither quantised nor brought by accelerate.  The classes here have the same names, the same weights
+and, beside such a target, the same results.  What they do beside other targets:
+
+ 1. GLIDE applies RoPE by the table of the layer that it reads (Gemma 3 has two), to that part of a
+    head that the target rotates (Phi), or not at all (GPT-2, OPT).
+ 2. GLIDE with another vocabulary size than the target's, as published ones are padded, gets its
+    embedding and LM head cut, or padded with zeros.
+ 3. EDD, the VDM and EAGLE take one layer of Llama's class with the target's sizes.  The papers take
+    a layer of the target's own class.
+ 4. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and soft
+    caps that the target applies outside of them are not copied: the copies are trained.
+ 5. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the target
+    does.  It is refused where a small forward shows that they are not the target's.
+
+Device and dtype of a drafter are those of what it reads: KV entries or hidden states.
 """
 import copy
 import json
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 import edd
 import glide
-from beyond import eagle, longspec, medusa, shared
-from runtime.anydraft import AnyDraftModel, Part, place_of
+from beyond import eagle, medusa, shared
+from runtime.linear import PackedLinear
+from runtime.targets import context_of, device_of
 
-
-# -------------------------------------------------- GLIDE: what the target caches, its RoPE
-def whole(k, v, latent):
-    """K and V as attention uses them; DeepSeek caches a latent as k, the part with RoPE as v."""
-    if k.shape[-1] != latent:
-        return k, v
-    return torch.cat((v, k), -1), k
-
-
+# ---------------------------------------------------------------- GLIDE
 def cached_kv(model):
-    """What the target caches of one token: [(K, V) of a layer], (1, H, 1, d) each.
+    """What the target caches for one token -> [(K, V) of a layer], each (1, H, 1, d).
 
-    Layers that share keys and values stand there once.  ValueError where layers cache none.
+    Layers that share keys and values appear once.
     """
-    latent = getattr(model.config.get_text_config(), "kv_lora_rank", None)
-    token = torch.zeros(1, 1, dtype=torch.long, device=place_of(model))
+    token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
     cache = DynamicCache()
-    try:
-        with torch.no_grad():
-            model(input_ids=token, past_key_values=cache, use_cache=True)
-        assert cache.layers, "nothing was cached"
-        return [whole(layer.keys, layer.values, latent) for layer in cache.layers]
-    except Exception as why:
-        raise ValueError(f"{type(model).__name__} does not cache keys and values in each of its "
-                         f"layers, and GLIDE reads them ({type(why).__name__}): take a target "
-                         "that does") from None
-
+    with torch.no_grad():
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    cached = [(getattr(layer, "keys", None), getattr(layer, "values", None))
+              for layer in cache.layers]
+    of_one_size = all(k is not None and k.shape == v.shape for k, v in cached)
+    if not cached or not of_one_size:
+        raise ValueError(f"{type(model).__name__} does not cache keys and values of one size in "
+                         "each of its layers, and GLIDE reads them: take a target that does")
+    return cached
 
 def target_angles(model, length, layers_read=()):
-    """The cos/sin table of the last of these layers, by the target's own module; (length, r) each.
+    """The cos/sin table of the last of layers_read, by the target's own module -> (length, r) each.
 
-    Some have other frequencies in long texts (longrope, dynamic NTK): a position has those of a
-    text that ends within the same limit.  r = 0 where there is no such module (GPT-2).  Where
-    neighbouring entries are the pairs of RoPE (Cohere, GPT-J), or a layer has no RoPE at all
-    (SmolLM3), the drafter has to learn the difference.
+    r is the part of a head that gets RoPE; it is 0 in a target without RoPE.
     """
-    c, device = model.config.get_text_config(), place_of(model)
-    like = torch.zeros(1, 1, 1, device=device)                      # (the module takes its type)
-    position = torch.arange(length, device=device)[None]
-    # A copy, as the module remembers the longest text
-    rotary = copy.deepcopy(getattr(model.get_decoder(), "rotary_emb", None))
-    kind = {}
-    rope = getattr(c, "rope_parameters", None)
-    if rotary and "layer_type" in signature(rotary.forward).parameters:
-        top = layers_read[-1] if layers_read else -1
-        kind["layer_type"] = c.layer_types[top]
-        rope = rope.get(kind["layer_type"])
-    if not (rotary and rope):
+    c = model.config.get_text_config()
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    position = torch.arange(length, device=device_of(model))
+    like = torch.zeros(1, 1, 1, device=position.device)                # supplies only the dtype
+    if rotary is None:
         none = like.new_zeros(length, 0)
         return none, none
-    # The limits; a text of one token makes a module forget a long one.
-    ends = [1, rope.get("original_max_position_embeddings"), c.max_position_embeddings, length]
-    tables, known = [], 0
-    for end in sorted(min(end or length, length) for end in ends):
-        found = rotary(like, position[:, :end], **kind)
-        if torch.is_tensor(found):                                  # cos + i sin (DeepSeek V2)
-            found = found.real, found.imag
-        table = torch.stack(found)[:, 0]                            # (2, end, r)
-        tables.append(table[:, known:])
-        known = end
-    table = torch.cat(tables, 1)
-    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):     # each angle once (GPT-OSS)
-        table = table.repeat(1, 1, 2)
-    return table.detach().unbind()
-
+    kind = {}
+    if "layer_type" in signature(rotary.forward).parameters:
+        top = layers_read[-1] if layers_read else -1
+        kind["layer_type"] = c.layer_types[top]
+    # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
+    position = position.clamp(max=context_of(c) - 1)
+    found = rotary(like, position[None], **kind)
+    if torch.is_tensor(found):
+        raise ValueError(f"the RoPE of {type(model).__name__} is one of complex numbers, which "
+                         "GLIDE does not apply: take EDD")
+    cos, sin = found[0][0], found[1][0]
+    if cos.shape[-1] == len(getattr(rotary, "inv_freq", ())):          # GPT-OSS has each angle once
+        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
+    return cos.detach(), sin.detach()
 
 def apply_partial_rope(x, cos, sin):
-    """RoPE of the first r <= d entries of x (..., T, d), cos and sin (T, r)."""
+    """RoPE of the first r <= d entries of x (..., T, d); cos and sin (T, r)."""
     r = cos.shape[-1]
-    if r == x.shape[-1]:
-        return glide.apply_rope(x, cos, sin)
+    if r == 0:
+        return x
     rotated = glide.apply_rope(x[..., :r], cos, sin)
     return torch.cat((rotated, x[..., r:]), -1)
 
+class Layer(glide.Layer):
+    """A layer of GLIDE, whose glimpse applies RoPE to a part of each head."""
+    query_rope = staticmethod(apply_partial_rope)
 
-# -------------------------------------------------- GLIDE and LongSpec for any family
+class AnyGlide(glide.Glide):
+    """What Glide and GlideShared have in common."""
+
+    @classmethod
+    def for_target(cls, model, config, length):
+        """As glide.Glide.for_target."""
+        cached = cached_kv(model)
+        read = config.layers_read if config.glimpse else ()
+        top = read[-1] if read else -1
+        if read:
+            wanted = config.target_heads, config.target_head_size
+            heads = model.config.get_text_config().num_attention_heads
+            found = [(heads, k.shape[-1]) for k, _ in cached[top:top + 1]]
+            if found != [wanted]:
+                raise ValueError(f"the drafter reads layer {top} with heads and head size "
+                                 f"{wanted}, and here are {found}: it was made for another "
+                                 "target, train one for this")
+        keys, _ = cached[top]
+        tables = target_angles(model, length, read)
+        return cls(config, tables).to(keys.device, keys.dtype)
+
 @dataclass
 class GlideConfig(glide.Config):
-    """What other families, and the public weights of GLIDE, need beyond the paper's settings."""
-    latent: int = 0                  # size of DeepSeek's latents
-    target_value_size: int = 0       # of a value, where it is not d_k
+    """glide.Config, and what published weights of GLIDE need."""
     theta: float = 10000.0           # of the drafter's own RoPE
     glimpse_theta: float = 0.0       # of the RoPE of its glimpse; 0: the target's own table
 
-
-class Layer(glide.Layer):
-    """A layer of GLIDE for keys with RoPE in a part of their entries, for latents as keys."""
-    query_rope = staticmethod(apply_partial_rope)
-
-    def __init__(self, c, m):
-        super().__init__(c, m)
-        if c.glimpse and c.target_value_size not in (0, c.target_head_size):
-            self.glimpse_o = nn.Linear(c.target_heads * c.target_value_size, c.width, bias=False)
-
-    def glimpse(self, x, kv, rope, mask=None):
-        """As glide.Layer.glimpse."""
-        k, v = kv[self.target_layer]
-        return super().glimpse(x, {self.target_layer: whole(k, v, self.c.latent)}, rope, mask)
-
-
-class Glide(glide.Glide):
-    """GLIDE for any target that caches keys and values."""
+class Glide(AnyGlide):
+    """GLIDE, or (config.glimpse False) the vanilla drafter."""
     config_class = GlideConfig
     layer_class = Layer
 
@@ -148,197 +140,274 @@ class Glide(glide.Glide):
             self.target_table = torch.stack(table)
 
     @classmethod
-    def beside(cls, model, config, length):
-        """On the device and in the type of the target's KV entries: weights may be quantised."""
-        cached = cached_kv(model)
-        top = max(config.layers_read, default=len(cached) - 1)
-        wanted = config.target_heads, config.target_head_size
-        heads = model.config.get_text_config().num_attention_heads
-        found = [(heads, keys.shape[-1]) for keys, _ in cached[top:top + 1]]
-        if config.glimpse and found != [wanted]:
-            raise ValueError(f"the drafter reads layer {top} with heads and head size {wanted}, "
-                             f"and here are {found}: it was made for another target, train one "
-                             "for this")
-        keys, _ = cached[top]
-        tables = target_angles(model, length, config.layers_read)
-        return cls(config, tables).to(keys.device, keys.dtype)
+    def for_target(cls, model, config, length):
+        """As glide.Glide.for_target; the drafter gets the target's vocabulary."""
+        config.vocab = model.config.get_text_config().vocab_size
+        return super().for_target(model, config, length)
+
+    def load_state_dict(self, weights, *args, **more):
+        """As nn.Module's; the weights may be of another vocabulary size."""
+        weights = dict(weights)
+        for name in ("embed.weight", "head.weight"):
+            missing = self.config.vocab - len(weights[name])
+            weights[name] = F.pad(weights[name], (0, 0, 0, missing))   # negative: it is cut
+        return super().load_state_dict(weights, *args, **more)
 
     @torch.no_grad()
     def start_from(self, model):
-        """Embedding and head become the target's, with what it scales -> whether they have the
-        drafter's shape, and are used as Llama's.
-        """
+        """Embedding and head become the target's, where the widths agree -> whether they do."""
         c = model.config.get_text_config()
-        if (c.vocab_size, c.hidden_size) != self.embed.weight.shape:
+        if c.hidden_size != self.config.width:
             return False
-        try:
-            taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
-        except ValueError:
-            return False
-        embed = taken.own(model.get_input_embeddings())
-        head = taken.own(model.get_output_embeddings())
-        self.embed.weight.copy_(embed.weight)
-        self.head.weight.copy_(head.weight * head.scale)
+        like = self.embed.weight
+        self.embed.weight.copy_(embedding_of(model, like).weight)
+        self.head.weight.copy_(head_of(model, like).weight)
         return True
-
-
-@dataclass
-class LongSpecConfig(longspec.Config, GlideConfig):
-    """beyond/longspec.py's, for other targets."""
-
-
-class LongSpecLayer(longspec.Layer, Layer):
-    """beyond/longspec.py's, for other targets."""
-
-
-class LongSpec(longspec.LongSpec, Glide):
-    """LongSpec between the embedding and head of a target that scales them, or is quantised."""
-    config_class = LongSpecConfig
-    layer_class = LongSpecLayer
-
-    def take(self, model):
-        """As longspec.LongSpec.take; ValueError where the target uses its parts otherwise."""
-        taken = AnyDraftModel(edd.Config.for_target(model, -1), model)
-        self.target = taken.target
-
-    @torch.no_grad()
-    def start_from(self, model):
-        """The last norm becomes the target's, where that multiplies normed states by a vector."""
-        ones = torch.ones_like(self.norm.weight)
-        weight = Part(model.get_decoder().norm, self.target.like)(ones[None])[0]
-        if weight.any():                                     # (LayerNorm of equal entries is zero)
-            self.norm.weight.copy_(weight)
-
-
-class OtherVocabulary(glide.Drafter):
-    """Decoding with a GLIDE whose vocabulary is padded otherwise than the target's `vocab`."""
-
-    def __init__(self, model, vocab):
-        super().__init__(model)
-        self.vocab = vocab
-
-    def encode(self, tokens):
-        """As glide.Drafter.encode; an id that the drafter does not know is any other."""
-        super().encode(tokens.clamp(max=self.config.vocab - 1))
-
-    def expand(self, tokens, parents):
-        """As glide.Drafter.expand; unknown ids get -inf, those beyond the target's are cut."""
-        logits = super().expand(tokens.clamp(max=self.config.vocab - 1), parents)
-        return F.pad(logits, (0, self.vocab - logits.shape[-1]), value=float("-inf"))
-
 
 def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False,
                  loss="ce"):
-    """glide.Config.for_target of any family; ValueError where GLIDE cannot read the target."""
-    c, cached = model.config.get_text_config(), cached_kv(model)
+    """glide.Config.for_target for any family, with further settings of the Config."""
+    cached = cached_kv(model)
     top = len(cached) - 1 if layer is None else layer
     if top not in range(layers - 1, len(cached)):
         raise ValueError(f"layer {top} of the target cannot be read by a drafter of {layers}: it "
                          f"has layers {layers - 1} to {len(cached) - 1} for that")
-    keys, values = cached[top]
-    size = keys.shape[-1]
-    config = GlideConfig.for_target(model, width, layers, glimpse, block, top, size)
+    keys, _ = cached[top]
+    config = GlideConfig.for_target(model, width, layers, glimpse, block, top, keys.shape[-1])
     config.norm, config.loss = norm, loss
     if config.width // config.heads % 2:
-        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: change "
-                         "the width")
-    if not glimpse:
-        return config
-    config.target_value_size = values.shape[-1]
-    config.latent = getattr(c, "kv_lora_rank", None) or 0
+        raise ValueError(f"a drafter of width {config.width} would have heads of odd size: choose "
+                         "another width")
     if len({cached[read][0].shape for read in config.layers_read}) > 1:
         raise ValueError(f"the target's layers {list(config.layers_read)} have keys of several "
                          "sizes: read one layer")
-    if c.num_attention_heads % keys.shape[1]:
-        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads, and its "
-                         f"configuration says {c.num_attention_heads}: GLIDE cannot share them "
-                         "evenly")
+    heads = model.config.get_text_config().num_attention_heads
+    if heads % keys.shape[1]:
+        raise ValueError(f"{type(model).__name__} caches {keys.shape[1]} heads and has {heads} "
+                         "query heads: GLIDE cannot share them evenly")
     return config
 
+# ---------------------------------------------------------------- embedding and head of a target
+@torch.no_grad()
+def embedding_of(model, like):
+    """A trainable copy of the target's embedding, by what it computes, of the dtype of `like`."""
+    vocab = model.config.get_text_config().vocab_size
+    ids = torch.arange(vocab, device=device_of(model))
+    table = model.get_input_embeddings()(ids)                                  # (V, D)
+    return nn.Embedding.from_pretrained(table.to(like), freeze=False)
 
-def longspec_config(model, layer=None, norm=True, loss="kl", block=5, **more):
-    """longspec.Config.for_target of any family.  more: its further settings."""
-    glimpse = more.get("glimpse", True)
-    sizes = glide_config(model, None, 1, glimpse, block, layer, norm, loss)
-    settings = {name: value for name, value in vars(sizes).items()
-                if name not in ("heads", "feed_forward")}
-    tied = {"projected": longspec.is_tied(model)}
-    return LongSpecConfig.for_target(model, **{**settings, **tied, **more})
+@torch.no_grad()
+def head_of(model, like):
+    """A trainable copy of the target's LM head, likewise: its weights are what unit vectors give."""
+    lm_head = model.get_output_embeddings()
+    width = model.config.get_text_config().hidden_size
+    # The last vector is zero, and what it gives is the bias.
+    units = torch.eye(width + 1, width, device=device_of(model))               # (D + 1, D)
+    units = units.to(model.get_input_embeddings()(units[0, :1].long()).dtype)
+    logits = lm_head(units).to(like)                                           # (D + 1, V)
+    bias = logits[-1]
+    head = nn.Linear(width, len(bias), bias=bool(bias.any()), device="meta")
+    head.weight = nn.Parameter((logits[:-1] - bias).T.contiguous())
+    if head.bias is not None:
+        head.bias = nn.Parameter(bias.clone())
+    return head
 
+def frozen_linear(x, module):
+    """A linear module of the target over x (..., D), in the dtype of x; it gets no gradient."""
+    weight, bias = module.weight, module.bias
+    is_own_class = type(module) in (nn.Linear, PackedLinear)
+    as_stored = not is_own_class or weight.is_meta or hasattr(weight, "__tensor_flatten__")
+    if as_stored or not torch.is_grad_enabled() and weight.dtype == x.dtype:
+        return module(x).to(x)                   # quantised or offloaded; or in decoding
+    # In training: in float16 small gradients would be lost.
+    weight = weight.detach().to(x)
+    return F.linear(x, weight, None if bias is None else bias.detach().to(x))
 
-def load_glide(folder, model, length):
-    """glide.load of any family, LongSpec too."""
-    about = json.loads((folder / "training.json").read_text())
-    # Older files of converted LongSpecs say "glide"; only they have no last norm.
-    named = about.get("kind", "").startswith("longspec")
-    is_longspec = named or not about["config"].get("last_norm", True)
-    return glide.load(folder, model, length, LongSpec if is_longspec else Glide)
+def soft_capped(logits, cap):
+    """cap: the target's final_logit_softcapping, or None."""
+    return cap * torch.tanh(logits / cap) if cap else logits
 
+class AnyTables:
+    """beyond/shared.py's seam for other families: what stands between the target's tables."""
 
-# -------------------------------------------------- EDD and its baselines
-class EDD(AnyDraftModel, edd.EDD):
-    pass
+    def take_tables(self, model):
+        """As beyond.shared.BetweenTables.take_tables; ValueError where logits are made otherwise."""
+        target = self.target
+        embedding, target.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+        target.model = model
+        target.embed = embedding
+        target.head = lambda x: soft_capped(frozen_linear(x, target.lm_head), target.cap)
+        # Are these the target's logits?
+        ids = torch.arange(4, device=device_of(model))[None]
+        with torch.no_grad():
+            out = model(ids, use_cache=False, output_hidden_states=True)
+            ours = target.head(out.hidden_states[-1])
+        error = (ours - out.logits).float().norm() / out.logits.float().norm()
+        if not error < torch.finfo(ours.dtype).eps ** 0.5:
+            raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
+                             "take a drafter with tables of its own (glide, edd)")
 
+    def head_of_words(self, words):
+        """As beyond.shared.BetweenTables.head_of_words."""
+        target = self.target
+        whole = head_of(target.model, next(self.norm.parameters()))
+        words = words.to(whole.weight.device)
+        rows = nn.Linear(whole.in_features, len(words), whole.bias is not None, device="meta")
+        rows.weight = nn.Parameter(whole.weight.detach()[words], requires_grad=False)
+        if whole.bias is not None:
+            rows.bias = nn.Parameter(whole.bias.detach()[words], requires_grad=False)
+        target.rows = rows                       # for linear.pack
+        return lambda x: soft_capped(frozen_linear(x, rows), target.cap)
 
-class Shared(AnyDraftModel, shared.Shared):
-    pass
+# ---------------------------------------------------------------- EDD and its baselines
+def own_copy(module):
+    """A copy of a module, without the hook of accelerate that brings offloaded weights."""
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return copy.deepcopy(module)
+    from accelerate.utils import align_module_device
+    with align_module_device(module):
+        twin = copy.deepcopy(module, {id(hook): hook})
+    vars(twin).pop("forward", None)
+    return twin
 
+class AnyDraftModel(edd.DraftModel):
+    """edd.DraftModel for any target whose decoder has a last norm called `norm`."""
 
-class Eagle(AnyDraftModel, eagle.Eagle):
-    pass
+    @torch.no_grad()
+    def take(self, model, decoder):
+        """As edd.DraftModel.take."""
+        if not hasattr(decoder, "norm"):
+            raise ValueError(f"the decoder of {type(model).__name__} has no `norm`, which EDD "
+                             "copies: take glide")
+        target, c = self.target, decoder.config
+        target.model = model
+        ids = torch.arange(4, device=device_of(model))[None]
+        out = model(ids, use_cache=False, output_hidden_states=True)
+        target.like = out.hidden_states[self.config.hidden]
+        if c.model_type in edd.FAMILIES:
+            target.rotary = own_copy(decoder.rotary_emb)
+            return
+        heads = c.num_attention_heads
+        target.layer_config = LlamaConfig(
+            hidden_size=c.hidden_size,
+            intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
+            head_dim=glide.head_size_of(c),
+            attn_implementation="sdpa")
+        target.rotary = LlamaRotaryEmbedding(target.layer_config).to(target.like.device)
 
+    def fresh_layer(self, model):
+        """As edd.DraftModel.fresh_layer, or a layer of Llama's class."""
+        if not hasattr(self.target, "layer_config"):
+            return super().fresh_layer(model)
+        layer = LlamaDecoderLayer(self.target.layer_config, layer_idx=0)
+        for p in layer.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
+        return layer.to(self.target.like)
 
-class Medusa(AnyDraftModel, medusa.Medusa):
-    pass
+    def own(self, module):
+        """As edd.DraftModel.own."""
+        model, like = self.target.model, self.target.like
+        if module is model.get_input_embeddings():
+            return embedding_of(model, like)
+        if module is model.get_output_embeddings():
+            return head_of(model, like)
+        return own_copy(module).to(like).requires_grad_(True)
 
+class EDD(edd.EDD, AnyDraftModel):
+    """EDD or the VDM."""
 
-# What config.kind in a checkpoint means: the draft model, and what decodes with it
+class Medusa(medusa.Medusa, AnyDraftModel):
+    """MEDUSA-1."""
+
+class Eagle(AnyTables, eagle.Eagle, AnyDraftModel):
+    """EAGLE-1."""
+
+    def take(self, model, decoder):
+        """As eagle.Eagle.take."""
+        AnyDraftModel.take(self, model, decoder)
+        self.take_tables(model)
+
+class EDDShared(AnyTables, shared.EDDShared, AnyDraftModel):
+    """EDD or the VDM between the target's tables."""
+
+class GlideShared(AnyTables, shared.GlideShared, AnyGlide):
+    """GLIDE or the vanilla drafter between the target's tables."""
+
+    @torch.no_grad()
+    def take(self, model):
+        """As shared.GlideShared.take; the last norm's weights are what it makes of ones."""
+        self.target = SimpleNamespace()
+        self.take_tables(model)
+        norm = getattr(model.get_decoder(), "norm", None)
+        if norm is not None and getattr(norm, "bias", None) is None:
+            ones = torch.ones_like(self.norm.weight)
+            self.norm.weight.copy_(norm(ones))
+
+# ---------------------------------------------------------------- the table of kinds, loading
+# {"kind" in a training.json: (the draft model, what decodes with it)}
 KINDS = {
+    "glide": (Glide, glide.Drafter),
+    "vanilla": (Glide, glide.Drafter),
+    "glide-shared": (GlideShared, glide.Drafter),
+    "vanilla-shared": (GlideShared, glide.Drafter),
     "edd": (EDD, edd.Drafter),
-    "edd-shared": (Shared, edd.Drafter),
+    "vdm": (EDD, edd.Drafter),
+    "edd-shared": (EDDShared, edd.Drafter),
+    "vdm-shared": (EDDShared, edd.Drafter),
     "eagle": (Eagle, eagle.Drafter),
     "medusa": (Medusa, medusa.Drafter),
 }
-# What a name on the command line means: the file, and settings of its Config
-VARIANTS = {name: (edd, settings) for name, settings in edd.VARIANTS.items()}
-for file in (shared, eagle, medusa):
-    VARIANTS |= {name: (file, settings) for name, settings in file.VARIANTS.items()}
+# {name on the command line of train.py: (file, settings of its Config)}; glide has none of these
+VARIANTS = {
+    **{name: (edd, settings) for name, settings in edd.VARIANTS.items()},
+    **{name: (shared, settings) for name, settings in shared.GLIDE_VARIANTS.items()},
+    **{name: (shared, settings) for name, settings in shared.EDD_VARIANTS.items()},
+    **{name: (eagle, settings) for name, settings in eagle.VARIANTS.items()},
+    **{name: (medusa, settings) for name, settings in medusa.VARIANTS.items()},
+}
 
+def kind_of(name):
+    """The kind that a name of train.py's belongs to: "glide-shared-f768" is a "glide-shared"."""
+    known = [kind for kind in KINDS if f"{name}-".startswith(f"{kind}-")]
+    if not known:
+        raise ValueError(f"{name} is no kind of drafter: there are {' '.join(KINDS)}")
+    return max(known, key=len)
 
 def config_of(name, model, **more):
-    """The Config of a name on the command line, for a target.  more: what the name leaves open."""
-    file, settings = VARIANTS[name]
-    return file.Config.for_target(model, **{**more, **settings})
+    """The Config of a name in VARIANTS, for a target.  more: settings that the name leaves open."""
+    _, settings = VARIANTS[name]
+    draft_class, _ = KINDS[kind_of(name)]
+    return draft_class.config_class.for_target(model, **{**more, **settings})
 
+def drafter_of(draft_model):
+    """What decodes with a draft model of one of these classes."""
+    drafter_classes = dict(KINDS.values())
+    return drafter_classes[type(draft_model)](draft_model)
 
-# ---------------------------------------------------------------- from a checkpoint
-def load(module, folder, model, length=None):
-    """glide.load or edd.load (module), for a target of any family.
+def modules_of(draft_model):
+    """The draft model, and the rows of the target's head that it keeps: for linear.pack."""
+    rows = getattr(getattr(draft_model, "target", None), "rows", None)
+    return [draft_model] if rows is None else [draft_model, rows]
 
-    Raises ValueError, in one sentence, where that fails.
+def load(folder, model, length=None):
+    """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
+
+    length: the longest sequence to decode; None: the target's context.  Raises ValueError where the
+    checkpoint is damaged, or was made for another target.
     """
     folder = Path(folder)
     for name in ("training.json", "model.safetensors"):
         if not (folder / name).is_file():
-            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py "
+            raise ValueError(f"no drafter in {folder}: {name} is missing; train one with train.py, "
                              "or name its folder with --checkpoint")
-    try:
-        if module is not glide:
-            config = json.loads((folder / "training.json").read_text())["config"]
-            return edd.load(folder, model, *KINDS[config.get("kind", edd.Config.kind)])
-        c = model.config.get_text_config()
-        length = length or getattr(c, "max_position_embeddings", None) or 2048
-        drafter, about = load_glide(folder, model, length)
-    except Exception as why:
-        # another target, or one built otherwise; or no room for it
-        if type(why) is ValueError or isinstance(why, torch.OutOfMemoryError):
-            raise
-        last = str(why).rpartition("\n")[2]
-        reason = f"{type(why).__name__}: {last.strip()[:100]}"
-        raise ValueError(f"the drafter in {folder} is damaged ({reason}); train or copy it "
-                         "again") from None
-    if drafter.config.vocab != c.vocab_size:
-        temperature = drafter.temperature
-        drafter = OtherVocabulary(drafter.model, c.vocab_size)
-        drafter.temperature = temperature
-    return drafter, about
+    about = json.loads((folder / "training.json").read_text())
+    draft_class, drafter_class = KINDS[kind_of(about["kind"])]
+    if issubclass(draft_class, glide.Glide):
+        length = length or context_of(model.config.get_text_config())
+        return glide.load(folder, model, length, draft_class)
+    return edd.load(folder, model, draft_class, drafter_class)

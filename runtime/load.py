@@ -1,113 +1,60 @@
-"""From a name on the command line to a model, a tokenizer, a drafter, a cascade.
+"""From a name on the command line to a model, a tokenizer, a drafter or a cascade.
 
-    model, tokenizer = load_target("lmsys/vicuna-7b-v1.5", "float16", "cuda")
-    same_target(fingerprint(model), about_drafter(Path("my-glide/glide"))["target"])
-
-    setup = Setup("checkpoints/target", "checkpoints")             # what bench.py's Run is, too
-    load_drafter(setup, "glide")
+    setup = Setup("checkpoints/target", "checkpoints")   # target, tokenizer, where drafters lie
+    load_drafter(setup, "glide")                         # a trained drafter
     load_cascade(setup, "base", "small", "maxgram", k=(8, 13, 1))
+    load_mixture(setup, "edd", "maxgram")                # a drafter mixed with Max-Gram
 
-Drafters and trees are named as their functions would be called (runtime/calls.py).  The keywords of
-load_drafter and load_cascade are what a user may set: "glide(raw=True)".
+Drafters are named as their functions would be called (runtime/calls.py): the keywords of
+load_drafter, load_cascade and load_mixture are what a user may set, as in "glide(raw=True)".
+
+Whether a drafter fits its target is checked twice.  Its training.json has a fingerprint of the
+target that it was trained for, which is compared with the target's before anything is loaded.  And
+proves_itself compares its first choices with the target's own text: a drafter that learned from
+another chat template, say, would be lossless but useless.
 """
+import hashlib
 import json
-import os
+import math
 from pathlib import Path
 
 import huggingface_hub
 import numpy as np
 import torch
 import transformers
+from safetensors import SafetensorError
 
 import cascade
-import edd
-import glide
-import maxgram
-from beyond import graft
-from beyond.words import frequent_words, shorten
-from runtime import text as read
-from runtime import targets, grams, static as graphs, linear, drafters as runtime_drafters
+from beyond.graft import Mixture
+from maxgram import MaxGram
+from runtime import drafters, linear
 from runtime.calls import read_call
-from runtime.fingerprints import (fingerprint, relation, same_target,
-                                  vocabulary_fingerprint)  # noqa: F401
-from runtime.stage import Stage
-from verify import UserError
-
-GIVE = "give a complete folder or a hub name of a causal language model"
+from runtime.static import static
+from runtime.targets import any_target
+from runtime.text import first_line
+from verify import UserError, generate, root_only
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
-STAND_IN = CHECKPOINTS / "target"                 # the default target
-SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py gets it
+SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py fetches it
 
-# ---------------------------------------------------------------- models
-def check_device(device, spread=False):
-    """Refuse a --device that is none, or is not there.  spread: "auto" may be said, too."""
-    if spread and device == "auto":
-        return
-    known = "cpu, cuda, cuda:1 ... or auto" if spread else "cpu, cuda, cuda:1 ..."
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise UserError(f"--device {device}: say {known}") from None
-    if kind not in ("cpu", "cuda"):
-        raise UserError(f"--device {device}: say {known}")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {device}: no CUDA device is available here; use --device cpu")
-    if kind == "cuda" and (torch.device(device).index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {device}: CUDA devices are counted from 0, and "
-                        f"{torch.cuda.device_count()} are here")
-
+# ---------------------------------------------------------------- language models
 def use_device(device):
-    """Make a CUDA device the current one: events, streams and graphs are of the current device."""
-    if device != "auto" and torch.device(device).type == "cuda":
-        torch.cuda.set_device(torch.device(device).index or 0)
+    """Refuse a --device that is not here; make a CUDA device the current one."""
+    if device == "auto":
+        if not transformers.utils.is_accelerate_available():
+            raise UserError("--device auto needs accelerate: pip install accelerate")
+        return
+    kind, _, index = str(device).partition(":")
+    known = kind == "cpu" or kind == "cuda" and int(index or 0) < torch.cuda.device_count()
+    if not known:
+        raise UserError(f"--device {device}: there are cpu, auto and {torch.cuda.device_count()} "
+                        "CUDA devices (cuda, cuda:1 ...) here")
+    if kind == "cuda":
+        torch.cuda.set_device(int(index or 0))
 
-def check_writable(flag, path):
-    """Refuse a file that could not be written, before anything else is done."""
-    path = Path(path)
-    there = path.absolute().parent
-    if path.is_dir() or not there.is_dir() or not os.access(there, os.W_OK):
-        raise UserError(f"{flag} {path}: name a file in a folder that is there and can be "
-                        "written to")
-
-def on_hub(name, revision, role):
-    """Ask the hub for a model once, without the library's retries -> whether to use local files."""
-    errors = huggingface_hub.errors
-    try:
-        huggingface_hub.model_info(name, revision=revision, timeout=10)
-    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
-        at = f" at revision {revision}" if revision else ""
-        raise UserError(f"{role}: the hub has no {name}{at}, or shows it to nobody that is not "
-                        "logged in (`hf auth login`): check the name") from None
-    except errors.HFValidationError:
-        raise UserError(f"{role} {name} does not exist: it is no folder, and no name of the "
-                        "hub's") from None
-    except Exception:                              # no network: what was loaded once is still here
-        return True
-    return False
-
-def with_weights(model_class, name, **more):
-    """A pretrained model whose attention takes a tree's mask: sdpa, or where it has none, eager."""
-    try:
-        return model_class.from_pretrained(name, attn_implementation="sdpa", **more)
-    except ValueError as why:
-        if "scaled_dot_product_attention" not in str(why):
-            raise
-    return model_class.from_pretrained(name, attn_implementation="eager", **more)
-
-def only_special_tokens(model):
-    """Leave nothing in a model's generation_config but its special tokens.
-
-    From there generate() takes what its caller leaves open, say a repetition_penalty, num_beams or
-    stop_strings; then its output would be another rule's than ours.
-    """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    special = {name: getattr(model.generation_config, name) for name in names}
-    model.generation_config = transformers.GenerationConfig(**special)
-
-def place_of(name, role="the target"):
-    """A folder or a hub name as it is; "smollm2": the folder that training/smollm2.py made."""
+def place_of(name, role):
+    """A folder or a name of the hub as it is; "smollm2": the folder of training/smollm2.py."""
     if Path(name).exists():
         return name
     if str(name) == "smollm2":
@@ -115,181 +62,275 @@ def place_of(name, role="the target"):
             raise UserError(f"{role} smollm2 is not here yet: run "
                             "`python training/smollm2.py` once")
         return SMOLLM2
-    # A hub name is OWNER/NAME.
-    if str(name).count("/") != 1 or Path(name).is_absolute():
-        raise UserError(f"{role} {name} does not exist: {GIVE}")
+    if str(name).count("/") != 1 or Path(name).is_absolute():        # the hub's are OWNER/NAME
+        raise UserError(f"{role} {name} does not exist: give a complete folder or a hub name of a "
+                        "causal language model")
     return name
+
+def is_offline(name, revision, role):
+    """Ask the hub for a model once, without retries -> whether to use local files only."""
+    errors = huggingface_hub.errors
+    try:
+        huggingface_hub.model_info(name, revision=revision, timeout=10)
+    except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
+        at = f" at revision {revision}" if revision else ""
+        raise UserError(f"{role}: the hub has no {name}{at}, or shows it only to users who are "
+                        "logged in (`hf auth login`): check the name") from None
+    except Exception:                              # no network: it may have been loaded before
+        return True
+    return False
+
+def pretrained(model_class, name, **more):
+    """A pretrained model whose attention takes a tree's mask: sdpa, or eager where it has none."""
+    try:
+        return model_class.from_pretrained(name, attn_implementation="sdpa", **more)
+    except ValueError as why:
+        if "scaled_dot_product_attention" not in str(why):
+            raise
+    return model_class.from_pretrained(name, attn_implementation="eager", **more)
 
 def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
                 trust=False):
-    """(model, tokenizer) as transformers loads them.  UserError where it cannot.
+    """Load a language model -> (model, tokenizer), as transformers has them.
 
-    name: a folder, a hub name, or "smollm2".
-    device "auto": spread over what there is, by accelerate.  encoder_decoder: T5 may come too.
-    role: what the model is called in an error.  trust: run the model's own code, too.
+    name: a folder, a hub name, or "smollm2".  device: "auto" spreads it over all devices, by
+    accelerate.  encoder_decoder: whether a T5 is welcome.  role: what a UserError calls the model.
+    trust: whether to run code that comes with the model.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    name, give = place_of(name, role), GIVE
-    if device == "auto" and not transformers.utils.is_accelerate_available():
-        raise UserError("--device auto needs accelerate: pip install accelerate")
-    local = not Path(name).exists() and on_hub(name, revision, role)
-    more = {"revision": revision, "trust_remote_code": trust, "local_files_only": local}
+    use_device(device)
+    name = place_of(name, role)
+    offline = not Path(name).exists() and is_offline(name, revision, role)
+    more = {"revision": revision, "trust_remote_code": trust, "local_files_only": offline}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **more)
         if config.is_encoder_decoder and not encoder_decoder:
             raise UserError("it is an encoder-decoder model")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
         model_class = transformers.AutoModelForCausalLM
         if config.is_encoder_decoder:
             model_class = transformers.AutoModelForSeq2SeqLM
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
         # Quantised weights are placed while they are loaded; so are those of a spread model.
-        placed = device == "auto" or getattr(config, "quantization_config", None)
-        if placed:
+        if device == "auto" or getattr(config, "quantization_config", None):
             more["device_map"] = "auto" if device == "auto" else {"": device}
-        model = with_weights(model_class, name, dtype=dtype, **more)
-        if not placed:
+        model = pretrained(model_class, name, dtype=dtype, **more)
+        if "device_map" not in more:
             model = model.to(device)
-    except Exception as why:
-        reason = f"{type(why).__name__}: {read.first_line(why)}"
+    except (OSError, ValueError, LookupError, ImportError, SafetensorError) as why:
+        reason = first_line(why)
         if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
-            reason = "it is gated"
-            give = f"accept its terms on huggingface.co/{name}, and `hf auth login`"
-        elif local and isinstance(why, OSError):
+            reason = f"it is gated: accept its terms on huggingface.co/{name}, and `hf auth login`"
+        elif offline:
             reason = "the hub cannot be reached, and it was not loaded before"
-        raise UserError(f"{role} {name} cannot be loaded ({reason}): {give}") from None
-    only_special_tokens(model)
+        raise UserError(f"{role} {name} cannot be loaded ({reason}): give a complete folder or a "
+                        "hub name of a causal language model") from None
+    # generate() takes what its caller leaves open from generation_config, say a repetition_penalty.
+    # Then its output would follow another rule than ours.  Only the special tokens stay.
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    special = {name: getattr(model.generation_config, name) for name in names}
+    model.generation_config = transformers.GenerationConfig(**special)
     linear.pack(model)
     return model.eval(), tokenizer
 
-# ---------------------------------------------------------------- a target and what goes with it
 class Setup:
-    """A target, loaded, and all that one needs to know to load drafters beside it.
+    """A target, loaded, and what is needed to load drafters for it.
 
-    model, tokenizer: transformers' own; target: its verify.Target; checkpoint: drafters' folder.
-    stages {name: model}: of all cascades, loaded once; notes: sentences for the reader.
-    graphs: CUDA graphs; rows: fewest tokens of a forward of the target; trust: run models' code.
+    model, tokenizer: transformers' own.  target: the model as a verify.Target.  eos: the ids that
+    end a text.  checkpoint: the folder of drafters.  stages {name: model}: the language models of
+    all cascades, loaded once.  notes: sentences for the reader.  graphs: whether to use CUDA graphs.
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
-                 graphs=False, rows=1):
-        use_device(device)
+                 graphs=False):
         self.checkpoint, self.graphs = checkpoint, graphs
         self.dtype, self.device, self.trust = dtype, device, trust
         self.stages, self.notes = {}, []
-        self.model, self.tokenizer = self.load(name, revision=revision)
+        self.model, self.tokenizer = self.load(name, "the target", revision)
         self.eos = self.model.generation_config.eos_token_id
-        self.target = self.wrap(self.model, rows=rows)
+        self.target = self.wrap(self.model)
         self.cuda = self.target.device.type == "cuda"
 
-    def load(self, name, role="the target", revision=None):
+    def load(self, name, role, revision=None):
         """A language model -> (model, tokenizer)"""
         return load_target(name, self.dtype, self.device, True, role, revision, self.trust)
 
-    def wrap(self, model, capacity=None, vocab=None, rows=1):
+    def wrap(self, model, capacity=None, vocab=None):
         """A model as a verify.Target."""
-        target = targets.any_target(model, capacity, vocab)
-        if self.graphs or rows > 1:
-            graphs.static(target, rows, record=self.graphs)
-        return target
+        target = any_target(model, capacity, vocab)
+        return static(target) if self.graphs else target
+
+# ---------------------------------------------------------------- fingerprints
+PROBES = 32              # weights of a model in its fingerprint
+HALF = 1 / 128           # twice the relative rounding error of bfloat16
+NEAR = 0.25              # the relative difference up to which models are relatives
+ENOUGH = 8               # weights that this must hold for: fewer may be near by chance
+
+def vocabulary_fingerprint(tokenizer):
+    """16 hex digits of a hash of all tokens and their ids."""
+    tokens = json.dumps(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(tokens.encode()).hexdigest()[:16]
+
+def fingerprint(model, tokenizer=None):
+    """What identifies a target: {"class", sizes, "probe": {name: weight}, "vocabulary"}."""
+    about = {"class": type(model).__name__, "probe": {}}
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        about[name] = getattr(model.config.get_text_config(), name)
+    # Matrices of which a weight can be read: neither quantised nor offloaded
+    matrices = []
+    for name, p in model.named_parameters():
+        as_stored = p.is_floating_point() and not hasattr(p, "__tensor_flatten__")
+        if p.ndim == 2 and as_stored and not p.is_meta:
+            matrices.append((name, p))
+    for i in range(PROBES if matrices else 0):
+        # Evenly over all matrices, the first and the last among them
+        name, matrix = matrices[round(i * (len(matrices) - 1) / (PROBES - 1))]
+        weight = matrix[matrix.shape[0] // 3, matrix.shape[1] // 2]
+        about["probe"][name] = float(f"{weight.item():.5g}")
+    if tokenizer is not None:
+        about["vocabulary"] = vocabulary_fingerprint(tokenizer)
+    return about
+
+def relation(a, b):
+    """How the models of two fingerprints are related: "the same", "a relative" or "another".
+
+    A drafter serves the model that it was trained for in any precision ("the same"), and it serves
+    a relative: one of the same architecture and vocabulary whose weights were rounded to 4 bits
+    (their relative difference ||a - b|| / ||b|| is .08 to .16 then) or lightly tuned.  Between
+    models that were trained from different seeds the difference is some 1.4.
+    """
+    described = a.keys() & b.keys() - {"probe"}
+    names = sorted(a.get("probe", {}).keys() & b.get("probe", {}).keys())
+    if not names or any(a[key] != b[key] for key in described):
+        return "another"
+    of_a = np.array([a["probe"][name] for name in names])
+    of_b = np.array([b["probe"][name] for name in names])
+    if np.allclose(of_a, of_b, rtol=HALF, atol=1e-6):
+        return "the same"
+    difference = np.linalg.norm(of_a - of_b) / max(np.linalg.norm(of_b), 1e-30)
+    return "a relative" if len(names) >= ENOUGH and difference < NEAR else "another"
 
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
-    """What train.py wrote about the drafter in a folder: its training.json."""
-    damaged = UserError(f"the drafter in {folder} is damaged: train or copy it again")
+    """The training.json of a drafter -> dict with "kind", "target" and "validation"."""
     try:
-        about = json.loads((folder / "training.json").read_text())
-        temperature = float(about.get("validation", {}).get("temperature", 1.0))
-        probe = about.get("target", {}).get("probe", {})
-        weights = list(probe.values()) if isinstance(probe, dict) else []
-        numbers = np.isfinite(np.array(weights, dtype=float)).all()
-        about["kind"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise damaged from None
-    if not numbers or not 0 < temperature < np.inf:
-        raise damaged
+        about = json.loads((Path(folder) / "training.json").read_text())
+        assert isinstance(about["kind"], str)
+        about = {"target": {}, "validation": {}} | about
+        assert isinstance(about["target"].get("probe", {}), dict)
+        assert 0 < about["validation"].get("temperature", 1.0) < math.inf
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError):
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
     return about
-
-def kind_of(folder):
-    """Which kind of drafter a folder holds: glide, vanilla, edd ..."""
-    return about_drafter(folder)["kind"]
 
 def drafters_in(checkpoint):
     """{name: folder} of the trained drafters in a folder of folders, or in the folder of one."""
     top = Path(checkpoint)
     if (top / "training.json").exists():
-        return {kind_of(top): top}
+        return {about_drafter(top)["kind"]: top}
     found = {}
     for path in sorted(top.glob("*/training.json")):
-        # A folder with a config is a language model's, which is a stage of a cascade.
+        # A folder with a config.json is a language model's, a stage of a cascade.
         if not (path.parent / "config.json").exists():
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False, words=None):
-    """A trained drafter of the checkpoint.
-
-    raw: its confidence as it is, without temperature.
-    words: so many of the most frequent tokens alone are drafted (beyond/words.py), 0: all; None:
-    those that it has learned (train.py --words), or all.
-    """
+def load_drafter(setup, name, raw=False):
+    """A trained drafter of the checkpoint.  raw: without its calibration temperature."""
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
-    # Asked first: another target's drafter may read layers that are not there.
-    related = relation(about.get("target", {}), fingerprint(setup.model, setup.tokenizer))
+    # Checked first: a drafter for another target may read layers that this one does not have.
+    related = relation(about["target"], fingerprint(setup.model, setup.tokenizer))
     if related == "another":
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
     if related == "a relative":
-        setup.notes.append(f"{name} was trained for a relative of this target "
-                           "(rounded otherwise, or tuned)")
-    module = glide if about["kind"].startswith(("glide", "vanilla", "longspec")) else edd
+        setup.notes.append(f"{name} was trained for a relative of this target (rounded in another "
+                           "way, or tuned)")
     try:
-        drafter, _ = runtime_drafters.load(module, folder, setup.model)
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    check_drafter(drafter, folder)
-    if words is None:
-        words = about.get("words")                   # those it has learned
-    if words:
-        path = Path(setup.checkpoint) / "words.json"
-        vocabulary = vocabulary_fingerprint(setup.tokenizer)
-        shorten(drafter.model, frequent_words(path, words, vocabulary))
-    linear.pack(drafter.model, beside=setup.model)
+        drafter, _ = drafters.load(folder, setup.model)
+    except (ValueError, LookupError, TypeError, SafetensorError) as why:
+        raise UserError(f"the drafter in {folder} cannot be loaded: {first_line(why)}") from None
+    if not all(weights.isfinite().all() for weights in drafter.model.parameters()):
+        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
+    for module in drafters.modules_of(drafter.model):
+        linear.pack(module, beside=setup.model)
     if raw:
         drafter.temperature = 1.0
-    if setup.graphs:
-        graphs.static(drafter)
-    return drafter
+    return static(drafter) if setup.graphs else drafter
 
-def check_drafter(drafter, folder):
-    """Refuse weights that are not finite, and heads of GLIDE's that do not divide its width."""
-    sound = all(weights.isfinite().all() for weights in drafter.model.parameters())
-    if isinstance(drafter, glide.Drafter):
-        sound = sound and drafter.config.width % drafter.config.heads == 0
-    if not sound:
-        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
+@torch.no_grad()
+def proves_itself(target, drafter, prompts, new=32, stopping_criteria=()):
+    """A sentence where a drafter's first choice is right less than twice as often as by chance.
 
-# ---------------------------------------------------------------- cascades
-def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", matching=True,
-                 bigram=None):
+    Else None.  prompts: lists of ids; two suffice.  new: tokens to decode after each.  By chance
+    means: how often its choices would be right at other positions of the same texts.
+    """
+    choices, tokens = [], []
+
+    def look(expand, root):
+        """Plain decoding, with a look at what the drafter predicts after each root"""
+        p = expand(root, [-1])[0]                                              # (V,)
+        choices.append(p.argmax().item() if p.any() else None)
+        return root_only(expand, root)
+
+    for ids in prompts:
+        out = generate(target, drafter, look, ids, new, stopping_criteria=stopping_criteria)
+        tokens += out.tokens[1:]
+    # Without those where the drafter had no prediction
+    pairs = [pair for pair in zip(choices, tokens) if pair[0] is not None]
+    if not pairs:
+        return None
+    right = sum(choice == token for choice, token in pairs)
+    choices, tokens = torch.tensor(pairs).T                                    # (count,) each
+    chance = (choices[:, None] == tokens).double().mean().item()
+    count = len(pairs)
+    # In a text that repeats one token everything is right by chance; one lucky hit proves nothing.
+    if right > count / 2 or right > max(1, 2 * chance * count):
+        return None
+    return (f"the drafter's first choice was right {right} times of {count} on the target's own "
+            f"text, where chance gives {chance:.0%}: was it made for another target (a base model, "
+            "another fine-tune) or with another chat template or vocabulary?")
+
+# ---------------------------------------------------------------- language models that draft
+def stage_of(setup, name):
+    """A language model with the target's tokenizer, by name, loaded once."""
+    if name in setup.stages:
+        return setup.stages[name]
+    folder = Path(setup.checkpoint) / name
+    source = folder if (folder / "config.json").exists() else name
+    model, tokenizer = setup.load(source, "the stage")
+    if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
+        raise UserError(f"{name} is another kind of model than the target: one has an encoder")
+    # Vocabularies may be padded to different sizes, but an id must mean the same token in both.
+    of_target = {i: token for token, i in setup.tokenizer.get_vocab().items()}
+    of_stage = {i: token for token, i in tokenizer.get_vocab().items()}
+    for i in sorted(of_target.keys() & of_stage.keys()):
+        if of_target[i] != of_stage[i]:
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is "
+                            f"{of_stage[i]!r} there, {of_target[i]!r} here; take a model of the "
+                            "target's family")
+    linear.pack(model, beside=setup.model)
+    if model.num_parameters() >= setup.model.num_parameters():
+        setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
+    setup.stages[name] = model
+    return model
+
+def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
-    first, maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
-    where the target's is 1.  stop: when a stage has added enough (cascade.py).
-    matching: False: Max-Gram by its bigram alone.  bigram: a file, in place of the checkpoint's.
+    first; maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
+    in runs of the target, for the standardised walltime improvement.  matching: False lets
+    Max-Gram predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
     misplaced = "maxgram" in names[:-1] or len(set(names)) < len(names)
-    if misplaced or costs and len(costs) != len(neural):
+    if misplaced or costs is not None and len(costs) != len(neural):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
                         "maxgram last; give a cost for each model, or none")
-    numbers = all(isinstance(cost, (int, float)) and 0 <= cost < np.inf for cost in costs or [])
-    if not numbers:
-        raise UserError(f"cascade({', '.join(names)}): costs={costs}: a cost is a number from 0 "
-                        "on, where one run of the target costs 1")
-    if isinstance(k, int):
-        k = [k]
-    K = None if k is None else cascade.table2(k, len(neural), "maxgram" in names)
+    K = k
+    if k is not None:
+        k = [k] if isinstance(k, int) else k
+        K = cascade.table2(k, len(neural), "maxgram" in names)
     gram = None
     if "maxgram" in names:
         gram = load_gram(setup, bigram)
@@ -300,93 +341,136 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, stop="own", ma
         # Each cascade gets caches of its own.
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
-    drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab, stop)
+    drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab)
     # For SWI: a stage costs its share of the target's weights, or what is given.
     drafter.names, drafter.costs = list(names), {"ms": weights}
     if costs:
         drafter.costs["given"] = costs
     return drafter
 
-def stage_of(setup, name):
-    """A language model by name, loaded once."""
-    if name not in setup.stages:
-        setup.stages[name] = load_stage(setup, name)
-    return setup.stages[name]
+class Stage:
+    """A language model that drafts trees, by the contract at the top of verify.py.
 
-def load_stage(setup, name):
-    """A language model with the target's tokenizer."""
-    folder = Path(setup.checkpoint) / name
-    source = str(folder) if (folder / "config.json").exists() else name
-    model, tokenizer = setup.load(source, role="the stage")
-    if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
-        raise UserError(f"{name} is another kind of model than the target: one has an encoder")
-    # Vocabularies may be padded otherwise; what an id means must be the same.
-    mine = {i: token for token, i in setup.tokenizer.get_vocab().items()}
-    its = {i: token for token, i in tokenizer.get_vocab().items()}
-    for i in sorted(mine.keys() & its.keys()):
-        if mine[i] != its[i]:
-            raise UserError(f"{name} has another tokenizer than the target: token {i} is "
-                            f"{its[i]!r} there, {mine[i]!r} here; take a model of the target's "
-                            "family")
-    linear.pack(model, beside=setup.model)
-    if model.num_parameters() >= setup.model.num_parameters():
-        setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
-    return model
+    In a cascade a model writes chains.  Here it reads the whole tree at each depth, with the mask
+    and the positions of its nodes, as the target does.  Its cache holds committed tokens only.
+    """
+    needs = {}
+    temperature = 1.0                              # the calibration temperature
+
+    def __init__(self, target):
+        """target: the language model as a verify.Target, with the target's vocabulary size."""
+        self.target = target
+        self.reset()
+
+    def reset(self):
+        """Forget the sequence."""
+        self.target.reset()
+        self.text, self.unread = [], []
+
+    def begin(self, view):
+        """A round starts.  Newly committed tokens are read together with its first nodes."""
+        self.text += view.ids
+        self.unread += view.ids
+        self.tokens, self.parents = [], []
+        if len(self.unread) == len(self.text) < self.target.capacity:
+            self.target.sync(self.text)            # a prompt, which may be long
+            self.unread = []
+
+    def expand(self, tokens, parents):
+        """tokens (m,), parents [m] -> logits (m, V); -inf where the model's context is full."""
+        self.tokens += tokens.tolist()
+        self.parents += parents
+        if len(self.text) + len(self.tokens) > self.target.capacity:
+            return torch.full((len(parents), self.target.vocab), -torch.inf, device=tokens.device)
+        # The k unread tokens are a chain, and the tree hangs from its last one.
+        k = len(self.unread)
+        chain = list(range(-1, k - 1))
+        tree = [k + parent if parent >= 0 else k - 1 for parent in self.parents]
+        nodes = torch.tensor(self.unread + self.tokens)
+        logits = self.target.forward(nodes, torch.tensor(chain + tree))        # (k + nodes, V)
+        self.target.commit(list(range(k)), self.unread)
+        self.unread = []
+        return logits[-len(parents):].to(tokens.device)
+
+    def keep(self, path):
+        """Nothing to do: accepted tokens come back in the next view."""
+
+# ---------------------------------------------------------------- Max-Gram
+def read_gram(path, vocab, vocabulary=None):
+    """Read a bigram file -> {"bigram": list (vocab,), "confidence": list or None, "agreement": {}}
+
+    The file holds these three, written by training/bigram.py; or it is one of the paper's public
+    files, a list by token id, which may be shorter.  "agreement" has the weights of graft.Mixture
+    for some drafters.  vocabulary: the fingerprint that the file's must equal, if it has one.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = found if isinstance(found, dict) else {"bigram": found}
+        bigram, confidence = found["bigram"], found.get("confidence")
+        weights = {name: one["weights"] for name, one in found.get("agreement", {}).items()}
+        assert all(type(token) is int and token >= 0 for token in bigram), "its bigram"
+        assert all(0 <= p <= 1 for p in confidence or [0.0]), "its confidence"
+        of_three = all(len(one) == 3 and all(map(math.isfinite, one)) for one in weights.values())
+        assert of_three, "its agreement"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as why:
+        raise UserError(f"the bigram file {path} cannot be read ({type(why).__name__}: "
+                        f"{first_line(why)}): write one with training/bigram.py") from None
+    of_another = vocabulary and found.get("fingerprint", vocabulary) != vocabulary
+    if of_another or len(bigram) > vocab or max(bigram, default=0) >= vocab:
+        raise UserError(f"{path} is a bigram of another vocabulary than the target's {vocab} "
+                        "tokens: write one with training/bigram.py")
+    bigram = bigram + [0] * (vocab - len(bigram))                      # 0: unknown
+    return {"bigram": bigram, "confidence": confidence, "agreement": weights}
+
+def gram_of(setup, bigram=None):
+    """read_gram of the file `bigram`, or else of the checkpoint's file; {} where that has none."""
+    path = Path(bigram or Path(setup.checkpoint) / "bigram.json")
+    if not bigram and not path.exists():
+        return {}
+    vocabulary = vocabulary_fingerprint(setup.tokenizer)
+    try:
+        return read_gram(path, setup.target.config.vocab_size, vocabulary)
+    except UserError as why:
+        if bigram:
+            raise
+        # The checkpoint's is a default: another target does without.
+        setup.notes.append(f"no bigram: {why}")
+        return {}
 
 def load_gram(setup, bigram=None):
-    """Max-Gram with the bigram of the file `bigram`, or of the checkpoint where it has one."""
-    path = bigram_path(setup, bigram)
-    if not bigram and not path.exists():
-        return maxgram.MaxGram()
-    vocab = setup.target.config.vocab_size
-    fingerprinted = vocabulary_fingerprint(setup.tokenizer)
-    try:
-        return maxgram.MaxGram(*grams.read_bigram(path, vocab, fingerprinted))
-    except ValueError as why:
-        if bigram:
-            raise UserError(f"bigram={bigram!r}: {why}") from None
-        # The checkpoint's is a default: another target goes without one.
-        setup.notes.append(f"no bigram: {why}")
-        return maxgram.MaxGram()
+    """Max-Gram with the bigram of a file, see gram_of."""
+    found = gram_of(setup, bigram)
+    return MaxGram(found.get("bigram"), found.get("confidence"))
 
-def bigram_path(setup, bigram=None):
-    """The file `bigram`, or the checkpoint's."""
-    return Path(bigram or Path(setup.checkpoint) / "bigram.json")
-
-# ---------------------------------------------------------------- a drafter beside Max-Gram
-def load_beside(setup, *names, bigram=None):
-    """A neural drafter beside Max-Gram, for any tree: beside(edd, maxgram).
+def load_mixture(setup, *names, bigram=None):
+    """A neural drafter mixed with Max-Gram, for any tree: mixture(edd, maxgram).
 
     names: a drafter, as --drafter takes it, or a language model, as a cascade does; then maxgram.
-    bigram: a file of it, in place of the checkpoint's.
+    bigram: a file, in place of the checkpoint's.
     """
-    inner, *rest = names
-    name = inner.partition("(")[0].replace("_", "-")
-    if rest != ["maxgram"] or name in ("maxgram", "cascade", "beside"):
-        raise UserError(f"beside({', '.join(names)}): name one drafter of trees, or one language "
+    first, *rest = names
+    name = first.partition("(")[0].replace("_", "-")
+    if rest != ["maxgram"] or name in ("maxgram", "cascade", "mixture"):
+        raise UserError(f"mixture({', '.join(names)}): name one drafter of trees, or one language "
                         "model, then maxgram")
     known = loaders(setup.checkpoint)
     if name in known:
-        drafter = called(setup, read_call(inner, known, "drafter"))
+        drafter = called(setup, read_call(first, known, "drafter"))
     else:
-        model = stage_of(setup, inner)
+        model = stage_of(setup, first)
         drafter = Stage(setup.wrap(model, setup.target.context, setup.target.vocab))
-        folder = Path(setup.checkpoint) / inner
+        folder = Path(setup.checkpoint) / first
         if (folder / "training.json").exists():
-            validation = about_drafter(folder).get("validation", {})
-            drafter.temperature = validation.get("temperature", 1.0)
-    path = bigram_path(setup, bigram)
-    return graft.Beside(drafter, load_gram(setup, bigram), grams.read_agreement(path, name))
+            drafter.temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
+    agreement = gram_of(setup, bigram).get("agreement", {}).get(name)
+    return Mixture(drafter, load_gram(setup, bigram), agreement)
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):
     """{name of a drafter: the function that loads it}, as read_call takes them."""
     found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
-    return found | {"maxgram": load_cascade, "cascade": load_cascade, "beside": load_beside}
+    return found | {"maxgram": load_cascade, "cascade": load_cascade, "mixture": load_mixture}
 
 def called(setup, call):
     """The drafter that a Call names."""
-    try:
-        return call.function(setup, *(call.words or [call.name]), **call.settings)
-    except TypeError as why:
-        raise UserError(f"--drafter {call.label}: {why}") from None
+    return call.function(setup, *(call.words or [call.name]), **call.settings)

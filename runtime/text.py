@@ -1,19 +1,35 @@
-"""Rows of user-supplied files -> documents to learn from, prompts to ask, chats in one format.
+"""User-supplied files: their rows become documents to learn from, or prompts to decode after.
 
-    path     read_rows(path)                     the rows of a file (data/files.py)
-    row      document(row)                       text, chat messages or token ids to learn from
-             question_text(row), conversation(row)      what it asks
-    prompts  prompt_rows(paths, limit)           -> [(group, row, name)], evenly over the groups
-             prompts_of(row, ...)                -> the token ids of each prompt of a row
-    chats    template_of(name, tokenizer)        -> the format: one for training and for asking
-             chat_ids(messages, ...)             -> token ids
+    read_rows(path)                              the rows of a file
+    documents(paths)                             (place, row, document) for each row of many files
+    encode_all(documents, tokenizer, template)   their token ids, and which of them are labels
+    prompts_of(setup, paths, ...)                (kind, ids, new tokens) for each prompt
 
-Three tables say which rows are known: CHATS and FIELDS (documents), ASKS (questions).
+A file is JSON lines, JSON (one row, or a list of rows) or plain text, which is one row; its name
+may end in .gz.  Hugging Face's package datasets, where it is installed, reads parquet files and
+data sets of the hub.  This is what a row may hold:
+
+    its fields                           as a document             as prompts
+    conversations, conversation or       a chat                    each question, after all that
+      messages, with role and content                              comes before it
+      (or from and value)
+    turns, what a user asks in turn      -                         the same; the target answers
+    question, answer                     question and answer       the question
+    text                                 the text                  the text
+    prompt, canonical_solution or        both                      the prompt
+      completion
+    instruction, input, output           all                       instruction and input
+    ids                                  these token ids           -
+    prompt, answer: lists of ids         the ids of both; the      -
+                                         labels are the answer's
+
+A row's group, category or source names the kind of its text, which is otherwise the file's name.
+"held_out": true or false says whether training leaves a row out for validation.
+
+Training and asking use one chat template, so a prompt is the beginning of a text that was learned.
 """
 import argparse
-import contextlib
 import gzip
-import importlib
 import json
 import os
 import re
@@ -22,502 +38,411 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
+from safetensors import SafetensorError
+from tqdm import tqdm
 
 from verify import UserError
 
-PIECE = 2 ** 16                                   # characters of a long text that are read at once
-
-
-def first_line(why):
-    """The first line of what an exception says."""
-    return str(why).partition("\n")[0][:150]
-
-
-# ---------------------------------------------------------------- a file's rows
-def opened(path):
-    """A file as text, .gz and .zst unpacked.  Only \\n ends a line, as JSON may hold U+2028."""
-    how = {"encoding": "utf-8", "newline": "\n"}
-    if path.suffix == ".gz":
-        return gzip.open(path, "rt", **how)
-    if path.suffix != ".zst":
-        return open(path, **how)
-    for reader in ("zstandard", "compression.zstd"):
-        with contextlib.suppress(ImportError):
-            return importlib.import_module(reader).open(path, "rt", **how)
-    raise UserError(f"{path} cannot be read: pip install zstandard")
-
-
-def parse(line):
-    """JSON -> what it says, or None."""
-    with contextlib.suppress(json.JSONDecodeError):
-        return json.loads(line)
-
-
-def hub_rows(path):
-    """Rows of a parquet file, or of the hub's OWNER/NAME or OWNER/NAME:CONFIGURATION."""
-    try:
-        import datasets
-    except ImportError:
-        what = "is no file here, maybe a data set of the hub"
-        if path.suffix == ".parquet":
-            what = "is parquet"
-        raise UserError(f"{path} {what}: pip install datasets, or give JSON lines or "
-                        "text") from None
-    if path.suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    name, _, configuration = str(path).partition(":")
-    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-
-
-class Piece(str):
-    """A piece of a long text: whether the text begins and ends with it."""
-    first, last = True, True
-
-
-def pieces_of_text(file):
-    """Yield the text of an open file in pieces of some PIECE characters, of whole lines."""
-    waiting = None                                       # the last piece that is not blank
-    while True:
-        text = file.read(PIECE) + file.readline()
-        if not text:
-            break
-        if not text.strip():
-            continue
-        piece = Piece(text)
-        if waiting is not None:
-            waiting.last = piece.first = False
-            yield waiting
-        waiting = piece
-    if waiting is not None:
-        yield waiting
-
-
-def check_file(path):
-    """Refuse a pipe, which would wait for ever, and can be read once only."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise UserError(f"{path} is no file: write to a file what it gives, and name that")
-
-
-def stream_rows(path):
-    """Yield the rows of a file: of JSON, None for a bad line; of any other, its text in pieces."""
-    path = Path(path)
-    check_file(path)
-    try:
-        if path.suffix == ".parquet" or not path.exists():
-            yield from hub_rows(path)
-            return
-        with opened(path) as file:
-            if ".json" not in path.name:
-                yield from pieces_of_text(file)
-                return
-            lines = file
-            if ".jsonl" not in path.name:
-                # One list or row; or, whatever the name says, a row a line
-                text = file.read()
-                lines = text.split("\n") if parse(text) is None else [text]
-            for line in filter(str.strip, lines):
-                row = parse(line)
-                yield from row if isinstance(row, list) else [row]
-    except Exception as why:
-        if isinstance(why, UserError):
-            raise
-        raise UserError(f"{path} cannot be read as text or JSON lines ({type(why).__name__}): mend "
-                        "it, or name another file") from None
-
-
-def read_rows(path):
-    """All rows of a file, as a list: none may be bad."""
-    rows = list(stream_rows(path))
-    if None in rows:
-        bad = 1 + rows.index(None)
-        raise UserError(f"{path} cannot be read as text or JSON lines (row {bad}): mend it, or "
-                        "name another file")
-    return rows
-
-
-def files_of(paths, flag):
-    """All files of files and folders, in order, none hidden; names of the hub as they are."""
-    for path in map(Path, paths):
-        check_file(path)
-        if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                names = file.relative_to(path).parts
-                hidden = any(name.startswith(".") for name in names)
-                if file.is_file() and not hidden:
-                    yield file
-        elif path.exists() or re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
-            yield path
-        else:
-            raise UserError(f"{flag}: {path} does not exist")
-
-
-# ---------------------------------------------------------------- rows
-CHATS = ("conversations", "conversation", "messages")         # ShareGPT; GLIDE's layout; the hub's
-# Fields that make a document, after the string that joins them.
-FIELDS = (
+CHATS = ("conversations", "conversation", "messages")
+# The fields of a document, after the string that joins them
+DOCUMENTS = (
     ("", "text"),
-    ("", "prompt", "canonical_solution", "completion"),       # HumanEval
-    ("\n", "instruction", "input", "output"),                 # Alpaca, Finance-Alpaca
-    ("\n", "article", "highlights"),                          # CNN/DM
-    ("", "whole_func_string"),                                # CodeSearchNet
+    ("", "prompt", "canonical_solution", "completion"),          # HumanEval
+    ("\n", "instruction", "input", "output"),                    # Alpaca
 )
-# What a row asks, by the fields that it has.
-CHOICES = ("Question: {question}\nA. {choices[0]}\nB. {choices[1]}\nC. {choices[2]}\n"
-           "D. {choices[3]}\nAnswer:")
-ASKS = (
+# What a row asks: the first form whose fields the row has
+QUESTIONS = (
     ("prompt", "{prompt}"),
     ("text", "{text}"),
-    ("question choices", CHOICES),                            # MMLU, in both spellings
-    ("input A B C D", "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\nAnswer:"),
-    ("question", "Question: {question}\nAnswer:"),            # GSM8K, Spider
-    ("article", "Summarize: {article}\nSummary:"),            # CNN/DM
+    ("question", "Question: {question}\nAnswer:"),               # GSM8K
     ("instruction input", "{instruction}\n{input}\n"),
     ("instruction", "{instruction}\n"),
 )
-# Chat formats by name, in Jinja.  plain: where a tokenizer has none of its own.
+# Chat templates by name, in Jinja.  "plain" serves a tokenizer that has none of its own.
 PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
          "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
-# FastChat's vicuna_v1.1, which Vicuna's tokenizer does not know.
+# FastChat's vicuna_v1.1: the tokenizer of Vicuna has no template.
 VICUNA = (
-    "{% set said = messages %}"
+    "{% set turns = messages %}"
     "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
-    "{% if said and said[0].role == 'system' %}"
-    "{% set system = said[0].content %}{% set said = said[1:] %}{% endif %}"
+    "{% if turns and turns[0].role == 'system' %}"
+    "{% set system = turns[0].content %}{% set turns = turns[1:] %}{% endif %}"
     "{{ bos_token }}{{ system }} "
-    "{% for turn in said %}"
+    "{% for turn in turns %}"
     "{% if turn.role == 'user' %}USER: {{ turn.content }} "
     "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
 TEMPLATES = {"plain": PLAIN, "vicuna": VICUNA}
 
-
 # ---------------------------------------------------------------- what every program needs
 class Parser(argparse.ArgumentParser):
-    """argparse whose mistakes are one sentence, as all mistakes are here."""
+    """argparse that raises a UserError in place of printing its usage."""
 
     def error(self, message):
         raise UserError(f"{message} (see --help)")
 
-
 def seed(text):
-    """What --seed takes: a whole number from 0 to 2**63 - 1, which torch and NumPy both know."""
+    """The type of --seed: a whole number that both torch and NumPy take."""
     number = int(text)
     if not 0 <= number < 2 ** 63:
         raise ValueError
     return number
 
+def first_line(why):
+    """The first line of an exception's message."""
+    return str(why).partition("\n")[0][:150]
 
 def write_atomically(path, write):
-    """Call `write(temporary path)`, then move the result: a killed write leaves the old file."""
+    """Call write(temporary path), then rename the file: a killed write leaves the old file."""
     path = Path(path)
     part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         write(part)
         os.replace(part, path)
-    except Exception as why:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        if isinstance(why, UserError):
-            raise
-        why = f"{path} cannot be written ({why}): what was there is still there"
-        raise UserError(why) from None
+    except SafetensorError as why:
+        raise UserError(f"{path} cannot be written ({first_line(why)})") from None
+    finally:
+        part.unlink(missing_ok=True)
 
+# ---------------------------------------------------------------- the rows of a file
+def files_of(paths, flag):
+    """Yield the files of files and folders, sorted, without hidden ones; names of the hub as paths.
 
-# ---------------------------------------------------------------- rows -> documents and questions
-def question_text(row, form=None):
-    """What a row asks -> text; None where no field is known.  form: --ask, in place of ASKS."""
-    if not isinstance(row, dict):
-        return row if isinstance(row, str) else None
-    for names, known in ASKS:
-        if form is None and all(row.get(name) for name in names.split()):
-            form = known
-    return form and form.format_map(row)
+    flag: the flag that gave these paths, for the message of a UserError.
+    """
+    for path in map(Path, paths):
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            for file in sorted(path.rglob("*")):
+                names = file.relative_to(path).parts
+                hidden = any(name.startswith(".") for name in names)
+                if file.is_file() and not hidden:
+                    yield file
+        elif path.exists():
+            raise UserError(f"{flag}: {path} is no file: write its content to a file, and name "
+                            "that")
+        elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
+            yield path
+        else:
+            raise UserError(f"{flag}: {path} does not exist")
 
-
-def conversation(row):
-    """A row of ShareGPT, "messages" or MT-Bench -> chat [{"role", "content"}]; any other: None."""
-    messages = []
+def rows_by_datasets(path):
+    """The rows of a parquet file, or of the hub's OWNER/NAME or OWNER/NAME:CONFIGURATION."""
     try:
-        if "turns" in row:                              # MT-Bench: what the user says, turn by turn
+        import datasets
+    except ImportError:
+        raise UserError(f"{path} is parquet, or a data set of the hub: pip install datasets, or "
+                        "give JSON lines or text") from None
+    if path.suffix == ".parquet":
+        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+    name, _, configuration = str(path).partition(":")
+    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
+
+def parsed(line):
+    """A line of JSON -> its value, or None where it is damaged."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+def stream_rows(path):
+    """Yield the rows of a file, None for a damaged line of JSON."""
+    path = Path(path)
+    if path.suffix == ".parquet" or not path.exists():
+        yield from rows_by_datasets(path)
+        return
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        # Only \n ends a line: a string in JSON may hold U+2028.
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+            if ".jsonl" in path.name:
+                for line in file:
+                    if line.strip():
+                        yield parsed(line)
+                return
+            text = file.read()
+    except (OSError, EOFError, ValueError) as why:
+        raise UserError(f"{path} cannot be read as text or JSON lines ({first_line(why)}): correct "
+                        "it, or name another file") from None
+    if ".json" in path.name:
+        found = parsed(text)
+        if found is None:                          # JSON lines, although the name ends in .json
+            found = [parsed(line) for line in text.split("\n") if line.strip()]
+        yield from found if isinstance(found, list) else [found]
+    elif text.strip():
+        yield {"text": text}
+
+def read_rows(path):
+    """All rows of a file -> list; a damaged one is a UserError."""
+    rows = list(stream_rows(path))
+    if None in rows:
+        number = 1 + rows.index(None)
+        raise UserError(f"{path} cannot be read as JSON lines (row {number}): correct it, or name "
+                        "another file")
+    return rows
+
+def kind_of_text(row, path):
+    """The kind of text that a row says it is, or else the name of its file."""
+    about = row if isinstance(row, dict) else {}
+    kind = about.get("group") or about.get("category") or about.get("source")
+    return str(kind or Path(path).name.partition(".")[0])
+
+# ---------------------------------------------------------------- a row as a document
+def conversation(row):
+    """A row with turns or with a chat -> [{"role", "content"}], of any other -> None."""
+    try:
+        if "turns" in row:
             return [{"role": "user", "content": turn} for turn in row["turns"]]
-        for turn in next(row[name] for name in CHATS if name in row):
+        turns = next(row[name] for name in CHATS if name in row)
+        messages = []
+        for turn in turns:
             role = turn.get("from", turn.get("role"))
+            role = {"human": "user", "gpt": "assistant"}.get(role, role)
             content = turn.get("value", turn.get("content"))
             if content:
-                role = {"human": "user", "gpt": "assistant"}.get(role, role)
                 messages.append({"role": role, "content": content})
-    except (AttributeError, TypeError, StopIteration):   # it has another shape
+        return messages
+    except (AttributeError, TypeError, StopIteration):           # a row of another shape
         return None
-    return messages
 
-
-def checked(ids):
-    """Token ids of a row, a list, as they are; a UserError where they cannot be ids."""
-    if all(type(id) is int and 0 <= id < 2 ** 31 for id in ids):
-        return ids
-    raise UserError("token ids are whole numbers from 0, in one list")
-
+def checked_ids(ids):
+    """A list of token ids as it is, or UserError."""
+    if not all(type(number) is int and 0 <= number < 2 ** 31 for number in ids):
+        raise UserError("token ids are whole numbers from 0, in one list")
+    return ids
 
 def document(row):
-    """A row -> text, chat messages or token ids (a list); None where no field is known.
+    """A row -> a text, chat messages or a list of token ids; None where no known field is there.
 
-    An id comes as its complement ~id where nothing is learned from it: in a prompt.
+    The ids of a prompt, which are no labels, are given as their complement ~id.
     """
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
-    if isinstance(row.get("text"), Piece):
-        return row["text"]
     if isinstance(row.get("ids"), list):
-        return checked(row["ids"])
-    if isinstance(row.get("prompt"), list) and isinstance(row.get("answer"), list):
-        # What a target wrote: make.py continuations
-        return [~id for id in checked(row["prompt"])] + checked(row["answer"])
+        return checked_ids(row["ids"])
+    prompt, answer = row.get("prompt"), row.get("answer")
+    if isinstance(prompt, list) and isinstance(answer, list):
+        return [~number for number in checked_ids(prompt)] + checked_ids(answer)
     if "question" in row:
         return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
-    for between, *names in FIELDS:
+    for between, *names in DOCUMENTS:
         if names[0] in row:
             return between.join(row[name] for name in names if isinstance(row.get(name), str))
-
-
-def check_row(row):
-    """Refuse a row whose "held_out" or "times" cannot be what they say."""
-    if not isinstance(row, dict):
-        return
-    if not isinstance(row.get("held_out", True), bool):
-        raise UserError(f"\"held_out\" is {row['held_out']!r}: say true or false")
-    times = row.get("times", 1)
-    if type(times) is not int or not 0 <= times < 1000:
-        raise UserError(f"\"times\" is {times!r}: say a whole number below 1000")
-
+    return None
 
 def documents(paths, flag="--data", bad=None):
-    """Yield (place, row, document) of all rows of files and folders.
+    """Yield (place, row, document) for all rows of files and folders.
 
-    bad: a list that takes the places of rows that hold no document; without it they are mistakes.
+    bad: a list to which the places of rows without a document are appended; None: such a row is a
+    UserError.  A folder may hold files of another kind, too.
     """
-    known = ", ".join(names[1] for names in FIELDS)
     for file in files_of(paths, flag):
-        number = 0
+        place = f"row 1 of {file}"
         try:
             for number, row in enumerate(stream_rows(file), 1):
-                row = {"text": row} if isinstance(row, str) else row
                 place = f"row {number} of {file}"
-                try:
-                    check_row(row)
-                    found = document(row)
-                except UserError as why:
-                    raise UserError(f"{flag}: {place} cannot be read ({why})") from None
+                row = {"text": row} if isinstance(row, str) else row
+                found = document(row)
                 if found is not None:
                     yield place, row, found
-                    continue
-                if bad is None:
-                    raise UserError(f"{flag}: {place} has none of the fields conversations, "
-                                    f"messages, turns, ids, question, {known}, or cannot be read "
-                                    "as text or JSON lines")
-                bad.append(place)
-        except UserError:
-            # A file that was named must be good; one of a folder may be something else.
-            if bad is None or str(file) in map(str, paths):
-                raise
-            bad.append(f"{file} from row {number + 1} on")
+                elif bad is not None:
+                    bad.append(place)
+                else:
+                    known = ", ".join([*CHATS, "turns", "question", "text", "prompt", "ids"])
+                    raise UserError(f"it is damaged, or has none of the fields {known}")
+        except UserError as why:
+            is_named = str(file) in map(str, paths)
+            if bad is None or is_named:
+                raise UserError(f"{flag}: {place}: {why}") from None
+            bad.append(f"{file} from {place} on")
 
-
-def kind_of_text(row, path):
-    """The kind of text that a row says it is, or its file's name."""
-    about = row if isinstance(row, dict) else {}
-    kind = about.get("group") or about.get("category") or about.get("source")
-    return str(kind or Path(path).name.split(".")[0])
-
-
-# ---------------------------------------------------------------- chats -> token ids
+# ---------------------------------------------------------------- chats and texts as token ids
 def template_of(name, tokenizer):
-    """The chat format of --template: a name of TEMPLATES, a Jinja file; None: the tokenizer's."""
-    own = tokenizer.chat_template
-    if isinstance(own, dict):                            # several: of chats, of chats with tools
-        own = own.get("default")
-    if name is None:
-        return own or PLAIN
+    """--template as Jinja.  name: a key of TEMPLATES, a file, or None for the tokenizer's own."""
     if name in TEMPLATES:
         return TEMPLATES[name]
+    if name is None:
+        own = tokenizer.chat_template
+        if isinstance(own, dict):                  # several: for chats, for chats with tools
+            own = own.get("default")
+        return own or PLAIN
     if not Path(name).is_file():
-        raise UserError(f"--template {name}: say {' '.join(TEMPLATES)}, or name a file with a "
-                        "Jinja template")
-    try:
-        template = Path(name).read_text(encoding="utf-8")
-        chat_text([{"role": "user", "content": "hi"}], tokenizer, template)
-    except (jinja2.TemplateSyntaxError, UnicodeError, OSError) as why:
-        reason = first_line(why)
-        raise UserError(f"--template: {name} is no Jinja template ({reason}): mend it") from None
-    except Exception:                                    # this chat it refuses, others it may know
-        pass
-    return template
-
+        raise UserError(f"--template {name}: choose {' or '.join(TEMPLATES)}, or name a file with "
+                        "a Jinja template")
+    return Path(name).read_text(encoding="utf-8")
 
 def chat_text(messages, tokenizer, template, ask=False):
-    """Chat messages as the template writes them.  ask: up to where the next answer begins."""
+    """Chat messages as text.  ask: end where the assistant's next answer begins."""
     return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
                                          add_generation_prompt=ask)
 
-
-def chat_ids(messages, tokenizer, template=None, ask=True):
-    """Chat messages -> token ids.  template: template_of's; ask: the assistant shall speak next."""
-    template = template or template_of(None, tokenizer)
+def chat_ids(messages, tokenizer, template, ask=True):
+    """Chat messages -> list of token ids, as chat_text gives the text."""
     try:
         text = chat_text(messages, tokenizer, template, ask)
-    except Exception as why:                        # a template is a program, with its mistakes
-        raise UserError(f"the chat template refuses the messages ({why}): leave out --system, or "
-                        "give another --template") from None
+    except (jinja2.TemplateError, TypeError) as why:     # say, it wants roles to alternate
+        raise UserError(f"the chat template refuses the messages ({first_line(why)}): leave out "
+                        "--system, or give another --template") from None
+    # The template has written what a tokenizer puts before a text.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
+def is_chat(document):
+    """Whether a document is chat messages."""
+    return isinstance(document, list) and bool(document) and isinstance(document[0], dict)
 
-def is_chat(found):
-    return isinstance(found, list) and bool(found) and isinstance(found[0], dict)
+def answers_in(chat, tokenizer, template):
+    """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
 
-
-def encode(found, tokenizer, template=None, special_tokens=True):
-    """A document (text, chat messages or token ids) -> list of token ids."""
-    if is_chat(found):
-        return chat_ids(found, tokenizer, template, ask=False)
-    if not isinstance(found, str):
-        return [~id if id < 0 else id for id in found]
-    return tokenizer(found, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-
-
-def chat_parts(chat, tokenizer, template):
-    """What is learned from a chat -> [(text, [(before, after)])]: up to each answer, and with it.
-
-    Some templates write a turn otherwise once another follows (without its reasoning, say).  Then
-    each answer is learned from a text of its own, which ends with it, as it is in decoding.
+    Mostly one text.  But some templates write an answer otherwise once a turn follows it, for
+    example without its reasoning.  Then each answer has a text of its own, which ends with it, as
+    it does in decoding.
     """
     try:
-        whole, answers = chat_text(chat, tokenizer, template), []
+        whole = chat_text(chat, tokenizer, template)
+        spans, ends_with_answer = [], []
         for i, turn in enumerate(chat):
             if turn["role"] == "assistant":
                 before = chat_text(chat[:i], tokenizer, template, ask=True) if i else ""
-                answers.append((before, chat_text(chat[:i + 1], tokenizer, template)))
-    except (jinja2.TemplateError, TypeError):            # for example, roles that do not alternate
+                after = chat_text(chat[:i + 1], tokenizer, template)
+                spans.append((len(before), len(after)))
+                ends_with_answer.append(after)
+    except (jinja2.TemplateError, TypeError):            # the template refuses this chat
         return []
-    if all(whole.startswith(after) for _, after in answers):
-        return [(whole, answers)]
-    return [(after, [(before, after)]) for before, after in answers]
+    if all(whole.startswith(text) for text in ends_with_answer):
+        return [(whole, spans)]
+    return [(text, [span]) for text, span in zip(ends_with_answer, spans)]
 
+def only_answers(ids, offsets, spans):
+    """Token ids of a chat -> array (n,), with ~id for each token that belongs to no answer.
 
-def ids_of(texts, tokenizer, **how):
-    """Token ids of each text; a tokenizer does not take an empty list."""
-    return tokenizer(texts, verbose=False, **how)["input_ids"] if texts else []
-
-
-def encode_all(found, tokenizer, template):
-    """Documents -> for each a list of id arrays, mostly one; [] if empty, or refused by it.
-
-    In chats all tokens but the assistant's come as their complement ~id: they are read, but not
-    learned from.  All texts go to the tokenizer at once, since it has threads.
-    """
-    parts = [chat_parts(chat, tokenizer, template) if is_chat(chat) else [] for chat in found]
-    plain = [text for text in found if isinstance(text, str)]
-    written = [text for some in parts for text, _ in some]
-    # What a tokenizer puts before a text belongs to the first piece of it alone.
-    later = [text for text in plain if not getattr(text, "first", True)]
-    plain_ids = iter(ids_of(plain, tokenizer))
-    later_ids = iter(ids_of(later, tokenizer, add_special_tokens=False))
-    chat_ids_and_offsets = iter(())
-    if written:
-        encoded = tokenizer(written, add_special_tokens=False, verbose=False,
-                            return_offsets_mapping=tokenizer.is_fast)
-        offsets = encoded.get("offset_mapping", [None] * len(written))
-        chat_ids_and_offsets = zip(encoded["input_ids"], offsets)
-    for one, some in zip(found, parts):
-        if isinstance(one, str):
-            ids = next(plain_ids)
-            if not getattr(one, "first", True):
-                ids = next(later_ids)
-            yield [np.array(ids, "i4")] if one.strip() and ids else []
-        elif is_chat(one):
-            arrays = []
-            for _, answers in some:
-                ids, offsets = next(chat_ids_and_offsets)
-                arrays.append(only_answers(ids, offsets, answers, tokenizer))
-            yield arrays
-        else:
-            yield [np.array(one, "i4")] if one else []
-
-
-def only_answers(ids, offsets, answers, tokenizer):
-    """A chat's ids, ~id where nothing is learned.
-
-    offsets: of each token the characters (start, end) that it stands for; None: a tokenizer that
-    does not know them.  answers: [(the text up to an answer, and with it)].
+    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer.
     """
     ids = np.array(ids, "i4")
-    learn = np.zeros(len(ids), bool)
-    for before, after in answers:
-        if offsets is None:
-            ids_before, ids_after = ids_of([before, after], tokenizer, add_special_tokens=False)
-            first = same(ids, ids_before)
-            last = same(ids, ids_after)
-        else:
-            # From the first token that reaches into the answer to the last that ends with it
-            ends = np.maximum.accumulate(np.array(offsets).reshape(-1, 2)[:, 1])
-            first = np.searchsorted(ends, len(before), side="right")
-            last = np.searchsorted(ends, len(after), side="right")
-        learn[first:last] = True
-    return np.where(learn, ids, ~ids)
+    ends = np.array(offsets).reshape(-1, 2)[:, 1]
+    ends = np.maximum.accumulate(ends)                   # a special token's may be 0
+    is_label = np.zeros(len(ids), bool)
+    for start, end in spans:
+        # From the first token that reaches into the answer to the last that ends within it
+        first = np.searchsorted(ends, start, side="right")
+        last = np.searchsorted(ends, end, side="right")
+        is_label[first:last] = True
+    return np.where(is_label, ids, ~ids)
 
+def encode_all(found, tokenizer, template):
+    """Yield for each document a list of arrays of token ids, int32: mostly one, none if empty.
 
-def same(a, b):
-    """How many ids of two lists are equal, from the first on."""
-    n = min(len(a), len(b))
-    differ = np.flatnonzero(np.array(a[:n]) != np.array(b[:n]))
-    return int(differ[0]) if len(differ) else n
+    Of a chat, what is not the assistant's comes as ~id: it is read, but is no label.  All texts go
+    to the tokenizer at once, because it has threads.
+    """
+    chats = {i: answers_in(one, tokenizer, template) for i, one in enumerate(found) if is_chat(one)}
+    texts = [text for parts in chats.values() for text, _ in parts]
+    plain = [one for one in found if isinstance(one, str)]
+    encoded_chats, encoded_plain = iter(()), iter(())
+    if texts and not tokenizer.is_fast:
+        raise UserError("to learn from chats, the tokenizer must know the characters of each token "
+                        "(a fast one does): give texts, or token ids")
+    if texts:
+        encoded = tokenizer(texts, add_special_tokens=False, verbose=False,
+                            return_offsets_mapping=True)
+        encoded_chats = zip(encoded["input_ids"], encoded["offset_mapping"])
+    if plain:
+        encoded_plain = iter(tokenizer(plain, verbose=False)["input_ids"])
+    for i, one in enumerate(found):
+        if i in chats:
+            yield [only_answers(*next(encoded_chats), spans) for _, spans in chats[i]]
+            continue
+        ids = next(encoded_plain) if isinstance(one, str) else one
+        is_empty = len(ids) == 0 or isinstance(one, str) and not one.strip()
+        yield [] if is_empty else [np.array(ids, "i4")]
 
+# ---------------------------------------------------------------- rows as prompts
+def question_text(row, form=None):
+    """What a row asks -> text, or None.  form: --ask, in place of the forms of QUESTIONS."""
+    if not isinstance(row, dict):
+        return row if isinstance(row, str) else None
+    for names, known in QUESTIONS:
+        if form is None and all(row.get(name) for name in names.split()):
+            form = known
+    return form and form.format_map(row)
 
-# ---------------------------------------------------------------- rows -> prompts
-def prompt_rows(paths, limit=None):
-    """Rows of files of prompts -> [(group, row, name)], in turns of the groups.
+def prompt_rows(paths, limit=None, skip=0):
+    """Rows of files of prompts, balanced by kind -> [(kind, row, place)]
 
-    So a limit keeps as many rows of each group.
+    skip: how many of them to leave out first.  limit: how many to take then; None: all.
     """
     count, rows = Counter(), []
-    for path in map(Path, paths):
+    for path in files_of(paths, "--prompts"):
         for number, row in enumerate(read_rows(path), 1):
-            group = kind_of_text(row, path)
-            count[group] += 1
-            rows.append((count[group], group, row, f"row {number} of {path}"))
+            kind = kind_of_text(row, path)
+            count[kind] += 1
+            rows.append((count[kind], kind, row, f"row {number} of {path}"))
+    # The first row of each kind, then the second of each, and so on
     rows.sort(key=lambda row: row[0])
-    return [row[1:] for row in rows[:limit]]
+    end = None if limit is None else skip + limit
+    return [row[1:] for row in rows[skip:end]]
 
+def questions_of(row, place, tokenizer, template, ask=None, system=None, answer=None):
+    """Yield the token ids of each prompt of a row: for a chat, of each question.
 
-def prompts_of(row, name, tokenizer, template=None, ask=None, system=None, answer=None):
-    """Yield the token ids of each prompt of a row: of a chat every question, after all before it.
-
-    name: of the row, for mistakes; ask: form of a question, in place of ASKS; system: message of
-    chats.  answer(ids) -> text: the answer to a question that the file leaves open (MT-Bench).
+    place: of the row, for the message of a UserError.  ask: see question_text.  system: a message
+    that chats begin with.  answer(ids) -> text: answers a question that the row leaves open.
     """
-    known = " ".join(["turns", *CHATS, *(names.split()[-1] for names, _ in ASKS)])
-    nothing = UserError(f"{name} is empty, or has none of the fields {known}: write --ask")
     chat = conversation(row)
     if not chat:
         try:
             text = question_text(row, ask)
         except (LookupError, ValueError, TypeError, AttributeError) as why:
-            raise UserError(f"--ask {ask!r} does not fit a row ({type(why).__name__}: {why}): "
-                            "write fields that all rows have, as {question}") from None
-        if not text:
-            raise nothing
-        yield encode(text, tokenizer)
-        return
-    said = [{"role": "system", "content": system}] if system and chat[0]["role"] != "system" else []
+            raise UserError(f"--ask {ask!r} does not fit {place} ({type(why).__name__}: {why}): "
+                            "name fields that all rows have, as {question}") from None
+        if text:
+            yield tokenizer(text, verbose=False)["input_ids"]
+            return
+    messages = []
+    if system and chat and chat[0]["role"] != "system":
+        messages.append({"role": "system", "content": system})
     ids = None
-    for message in chat:
-        if message["role"] == "user" and said and said[-1]["role"] == "user":
-            said.append({"role": "assistant", "content": answer(ids)})     # nobody has answered yet
-        said.append(message)
+    for message in chat or []:
         if message["role"] == "user":
-            ids = chat_ids(said, tokenizer, template)
+            if messages and messages[-1]["role"] == "user":
+                messages.append({"role": "assistant", "content": answer(ids)})
+            messages.append(message)
+            ids = chat_ids(messages, tokenizer, template)
             yield ids
-    if ids is None:                                      # nobody asks anything
-        raise nothing
+        else:
+            messages.append(message)
+    if ids is None:
+        known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
+        raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe its "
+                        "question with --ask")
+
+def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None, skip=0):
+    """Files of prompts -> [(kind, ids, new tokens)]: at most `most` of them, as the context allows.
+
+    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form, ask, system: the flags
+    --template, --ask, --system.  answer: see questions_of.
+    """
+    template = template_of(form, setup.tokenizer)
+    vocab = setup.target.config.vocab_size
+    prompts, too_long = [], 0
+    rows = prompt_rows(paths, limit, skip)
+    for kind, row, place in tqdm(rows, "prompts", leave=False, disable=None):
+        for ids in questions_of(row, place, setup.tokenizer, template, ask, system, answer):
+            if not ids or max(ids) >= vocab:
+                raise UserError(f"{place} gives no tokens, or others than the target's {vocab}: "
+                                "correct the row or --template")
+            remaining = setup.target.remaining(ids)
+            if remaining < 1:
+                too_long += 1                            # and so are all further turns of this row
+                break
+            prompts.append((kind, ids, min(most, remaining)))
+    if not prompts and not skip:
+        raise UserError(f"--prompts: {' '.join(map(str, paths))} holds no prompt of at most "
+                        f"{setup.target.context} tokens, the target's context")
+    if too_long:
+        setup.notes.append(f"{too_long} prompts longer than the context left out")
+    return prompts
