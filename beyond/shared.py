@@ -36,8 +36,9 @@ What is different from GLIDE and EDD, besides the tables and the list:
     to.  So a D x D matrix follows a tied embedding (config.projected).  It starts as a random
     rotation.
  2. The last norm starts as the target's: its head was trained on states that this norm made.
- 3. The loss is the KL divergence to the target's distribution.  With a list of words it is the
-    divergence among these words: both softmaxes are over their k logits.
+ 3. The loss is the KL divergence to the target's distribution (config.loss "kl"), or the negative
+    logarithm of the acceptance rate ("lk", arXiv 2602.23881).  With a list of words both softmaxes
+    are over their k logits alone.
  4. GLIDE's layer has as many heads as the target, and RoPE by the target's table for its own keys,
     too.  Its self-attention sees a window of the last 512 tokens, LongSpec's; what is older comes
     by the glimpse.  In LongSpec the window of a node begins at its depth in the tree, here at its
@@ -117,9 +118,9 @@ class BetweenTables:
 
     def init_tables(self, config):
         """The projection and an empty list of words, as parts of this module."""
-        if config.loss != "kl":
-            raise ValueError("a drafter between the target's tables learns by the KL divergence: "
-                             "leave --loss out")
+        if config.loss not in ("kl", "lk"):
+            raise ValueError(f"a drafter between the target's tables has the loss kl or lk, and no "
+                             f"{config.loss}: leave --loss out")
         self.projection = rotation(config.width) if config.projected else nn.Identity()
         words = torch.zeros(config.words, dtype=torch.long) if config.words else None
         self.register_buffer("words", words)
@@ -178,20 +179,26 @@ class BetweenTables:
         return spread.index_copy(-1, self.words, logits)
 
     def word_loss(self, x, target_logits):
-        """What training uses: D_KL(p_target || p_draft) among the words, summed over n tokens -> ()
+        """What training uses: the loss of difference 3 among the words, summed over n tokens -> ()
 
         x (n, D), normed.  target_logits (n, k): the target's logits of the words; without a list,
         (n, V).
         """
         p_target = target_logits.float().softmax(-1)
-        return edd.kl(p_target, self.word_logits(x))
+        logits = self.word_logits(x)
+        if self.config.loss == "kl":
+            return edd.kl(p_target, logits)
+        # The probability that a sampled draft is accepted: sum_x min(p_target(x), p_draft(x))
+        p_draft = logits.float().softmax(-1)
+        acceptance = torch.minimum(p_target, p_draft).sum(-1)                  # (n,)
+        return -acceptance.log().sum()
 
 # ---------------------------------------------------------------- GLIDE's layer
 @dataclass
 class GlideConfig(glide.Config):
     """glide.Config with what these drafters have beyond it; sizes are those of a target's layer."""
     norm: bool = True                # before the glimpse
-    loss: str = "kl"                 # no other (difference 3)
+    loss: str = "kl"                 # or "lk" (difference 3)
     kind: str = "glide-shared"
     bias: bool = False               # of all queries, and of the drafter's own keys and values
     window: int = 512                # of the drafter's own entries, how many a query sees before it
@@ -237,7 +244,7 @@ class Layer(glide.Layer):
         """As glide.Layer.forward."""
         if mask is None:
             # The next node of a chain sees all entries.
-            mask = torch.ones(1, cache.keys, dtype=torch.bool, device=x.device)
+            mask = torch.ones(1, cache.end, dtype=torch.bool, device=x.device)
         mask = self.in_window(mask)
         return super().forward(x, ropes, mask, kv, glimpse_mask, cache)
 
@@ -280,9 +287,11 @@ class GlideShared(BetweenTables, glide.Glide):
         norm = model.get_decoder().norm
         self.norm.weight.copy_(norm.weight)
 
-    def loss_of(self, x, labels):
-        """As glide.Glide.loss_of.  labels: the target's logits."""
-        return self.word_loss(x, labels)
+    def loss(self, batch):
+        """As glide.Glide.loss."""
+        x = self(batch["ids"], batch["kv"])                                    # (B, T, D)
+        total = batch["sum"](self.word_loss, batch["learn"], x, batch["logits"])
+        return total / batch["count"]
 
 # ---------------------------------------------------------------- EDD's layer
 @dataclass

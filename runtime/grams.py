@@ -3,10 +3,10 @@
     bigram, confidence = read_bigram("checkpoints/bigram.json", vocab)
     gram = maxgram.MaxGram(bigram, confidence)
     agreement = read_agreement("checkpoints/bigram.json", "edd")
-    drafter = graft.Beside(edd, gram, agreement)
+    drafter = graft.Mixture(edd, gram, agreement)
 
 `checkpoints/make.py bigram` counts the bigram and measures the confidence.  `make.py agreement`
-fits for each drafter the three numbers of graft.Beside.weight: to what the target writes by itself
+fits for each drafter the three numbers of graft.Mixture.weight: to what the target writes by itself
 after held-out prompts.
 """
 import json
@@ -74,7 +74,7 @@ def read_bigram(path, vocab, fingerprint=None):
     return bigram + [0] * (vocab - len(bigram)), confidence
 
 def read_agreement(path, name):
-    """(a, b, c) of graft.Beside.weight for the drafter `name`; None where the file has none."""
+    """(a, b, c) of graft.Mixture.weight for the drafter `name`; None where the file has none."""
     try:
         read = json.loads(Path(path).read_text(encoding="utf-8"))
         found = read["agreement"][name]["weights"]
@@ -116,24 +116,24 @@ def measure_confidence(texts, bigram=None, lengths=maxgram.LENGTHS):
         table.append(right[nearest] / seen[nearest])
     return table
 
-class Judge(graft.Beside):
+class Judge(graft.Mixture):
     """Leaves the drafter's logits as they are.
 
     judged: of each node given to expand (predicted token, length of match, the drafter's p of it),
     or None where Max-Gram predicts nothing.
     """
 
-    def expand(self, tokens, parents):
-        self.judged = [None] * len(parents)
-        return super().expand(tokens, parents)
-
-    def mixed(self, logits, rows, predicted, lengths):
-        p = (logits[rows].double() / self.temperature).softmax(-1)               # (k, V)
-        p = p.gather(1, predicted[:, None])[:, 0]                                # (k,)
+    def adjust(self, probs):
+        rows, predicted, lengths = self.predictions
+        self.judged = [None] * len(probs)
+        p_draft = probs[rows]                                                    # (k, V)
+        p = p_draft.gather(1, predicted[:, None])[:, 0]                          # (k,)
+        # A row of zeros is no prediction: there is nothing to agree with.
+        p = p.masked_fill(~(p_draft > 0).any(1), math.nan)
         judged = zip(predicted.tolist(), lengths.tolist(), p.tolist())
         for row, one in zip(rows.tolist(), judged):
             self.judged[row] = one
-        return logits
+        return probs
 
 def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
     """Max-Gram's predictions along the target's own greedy text -> [(length, p, right)].
@@ -167,7 +167,7 @@ def judged_words(target, drafter, gram, prompts, new, stopping_criteria=()):
     return [judged for judged in found if not math.isnan(judged[1])]
 
 def features(lengths, p):
-    """1, length, logit p of graft.Beside.weight -> (n, 3).  lengths, p: (n,)"""
+    """1, length, logit p of graft.Mixture.weight -> (n, 3).  lengths, p: (n,)"""
     lengths = lengths.clamp(max=maxgram.LENGTHS)
     logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
     return torch.stack((torch.ones_like(p), lengths, logit), 1)

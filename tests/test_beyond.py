@@ -71,6 +71,9 @@ def test_the_layer_learns_among_the_words_alone(target, name):
         log_t = whole[..., WORDS].log_softmax(-1)
         each = (log_t.exp() * (log_t - log_d)).sum(-1)[batch["learn"]]
     assert found.item() == pytest.approx(each.mean().item(), abs=1e-5)
+    module.config.loss = "lk"
+    rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)[batch["learn"]]
+    assert module.loss(batch).item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
     # A tied table is turned, and the turn learns; a table by itself is read as it is.
     assert module.config.projected == hasattr(module.projection, "weight") == (target is tied_llama)
 
@@ -139,7 +142,7 @@ def test_a_half_precision_target_loses_no_gradients():
 
 def test_what_it_cannot_be_is_said():
     model = shared("llama")
-    with pytest.raises(ValueError, match="KL divergence"):
+    with pytest.raises(ValueError, match="the loss kl or lk, and no ce"):
         EDDShared(EDDConfig.for_target(model, 2, loss="ce"), model)
     with pytest.raises(ValueError, match="RoPE covers 8 entries of a head, and the drafter's heads have 4"):
         GlideShared.for_target(tiny("llama", head_dim=8, hidden_size=16), GlideConfig.for_target(tiny("llama", head_dim=8, hidden_size=16)), 64)

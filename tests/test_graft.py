@@ -1,4 +1,4 @@
-"""A drafter mixed with Max-Gram, against Eq. 1 and 2 in Python floats and plain decoding; how far its predictions are trusted."""
+"""A drafter mixed with Max-Gram, against Eq. 1 and 2 in Python floats, and plain decoding."""
 import math
 import random
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ import cape
 import verify
 from beyond.graft import Mixture
 from maxgram import MaxGram
-from runtime import grams, stage
+from runtime import load
 
 class Paths:
     """A drafter with logits of its own after each path; some are -inf, and some rows as a whole."""
@@ -120,7 +120,7 @@ def test_a_drafter_that_was_not_asked_reads_what_it_missed_at_once(name):
     """Three rounds of four draft nothing: the predictions are those of a drafter that reads every round."""
     model, found = shared("llama"), []
     for wrap in (lambda drafter: Mixture(drafter, MaxGram(confidence=[0])), lambda drafter: drafter):
-        inner = stage.Stage(target_of(model)) if name == "a language model" else random_drafter(model, name)
+        inner = load.Stage(target_of(model)) if name == "a language model" else random_drafter(model, name)
         rows, begun, rounds = [], [], iter(range(99))
         begin, expand = inner.begin, inner.expand
         inner.begin = lambda view: begun.append(view) or begin(view)                                       # noqa: B023
@@ -131,42 +131,3 @@ def test_a_drafter_that_was_not_asked_reads_what_it_missed_at_once(name):
         found.append((torch.cat(rows), len(begun)))
     torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
     assert found[0][1] < found[1][1] / 2
-
-# ---------------------------------------------------------------- how far the predictions can be trusted
-def test_judged_predictions_by_a_replay_of_the_text():
-    """Each along the target's text as long as those before it in its round were right; p by a fresh drafter."""
-    model = shared("llama")
-    target, prompts, expected = target_of(model), [[3, 1, 4, 1, 5, 3, 1, 4], [2, 7, 2, 7, 2, 7, 2]], []
-    drafter, fresh = random_drafter(model, "vanilla"), random_drafter(model, "vanilla")
-    drafter.temperature = 1.5
-    judged = grams.judged_words(target, drafter, MaxGram(), prompts, 25)
-    for prompt in prompts:
-        text, at = prompt + plain(model, prompt, 25), len(prompt)        # text[at]: the root
-        while at + 1 < len(text):
-            start, right = at, True
-            while right and at - start < 11 and at + 1 < len(text):
-                predicted, lengths = brute_force(text[:start], text[start:at + 1], 1)
-                at += 1
-                if not predicted or lengths[0] < 2:
-                    break
-                right = predicted[0] == text[at]
-                fresh.reset()
-                fresh.begin(verify.View(torch.tensor(text[:start]), start, {}, {}))
-                row = fresh.expand(torch.tensor(text[start:at]), list(range(-1, at - start - 1)))[-1]
-                expected.append((lengths[0], (row / 1.5).softmax(-1)[predicted[0]].item(), right))
-    assert [(length, right) for length, _, right in judged] == [(length, right) for length, _, right in expected]
-    assert [p for _, p, _ in judged] == pytest.approx([p for _, p, _ in expected], rel=1e-4)
-    assert len(judged) > 5 and {right for *_, right in judged} == {True, False}
-
-def test_agreement_finds_the_logistic_that_made_the_predictions():
-    rng, judged = random.Random(0), []
-    for _ in range(20000):
-        length, p = rng.randint(2, 12), rng.random()
-        judged.append((length, p, rng.random() < 1 / (1 + math.exp(1 - 0.4 * min(length, 8) - 0.5 * math.log(p / (1 - p))))))
-    found = grams.fit_agreement(judged, lambda length: 0.3)
-    assert found["weights"] == pytest.approx([-1, 0.4, 0.5], abs=0.1) and found["words"] == 20000
-    assert found["log_loss"] < found["plain"]["log_loss"] and found["ece"] < 0.05 < found["plain"]["ece"]
-    # at 0.9 one of two was right, at 0.25 none of one: (2 |0.9 - 0.5| + |0.25 - 0|) / 3
-    p, y = torch.tensor([[0.9, 0.9, 0.25], [1, 0, 0]], dtype=torch.float64)
-    loss = -(math.log(0.9) + math.log(0.1) + math.log(0.75)) / 3
-    assert grams.scores(p, y) == pytest.approx({"ece": 0.35, "log_loss": loss}, abs=1e-4)
