@@ -5,11 +5,11 @@ Speculative Drafting (arXiv 2312.11462).  The tree is the pruned candidate tree 
 Decoder with Pruned Candidate Tree (ACL 2025), priced (priced.py).  The neural drafter may be GLIDE
 (arXiv 2402.02082).
 
-The idea.  One forward of a neural drafter takes s_d, however many nodes it reads.  Max-Gram
-proposes a chain of tokens without any forward.  So one forward reads a node *and* the chain that
-Max-Gram suggests after it.  It returns a distribution after each token of the chain.  These say how
-likely the chain's next token is, and which other tokens may follow.  So where the drafter agrees
-with a chain of n tokens, one forward deepens the tree by n + 1.
+The idea.  One forward of a neural drafter takes about s_d, however many nodes it reads.  Max-Gram
+suggests a chain of tokens without any forward.  So one forward reads a node *and* the chain that
+Max-Gram suggests after it.  It gives a distribution after each token of the chain: how likely the
+chain's next token is, and which other tokens may follow.  Where the drafter agrees with a chain of
+n tokens, this one forward makes the tree n + 1 tokens deeper.
 
 There are two parts, and each is of use without the other:
 
@@ -125,7 +125,7 @@ def add_suggested(candidates, node, most, least):
         node = candidates.add_child(node, c, token)
 
 def add_children(candidates, node, c, x):
-    """As Candidates.add_children -> {token: child}"""
+    """As Candidates.add_children -> the children, as {token: node}"""
     first_child = len(candidates.token)
     candidates.add_children(node, c, x)
     children = range(first_child, len(candidates.token))
@@ -134,8 +134,8 @@ def add_children(candidates, node, c, x):
 def grow_with_chain(candidates, frontier, most, least):
     """As Candidates.grow; the same forward reads the chain suggested after the best node.
 
-    most, least: as in `suggested`.  A token of the chain becomes a node of the tree if it is one of
-    the `width` best children of the node before it.  There the chain ends otherwise.
+    most, least: as in `suggested`.  A token of the chain becomes a node if the drafter has it among
+    the `width` best children of the node before it.  Where it has not, the chain ends.
     """
     best = candidates.ranked(frontier)[0]
     # The forward also drafts children of the chain's last token.  They must not be too deep.

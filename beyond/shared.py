@@ -3,49 +3,47 @@
 The idea.  GLIDE and EDD train an embedding and a head of their own.  Beside a small target with a
 large vocabulary these two tables are nearly the whole drafter: of an EDD beside SmolLM2-135M
 (49 152 token ids, width 576) they are 56.6M of 60.2M weights, and the head is most of what a draft
-costs.  Here one layer stands between the target's own tables, which are frozen and are not saved
-with the drafter.  And the layer may learn and draft a short list of frequent words alone: their
-logits are a product with k rows of the head instead of V.  All other tokens get a logit of -inf, so
-they are never drafted.  The target verifies over the whole vocabulary, so the output stays exactly
-the same: a rare token costs a rejection and nothing else.
+costs.  Here only one layer is trained, between the target's own tables.  They are frozen, and are
+not saved with the drafter.
 
-    name for train.py     the layer                          what it reads of the target
-    glide-shared          GLIDE's (glide.py)                 the KV entries of one layer
-    glide-shared-top      GLIDE's, without config.norm       the KV entries of the last layer
-    vanilla-shared        GLIDE's, without the glimpse       nothing but the tables
-    edd-shared            EDD's (edd.py)                     the hidden states of one layer
-    vdm-shared            EDD's, of the VDM                  nothing but the tables
-    glide-shared-f768     as glide-shared, with an MLP of hidden size 768; likewise the other two
+The layer may also learn a short list of frequent words alone.  Their logits need k rows of the head
+instead of V.  All other tokens get a logit of -inf: they are never drafted.  The target verifies
+over the whole vocabulary, so the output stays the same, and a rare token only costs a rejection.
+
+    name for train.py     the layer                            what it reads of the target
+    glide-shared          GLIDE's (glide.py)                   KV entries of one layer
+    glide-shared-top      GLIDE's, no norm before the glimpse  KV entries of the last layer
+    vanilla-shared        GLIDE's, no glimpse                  nothing but the tables
+    edd-shared            EDD's (edd.py)                       hidden states of one layer
+    vdm-shared            EDD's, as the VDM                    nothing but the tables
 
 None of these is the drafter of the GLIDE paper or of the EDD paper: those have tables of their own.
-glide-shared has the shape of LongSpec (Yang et al., arXiv 2502.17421), which also puts one layer
-with self-attention over a window and cross-attention onto the target's cache between the target's
-tables.  EAGLE (arXiv 2401.15077) shares the tables, too.  The list of words is FR-Spec's (arXiv
-2502.14856).
+glide-shared has the shape of LongSpec (Yang et al., arXiv 2502.17421): one layer between the
+target's tables, with self-attention over a window and cross-attention onto the target's cache.
+EAGLE (arXiv 2401.15077) shares the tables, too.  The list of words is FR-Spec's (arXiv 2502.14856).
 
     paper                            shape          name here
     embedding of the target          (V, D)         target.embed, a function
     LM head of the target, W_LM      (V, D)         target.lm_head; target.head, a function
     V_high (FR-Spec)                 (k,)           words: token ids, the most frequent first
-    ~W_LM (FR-Spec, Eq. 2)           (k, D)         head_of_words: the rows `words` of W_LM
-    H, KV entries                                   as in edd.py and glide.py
+    ~W_LM (FR-Spec, Eq. 2)           (k, D)         the rows of W_LM in head_of_words
+    T, H, L, K, V                                   as in edd.py and glide.py
 
-What is different from GLIDE and EDD, besides the tables and the list:
- 1. Where the target ties its embedding to its head, the embedding of a token points to the logit of
-    that same token.  The many layers of a target turn it away from there, and one layer has trouble
-    to.  So a D x D matrix follows a tied embedding (config.projected).  It starts as a random
-    rotation.
- 2. The last norm starts as the target's: its head was trained on states that this norm made.
+Differences from the drafters of glide.py and edd.py, besides the tables and the list:
+ 1. Some targets have one table for both, so the embedding of a token is also its row of the head.
+    Then the logit of the token that was just read starts high.  The many layers of a target learn
+    to undo that, and one layer hardly can.  So there a D x D matrix follows the embedding
+    (config.projected).  It starts as a random rotation.
+ 2. The last norm starts as the target's, since the head was trained on what that norm gave.
  3. The loss is the KL divergence to the target's distribution (config.loss "kl"), or the negative
-    logarithm of the acceptance rate ("lk", arXiv 2602.23881).  With a list of words both softmaxes
-    are over their k logits alone.
- 4. GLIDE's layer has as many heads as the target, and RoPE by the target's table for its own keys,
-    too.  Its self-attention sees a window of the last 512 tokens, LongSpec's; what is older comes
-    by the glimpse.  In LongSpec the window of a node begins at its depth in the tree, here at its
-    position.  LongSpec's biases are an option, config.bias.
+    logarithm of the acceptance rate ("lk", arXiv 2602.23881).  With a list of words, both
+    distributions are softmaxes over the words' k logits.
+ 4. GLIDE's layer has as many heads as the target's layers, and the target's RoPE for its own keys,
+    too.  Its self-attention sees the last 512 tokens only, as LongSpec's; what is older it sees by
+    the glimpse.  config.bias adds LongSpec's biases.
 
-The list of words is counted once, before training, and saved with the weights as the tensor
-`words`.  A new draft model is told it by choose_words; load_state_dict finds it in a checkpoint.
+The words are counted once, before training.  choose_words tells them to a new draft model, which
+saves them with its weights, as the tensor `words`.  load_state_dict reads them back.
 
 To use one in a project of your own: this file, glide.py, edd.py, a Llama, Mistral or Qwen2, and a
 drafter from train.py.
@@ -106,27 +104,31 @@ def rotation(width):
     return linear
 
 def linear_of(x, weight):
-    """x (..., D), weight (n, D) -> (..., n), in the dtype of x: a float16 gradient would be lost."""
+    """x (..., D), weight (n, D) -> (..., n)
+
+    The weight is cast to the dtype of x, not x to that of the weight: in float16 small gradients of
+    x would be lost.
+    """
     return F.linear(x, weight.to(x.dtype))
 
 class BetweenTables:
-    """The part that GlideShared and EDDShared have in common: tables, projection and words.
+    """What GlideShared and EDDShared have in common: the tables, the projection and the words.
 
-    A family of targets that uses its tables otherwise than Llama overrides two methods: take_tables
-    and head_of_words (runtime/drafters.py).
+    For targets that use their tables in another way than Llama, runtime/drafters.py overrides
+    take_tables and head_of_words.
     """
 
     def init_tables(self, config):
-        """The projection and an empty list of words, as parts of this module."""
+        """Make the projection, and a buffer for the words, which choose_words fills."""
         if config.loss not in ("kl", "lk"):
-            raise ValueError(f"a drafter between the target's tables has the loss kl or lk, and no "
-                             f"{config.loss}: leave --loss out")
+            raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, not "
+                             f"by {config.loss}")
         self.projection = rotation(config.width) if config.projected else nn.Identity()
         words = torch.zeros(config.words, dtype=torch.long) if config.words else None
         self.register_buffer("words", words)
 
     def take_tables(self, model):
-        """Remember the target's embedding and head.  They are no modules of ours: not saved."""
+        """Put the target's embedding and head into self.target: they are not saved with this."""
         table = model.get_input_embeddings().weight.detach()                   # (V, D)
         self.target.embed = partial(F.embedding, weight=table)
         self.target.lm_head = model.get_output_embeddings()
@@ -148,7 +150,7 @@ class BetweenTables:
         self.target.word_head = self.head_of_words(words)
 
     def load_state_dict(self, weights, *args, **more):
-        """As nn.Module's; then the head of the words that were loaded is made."""
+        """As nn.Module's.  Then the words that were loaded are chosen."""
         result = super().load_state_dict(weights, *args, **more)
         if self.words is not None:
             self.choose_words(self.words)
@@ -163,7 +165,7 @@ class BetweenTables:
     def word_logits(self, x):
         """x (..., D), normed -> logits (..., k) of the words; without a list, (..., V) of all.
 
-        For the target's own last hidden state x, these are the target's logits.
+        Where x is the target's own last hidden state, these are the target's own logits.
         """
         if self.words is None:
             return self.target.head(x)

@@ -114,7 +114,7 @@ def test_sure_drafters_stay_finite():
                                                    (300.0, (0, 1, 0.1), 0, 0.83, 0.84), (-300.0, (0, 1, 0.1), 0, 1, 1)):
         assert low <= seen([0.0, sure, -sure, 0.0], confidence, verify.Greedy(), agreement=agreement) <= high
 
-@torch.inference_mode()
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["glide", "edd", "eagle", "a language model"])
 def test_a_drafter_that_was_not_asked_reads_what_it_missed_at_once(name):
     """Three rounds of four draft nothing: the predictions are those of a drafter that reads every round."""
