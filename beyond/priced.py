@@ -95,7 +95,7 @@ from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
 NODE_PRICE = 0.01       # in target steps, where it was not measured
 START = 0.0             # in target steps, where it was not measured
 LEARN = 0.2             # how far a round that drafts moves the running means to its gain and time
-FORGET = 0.003          # how far any other moves the mean gain to 1, so that drafting is tried again
+FORGET = 0.003          # how far any other moves the mean gain to 1: drafting is tried again later
 
 Prices = namedtuple("Prices", "cost node_price start")
 # A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps

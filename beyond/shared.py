@@ -121,8 +121,8 @@ class BetweenTables:
     def init_tables(self, config):
         """Make the projection, and a buffer for the words, which choose_words fills."""
         if config.loss not in ("kl", "lk"):
-            raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, not "
-                             f"by {config.loss}")
+            raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, "
+                             f"not by {config.loss}")
         self.projection = rotation(config.width) if config.projected else nn.Identity()
         words = torch.zeros(config.words, dtype=torch.long) if config.words else None
         self.register_buffer("words", words)
