@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_cape import path_expand, random_table, table_expand
+from test_cape import random_table, table_expand
 from test_maxgram import brute_force
 from test_pct import paths
 
