@@ -82,7 +82,7 @@ class Candidates:
 
     Parents come before children, and the children of a node are sorted, the most probable first.
 
-    token, depth of each node; parent: its index in these lists.  The root's depth is 0.
+    token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0.
     c: the node's own confidence; p: its joint probability.
     expand_index: {node: its number in expand}, for the nodes that were given to expand.
     drafts: number of drafter forwards; given: number of nodes given to expand.

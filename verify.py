@@ -23,11 +23,12 @@ The contract.  A builder is a function build(expand, root (1,)) -> Tree; a draft
     parents come before children.  Of two children with the same token the first counts.  All
     tensors are on the root's device.
  3. A row of zeros means no prediction, and no node of a tree may have probability zero.
- 4. Only a chain that was sampled, by expand.generator, has p_draft (n - 1, V): row i is the
+ 4. Only a chain that was sampled with expand.generator has p_draft (n - 1, V): row i is the
     distribution from which node i + 1 was sampled.
  5. A builder may also read expand.remaining (deeper nodes are wasted), expand.root (its id),
     expand.rule and expand.drafter.
- 6. drafter.needs = {"kv": [layers], "hidden": [indices of hidden_states]} is what it reads.
+ 6. drafter.needs = {"kv": [layers], "hidden": [indices of hidden_states]} names what of the target
+    it reads.
  7. drafter.reset() begins a sequence.  drafter.begin(view) begins a round; the View shows what was
     committed since the last one.  drafter.expand(tokens, parents) -> logits (m, V) serves expand:
     V is the target's, any device will do, and a row of -inf means no prediction.
@@ -54,7 +55,7 @@ Differences from the paper:
 To use this file in a project of yours, with any decoder-only model of transformers:
 
     out = generate(Target(model), drafter, build, ids)       # out.tokens: the new ids
-    model.generate(**inputs, custom_generate=speculative(drafter, build))    # or so
+    model.generate(**inputs, custom_generate=speculative(drafter, build))
 
     python verify.py                                         # the demo: a random Llama
 """
@@ -131,8 +132,8 @@ class TreeCache(Cache):
     def update(self, k, v, layer, *args, **kwargs):
         """Write a layer's new entries k, v (1, H, n, d) -> all keys and values to attend to."""
         if layer not in self.kv:
-            none_yet = (0, 0, 0, self.allocated)
-            self.kv[layer] = [F.pad(x[:, :, :0], none_yet) for x in (k, v)]
+            allocated = (0, 0, 0, self.allocated)
+            self.kv[layer] = [F.pad(x[:, :, :0], allocated) for x in (k, v)]
         for held, new in zip(self.kv[layer], (k, v)):
             held.index_copy_(2, self.slots, new)
         return [held[:, :, :self.end] for held in self.kv[layer]]
@@ -178,7 +179,7 @@ class Target:
         """Start a new sequence.  The allocated memory is kept."""
         self.cache.length = 0
         self.ids = []                                          # the tokens in the cache
-        self.source = None                                     # an encoder's input, not yet viewed
+        self.source = None                                     # an encoder's ids, for the next view
 
     def remaining(self, ids):
         """The most tokens that may follow a prompt.  The last one is not forwarded."""
@@ -210,12 +211,12 @@ class Target:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # A node may lie beyond the last position, where a table of positions ends.  It may even
-            # be accepted, but the output ends with it at the latest: its logits are not used.
+            # A node may lie beyond the capacity, where the model has no position for it.  It may
+            # even be accepted, but then the output ends with it, so that its logits choose nothing.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
-        self.nodes = [tokens, *states]                         # (n,), and (n, D) per index
+        self.nodes = [tokens, *states]                         # for commit: (n,), (n, D) per index
         return logits
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
@@ -256,6 +257,7 @@ class Target:
 
         Returns the logits (logits_to_keep, V) after the last ids.
         """
+        # The last ids are forwarded in any case, since their logits are wanted.
         longest = min(len(self.ids), len(ids) - logits_to_keep)
         common = 0
         while common < longest and self.ids[common] == ids[common]:
@@ -367,7 +369,7 @@ class Sampled:
         return self.processors(None, logits.float()).softmax(-1)
 
     def probs(self, logits, temperature):
-        """As Greedy.probs: the drafter's distribution is warped as the target's is."""
+        """A drafter's logits (m, V) -> what a builder sees: warped as the target's are."""
         return self.warp(logits)
 
     def choose(self, tree, logits, first):
@@ -381,8 +383,9 @@ class Sampled:
         root_alone = len(depth) == 1
         depths = [0] if root_alone else depth.tolist()         # a device-to-host sync
         sizes = [depths.count(d) for d in range(max(depths) + 1)]
+        nodes_by_depth = depth.argsort().split(sizes)
         choice = torch.empty_like(depth)
-        for d, nodes in enumerate(depth.argsort().split(sizes)):
+        for d, nodes in enumerate(nodes_by_depth):
             noise = keyed_noise(self.seed, first + d, logits.shape[1], logits.device)
             choice[nodes] = (p_target[nodes] / noise).argmax(-1)
         return choice
@@ -441,9 +444,9 @@ class Expand:
         return probs
 
     def path(self, tokens, accepted):
-        """The expand_indices of the accepted tokens, the root first.
+        """The expand_indices of those accepted tokens that were given to expand, the root first.
 
-        tokens: a list, by expand_index.  accepted: token ids, the root's first.
+        tokens: all that were given, a list.  accepted: token ids, the root's first.
         """
         child = children(tokens, self.parents)
         path, node = [], -1
@@ -464,9 +467,10 @@ def prompt_ids(target, input_ids, new_tokens):
     ids = given.flatten().tolist()
     if not ids or shape not in ((len(ids),), (1, len(ids))):
         raise UserError(f"input_ids have the shape {shape}: give one sequence of tokens")
-    if min(new_tokens, target.remaining(ids)) < 1:
-        raise UserError(f"{new_tokens} new tokens after {len(ids)}, in a context of "
-                        f"{target.capacity}: ask for at least one, and for no more than fit")
+    if new_tokens < 1:
+        raise UserError(f"max_new_tokens is {new_tokens}: ask for at least one")
+    if target.remaining(ids) < 1:
+        raise UserError(f"{len(ids)} tokens exceed the context of {target.capacity}: give fewer")
     return ids
 
 @torch.inference_mode()
@@ -487,14 +491,14 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     if drafter:
         drafter.reset()
     logits = target.prefill(ids, limit)[None]                  # (1, V), of the first root
-    last = torch.tensor(ids[-1:], device=target.device)
-    root = rule.choose(root_only(None, last), logits, target.cache.length)             # (1,)
+    last_id = torch.tensor(ids[-1:], device=target.device)
+    root = rule.choose(root_only(None, last_id), logits, target.cache.length)          # (1,)
     new = out.add(root.tolist())
     while not out.ended:
         # Draft: the drafter proposes a tree below the root x_t.
         if drafter:
             drafter.begin(target.view(new[-1]))
-        first = target.cache.length + 1
+        first = target.cache.length + 1                        # the position after the root's
         remaining = limit - len(out.tokens) - 1
         generator = stream(rule.seed, f"draft {first}", target.device)
         expand = Expand(drafter, rule, memory, new[-1], remaining, generator)
@@ -516,7 +520,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         # Commit: the accepted nodes are cached; the target's own token is the next root.
         accepted = [tokens[node] for node in path]
         target.commit(path, accepted)
-        root = choice[path[-1]:][:1]
+        last = path[-1]
+        root = choice[last:last + 1]                                                   # (1,)
         if drafter:
             drafter.keep(expand.path(numbers[3 * n:], accepted))
         new = out.add(new)
@@ -528,9 +533,9 @@ class speculative:
     """A callable for model.generate(..., custom_generate=speculative(drafter, build)).
 
     The arguments of generate() keep their meaning: lengths, sampling, stopping criteria, streamer.
-    So a pipeline works, too.  What cannot be served is refused by a UserError, except stop_strings:
-    transformers (5.23) does not pass their tokenizer on.  Give StopStringCriteria(tokenizer,
-    strings) among the stopping_criteria.
+    So a pipeline works, too.  What cannot be served is refused by a UserError.  For stop strings
+    pass stopping_criteria=[StopStringCriteria(tokenizer, strings)], because transformers 5.23 loses
+    the tokenizer that belongs to stop_strings.
 
     target: the Target of the model, if it is not to be Target(model); see runtime/targets.py.
     last: the Output of the last call, whose last.tau is the average acceptance length.
@@ -589,9 +594,9 @@ SCORES_ALONE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
     "TopHLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
     "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"}
-# What generate() prepares for loops of its own, and what it may be asked to return beside the ids
+# What generate() prepares for its own loops, and what it can return, but `speculative` cannot
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
-OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 def refuse(input_ids, processors, config, assistant, model_kwargs):
     """Raise UserError for arguments of generate() that `speculative` cannot serve."""
@@ -604,14 +609,14 @@ def refuse(input_ids, processors, config, assistant, model_kwargs):
     for processor in processors:
         name = type(processor).__name__
         if name not in SCORES_ALONE:
-            raise UserError(f"{name} may look at earlier tokens: switch it off, in the arguments or "
-                            "in model.generation_config")
+            raise UserError(f"{name} may look at earlier tokens: switch it off, in the arguments "
+                            "or in model.generation_config")
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not mask.all():
         raise UserError("the attention mask hides tokens: give a prompt without padding")
     given = [name for name, value in model_kwargs.items() if value is not None]
     unserved = [name for name in given if name not in PREPARED]
-    unserved += [name for name in OUTPUTS if getattr(config, name, None)]
+    unserved += [name for name in NOT_RETURNED if getattr(config, name, None)]
     if unserved:
         raise UserError(f"{unserved[0]} is not served: leave it out")
 

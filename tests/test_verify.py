@@ -47,9 +47,9 @@ class HandMade:
                 row[truth] = 0                                 # never right: not even among the extras
         return (rows / rows.sum(1, keepdim=True)).log()
 
-DRAFTERS = ("glide", "glide 2", "vanilla", "edd", "vdm", "eagle", "medusa")
 RATES = {"always right": 1.0, "never right": 0.0, "half right": 0.5}
-PAIRS = list(product((*DRAFTERS, *RATES), BUILDS))
+# Neural drafters and other settings: test_random.py
+PAIRS = list(product(("glide", "edd", *RATES), BUILDS))
 LENGTHS = [1, 11, CONTEXT - 3, CONTEXT]
 
 def oracle(target, text, depth=5):
@@ -71,7 +71,7 @@ def test_greedy_output_is_plain_decoding(number, name, length):
     expected, target = plain(model, prompt, new), target_of(model)
     out = verify.generate(target, None, verify.root_only, prompt, 14)
     assert out.tokens == expected and len(out.rounds) == new - 1, "the baseline: one token a forward"
-    for drafter, tree in PAIRS if LONG else PAIRS[number::20]:
+    for drafter, tree in PAIRS if LONG else PAIRS[number::12]:
         made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
         out = verify.generate(target, made, BUILDS[tree], prompt, 14)
         assert out.tokens == expected, f"{drafter} x {tree}"
@@ -263,20 +263,6 @@ def test_mistakes_are_named_in_one_sentence(llama):
             verify.Sampled(**wrong)
 
 # ---------------------------------------------------------------- sampling
-def test_the_warper_is_temperature_then_top_k_then_top_p():
-    """Written out: logits / T, the k largest, then the fewest that hold the share top_p, normalised at each step."""
-    logits = torch.randn(5, 9, generator=torch.Generator().manual_seed(2))
-    for temperature, k, share in ((0.6, None, None), (1.0, 4, None), (0.5, None, 0.7), (1.7, 5, 0.8), (0.3, 2, 0.95)):
-        for row, warped in zip(logits, verify.Sampled(temperature, k, share).warp(logits)):
-            p = dict(enumerate((row.double() / temperature).softmax(-1).tolist()))
-            best = sorted(p, key=p.get, reverse=True)[:k]
-            total = sum(p[token] for token in best)
-            if share:
-                held = [sum(p[token] for token in best[:n]) / total for n in range(len(best))]
-                best = [token for token, before in zip(best, held) if before < share]
-                total = sum(p[token] for token in best)
-            torch.testing.assert_close(warped, torch.tensor([p[token] / total if token in best else 0.0 for token in range(9)]))
-
 def test_plain_sampling_is_keyed_by_position(llama):
     """Token i is argmax p / noise(seed, its position), by the model's own forward; in half precision p is float32."""
     rule, ids = verify.Sampled(0.8, top_k=7, seed=5), list(PROMPT)
@@ -329,17 +315,3 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
     sure = torch.eye(4)[[1, 1, 1]]
     tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), 9 * sure[:2])
     assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]
-
-def test_drafting_and_accepting_do_not_share_a_random_stream(llama, monkeypatch):
-    """Whatever the seed and the position; a second run has the first one's streams."""
-    purposes = [f"{what} {position}" for what in ("draft", "accept") for position in range(20)] + list(range(20))
-    assert len({verify.stream(seed, purpose).initial_seed() for seed in range(9) for purpose in purposes}) == 9 * len(purposes)
-    drawn, accepted, own = [], [], verify.accept_drawn
-
-    def build(expand, root):
-        drawn.append(expand.generator.initial_seed())
-        return cape.drawn(expand, root)
-    monkeypatch.setattr(verify, "accept_drawn", lambda tree, p, generator: accepted.append(generator.initial_seed()) or own(tree, p, generator))
-    outputs = [generate(llama, random_drafter(llama, "glide"), build, rule=verify.Sampled(seed=seed)).tokens for seed in (5, 5, 6)]
-    assert outputs[0] == outputs[1] != outputs[2]
-    assert not set(drawn) & set(accepted) and len(accepted) > len(set(accepted)) > len(accepted) / 2
