@@ -166,7 +166,7 @@ def test_max_grams_chain_has_the_length_of_the_highest_rate():
         confidence = sorted(rng.random() for _ in range(5))
         gram, root = MaxGram([0, 2, 3, 1], confidence), rng.randrange(4)
         drafter = cascade.Cascade([], gram=gram, vocab=4)
-        drafter.begin(SimpleNamespace(tokens=torch.tensor(text), ids=text))
+        drafter.begin(SimpleNamespace(tokens=torch.tensor(text), ids=text, source=None))
         remaining, price, start = rng.randint(0, 12), rng.choice([0.01, 0.05, 0.3]), rng.choice([0.0, 0.1, 0.6])
         expand = SimpleNamespace(drafter=drafter, root=root, remaining=remaining)
         tree = priced.pct_cost(expand, torch.tensor([root]), node_price=price, start=start)
