@@ -43,7 +43,7 @@ and the forward itself is worth its price where
 
 After each forward, r becomes the rate of the nodes drafted so far, chosen by (2), if that is
 higher.  When drafting ends, the forwards are paid for, whatever is verified.  So the tree is the n
-most probable nodes, for the n with the highest E / T.  It may be n = 0.
+most probable nodes, for the n <= max_nodes with the highest E / T.  It may be n = 0.
 
 Rounds.  A round may also not draft at all.  Then it verifies a tree N_0: the root alone, with
 E_0 = T_0 = 1, or what Max-Gram suggests without a forward (graft.py).  Drafting turns E_0 and T_0
@@ -53,6 +53,7 @@ into E and T, and E / T >= E_0 / T_0 exactly where
 
 Both differences are known only after drafting.  So two running means hold what drafting gained and
 what it took in recent rounds of the same sequence, and a round drafts where (6) holds for them.
+The first round of a sequence drafts.
 
     symbol           unit           name here
     s_d / s_t        target steps   cost: one drafter forward
@@ -93,9 +94,8 @@ from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
 
 NODE_PRICE = 0.01       # in target steps, where it was not measured
 START = 0.0             # in target steps, where it was not measured
-# After a round that drafts, the running means move by LEARN towards what it gained and took.  After
-# one that does not, the mean gain moves by FORGET towards a token, so that drafting is tried again.
-LEARN, FORGET = 0.2, 0.003
+LEARN = 0.2             # how far a round that drafts moves the running means to its gain and time
+FORGET = 0.003          # how far any other moves the mean gain to 1: drafting is tried again later
 
 Prices = namedtuple("Prices", "cost node_price start")
 # A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps
@@ -123,7 +123,7 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
     return candidates.tree(plan.nodes)
 
 def checked(cost, node_price, start):
-    """-> Prices"""
+    """The prices of pct_cost, as Prices."""
     assert cost >= 0, f"cost {cost} is s_d / s_t: not below zero"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
     assert start >= 0, f"start {start} is a time: not below zero"
@@ -131,7 +131,10 @@ def checked(cost, node_price, start):
 
 # ---------------------------------------------------------------- whether a round drafts: Eq. 6
 def worth_drafting(expand, before):
-    """Eq. 6 for the running means of this sequence -> bool.  before: the Plan without drafting."""
+    """Eq. 6 for the running means of this sequence -> bool.  before: the Plan without drafting.
+
+    Where it does not hold, the mean gain moves by FORGET.
+    """
     memory = getattr(expand, "memory", {})
     kind = kind_of(before)
     gain, time = memory.get(kind, (1.0, 0.0))
@@ -141,7 +144,7 @@ def worth_drafting(expand, before):
     return worth
 
 def remember(expand, before, after):
-    """Move the running means after a round that drafted.  before, after: Plans."""
+    """Move the running means by LEARN, after a round that drafted.  before, after: Plans."""
     memory = getattr(expand, "memory", {})
     kind = kind_of(before)
     gain = after.E - before.E
@@ -152,7 +155,7 @@ def remember(expand, before, after):
     memory[kind] = mean_gain, mean_time
 
 def kind_of(before):
-    """Beside a suggested chain drafting gains less: these rounds have running means of their own."""
+    """Rounds with a suggested chain gain less by drafting: they have running means of their own."""
     return "suggested" if before.nodes else "root alone"
 
 # ---------------------------------------------------------------- drafting: Eq. 2 to 5
@@ -211,7 +214,7 @@ def most_profitable(candidates, prices, max_nodes):
     return best._replace(nodes=sorted(best.nodes))
 
 class Announced(Candidates):
-    """Candidates that announces its tokens to a drafter which asks for that (see the top)."""
+    """Candidates that announce their tokens to a drafter with `announce` (see the top)."""
 
     def __init__(self, expand, root, width):
         super().__init__(expand, root, width)
@@ -226,7 +229,7 @@ class Announced(Candidates):
         return self.announce(ids, parents)
 
     def announce(self, ids, parents):
-        """Ids and parents that expand is given next, as lists -> tokens (m,) on the device"""
+        """Lists of ids and parents, to be given to expand next -> the ids as a tensor (m,)"""
         drafter = getattr(self.expand, "drafter", None)
         if hasattr(drafter, "announce"):
             return drafter.announce(ids, parents, self.root.device)
@@ -234,7 +237,7 @@ class Announced(Candidates):
 
 # ---------------------------------------------------------------- Max-Gram alone
 def max_gram_alone(expand):
-    """The MaxGram of a drafter that has nothing else (a cascade without models), or None."""
+    """The MaxGram of a cascade without models; None for every other drafter."""
     drafter = getattr(expand, "drafter", None)
     alone = getattr(drafter, "stages", None) == []
     return drafter.gram if alone else None
