@@ -190,8 +190,7 @@ class Run(load.Setup):
         """Prompts on which prices and sizes are measured: from rows after those of the table."""
         found = self.read_prompts(UNMEASURED, skip=self.limit) if self.limit else []
         if not found:
-            self.notes.append("prices and sizes of trees come from prompts of the table, since "
-                              "--limit leaves no others")
+            self.notes.append("prices and sizes of trees are measured on prompts of the table")
         return found or self.prompts[:UNMEASURED]
 
     def load_drafter(self, call):
@@ -318,8 +317,8 @@ def drafted_arm(run, label, tree):
 def builder(run, label, tree):
     """The Call `tree` as a builder for the drafter `label` -> partial
 
-    Settings that are left open and depend on target and drafter are measured, once for all trees of
-    the run: the prices of a draft and of a node, and the size of fixed sets.
+    What depends on target and drafter is measured where a setting is left open: prices, once for
+    all trees of the run, and the size of fixed sets.
     """
     drafter = run.drafters[label]
     if hasattr(drafter, "chain") and tree.name in CHAINS:
@@ -530,10 +529,10 @@ def losslessness(run, arm, base, which):
 
 @torch.inference_mode()
 def divergence(target, ids, ours, plain):
-    """Where two outputs first differ, and how near the target's logits of the two tokens are.
+    """Where two outputs first differ -> {"token": counted from 0, "logit_gap"}
 
-    -> {"token": counted from 0, "logit_gap": plain decoding's token's logit minus ours, or None
-    where one output ends}.  In half precision a gap near zero is rounding.
+    logit_gap: the target's logit of plain decoding's token minus that of ours; None where one
+    output ends.  In half precision a gap near zero is rounding.
     """
     at, gap = 0, None
     shorter = min(len(ours), len(plain))
@@ -563,9 +562,9 @@ def figures(run, arm, base, which):
 def row_of(run, arm, base, generate, group, which):
     """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
     records = [arm.results[i] for i in which]
-    target = os.path.relpath(run.a.target) if Path(run.a.target).is_dir() else run.a.target
+    is_folder = Path(run.a.target).is_dir()
     row = {
-        "target": target,
+        "target": os.path.relpath(run.a.target) if is_folder else run.a.target,
         "dtype": str(run.model.dtype).removeprefix("torch."),
         "device": run.a.device,
         "seed": run.a.seed,

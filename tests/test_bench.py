@@ -2,6 +2,7 @@
 import json
 import re
 import runpy
+import shutil
 import sys
 from functools import partial
 from itertools import permutations
@@ -20,8 +21,7 @@ import cascade
 import edd
 import glide
 import verify
-from beyond import priced
-from runtime import load, measure, report
+from runtime import load, measure
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 
@@ -360,6 +360,16 @@ def test_what_transformers_is_asked_for(small, monkeypatch, temperature, top_k):
         how = asked.pop()
         assert how.pop("attention_mask").tolist() == [[1] * len(ids)]
         assert how == {"max_new_tokens": limit, "do_sample": temperature > 0, "temperature": temperature or 1.0, "top_k": top_k, "top_p": 0.8, **own}
+
+def test_generate_decodes_by_the_rule_of_all_arms(small, tmp_path):
+    """Whatever the folder says: a repetition penalty, beams, stop strings."""
+    config = transformers.GenerationConfig(repetition_penalty=1.8, num_beams=3, stop_strings=["a"], min_new_tokens=3, eos_token_id=299)
+    shutil.copytree(small / "model", tmp_path / "model")
+    config.save_pretrained(tmp_path / "model")
+    run = bench.Run(args(small, "--target", str(tmp_path / "model"), "--tree", "chain", "--drafter", "maxgram"))
+    _, ids, limit = run.prompts[0]
+    expected, *found = [arm.decode(ids, limit, 0).tokens for arm in bench.arms_of(run)]
+    assert found == [expected] * 3 and run.eos == 299
 
 # ---------------------------------------------------------------- end to end
 TREES = ["chain", "cape(gamma=3)", "fixed(size=2)", "beam", "pct", "pct(width=1, cost=0.01)", "pct-cost", "own-confidence(own=0.2)", "vct", "eagle2"]

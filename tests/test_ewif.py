@@ -6,7 +6,7 @@ import ewif
 import numpy as np
 import pytest
 
-from runtime import clock
+import bench
 
 def probabilities(alpha, k):
     """Equation 3: {tokens of a round: probability}."""
@@ -29,13 +29,13 @@ def test_phi_is_the_generating_function_of_equation_3(alpha, k):
 def test_corollary_4_2_is_glides_expected_speedup(alpha, c, k):
     """And Theorem 4.5 with one drafter."""
     closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))
-    found = ewif.ewif_speculative(alpha, c, k), clock.expected_speedup(alpha, c, k), ewif.ewif_horizontal([alpha] * k, [c] * k)
+    found = ewif.ewif_speculative(alpha, c, k), bench.expected_speedup(alpha, c, k), ewif.ewif_horizontal([alpha] * k, [c] * k)
     assert found == pytest.approx((closed,) * 3)
 
 def test_plain_decoding_has_factor_one_and_swi_by_hand():
     assert ewif.ewif_speculative(0.5, 0.1, 0) == ewif.ewif_horizontal([], []) == ewif.ewif_vertical(0.5, 0.5, 0.1, 0.1, 0, 3) == 1
     # 100 tokens by 20 runs of the target, 60 of a drafter at 1/10 and 200 of one at 1/100 of its cost
-    assert clock.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
+    assert bench.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
 
 # ---- Theorem 4.3, Corollary 4.4
 @pytest.mark.parametrize("alpha, inner, c1, c2, n, k", [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.95, 0.7, 0.02, 0.001, 5, 5),
