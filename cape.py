@@ -14,7 +14,7 @@ drafted after these extras, so they need no further forward of the drafter.
     p_i = max p_D           (gamma,)      p: the confidence at each position
     S(p), K_i               (gamma,)      size_of(p): 7, 5, 3, 1 for p in bins up to .3, .6, .8, 1
     X_i                     (gamma, K)    extras: the K_i best tokens except x_{t+i}; K = max(sizes)
-    beta                    int           at most max_nodes = 32, excluding the root (section 5.3)
+    beta                    int           nodes excluding the root: at most max_nodes = 32 (5.3)
 
 A builder is a function of `expand` and of root (1,), a token id.  It returns a Tree of tokens (n,)
 and parents (n,), which are indices of the tree's own nodes.  Node 0 is the root, with parent -1,
@@ -36,8 +36,9 @@ forward of your target.  docs/any_project.py has both, in plain code for any cau
     # Then walk down from node 0 while the target's choice after a node is one of its children.
 
 Differences from the paper:
- 1. The printed mask leaves unstated that pos(i) = i for i <= gamma, writes "x_{t+j}" for "token
-    x_j", and leaves out the root x_t.  Here the root is node 0.
+ 1. The printed mask leaves out the root x_t: here it is node 0.  pos(i), the position of the i-th
+    proposed token, is defined for extras only: in the chain it is i.  By "token x_j" the text means
+    x_{t+j}.
  2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, but the stated maximum is 32, and
     the paper does not say what is cut.  (The official code drafts four positions: 4 x 8 = 32.)
     Here the whole chain is kept, and of the extras of all positions those with the highest joint
@@ -112,7 +113,8 @@ def drafted_length(p):
 
 def to_host(p, *counts):
     """Counts (), on the device -> ints, by one device-to-host sync, which checks p (gamma,) too."""
-    p = p.float()                      # bfloat16 cannot represent all integers above 256
+    # torch.stack converts the counts to p's dtype, and bfloat16 has not all integers above 256.
+    p = p.float()
     numbers = torch.stack((*counts, p.min(), p.max()))
     *counts, lowest, highest = numbers.tolist()                   # the device-to-host sync
     # A probability in bfloat16 may be a little above 1.
@@ -126,7 +128,7 @@ def root_only(root):
     return Tree(root, torch.full_like(root, -1))
 
 def chain_parents(length, device):
-    """The parents (1 + length,) of the root and of a chain below it: each node's is the last."""
+    """The parents (1 + length,) of the root and a chain below it: -1, 0, ..., length - 1."""
     return torch.arange(-1, length, device=device)
 
 def proposed(expand, root, gamma, pick):
@@ -203,10 +205,11 @@ def by_joint_probability(p, p_extras, most):
     highest first, and their indices (most,) in the flattened extras.  A joint probability of zero
     means that there is no such extra.
     """
-    # x'_{t+i,j} counts only after x_{t+1} ... x_{t+i-1}: p_1 ... p_{i-1} p_D(x'_{t+i,j})
+    # The ancestors of x'_{t+i,j} are x_{t+1} ... x_{t+i-1}, so its joint probability is
+    # p_1 ... p_{i-1} p_D(x'_{t+i,j}).
     before = pad(p[:-1], (1, 0), value=1.0)                       # 1, p_1, ..., p_{gamma-1}
-    ancestors = before.cumprod(0)                                 # (gamma,)
-    joint = ancestors[:, None] * p_extras                         # (gamma, K)
+    p_ancestors = before.cumprod(0)                               # (gamma,)
+    joint = p_ancestors[:, None] * p_extras                       # (gamma, K)
     return joint.flatten().topk(most)
 
 def check_cape(gamma, sizes, edges, max_nodes):
@@ -243,7 +246,7 @@ def cape(expand, root,
 
     # linearised: the root, the chain, the extras
     tokens = torch.cat((root, chosen[:length], extras.take(index)))
-    # What x_{t+i} may see of the x_{t+j}:
+    # Which x_{t+j} x_{t+i} may see, where A are the attention scores:
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
@@ -251,7 +254,7 @@ def cape(expand, root,
     # at position pos(i) - 1; for pos(i) = 1 that is the root, node 0.  No extra has children.
     parents_of_chain = chain_parents(length, root.device)
     # Row i of the extras, from 0, is the set X_{i+1}: the parent of its tokens is node i.
-    K = max(1, extras.shape[1])
+    K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents_of_extras = index // K
     parents = torch.cat((parents_of_chain, parents_of_extras))
     return Tree(tokens, parents)

@@ -8,13 +8,13 @@ nothing matches, propose the bigram's next token.  No neural network runs.
 
 Listing 1 compares every position of the text with the query, once for each length of match, and
 each time waits for the device (max_gram_tensor).  MaxGram proposes the same tokens from a suffix
-automaton of the committed text (Blumer et al. 1985; class Index shows one).  A proposal visits a
-few of its states.  In ordinary text their number does not grow with the text's length.
+automaton of the committed text (Blumer et al. 1985; class Index shows one).  In ordinary text a
+proposal visits a few of its states, however long the text is.
 
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
-    input_ids          (t + d,)   query: the committed generation, the draft, the proposal so far
-    matches            (T - 1,)   matches: True where a match ends and a token follows
+    input_ids          (q,)       query: the committed generation, the draft, the proposal so far
+    matches            (T - 1,)   matches: True where a match ends in a text (T,), before a token
     n                  int        n: tokens proposed at once (10, section 5.2)
     bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
@@ -52,14 +52,14 @@ which the target has not read yet, is not committed: it goes in as the draft.
     gram.commit(text[:-1])
     while len(text) < 60:
         draft, _ = gram.propose(text[-1:], 10)
-        logits = target(torch.tensor([text + draft])).logits[0]      # (t + n, V)
-        # n + 1 tokens: after the text, and after each token of the draft
+        logits = target(torch.tensor([text + draft])).logits[0]
+        # one token after the text, and one after each token of the draft
         choice = logits[len(text) - 1:].argmax(-1).tolist()
-        n = 0
-        while n < len(draft) and draft[n] == choice[n]:
-            n += 1
-        gram.commit(text[-1:] + draft[:n])
-        text += choice[:n + 1]
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == choice[accepted]:
+            accepted += 1
+        gram.commit(text[-1:] + draft[:accepted])
+        text += choice[:accepted + 1]
 
 In verify.generate it is the last stage of a cascade (cascade.py), or the only one:
 
@@ -99,7 +99,8 @@ def longest_match(query, text):
         return None
     length = 1
     while length < min(len(query), len(matches)):
-        # Line 10: is the token before a match of this length the query's, too?
+        # Line 10: is the token before a match of this length the query's, too?  For a match that
+        # ends at j it is text[j - length].
         new_matches = torch.zeros_like(matches)                              # (T - 1,)
         new_matches[length:] = text[:len(matches) - length] == query[-1 - length]
         # Line 11: a match is one token longer where both hold.
@@ -210,9 +211,9 @@ class Index:
     link[s] its link; first[s] the leftmost position where its substrings end.  text: the tokens.
     last: the state of the whole text.
 
-    extend() takes amortised O(1) for each token.  So does a proposal, plus one step for each link
-    that it follows: a few in ordinary text; in a text of one token over and over, as many as the
-    repetition is long.
+    extend() takes amortised O(1) for each token.  advance() takes one step for each link that it
+    follows: a few in ordinary text, but in a text that repeats one token up to as many as there are
+    repetitions.
     """
 
     def __init__(self):
@@ -241,8 +242,8 @@ class Index:
             while state >= 0 and token not in self.next[state]:
                 self.next[state][token] = new
                 state = self.link[state]
-            # The first one that it had followed, with the token appended, is the longest suffix
-            # that had occurred before.
+            # `state` is now the longest that `token` had followed before.  With the token appended
+            # it is the longest suffix of the new text that had occurred before.
             if state >= 0:
                 self.link[new] = self.state_after(state, token)
             self.last = new
@@ -284,7 +285,7 @@ class Index:
         # Where the suffix first ends at the end of the text, no token follows it.  What its link
         # leads to ends earlier, too.
         if self.first[state] == len(self.text) - 1:
-            state = max(self.link[state], 0)
+            state = max(self.link[state], 0)                         # -1: the text is empty
             length = self.length[state]
         return self.first[state] + 1, length
 
@@ -372,7 +373,7 @@ class MaxGram:
         while True:
             for token in new:
                 place = self.after(place, token)
-            # The next chunk, which is then read like a draft
+            # The next chunk, which is then read like a draft; with n tokens proposed it is empty
             new, length = self.chunk(place, n - len(tokens))
             if not new:
                 return tokens, lengths

@@ -5,7 +5,8 @@ ablations of Table 3; the baselines of appendix A.
 
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
 the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
-s_t if the node is accepted.  So it is worth its cost where that probability is at least s_d / s_t.
+s_t if the node is accepted.  So the tree grows below nodes that are accepted with a probability of
+at least s_d / s_t.
 Nodes that will almost surely be rejected are not worth verifying either.
 
     paper                     shape      name here
@@ -44,17 +45,18 @@ target accepts 70 %.  If yours are not, divide the drafter's logits by a calibra
 before the softmax.
 
 Differences from the paper:
- 1. The text calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The equation prices
-    the step that drafts d_j, but p_j is known only after that step.  The text, and this file,
-    compare p_j with the price of the next step, the one that drafts below d_j.
- 2. Section 4.2 says that the "VDM" tree has many nodes; VCT is meant.
+ 1. The text calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The text applies it
+    to the step that drafts d_j, but p_j is known only after that step.  "Implementation Details",
+    and this file, let p_j decide whether to draft below d_j.
+ 2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
+    (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
     Removing leaves below the leaf threshold may expose others, which are removed in turn.  Since
     p_j never increases along a path, what remains are exactly the nodes with p_j >= leaf.
  4. The official code drops the best path that reaches the maximum depth.  When all nodes of a layer
     fall below the threshold, it keeps only the best child of each path.  It never removes leaves.
     This file follows the text.
- 5. VCT of width 3 and depth 5 has 3 + 9 + 27 + 81 + 243 = 363 nodes, as its text says literally.
+ 5. VCT's width of 3 and depth of 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
  6. EAGLE-2's re-ranking may keep a child without its parent where both are equally probable.  Here
     parents come first in a tie.
  7. The paper does not limit the number of nodes.  Here `pct` and `own_confidence` expand at most

@@ -22,22 +22,25 @@ The contract.  A builder is a function build(expand, root (1,)) -> Tree; a draft
  2. In the Tree, `parents` are indices of its own nodes.  Node 0 is the root, with parent -1, and
     parents come before children.  Of two children with the same token the first counts.  All
     tensors are on the root's device.
- 3. A row of zeros means no prediction, and no node of a tree may have probability zero.
+ 3. Where the drafter has no prediction, expand returns a row of zeros.  No node of a tree may have
+    probability zero.
  4. Only a chain that was sampled with expand.generator has p_draft (n - 1, V): row i is the
     distribution from which node i + 1 was sampled.
- 5. A builder may also read expand.remaining (deeper nodes are wasted), expand.root (its id),
-    expand.rule and expand.drafter.
- 6. drafter.needs = {"kv": [layers], "hidden": [indices of hidden_states]} names what of the target
-    it reads.
+ 5. A builder may also read expand.remaining (nodes below that depth are wasted), expand.root (the
+    root's id), expand.rule, expand.drafter and expand.memory (a dict that lasts for a sequence).
+ 6. drafter.needs = {"kv": [layers], "hidden": [indices of hidden_states]} names what the drafter
+    reads of the target.
  7. drafter.reset() begins a sequence.  drafter.begin(view) begins a round; the View shows what was
-    committed since the last one.  drafter.expand(tokens, parents) -> logits (m, V) serves expand:
-    V is the target's, any device will do, and a row of -inf means no prediction.
- 8. drafter.keep(path) ends the round: path lists the expand_indices of the accepted nodes, the root
-    first, or nothing if expand was not called.  The drafter forgets all other nodes.
- 9. A drafter may have three things more.  temperature calibrates it: greedy decoding divides its
-    logits by it.  adjust(probabilities) -> probabilities (m, V) has the last word on what expand
-    returns.  chain(root, most, warp, generator) -> (ids, p_draft or None) proposes a whole chain of
-    at most `most` tokens, for cascade.proposal.
+    committed since the last one.  The builder's expand calls drafter.expand(tokens, parents) ->
+    logits (m, V).  They are over the target's vocabulary, on any device; where the drafter has no
+    prediction, they are a row of -inf.
+ 8. drafter.keep(path) ends the round.  path lists the expand_indices of those accepted nodes that
+    were given to expand, the root first; it is empty if none was.  The drafter forgets all others.
+ 9. A drafter may also have
+      temperature: its calibration temperature, by which greedy decoding divides its logits;
+      adjust(probabilities) -> probabilities (m, V): applied to what expand is about to return;
+      chain(root's id, most, warp, generator) -> (ids, p_draft or None): proposes a whole chain of
+      at most `most` tokens, for cascade.proposal.
 
 Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
     p = expand(root, [-1])                              # expand_index 0: the root, 7
@@ -78,11 +81,11 @@ class View(NamedTuple):
     """What a drafter is shown when a round begins: k tokens were committed since the last view."""
     tokens: torch.Tensor         # (k,); in a decoding's first view they are the prompt
     length: int                  # the number of all committed tokens
-    kv: dict                     # {layer: (K, V)}, each (1, H, length, d)
+    kv: dict                     # {layer: [K, V]}, each (1, H, length, d)
     hidden: dict                 # {index: (k, D)}, the hidden states of `tokens`
     ids: list = None             # `tokens` on the host
     root: int = None             # the root's id, on the host
-    source: list = None          # in a decoding's first view: an encoder's input ids, or None
+    source: list = None          # in the first view of an encoder-decoder target: the prompt
 
 class Round(NamedTuple):
     """What happened in a round, as lists."""
@@ -92,16 +95,18 @@ class Round(NamedTuple):
     parents: list                # the tree's
 
 class UserError(ValueError):
-    """A user's mistake, in one sentence that says what to do; programs exit with status 2."""
+    """A user's mistake.  The message says what to do: programs print it and exit with status 2."""
 
 # ---------------------------------------------------------------- the target
 def ancestor_mask(parents):
     """Parents (n,) -> (n, n) bool: entry (i, j) is True if node j is i itself or its ancestor."""
     n = len(parents)
-    ancestor = parents.clamp(0, n - 1)                         # here the root is its own parent
+    # Here the root is its own parent.  A parent that is no node is refused later, by children().
+    ancestor = parents.clamp(0, n - 1)
     seen = torch.eye(n, dtype=torch.bool, device=parents.device)
+    # Each pass doubles how far up a node sees.
     for _ in range(n.bit_length()):
-        seen = seen | seen[ancestor]                           # and what that ancestor sees
+        seen = seen | seen[ancestor]                           # what the node or that ancestor sees
         ancestor = ancestor[ancestor]                          # 2 steps up, then 4, 8, ...
     return seen
 
@@ -129,11 +134,12 @@ class TreeCache(Cache):
         step.slots, step.end = slots, end
         return step
 
+    # The model calls these three methods: they are the interface of transformers' caches.
     def update(self, k, v, layer, *args, **kwargs):
         """Write a layer's new entries k, v (1, H, n, d) -> all keys and values to attend to."""
         if layer not in self.kv:
-            allocated = (0, 0, 0, self.allocated)
-            self.kv[layer] = [F.pad(x[:, :, :0], allocated) for x in (k, v)]
+            padding = (0, 0, 0, self.allocated)                # from no entries to all allocated
+            self.kv[layer] = [F.pad(x[:, :, :0], padding) for x in (k, v)]
         for held, new in zip(self.kv[layer], (k, v)):
             held.index_copy_(2, self.slots, new)
         return [held[:, :, :self.end] for held in self.kv[layer]]
@@ -171,7 +177,7 @@ class Target:
         self.capture({})
 
     def capture(self, needs):
-        """Start a new decoding, and capture what a drafter reads: its `needs`."""
+        """Set what the views hold, a drafter's `needs`, and start a new sequence."""
         self.needs = {"kv": (), "hidden": (), **needs}
         self.reset()
 
@@ -179,10 +185,10 @@ class Target:
         """Start a new sequence.  The allocated memory is kept."""
         self.cache.length = 0
         self.ids = []                                          # the tokens in the cache
-        self.source = None                                     # an encoder's ids, for the next view
+        self.source = None                                     # an encoder-decoder's prompt
 
     def remaining(self, ids):
-        """The most tokens that may follow a prompt.  The last one is not forwarded."""
+        """The most tokens that may follow a prompt.  The last one needs no position."""
         return self.capacity - len(ids) + 1
 
     def prefill(self, ids, new_tokens=0):
@@ -211,8 +217,8 @@ class Target:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # A node may lie beyond the capacity, where the model has no position for it.  It may
-            # even be accepted, but then the output ends with it, so that its logits choose nothing.
+            # The model has no positions beyond the capacity, so nodes there have wrong logits.
+            # These choose no token: the output ends with the first node there, or before it.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
@@ -253,7 +259,7 @@ class Target:
         self.committed = [of_nodes[nodes] for of_nodes in self.nodes]      # for the next view
 
     def sync(self, ids, logits_to_keep=1):
-        """Make the cache hold exactly `ids`, forwarding what follows the common prefix.
+        """Make the cache hold exactly `ids`: keep the prefix that it holds, and forward the rest.
 
         Returns the logits (logits_to_keep, V) after the last ids.
         """
@@ -283,7 +289,7 @@ class Target:
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
-    """Lists of n tokens and parents -> {(parent, token): node}.  Of equal children the first."""
+    """Lists of n tokens and parents -> {(parent, token): node}: of equal children the first."""
     child = {}
     for node, (parent, token) in enumerate(zip(parents, tokens)):
         assert parent < node, "a tree has parents before their children"
@@ -304,7 +310,9 @@ def accept(tokens, parents, choice):
 
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
-    drafted = tree.tokens.roll(-1)[:, None]                    # (n, 1); the last node has none
+    # After the last node nothing is drafted.  There p_draft is 0 and u is inf, so that the token is
+    # sampled from p_target.
+    drafted = tree.tokens.roll(-1)[:, None]                                            # (n, 1)
     p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
     ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
@@ -314,7 +322,7 @@ def accept_drawn(tree, p_target, generator):
     # the two are equal.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
     # An exponential race samples without the device-to-host syncs of torch.multinomial.  Only the
-    # sample after the last accepted node is used, so that all nodes can share one row of noise.
+    # sample after the last accepted node is used, so all nodes can share one row of noise.
     noise = torch.empty_like(residual[0]).exponential_(generator=generator)            # (V,)
     sampled = (residual / noise).argmax(-1, keepdim=True)                              # (n, 1)
     return torch.where(accepted, drafted, sampled)[:, 0]
@@ -332,8 +340,8 @@ def stream(seed, purpose, device="cpu"):
 def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,) that depends on (seed, position) alone.
 
-    argmax(p / noise) is a sample of p.  The cache serves positions that were drafted in the last
-    round and are drafted again in this one.
+    argmax(p / noise) is a sample of p.  lru_cache keeps the noise of positions whose drafts were
+    rejected, because the next round drafts them again.
     """
     noise = torch.empty(vocab, device=device)
     return noise.exponential_(generator=stream(seed, position, device))
@@ -343,7 +351,7 @@ class Greedy:
     seed = None                                                # nothing is sampled
 
     def probs(self, logits, temperature):
-        """A drafter's logits (m, V) -> what a builder sees: its confidence in the argmax."""
+        """A drafter's logits (m, V) -> confidence that a token is the target's argmax (m, V)."""
         return (logits / temperature).softmax(-1)
 
     def choose(self, tree, logits, first):
@@ -369,7 +377,7 @@ class Sampled:
         return self.processors(None, logits.float()).softmax(-1)
 
     def probs(self, logits, temperature):
-        """A drafter's logits (m, V) -> what a builder sees: warped as the target's are."""
+        """A drafter's logits (m, V) -> probabilities (m, V), warped as the target's are."""
         return self.warp(logits)
 
     def choose(self, tree, logits, first):
@@ -429,7 +437,7 @@ class Expand:
     """What a builder sees in a round: expand(tokens (m,), parents [m ints]) -> (m, V)."""
     def __init__(self, drafter, rule, memory, root, remaining, generator):
         self.drafter, self.rule = drafter, rule
-        self.memory = memory               # a dict for one decoding, that builders of beyond/ use
+        self.memory = memory
         self.root, self.remaining, self.generator = root, remaining, generator
         self.tokens, self.parents = [], []                     # by expand_index
 
@@ -490,7 +498,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     target.capture(drafter.needs if drafter else {})
     if drafter:
         drafter.reset()
-    logits = target.prefill(ids, limit)[None]                  # (1, V), of the first root
+    # The first root is chosen as after a tree of one node, the last token of the prompt.
+    logits = target.prefill(ids, limit)[None]                                          # (1, V)
     last_id = torch.tensor(ids[-1:], device=target.device)
     root = rule.choose(root_only(None, last_id), logits, target.cache.length)          # (1,)
     new = out.add(root.tolist())
@@ -499,7 +508,7 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         if drafter:
             drafter.begin(target.view(new[-1]))
         first = target.cache.length + 1                        # the position after the root's
-        remaining = limit - len(out.tokens) - 1
+        remaining = limit - len(out.tokens) - 1                # the target adds one token itself
         generator = stream(rule.seed, f"draft {first}", target.device)
         expand = Expand(drafter, rule, memory, new[-1], remaining, generator)
         tree = build(expand, root)
@@ -546,7 +555,7 @@ class speculative:
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  streamer=None, **model_kwargs):
-        # transformers 5.23 does not pass a callable the streamer of generate() or its assistant.
+        # generate() of transformers 5.23 keeps streamer and assistant_model to itself.
         caller = inspect.currentframe().f_back.f_locals
         streamer = streamer or caller.get("streamer")
         assistant = caller.get("assistant_model")
@@ -579,7 +588,7 @@ class Processed(Greedy):
         return self.processors(None, logits.float()).argmax(-1)
 
 class AfterPrompt:
-    """A streamer that has been shown the prompt already, as generate() does, and not again."""
+    """Passes on to a streamer all but the prompt, which transformers has shown it already."""
     def __init__(self, streamer):
         self.streamer, self.end, self.prompt_seen = streamer, streamer.end, False
 
@@ -594,8 +603,9 @@ SCORES_ALONE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
     "TopHLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
     "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"}
-# What generate() prepares for its own loops, and what it can return, but `speculative` cannot
+# What generate() prepares for its own loops; `speculative` prepares its own
 PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+# Options of generate() for outputs that `speculative` does not have
 NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 def refuse(input_ids, processors, config, assistant, model_kwargs):
