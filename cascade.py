@@ -3,12 +3,12 @@
 Cascade Speculative Drafting (arXiv 2312.11462): Algorithm 1, sections 3 and 5, Tables 2 and 3.
 Max-Gram (section 3.3) is maxgram.py; the analysis (section 4) is figures/ewif.py.
 
-The idea.  In speculative decoding the drafter writes one token a forward, and that is most of the
-drafting time.  In the *vertical* cascade a smaller model drafts for the drafter, which reviews
-those tokens in one forward.  The smaller model has a drafter, too, and so on down to Max-Gram,
-which runs no network.  In the *horizontal* cascade the largest drafter provides the first tokens of
-a proposal, which are the most likely to be accepted, and smaller drafters provide the later ones.
-One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram.
+The idea.  In speculative decoding the drafter needs a forward for each token that it drafts.  In
+the *vertical* cascade a smaller model drafts for the drafter, which reviews those tokens in one
+forward.  The smaller model has a drafter, too, and so on down to Max-Gram, which runs no network.
+In the *horizontal* cascade the largest drafter provides the first tokens of a proposal, which are
+the most likely to be accepted, and smaller drafters provide the later ones.  One recursion does
+both: cascade_step().  A *stage* is a draft model or Max-Gram.
 
     paper                shape    name here
     M_t                           target
@@ -16,14 +16,14 @@ One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
     K_nn                 (n, n)   K, upper triangular: row 0 for drafting for M_t, row i for M_di
-    k_i                  int      k_i, of the first row: how many tokens M_di adds (code: i from 0)
+    k_i                  int      k_i = K[0][i]: how many tokens stage i adds; i counts from 0 here
     l                    float    lenience, in reviews by drafters (difference 5)
 
-Algorithm 1's k_i counts the tokens that one stage adds, and K does the same.  For Table 2 the paper
-does not say whether k_12 includes k_11; we read it as a total that does.  So Table 2's 8, 13, 1 is
-K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]], where the tens are Max-Gram's (section 5.2).  table2()
-makes this K; `k=(8, 13, 1)` on bench.py's command line is Table 2's.  A model's k is a lower bound:
-its last review may add more tokens than were missing.
+An entry of K counts the tokens that one stage adds.  For a model it is a lower bound: its last
+review may add more tokens than were missing.  The paper does not say whether Table 2's k_12
+includes k_11; here it does.  So Table 2's k_11, k_12, k_22 = 8, 13, 1 become
+K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]].  In row 0 M_d1 adds 8 tokens and M_d2 adds 13 - 8.  The
+last column is Max-Gram's (section 5.2).  table2() makes this K, for bench.py from `k=(8, 13, 1)`.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
@@ -33,14 +33,14 @@ and a list of token ids `text`:
     out = verify.generate(target, drafter, cascade.proposal, text, max_new_tokens=40)
     text += out.tokens
 
-The builder proposal() verifies the cascade's own chain.  Its tokens are drafted greedily, at any
-temperature of the target.  With drawn=True and verify.Sampled (`--tree drawn`) they are sampled,
-and the tree has a p_draft.  Both are lossless.
+The builder proposal() returns the cascade's own chain as a tree.  Its tokens are drafted greedily,
+at any temperature of the target.  With drawn=True and verify.Sampled (`--tree drawn`) they are
+sampled, and the tree has a p_draft.  Both are lossless.
 
-Any other builder works, too.  It sees the cascade's predictions after the tokens of the greedy
-chain, and no prediction after other tokens.  Drafting costs it as much as the chain.  A lenient
-review may keep a token that is not the reviewer's most probable one; a builder that takes only the
-most probable child leaves the chain there, and its tree ends.
+Any other builder works, too.  Its first expand() drafts the whole greedy chain.  After the tokens
+of this chain it gets the cascade's predictions, and after other tokens no prediction.  So its tree
+ends early where a lenient review kept a token that is not the most probable one, and the builder
+takes only the most probable child.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -55,8 +55,8 @@ Differences from the paper:
     full is skipped, and the stages after it go on.
  5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
-    that model's, and the next drafter's review is lenient.  (The authors' code, greedy only,
-    compares probabilities of two different positions.)
+    that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
+    only, compares the drafter's and the reviewer's probabilities at two different positions.)
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -79,9 +79,9 @@ class Gen:
     tokens: the committed tokens, the root, then the drafts of this round.
     committed: how many of them are committed.
     probs: an entry for each token.  None for the root and before it (ones in Algorithm 1).  For a
-        draft that a model has written or reviewed, a tensor (V,): greedy, the model's logits in
-        its place; sampled, the distribution that it follows.  For a draft that only Max-Gram has
-        written, a float: Max-Gram's confidence.
+        draft that a model has written or reviewed, a tensor (V,): in greedy drafting the
+        model's logits at its position, in sampling the distribution that it follows.  For a draft
+        that only Max-Gram has written, a float: Max-Gram's confidence.
     runs: {stage: how many forwards, or Max-Gram's proposals}.
     device: the target's.
     """
@@ -137,7 +137,7 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # The review adds one token, and cur_target reads no more than its context holds.
+        # cur_target's review reads gen, which must fit in its context, and then adds one token.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
@@ -146,7 +146,7 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
     if not is_first_call:
         drafts = len(gen.tokens) - prefix
         gen.runs[target] += 1
-        # What the target predicts in the place of each draft, and after the last one
+        # What the target predicts at the position of each draft, and after the last one
         logits = target.sync(gen.tokens, drafts + 1)             # (drafts + 1, V)
         review(logits.to(gen.device), gen, prefix)
 
@@ -162,9 +162,8 @@ def propose(max_gram, gen, most):
 def keep_chosen(gen, first, choice, probs):
     """Keep drafts while they are what the reviewer chose; then add its next choice.
 
-    The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose in
-    the place of each draft, and after the last one.  probs: (n + 1, V), or a list, its predictions
-    there.
+    The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose at
+    the position of each draft, and after the last one.  probs: their n + 1 entries for gen.probs.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
     parents = range(-1, len(chain) - 1)
@@ -174,7 +173,7 @@ def keep_chosen(gen, first, choice, probs):
 def review_greedy(logits, gen, first, lenience):
     """Greedy review by a reviewer M_r, section 3.1.
 
-    logits (n + 1, V): M_r's predictions in the place of the n drafts, and after the last one.
+    logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
     A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
     where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
     """
@@ -259,7 +258,7 @@ def table2(k, neural, gram):
     wanted = neural * (neural + 1) // 2
     if len(k) != wanted:
         raise UserError(f"k={tuple(k)}: {neural} neural stage(s) take {wanted} number(s)")
-    max_gram = [GRAM] if gram else []
+    last_column = [GRAM] if gram else []
     K = []
     rest = list(k)
     for r in range(neural):
@@ -267,9 +266,9 @@ def table2(k, neural, gram):
         totals = rest[:neural - r]
         rest = rest[neural - r:]
         counts = [after - before for before, after in zip([0, *totals], totals)]
-        K.append([0] * r + counts + max_gram)
+        K.append([0] * r + counts + last_column)
     if gram:
-        K.append([0] * neural + max_gram)
+        K.append([0] * neural + last_column)
     return checked(K, len(K))
 
 def checked(K, n):

@@ -23,11 +23,11 @@ Differences from the paper:
  1. Eq. 3 prints h_{<=jL}, the prose says "blocks 0 to j - 1".  When a round begins at position jL,
     the target has generated t_{jL}, but not encoded it: h_{jL} does not exist yet.  The official
     code and this file use h_{<jL}.
- 2. The paper reads "the fourth-to-last layer" and calls it the 28th of 32.  It counts layers from
-    0: this is hidden_states[-4] of Hugging Face, whose entry 0 is the embeddings.  It is the
-    default here, and what `edd-top` reads.  The shipped `edd` reads an earlier layer instead,
-    hidden_states[10] of a target with 24 layers, since drafters of that target learned more from
-    it.  So the figures of `edd` are not those of the paper's own setting.
+ 2. The paper reads "the fourth-to-last layer" of 32 and calls it the 28th, so it counts from 0.
+    Entry 0 of Hugging Face's hidden_states is the embeddings, so the output of layer 28 is entry 29
+    of 0 ... 32, hidden_states[-4].  It is the default here, and `edd-top` reads it.  The shipped
+    `edd` reads hidden_states[10] of a target with 24 layers, since drafters of that target learned
+    more from it.  So the figures of `edd` are not those of the paper's own setting.
  3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So training computes
     nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
     committed.
@@ -95,14 +95,13 @@ from transformers.models.llama.modeling_llama import rotate_half
 HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
 FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
-# Names for train.py, and the settings of Config that each stands for: EDD; EDD with the paper's
-# hidden states, regardless of --hidden; Table 3's ablations of its training; appendix A's VDM.
+# Names for train.py, and the settings of Config that each stands for
 VARIANTS = {
     "edd": {},
-    "edd-top": {"hidden": HIDDEN},
-    "edd-ce": {"loss": "ce"},
-    "edd-fixed": {"blocks": (5, 5)},
-    "vdm": {"encoding": False},
+    "edd-top": {"hidden": HIDDEN},                   # the paper's, regardless of --hidden
+    "edd-ce": {"loss": "ce"},                        # Table 3: "w/o KL divergence"
+    "edd-fixed": {"blocks": (5, 5)},                 # Table 3: "w/o random division length"
+    "vdm": {"encoding": False},                      # appendix A
     "vdm-ce": {"encoding": False, "loss": "ce"},
 }
 
@@ -122,9 +121,9 @@ class Config:
     def for_target(cls, model, hidden=HIDDEN, **more):
         """The Config of a drafter for the Hugging Face model `model`.
 
-        hidden: index of hidden_states; a negative one counts from the end.  Index i is the output
-        of the i-th layer, and the last index, the number of layers, that of the final norm after
-        it.  Raises ValueError for any other index; 0 is the embeddings.  more: further settings.
+        hidden: index of hidden_states; a negative one counts from the end.  Entry i is the output
+        of the i-th layer, i = 1, 2, ...; the last entry has passed the final norm, too.  Raises
+        ValueError for 0, which is the embeddings, and out of range.  more: further settings.
         """
         c = model.config.get_text_config()
         index = hidden
@@ -175,7 +174,7 @@ class DraftModel(nn.Module):
     def __init__(self, config, model):
         super().__init__()
         self.config = config
-        # What the drafter uses of the target, as no submodule: it is not saved with the drafter.
+        # What the drafter uses of the target: a namespace, not a submodule, so that it is not saved
         self.target = SimpleNamespace()
         self.take(model, model.get_decoder())
 
@@ -217,6 +216,7 @@ class DraftModel(nn.Module):
         """The layer's KV entries of x (B, m, D), at `position` (1, m) -> k, v (B, H, m, d) each"""
         x = self.layer.input_layernorm(x)
         cos_sin = self.target.rotary(x, position)
+        # The function of the same name, below
         return keys_values(self.layer.self_attn, x, *cos_sin)
 
     def causal(self, x):
@@ -261,6 +261,7 @@ class EDD(DraftModel):
         self.embed = self.own(model.get_input_embeddings())
         self.head = self.own(model.get_output_embeddings())
         self.layer = self.fresh_layer(model)
+        # A norm of the target's class, but with initial weights, as the layer has
         self.norm = self.own(model.get_decoder().norm)
         self.norm.apply(model._init_weights)
 
@@ -292,19 +293,19 @@ class EDD(DraftModel):
         batch["learn"] (B, T) is the loss mask, and batch["count"] the number of labels in the step.
         batch["sum"] sums a loss over the positions that the mask selects.
         """
-        # Section 3.1: a random block length for each step
+        # Section 3.1: a random block length for each training step.  Held-out losses fix it.
         block = batch["block"]
         if block is None:
             low, high = self.config.blocks
             block = int(batch["random"].integers(low, high + 1))
         hidden = batch["hidden"].get(self.config.hidden)       # (B, T, D); None for the VDM
         x = self(batch["ids"], hidden, block)                                  # (B, T, D)
-        loss = self.divergence
+        loss_of = self.divergence
         labels = batch["logits"]                                               # (B, T, V)
         if self.config.loss == "ce":
-            loss = partial(cross_entropy, self.head)
+            loss_of = partial(cross_entropy, self.head)
             labels = batch["ids"].roll(-1, 1)                  # (B, T): t_{i+1}
-        total = batch["sum"](loss, batch["learn"], x, labels)
+        total = batch["sum"](loss_of, batch["learn"], x, labels)
         return total / batch["count"]
 
 
@@ -466,7 +467,8 @@ class Drafter:
     def run(self, end, x, position, slots, mask):
         """The tensor part of run_nodes, which runtime/static.py gives static shapes -> [(m, D)]
 
-        x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen
+        x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen.
+        It returns a list, since verify.Target.run does.
         """
         cache = WriteAndRead(self.cache, slots, end)
         x = self.model.run_layer(x[None], position[None], mask, cache)         # (1, m, D)

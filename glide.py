@@ -46,17 +46,17 @@ Differences from the paper:
  5. With two layers, the second one's KV entries depend on what the first layer's glimpse saw.  The
     paper describes the glimpse of the round's own tokens (its "last i output vectors") and does not
     say how earlier tokens are encoded; the official code encodes accepted tokens anew each round.
-    Here an accepted node keeps the KV entries with which it was drafted.  A committed token that
-    has none (the prompt's, and the last one of a chain) is encoded under the block mask, its blocks
-    counted from the last root.  So all KV entries are computed as training computes them.
+    Here an accepted node keeps the KV entries that expand() computed.  The tokens of the prompt,
+    and an accepted leaf, have none yet.  They are encoded under the block mask, and its first block
+    starts at the previous round's root (for the prompt at position 0).
  6. In the paper all weights start at random.  Where the drafter is as wide as the target, train.py
     copies the target's embedding and LM head into it, into the vanilla drafter, too.  The loss may
     also be the KL divergence to the target's distribution.
  7. The mask is "not used for testing" in the paper.  Here a held-out loss uses it, too: without it
     a query would see target keys of its own token and of later ones.
- 8. The prose of section 4.1 gives a block to the token x_j that is predicted.  Then the first token
-    of a block would have no query in its block.  The printed Mask_Block and the inference that the
-    paper describes give the block to the query, and so does this file: j is the query, k the key.
+ 8. In the prose of section 4.1, block(j) is the block of the predicted token x_j.  The query that
+    predicts the first token of a block would then lie in the block before.  In the printed
+    Mask_Block, in the inference that the paper describes, and here, block(j) is the query's block.
  9. The delay of a query is its distance to the last target key that it sees.  In training it is 1
     at the start of a block and L at its end.  A drafted tree that is deeper than L (PCT goes to
     depth 10) has longer delays.  The drafter is not trained for these, and train.py does not fit
@@ -88,7 +88,7 @@ decoding with drafted chains of five tokens:
             # The target's choice after each of the six tokens, and how many drafts agree with it
             choice = model(chain[None], past_key_values=cache).logits[0].argmax(-1)
             accepted = (chain[1:] == choice[:-1]).long().cumprod(0).sum().item()
-            cache.crop(accepted - 5)         # a negative number: how many last entries to remove
+            cache.crop(accepted - 5)         # removes the last 5 - accepted entries
             # The root and four drafted tokens were expanded.  Those of them that stay:
             drafter.keep(list(range(min(1 + accepted, 5))))
             ids = torch.cat((ids, choice[:accepted + 1]))
@@ -105,7 +105,7 @@ import json
 from collections import namedtuple
 from dataclasses import dataclass, fields
 from functools import partial
-from math import gcd
+from math import ceil, gcd
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,7 +157,7 @@ class Config:
         # width, too.
         heads = width // gcd(width, d_k)
         # Llama's ratio of 8/3, rounded up to a multiple of 32
-        feed_forward = -(-width * 8 // 3 // 32) * 32
+        feed_forward = 32 * ceil(width * 8 / 3 / 32)
         config = cls(c.vocab_size, width, feed_forward, layers, heads, block, glimpse)
         if glimpse:
             config.layers_read = tuple(range(top - layers + 1, top + 1))
@@ -228,7 +228,8 @@ Ropes = namedtuple("Ropes", "own target")
 
 class Layer(nn.Module):
     """One layer of Figure 2: x += SelfAttn(norm(x)); x += Glimpse(x); x += MLP(norm(x))."""
-    query_rope = staticmethod(apply_rope)        # RoPE of the glimpse's queries
+    # RoPE of the glimpse's queries; layers for other families of targets replace it.
+    query_rope = staticmethod(apply_rope)
 
     def __init__(self, c, m):
         super().__init__()
@@ -313,6 +314,7 @@ class Layer(nn.Module):
             new = torch.stack((k, v))                                  # (2, B, heads, T, d)
             cache.store.index_copy_(3, cache.slots, new)
             k, v = cache.store[:, :, :, :cache.end]
+        # Under autocast, RoPE makes q and k float32 but leaves v as it is.
         heads = F.scaled_dot_product_attention(q, k, v.to(q), attn_mask=mask)
         concat = heads.transpose(1, 2).flatten(2)                      # (B, T, d_D)
         x = x + self.o(concat)
@@ -448,8 +450,8 @@ class Drafter:
     def begin(self, view):
         """Start a round: the tokens before position view.length are committed.
 
-        view.tokens are the last of these tokens, at least all that were committed since the last
-        begin.  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's KV entries.
+        view.tokens ends with the tokens committed since the last begin, and may hold earlier ones
+        before them.  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's KV entries.
         """
         self.t = view.length
         self.kv = view.kv
@@ -461,9 +463,9 @@ class Drafter:
                 self.encode(chunk)
 
     def encode(self, tokens):
-        """Compute the KV entries of the next committed tokens (p,), which were not drafted.
+        """Compute the KV entries of the next p committed tokens, which expand did not read.
 
-        These are the tokens of a prompt, and the last token of a chain that is accepted entirely.
+        tokens (p,): those of a prompt, or an accepted leaf.
         """
         c, model = self.config, self.model
         end = self.context + len(tokens)
@@ -476,8 +478,8 @@ class Drafter:
         if c.layers > 1:
             key = torch.arange(self.t, device=self.device)                         # (t,)
             causal = key[:end] <= position[:, None]                                # (p, end)
-            # Mask_Block, its blocks counted from the last root: a query sees the target's entries
-            # of all tokens before its own block.
+            # Mask_Block, its blocks counted from the previous round's root: a query sees the
+            # target's entries of all tokens before its own block.
             within_block = (position - self.last_root) % c.block
             block_start = position - within_block                                  # (p,)
             delayed = key < block_start[:, None]                                   # (p, t)
@@ -521,14 +523,14 @@ class Drafter:
         tokens = tokens.to(self.device)
         return self.run(end, tokens, position, slots, mask)[0]
 
-    def run(self, end, x, position, slots, mask, glimpse_mask=None):
+    def run(self, end, tokens, position, slots, mask, glimpse_mask=None):
         """The tensor part of expand, which runtime/static.py gives static shapes -> [logits (m, V)]
 
-        x: tokens (m,).  position, slots (m,), mask (m, end), glimpse_mask (m, t).  Without
-        glimpse_mask every node sees all of the target's entries.
+        tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None,
+        all entries are seen.  It returns a list, since verify.Target.run does.
         """
         ropes = self.model.ropes(position)
-        hidden = self.model.embed(x)[None]                                         # (1, m, d_D)
+        hidden = self.model.embed(tokens)[None]                                    # (1, m, d_D)
         for layer, store in zip(self.model.layers, self.store):
             cache = Cache(store, slots, end)
             hidden = layer(hidden, ropes, mask, self.kv, glimpse_mask, cache)
@@ -538,7 +540,8 @@ class Drafter:
     def reserve(self, length):
         """Make sure that the store has a capacity of at least `length` entries."""
         if length > self.store.shape[-2]:
-            # The capacity at least doubles, so growing copies each entry a few times at most.
+            # Adding `length`, which is larger than the capacity, at least doubles it.  So growing
+            # copies each entry a few times at most.
             more = max(1024, length)
             self.store = F.pad(self.store, (0, 0, 0, more))
 
