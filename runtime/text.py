@@ -13,15 +13,15 @@ data sets of the hub.  This is what a row may hold:
     conversations, conversation or       a chat                    each question, after all that
       messages, with role and content                              comes before it
       (or from and value)
-    turns, what a user asks in turn      -                         the same; the target answers
+    turns, what a user asks in turn      a chat without labels     the same; the target answers
     question, answer                     question and answer       the question
     text                                 the text                  the text
     prompt, canonical_solution or        both                      the prompt
       completion
     instruction, input, output           all                       instruction and input
     ids                                  these token ids           -
-    prompt, answer: lists of ids         the ids of both; the      -
-                                         labels are the answer's
+    prompt, answer: lists of ids         both; only the answer     -
+                                         gives labels
 
 A row's group, category or source names the kind of its text, which is otherwise the file's name.
 "held_out": true or false says whether training leaves a row out for validation.
