@@ -272,10 +272,11 @@ def template_of(name, tokenizer):
         if isinstance(own, dict):                  # several: for chats, for chats with tools
             own = own.get("default")
         return own or PLAIN
-    if not Path(name).is_file():
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
         raise UserError(f"--template {name}: choose {' or '.join(TEMPLATES)}, or name a file with "
-                        "a Jinja template")
-    return Path(name).read_text(encoding="utf-8")
+                        "a Jinja template") from None
 
 def chat_text(messages, tokenizer, template, ask=False):
     """Chat messages as text.  ask: end where the assistant's next answer begins."""
