@@ -1,31 +1,37 @@
-"""One table: any target with any drafter and any tree, end to end, beside honest baselines.
+"""How is a speedup measured honestly?  Any target, drafter and tree, beside plain decoding.
 
     python bench.py --drafter glide --tree cape
     python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost "fixed(size=4)"
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
-    python bench.py --drafter "beside(edd, maxgram)" --tree pct-cost graft
-    python bench.py --target lmsys/vicuna-7b-v1.5 --checkpoint my-glide --dtype float16
+    python bench.py --drafter "mixture(edd, maxgram)" --tree pct-cost graft
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)" --prompts mt_bench.jsonl
 
-arguments -> arms -> measure -> row -> table.  An arm is one way of decoding.  All arms decode each
-prompt, in random order.  Drafters and trees are named as their functions would be called: see
-cape.py, pct.py, and runtime/load.py.
+An arm is one way of decoding: plain decoding, transformers' own generate(), or a drafter with a
+tree.  Every prompt is decoded by all arms, in random order, and each arm gets a row of the table.
+Three rules keep the table honest:
 
-Plain decoding, the baseline, is the same target, cache and dtype through the same loop with one
-token a forward.  On a CPU it also runs padded to two queries, as one query takes a slow path on
-some; the faster of the two is the baseline.  A legend under the first table explains its columns.
+ 1. The baseline is plain decoding with the same target, cache, dtype and loop, one token a forward.
+    transformers' generate() stands beside it, so that a slow loop of ours could not flatter us.
+ 2. Speedups are paired: each prompt's speed is divided by the baseline's speed on that prompt.
+ 3. Outputs are compared token for token with the baseline's, and the first difference is reported.
+
+This file is in the order of the work: arguments, what they name, one timed decoding, the arms, the
+measurement, a row's figures, the tables.  Drafters and trees are named as their functions would be
+called: see cape.py, pct.py and runtime/load.py.  A legend under the table explains its columns.
 """
-import contextlib
 import json
 import os
 import platform
 import random
 import sys
-from functools import partial
+import time
+from collections import Counter
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 import transformers
 from tqdm import tqdm
@@ -36,178 +42,191 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from runtime import text as read
-from runtime import measure as clock, load, prompts, proof, report
-from runtime.calls import check_tree, read_call, settings_of
+from runtime import load, measure, report, text
+from runtime.calls import check_tree, read_call
 from verify import UserError
 
-# A cascade and Max-Gram write these by themselves.
+# A cascade and Max-Gram write their own chain, and --tree says how: greedily, or sampled.
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct,
          "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost,
          "graft": graft.graft, "eagle2": pct.eagle2}
-PROMPTS = load.CHECKPOINTS / "prompts.jsonl"           # the project's own
-LOOK = 9                                                 # of them: a minute or less
-MOST_NODES = 512                                         # of a tree, the root counted
-EXACT = 64                                               # tokens a forward under --exact
-WARM_UP = 16                                             # tokens that each arm decodes unmeasured
+PROMPTS = load.CHECKPOINTS / "prompts.jsonl"             # the project's own
+FEW = 9                                                  # rows of them: a minute or less
+UNMEASURED = 4                  # rows, after those of the table, to measure prices and sizes on
+MOST_NODES = 512                # of a tree, the root included
+WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
 # ---------------------------------------------------------------- arguments
 def parser():
-    p = read.Parser(description="Decode with a target, any drafters and trees, and without them.")
+    p = text.Parser(description="Decode with a target, any drafters and trees, and without them.")
     flag = p.add_argument
-    flag("--target", default=str(load.STAND_IN),
+    flag("--target", default=str(load.CHECKPOINTS / "target"),
          help="folder or hub name (default: the stand-in)")
-    flag("--drafter", nargs="+", default=["glide"], help="a folder of --checkpoint, maxgram, "
-         '"beside(edd, maxgram)", '
+    flag("--drafter", nargs="+", default=["glide"], help="folders of --checkpoint, maxgram, "
+         '"mixture(edd, maxgram)", '
          '"cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" (default: glide)')
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, with settings: '
          '"pct(width=7, leaf=0)" (default: cape)')
-    flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of a drafter, or of several "
-         "folders of one each (default: the stand-in's)")
+    flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of a drafter, or a folder "
+         "with one folder for each drafter (default: the stand-in's)")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=int, help="read so many rows, evenly over their kinds (default: all, of "
-         f"the project's own {LOOK})")
-    flag("--ask", help='what a row asks, by its fields: "{question} Think step by step." (default: '
-         "by the fields that it has)")
+    flag("--limit", type=int, help="read this many rows, balanced by kind (default: all; of the "
+         f"project's own {FEW})")
+    flag("--ask", help='the question of a row, written with its fields: "{question} Think step by '
+         'step." (default: by the fields that the row has)')
     flag("--system", help="system message of conversations (default: none)")
-    flag("--template", help=f"form of conversations: {' '.join(read.TEMPLATES)}, or a Jinja file "
+    flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
          "(default: the tokenizer's own, or plain)")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt (default: 128)")
     flag("--temperature", type=float, default=0.0,
-         help="of sampling; 0 is greedy (default: 0)")
-    flag("--top-k", type=int, help="sample among so many tokens (default: among all)")
-    flag("--top-p", type=float, default=1.0, help="sample among the likeliest tokens, of this "
-         "probability together (default: 1, all)")
-    flag("--seed", type=read.seed, default=0, help="of all random choices (default: 0)")
+         help="sampling temperature; 0 is greedy (default: 0)")
+    flag("--top-k", type=int, help="sample among the k most probable tokens (default: among all)")
+    flag("--top-p", type=float, default=1.0, help="sample among the most probable tokens whose "
+         "probabilities sum to p (default: 1, all)")
+    flag("--seed", type=int, default=0, help="of all random choices (default: 0)")
     flag("--dtype", default="float32",
          choices=["float32", "float16", "bfloat16", "float64", "auto"],
-         help="auto: as the target's weights are stored (default: float32)")
+         help="auto: the dtype in which the target's weights are stored (default: float32)")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, "
-         "cuda:1, or auto: over all devices, by accelerate (default: cuda if there is one)")
+         "cuda:1, or auto: spread over all devices by accelerate (default: cuda if there is one)")
     flag("--threads", type=int, help="CPU threads (default: PyTorch's)")
     flag("--graphs", action="store_true",
          help="static shapes and CUDA graphs (default: exact shapes)")
-    flag("--exact", action="store_true", help=f"at least {EXACT} tokens in each forward of the "
-         "target, and no reduced-precision sums, so that half precision rounds alike in all arms "
-         "(default: no)")
     flag("--revision", help="of the target on the hub: branch, tag or commit (default: the newest)")
     flag("--trust-remote-code", action="store_true",
          help="run code that hub models bring (default: no)")
-    flag("--json", help="write one line a row to this file (default: none)")
+    flag("--json", help="write the rows to this file, one line each (default: none)")
     flag("--show", action="store_true",
-         help="print a continuation of each drafter and tree (default: no)")
+         help="print a continuation for each drafter and tree (default: no)")
     return p
 
 def check_numbers(a):
     """Refuse numbers out of range."""
-    least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0}
+    least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0, "seed": 0}
     for name, low in least.items():
         value = getattr(a, name)
-        # A comparison with nan is false; beyond 2^31 libraries take no number.
-        in_range = value is None or low <= value < 2 ** 31
-        if not in_range:
+        # Above 2^31 some libraries overflow.  NaN fails both comparisons.
+        if value is not None and not low <= value < 2 ** 31:
             flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {value}: it must be a number of at least {low}")
+            raise UserError(f"--{flag} is {value}: it must be at least {low} and below 2^31")
     if not 0 < a.top_p <= 1:
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
 
 def check(a):
     """Refuse what cannot work before anything is loaded -> the calls of --drafter, of --tree"""
     loaders = load.loaders(a.checkpoint)
-    drafters = [read_call(text, loaders, f"drafter in {a.checkpoint}") for text in a.drafter]
-    trees = [read_call(text, TREES, "tree") for text in a.tree]
+    drafters = [read_call(given, loaders, f"drafter in {a.checkpoint}") for given in a.drafter]
+    trees = [read_call(given, TREES, "tree") for given in a.tree]
     for calls in (drafters, trees):
         labels = [call.label for call in calls]
         if len(set(labels)) < len(labels):
             raise UserError(f"{' '.join(labels)}: name each once")
     check_numbers(a)
     for tree in trees:
-        check_tree(tree, EXACT if a.exact else MOST_NODES)
+        check_tree(tree, MOST_NODES)
         if tree.name == "drawn" and a.temperature == 0:
             raise UserError("--tree drawn samples its tokens: give --temperature above 0, or take "
                             "--tree chain")
     if a.json:
-        load.check_writable("--json", a.json)
-    load.check_device(a.device, spread=True)
+        folder = Path(a.json).absolute().parent
+        if Path(a.json).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise UserError(f"--json {a.json}: name a file in a folder that can be written to")
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees
 
-# ---------------------------------------------------------------- what the flags name, loaded
+# ---------------------------------------------------------------- what they name, loaded
 class Run(load.Setup):
-    """All that the flags `a` name, loaded.  Besides Setup's attributes:
+    """The flags, and everything they name, loaded.
 
-    trees [Call]; prompts [(group, ids, limit)]; drafters {label: drafter}; costs {label: what
-    clock.measure_costs found}.
+    a            the flags as they were parsed
+    model        transformers' own, and its tokenizer
+    target       the model as verify.generate takes it
+    cuda         whether the target is on a GPU
+    eos          the token ids that end a sequence
+    trees        [Call]: name, function, settings; defaults of all its settings; label
+    drafters     {label: drafter}
+    stages       {name: language model}, of all cascades
+    limit        how many rows of the prompts' files are read; None: all
+    prompts      [(kind of text, token ids, limit of new tokens)]
+    prices       {label: measured prices, or None}, once a tree has asked for them
+    extras       {(label, gamma): mean size of CAPE's sets}, once `fixed` has asked for it
+    notes        [sentence for the reader]
     """
 
     def __init__(self, argv=None):
         a = self.a = parser().parse_args(argv)
         calls, self.trees = check(a)
-        # What the flags leave open
-        if not a.prompts:
-            a.prompts = [str(PROMPTS)]
-            a.limit = a.limit or LOOK
         if a.threads:
             torch.set_num_threads(a.threads)
-        if a.target and Path(a.target).is_dir():
-            # Rows name it: without the folders of one machine.
-            a.target = os.path.relpath(a.target)
         super().__init__(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
-                         a.graphs, rows=EXACT if a.exact else 1)
-        a.dtype = str(self.model.dtype).removeprefix("torch.")             # where it was auto
-        if a.exact:
-            # In these sums the order, and so the rounding, depends on the shape.
-            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+                         a.graphs)
         self.check_target(calls)
-        self.prompts = prompts.prompts_of(self, a.prompts, a.limit, a.max_new_tokens, self.answer,
-                                          a.template, a.ask, a.system)
-        self.drafters, self.costs = {}, {}
-        for call in calls:
-            self.drafters[call.label] = self.proven(call)
+        self.limit = a.limit or (None if a.prompts else FEW)
+        self.prompts = self.read_prompts(self.limit)
+        self.prices, self.extras = {}, {}
+        self.drafters = {call.label: self.load_drafter(call) for call in calls}
 
     def check_target(self, calls):
         """Refuse drafters and trees that this target does not take."""
         named = {tree.name for tree in self.trees}
         if not self.target.verifies_trees and not named <= CHAINS.keys():
-            raise UserError(f"{self.a.target} honours no mask or positions of a tree: it takes "
+            raise UserError(f"{self.a.target} ignores a tree's mask or positions: it takes "
                             "--tree chain")
         named = {call.name for call in calls}
         if self.target.encoder_decoder and not named <= {"maxgram", "cascade"}:
             raise UserError(f"{self.a.target} has an encoder: it takes --drafter maxgram or "
                             "cascade(...)")
 
-    def proven(self, call):
+    def read_prompts(self, limit, skip=0):
+        """Prompts of the flags' files: of `limit` rows after the first `skip`."""
+        a = self.a
+        return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
+                               self.answer, a.template, a.ask, a.system, skip)
+
+    @cached_property
+    def unmeasured(self):
+        """Prompts on which prices and sizes are measured: from rows after those of the table."""
+        found = self.read_prompts(UNMEASURED, skip=self.limit) if self.limit else []
+        if not found:
+            self.notes.append("prices and sizes of trees are measured on prompts of the table")
+        return found or self.prompts[:UNMEASURED]
+
+    def load_drafter(self, call):
         """The drafter that a call names; with a note where it hardly knows this target's text."""
         drafter = load.called(self, call)
         if call.name not in ("maxgram", "cascade"):
             two = [ids for _, ids, _ in self.prompts[:2]]
-            sentence = proof.proves_itself(self.target, drafter, two)
+            sentence = load.proves_itself(self.target, drafter, two)
             if sentence:
                 self.notes.append(f"{call.label}: {sentence}")
         return drafter
 
-    def decode(self, drafter, build, ids, limit, target=None, streamer=None):
-        """verify.generate as the flags say, timed -> Record.  drafter None: plain decoding."""
+    # ------------------------------------------------------------ one timed decoding
+    def decode(self, drafter, build, ids, limit, number=0, streamer=None):
+        """verify.generate with the flags' sampling, timed -> Record.  drafter None: plain decoding.
+
+        number: the prompt's.  Two prompts are sampled with different noise, all arms of one prompt
+        with the same.
+        """
         a = self.a
         rule = verify.Greedy()
         if a.temperature > 0:
+            # verify.Sampled, which also records how far p_target and p_draft overlap
             top_p = a.top_p if a.top_p < 1 else None
-            rule = clock.Overlap(a.temperature, a.top_k, top_p, a.seed)
+            rule = measure.Overlap(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
         stop = []
-        # The end of the text, as the model's own generation_config names it
         if self.eos is not None:
             stop.append(transformers.EosTokenCriteria(self.eos))
         # verify.generate knows no clock: it gets a target and a drafter whose calls are timed.
-        watch = clock.Clock(self.cuda)
-        target = clock.Timed(target or self.target, watch, clock.TARGET)
-        timed = drafter and clock.Timed(drafter, watch, clock.DRAFTER)
+        clock = measure.Clock(self.cuda)
+        target = clock.around(self.target)
+        timed = clock.around(drafter) if drafter else None
         out = verify.generate(target, timed, build, ids, limit, rule, stop, streamer)
         overlaps = getattr(rule, "overlaps", ())
         stage_runs = getattr(drafter, "runs", ())
-        return clock.Record(out, watch, overlaps, stage_runs)
+        return measure.Record(out.tokens, out.rounds, clock, overlaps, stage_runs)
 
     def answer(self, ids):
         """The target's answer as text, by plain decoding."""
@@ -215,232 +234,424 @@ class Run(load.Setup):
         out = self.decode(None, verify.root_only, ids, limit)
         return self.tokenizer.decode(out.tokens, skip_special_tokens=True)
 
+def prompt_seed(seed, number):
+    """--seed and a prompt's number -> the seed of its noise"""
+    return random.Random(f"{seed} {number}").getrandbits(63)
+
 # ---------------------------------------------------------------- arms
 class Arm:
-    """One way of decoding.  decode(ids, limit) -> Record; results[i]: the Record of prompt i.
+    """One way of decoding, and what it gave.
 
-    tree, build: of an arm with a drafter.  plain: plain decoding by our own loop.
-    memory: its peak in bytes, on CUDA.
+    name       as the table prints it: "glide x cape", "generate()"
+    decode     decode(ids, limit, number) -> Record
+    drafter    the drafter's label, or the name of a baseline
+    tree       the tree's label, or None
+    settings   {setting: value} of the tree's builder
+    results    {number of a prompt: Record}
+    memory     the peak in bytes, on CUDA
     """
-    def __init__(self, drafter, decode, tree=None, build=None, plain=False):
+    def __init__(self, drafter, decode, tree=None, settings=None):
         self.drafter, self.decode, self.tree = drafter, decode, tree
-        self.build, self.plain = build, plain
+        self.settings = settings or {}
         self.name = f"{drafter} x {tree}" if tree else drafter
         self.results, self.memory = {}, None
 
-    def speeds(self, base, which):
-        """Speedups over `base` on the prompts `which`."""
+    def speedups(self, base, which):
+        """On each of the prompts `which`, how many times as fast as the arm `base`."""
         return [self.results[i].speed() / base.results[i].speed() for i in which]
 
-    def seconds(self, which):
-        """Seconds on the prompts `which` together."""
-        return sum(self.results[i].seconds for i in which)
-
-def plain_arms(run):
-    """Plain decoding by our own loop."""
-    wrapped = {"plain": run.target}
-    if run.a.exact:
-        # The price of exactness is seen beside plain decoding without it.
-        wrapped["plain, not exact"] = run.wrap(run.model)
-    decode = partial(run.decode, None, verify.root_only)
-    arms = []
-    for name, target in wrapped.items():
-        arms.append(Arm(name, partial(decode, target=target), plain=True))
+def arms_of(run):
+    """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees."""
+    arms = [plain_arm(run), *library_arms(run)]
+    for label in run.drafters:
+        for tree in run.trees:
+            arms.append(drafted_arm(run, label, tree))
     return arms
 
-def library(run, ids, limit, **more):
+def plain_arm(run):
+    """Plain decoding by our own loop: the baseline, and the reference arm for losslessness."""
+    return Arm("plain", partial(run.decode, None, verify.root_only))
+
+def library(run, ids, limit, number, **more):
     """transformers' own generate() -> Record"""
     a = run.a
-    start = 1 if run.target.encoder_decoder else len(ids)
-    torch.manual_seed(a.seed)
-    ids = torch.tensor([ids], device=run.target.device)
-    # Sampling is among all tokens with top_k=0; without it the library takes 50.
+    torch.manual_seed(prompt_seed(a.seed, number))
+    given = torch.tensor([ids], device=run.target.device)
+    # With top_k=0 the library samples among all tokens; its default is 50.
     with torch.inference_mode():
-        found = run.model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=limit,
+        out = run.model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=limit,
             do_sample=a.temperature > 0, temperature=a.temperature or 1.0, top_k=a.top_k or 0,
             top_p=a.top_p, **more)
-    return clock.Record(found[0, start:].tolist())
+    # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
+    start = 1 if run.target.encoder_decoder else len(ids)
+    return measure.Record(out[0, start:].tolist())
 
 def library_arms(run):
     """transformers' own: plain, with each model of a cascade as assistant, with prompt lookup."""
     arms = [Arm("generate()", partial(library, run))]
     for name, model in run.stages.items():
-        # The library takes vocabularies of two sizes for two tokenizers.
+        # The library takes two sizes of vocabulary for two tokenizers.
         if model.config.get_text_config().vocab_size != run.target.config.vocab_size:
             run.notes.append(f"no assisted generation with {name}: transformers wants equal "
                              "vocabularies")
             continue
         assisted = partial(library, run, assistant_model=model)
         arms.append(Arm(f"assisted generation ({name})", assisted))
-    # Max-Gram has its counterpart in the library.
-    grams = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
-    if grams and not run.target.encoder_decoder:
+    # Prompt lookup is the library's counterpart of Max-Gram.
+    with_gram = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
+    if with_gram and not run.target.encoder_decoder:
         lookup = partial(library, run, prompt_lookup_num_tokens=maxgram.N)
         arms.append(Arm("prompt lookup", lookup))
     return arms
 
-def writes_itself(drafter, tree="chain"):
-    """Whether a drafter writes the tree of this name by itself: a sequence drafter's chain."""
-    return hasattr(drafter, "chain") and tree in CHAINS
+def drafted_arm(run, label, tree):
+    """The arm of the drafter `label` with the tree that the Call `tree` names."""
+    build = builder(run, label, tree)
+    settings = build.keywords
+    if build.func is tree.function:
+        settings = {**tree.defaults, **settings}
+    decode = partial(run.decode, run.drafters[label], build)
+    return Arm(label, decode, tree.label, settings)
 
 def builder(run, label, tree):
-    """The builder that the call `tree` names, for the drafter `label`.
+    """The Call `tree` as a builder for the drafter `label` -> partial
 
-    Settings that are left open and depend on target and drafter are measured: prices, a mean size.
+    What depends on target and drafter is measured where a setting is left open: prices, once for
+    all trees of the run, and the size of fixed sets.
     """
     drafter = run.drafters[label]
-    if writes_itself(drafter, tree.name):
+    if hasattr(drafter, "chain") and tree.name in CHAINS:
         if tree.settings:
             raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; say "
                             f"{tree.name}")
         return partial(cascade.proposal, drawn=tree.name == "drawn")
     settings = dict(tree.settings)
-    left_open = settings_of(tree.function).keys() - settings.keys()
+    left_open = tree.defaults.keys() - settings.keys()
     if left_open & {"cost", "node_price"}:
-        measured = clock.measure_costs(run, label)
-        settings |= {key: measured[key] for key in left_open & measured.keys()}
+        if not run.prices:
+            run.prices = measure.prices(run)
+        for name, price in (run.prices[label] or {}).items():
+            if name in left_open:
+                settings[name] = price
     if "size" in left_open:
-        settings["size"] = clock.mean_extras(run, label, settings.get("gamma", cape.GAMMA))
-    if run.a.exact and "max_nodes" in settings_of(tree.function):
-        # How large a tree grows where the drafter is sure, check_tree cannot know.
-        settings["max_nodes"] = min(settings.get("max_nodes", EXACT), EXACT - 1)
+        gamma = settings.get("gamma", cape.GAMMA)
+        if (label, gamma) not in run.extras:
+            run.extras[label, gamma] = measure.mean_extras(run, label, gamma)
+        settings["size"] = round(run.extras[label, gamma])
     return partial(tree.function, **settings)
-
-def arms_of(run):
-    """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees."""
-    arms = plain_arms(run) + library_arms(run)
-    for label, drafter in run.drafters.items():
-        for tree in run.trees:
-            build = builder(run, label, tree)
-            arms.append(Arm(label, partial(run.decode, drafter, build), tree.label, build))
-    return arms
 
 # ---------------------------------------------------------------- measure
 def warm_up(run, arms):
-    """Decode unmeasured, for kernels, allocator, caches; with graphs all, to record all sizes."""
-    first = run.prompts if run.a.graphs else run.prompts[:1]
-    for _, ids, limit in first:
+    """Decode without measuring, so that kernels, allocator and caches settle.
+
+    With --graphs every prompt is decoded whole: a graph is recorded at the first use of its size.
+    """
+    prompts = run.prompts if run.a.graphs else run.prompts[:1]
+    for _, ids, limit in prompts:
         for arm in arms:
-            arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit))
+            arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit), 0)
 
-def measure(run, arms, after=None):
-    """Decode every prompt with every arm -> how many prompts all have finished.
+def measure_one(run, arm, number):
+    """Decode one prompt with one arm -> Record with its seconds"""
+    _, ids, limit = run.prompts[number]
+    if run.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    start = time.perf_counter()
+    record = arm.decode(ids, limit, number)
+    if run.cuda:
+        torch.cuda.synchronize()
+        arm.memory = max(arm.memory or 0, torch.cuda.max_memory_allocated())
+    record.seconds = time.perf_counter() - start
+    return record
 
-    An interruption ends it.  Results that are there stay.  after(i): called when prompt i is done.
+def measure_all(run, arms, after=None):
+    """Decode every prompt with every arm -> how many prompts all arms have finished.
+
+    Ctrl-C ends it early, and keeps what was measured.  after(i) is called when prompt i is done.
     """
     warm_up(run, arms)
     bar = tqdm(total=len(run.prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
-    with bar, contextlib.suppress(KeyboardInterrupt):
-        for i, (_, ids, limit) in enumerate(run.prompts):
-            # Arm order is random in each prompt: an arm leaves traces for the next one.
-            fresh = [arm for arm in arms if i not in arm.results]
-            bar.update(len(arms) - len(fresh))
-            for arm in random.Random(i).sample(fresh, len(fresh)):
-                arm.results[i] = clock.measured(arm, ids, limit, run.cuda)
+    try:
+        for i in range(len(run.prompts)):
+            # Arm order is random in each prompt, since an arm leaves traces (caches, clock speed)
+            # for the next one.  Results that are there already, of a resumed table, are kept.
+            missing = [arm for arm in arms if i not in arm.results]
+            bar.update(len(arms) - len(missing))
+            for arm in random.Random(i).sample(missing, len(missing)):
+                arm.results[i] = measure_one(run, arm, i)
                 bar.update()
-            if after and fresh:
+            if after and missing:
                 after(i)
-            so_far = range(i + 1)
-            drafted = [arm for arm in arms if arm.tree]
-            speeds = {arm.name: median(arm.speeds(arms[0], so_far)) for arm in drafted}
-            report.progress(bar, i + 1, len(run.prompts), speeds)
+            show_progress(bar, arms, i + 1, len(run.prompts))
+    except KeyboardInterrupt:
+        pass
+    bar.close()
     return min(len(arm.results) for arm in arms)
 
-# ---------------------------------------------------------------- one row of the table
-def versions():
-    """What computes: a row says it."""
-    packages = {package.__name__: package.__version__ for package in (torch, transformers)}
-    return {"python": platform.python_version(), **packages}
+def show_progress(bar, arms, done, count):
+    """The fastest arm so far, beside the bar; without a terminal, a line for each prompt."""
+    medians = [(median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms]
+    speedup, name = max(medians)
+    fastest = f"fastest so far: {name} {speedup:.2f}x"
+    bar.set_postfix_str(fastest)
+    if bar.disable:
+        print(f"prompt {done} of {count}; {fastest}", file=sys.stderr, flush=True)
 
-def row_of(run, arm, base, generate, group, which, truth=None):
-    """A line of the JSON: `arm` on the prompts `which`, beside plain decoding and generate().
+# ---------------------------------------------------------------- a row: the papers' figures
+def ratio(x, y):
+    """x / y, or None where there is nothing to divide, or to divide by."""
+    return x / y if y and x is not None else None
 
-    base: the fastest arm of plain decoding.  truth: the one whose tokens all should give, or base.
+def expected_speedup(alpha, c, gamma):
+    """GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023), which is Cascade's Corollary 4.2.
+
+    alpha: acceptance rate; c: one drafter forward over one target forward; gamma: drafted tokens.
     """
-    outs = [arm.results[i] for i in which]
-    step = clock.plain_step([base.results[i] for i in which])
-    row = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "seed", "temperature")}
-    row |= {
+    # (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))
+    tokens = sum(alpha ** i for i in range(gamma + 1))
+    return tokens / (c * gamma + 1)
+
+def swi(tokens, runs, costs):
+    """Standardized walltime improvement (Cascade, section 5.1): 1 for plain decoding.
+
+    tokens = n, all that were generated; runs[0] = count(S, M_t, T), runs[i] = count(S, M_di, T);
+    costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
+    Erratum: "simply the sum of GPU time by all models" describes the denominator.
+    """
+    assert len(runs) == len(costs) and costs[0] == 1, "each model has a cost; the target's is 1"
+    # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
+    return tokens / sum(count * cost for count, cost in zip(runs, costs))
+
+def acceptance(total):
+    """What was drafted and accepted, per round.  total: sums over rounds, see counts_of."""
+    rounds = total["rounds"]
+    # At most one of several siblings can be accepted, so a tree has no alpha.
+    accepted = None if total["trees"] else total["accepted"]
+    overlap = total["overlap"] if total["drawn"] else None
+    return {
+        # tau: new tokens per round, the target's own included
+        "tau": ratio(total["new"], rounds),
+        "depth": ratio(total["depth"], rounds),
+        "nodes": ratio(total["nodes"], rounds),
+        "draft_forwards": ratio(total["draft_forwards"], rounds),
+        # alpha: accepted over tested tokens of a chain.  Nothing after a rejection is tested.
+        "alpha": ratio(accepted, total["tested"]),
+        # GLIDE's alpha under sampling: the mean of sum_x min(p_target(x), p_draft(x))
+        "alpha_overlap": ratio(overlap, total["tested"]),
+        # EDD's alpha: tau over the maximum depth
+        "alpha_depth": ratio(total["new"], total["depth"])}
+
+def time_of_rounds(total, step):
+    """How long a round takes, and for what.  step: seconds of a plain decoding step, s_t."""
+    rounds = total["rounds"]
+    spent = total["draft"] + total["verify"] + total["other"]
+    row = {
+        "round_ms": ratio(1e3 * spent, rounds),
+        "target_ms": 1e3 * step,
+        "begin_ms": ratio(1e3 * total["begin"], rounds)}
+    for what in ("draft", "verify", "other"):
+        row[f"{what}_ms"] = ratio(1e3 * total[what], rounds)
+        row[f"share_{what}"] = ratio(total[what], spent)
+    return row
+
+def plain_step(records):
+    """Seconds of a plain decoding step, s_t, from Records of plain decoding without the prefill."""
+    steps = sum(len(record.tokens) - 1 for record in records)
+    seconds = sum(record.seconds - record.total["prefill"] for record in records)
+    return seconds / max(1, steps)
+
+def speeds(arm, base, generate, which):
+    """Speed of an arm on the prompts `which`, beside plain decoding (base) and generate()."""
+    tokens = sum(len(arm.results[i].tokens) for i in which)
+    seconds = sum(arm.results[i].seconds for i in which)
+    speedups = arm.speedups(base, which)
+    low, middle, high = np.quantile(speedups, [0.25, 0.5, 0.75]).tolist()
+    return {
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "speedup_low": low,
+        "speedup": middle,
+        "speedup_high": high,
+        "speedup_vs_generate": median(arm.speedups(generate, which))}
+
+def runs_and_costs(drafter, settings, records, total, step, alpha):
+    """c, E(Spd.), and for a cascade how often the target and each stage ran, and SWI.
+
+    settings: of the tree's builder.  total: sums over the rounds of these records.
+    """
+    is_cascade = isinstance(drafter, cascade.Cascade)
+    # Plain decoding runs the target for a prompt's prefill, and once a token.  A round is one run.
+    target_runs = total["rounds"] + len(records)
+    stage_runs = [sum(counts) for counts in zip(*(record.stage_runs for record in records))]
+    # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
+    # The stages of a cascade have no common c.
+    c = None
+    if len(stage_runs) <= 1:
+        drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
+        c = ratio(drafting, step)
+    gamma = drafter.K[0][0] if is_cascade else settings.get("gamma")
+    expected = None
+    if alpha is not None and c and gamma:
+        expected = expected_speedup(alpha, c, gamma)
+    found = {
+        "c": c,
+        "expected_speedup": expected,
+        "runs": [target_runs, *stage_runs] if total["rounds"] else None,
+        "stages": drafter.names if is_cascade else None,
+        "K": drafter.K if is_cascade else None}
+    if is_cascade:
+        tokens = sum(len(record.tokens) for record in records)
+        found["swi_measured"] = tokens / (target_runs + total["draft"] / step)
+        # costs: of the models, by their weights ("ms") or as given.  Max-Gram's cost is 0.
+        for how, costs in drafter.costs.items():
+            runs = [target_runs, *stage_runs[:len(costs)]]
+            found[f"swi_{how}"] = swi(tokens, runs, [1, *costs])
+    return found
+
+def losslessness(run, arm, base, which):
+    """Are all tokens those of plain decoding (base), and where is the first that is not?
+
+    Both are None where tokens are sampled with other noise, so that other tokens are expected: by
+    transformers' own arms, and by a sampled chain, which gives plain sampling's distribution but
+    not its tokens.  All other arms key their noise by position, as plain sampling does.
+    """
+    drawn = any(arm.results[i].total["drawn"] for i in which)
+    same_noise = arm is base or (arm.tree and not drawn)
+    if run.a.temperature > 0 and not same_noise:
+        return {"lossless": None, "first_divergence": None}
+    for i in which:
+        ours, plain = arm.results[i].tokens, base.results[i].tokens
+        if ours != plain:
+            where = divergence(run.target, run.prompts[i][1], ours, plain)
+            return {"lossless": False, "first_divergence": {"prompt": i, **where}}
+    return {"lossless": True, "first_divergence": None}
+
+@torch.inference_mode()
+def divergence(target, ids, ours, plain):
+    """Where two outputs first differ -> {"token": counted from 0, "logit_gap"}
+
+    logit_gap: the target's logit of plain decoding's token minus that of ours; None where one
+    output ends.  In half precision a gap near zero is rounding.
+    """
+    at, gap = 0, None
+    shorter = min(len(ours), len(plain))
+    while at < shorter and ours[at] == plain[at]:
+        at += 1
+    if at < shorter:
+        target.capture({})
+        logits = target.prefill(ids)                                # (V,)
+        if at:
+            logits = target.sync(target.ids + plain[:at])[-1]
+        gap = (logits[plain[at]] - logits[ours[at]]).item()
+    return {"token": at, "logit_gap": gap}
+
+def figures(run, arm, base, which):
+    """The papers' figures of an arm on the prompts `which`.  base: plain decoding"""
+    records = [arm.results[i] for i in which]
+    total = Counter()
+    for record in records:
+        total.update(record.total)
+    step = plain_step([base.results[i] for i in which])
+    # A baseline has no tau, and no draft.
+    drafted = total if arm.tree else Counter()
+    found = {**acceptance(drafted), **time_of_rounds(drafted, step)}
+    drafter = run.drafters.get(arm.drafter)
+    return found | runs_and_costs(drafter, arm.settings, records, total, step, found["alpha"])
+
+def row_of(run, arm, base, generate, group, which):
+    """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
+    records = [arm.results[i] for i in which]
+    is_folder = Path(run.a.target).is_dir()
+    row = {
+        "target": os.path.relpath(run.a.target) if is_folder else run.a.target,
+        "dtype": str(run.model.dtype).removeprefix("torch."),
+        "device": run.a.device,
+        "seed": run.a.seed,
+        "temperature": run.a.temperature,
         "drafter": arm.drafter,
         "tree": arm.tree,
-        "settings": settings_of(arm.build) if arm.build else {},
-        "prices": run.costs.get(arm.drafter),                    # measured, with their ranges
+        "baseline": arm is base,
+        "settings": arm.settings,
+        "prices": run.prices.get(arm.drafter),
+        "mean_extras": run.extras.get((arm.drafter, arm.settings.get("gamma"))),
         "group": group,
         "batch": 1,
-        "prompts": len(outs),
+        "prompts": len(records),
         "prompt_tokens": sum(len(run.prompts[i][1]) for i in which),
         "threads": torch.get_num_threads(),
         "peak_memory": arm.memory}
-    row |= clock.of_speeds(arm, base, generate, which)
-    row |= clock.of_rounds(outs, step, drafts=arm.build is not None)
-    row |= clock.of_stages(outs, step, run.drafters.get(arm.drafter), row)
-    row["distinct_4grams"] = clock.distinct_4grams(outs)
-    row |= report.losses(run, arm, truth or base, which)
-    return row | {"versions": versions()}
+    row |= speeds(arm, base, generate, which)
+    row["time_to_first_token"] = None
+    if records[0].rounds:
+        row["time_to_first_token"] = median(record.total["prefill"] for record in records)
+    row |= figures(run, arm, base, which)
+    # The same figures for each prompt, as paired tests need them
+    row["by_prompt"] = []
+    for i, speedup in zip(which, arm.speedups(base, which)):
+        row["by_prompt"].append({"speedup": speedup, **figures(run, arm, base, [i])})
+    # Low where texts repeat themselves: then any drafter is fast.
+    shares = [record.distinct_4grams() for record in records if len(record.tokens) > 3]
+    row["distinct_4grams"] = ratio(sum(shares), len(shares))
+    row |= losslessness(run, arm, base, which)
+    row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
+                       "transformers": transformers.__version__}
+    return row
 
-# ---------------------------------------------------------------- the tables
+# ---------------------------------------------------------------- the tables, the JSON
 def tables(run, arms, finished):
-    """Print a table for each kind of prompts, and notes -> rows, those of all prompts first."""
+    """Print a table of all prompts, then one for each kind -> rows, those of all prompts first."""
+    groups = {"all": list(range(finished))}
+    for i in range(finished):
+        kind, _, _ = run.prompts[i]
+        groups.setdefault(kind, []).append(i)
+    if len(groups) == 2:
+        # One kind alone has the same table.
+        del groups[kind]
+    # arms_of puts plain decoding first, then generate().
+    base, generate = arms[0], arms[1]
     names = [arm.name for arm in arms]
-    # arms_of puts plain decoding's arms first, and generate() after them.
-    plain = [arm for arm in arms if arm.plain]
-    generate = arms[len(plain)]
-    groups = report.groups_of(run.prompts[:finished])
-    # Speeds are held against the fastest plain decoding.
-    base = min(plain, key=lambda arm: arm.seconds(groups["all"]))
-    # Tokens are, too; but under --exact it may round differently, and the exact arm comes first.
-    truth = arms[0] if run.a.exact else base
     rows = []
     for group, which in groups.items():
-        fresh = [row_of(run, arm, base, generate, group, which, truth) for arm in arms]
+        fresh = [row_of(run, arm, base, generate, group, which) for arm in arms]
         print(f"\n{group}: {len(which)} prompts\n{report.table(names, fresh)}")
-        notes = report.slower(names, fresh)
-        if group == "all":
-            notes = [report.legend(run.a.graphs), report.averages(names, fresh, base.name), *notes]
-        for note in notes:
-            print(note)
+        for line in report.notes(run, names, fresh):
+            print(line)
         rows += fresh
-    print()
-    for fact in report.facts(run, names, rows, base.name):
-        print(fact)
     return rows
 
-# ---------------------------------------------------------------- from arguments to table
 def write_json(path, rows):
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    read.write_atomically(path, lambda part: part.write_text(lines))
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 def run_table(argv):
+    """From arguments to the table -> exit status"""
     run = Run(argv)
-    a, arms = run.a, arms_of(run)
+    arms = arms_of(run)
     print(report.headline(run), flush=True)
     for arm in arms:
-        if a.show and arm.tree:
+        if run.a.show and arm.tree:
             report.show(run, arm)
-    finished = measure(run, arms)
+    finished = measure_all(run, arms)
     if not finished:
         raise KeyboardInterrupt
     rows = tables(run, arms, finished)
-    if a.json:
-        write_json(a.json, rows)
+    if run.a.json:
+        write_json(run.a.json, rows)
     if finished == len(run.prompts):
         return 0
-    counted = f"{finished} of {len(run.prompts)} prompts are in the table"
-    print(f"interrupted: {counted}", file=sys.stderr)
+    print(f"interrupted: the table has {finished} of {len(run.prompts)} prompts", file=sys.stderr)
     return 130
 
 def main(argv=None, work=run_table, name="bench.py"):
-    """Exit status: 0; 2 after one sentence about a user's mistake; 130 after an interruption."""
+    """Exit status: 0; 2 after one sentence about a user's mistake; 130 after Ctrl-C."""
     try:
         return work(argv)
     except KeyboardInterrupt:
         print(f"{name}: interrupted before there was anything to report", file=sys.stderr)
         return 130
-    except Exception as why:
-        if not report.is_mistake(why):
-            raise
-        print(f"{name}: {why}", file=sys.stderr)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        first_line = str(why).partition("\n")[0]
+        print(f"{name}: {first_line}", file=sys.stderr)
         return 2
 
 if __name__ == "__main__":

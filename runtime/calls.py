@@ -3,8 +3,8 @@
     call = read_call("pct(width=7, leaf=0)", {"pct": pct.pct}, "tree")
     call.function(expand, root, **call.settings)
 
-Settings are Python literals, and their names and defaults are those of the function.  Words are
-names of models, and may hold slashes, dots and dashes: "cascade(google/flan-t5-base, k=5)".
+Settings are Python literals; their names and defaults are those of the function.  A cascade and a
+mixture name models, too, which need no quotes: "cascade(google/flan-t5-base, k=5)".
 """
 import ast
 import inspect
@@ -15,81 +15,66 @@ import torch
 
 from verify import UserError
 
-# What the words in a call name
-NAMED = {
-    "cascade": "names of models, the largest first",
-    "beside": "a neural drafter or a language model, then maxgram",
-}
-# words: names of models; settings {name: value}; label: the call as tables show it
-Call = namedtuple("Call", "name function words settings label")
+# What the models in a call are
+MODELS = {"cascade": "names of models, the largest first",
+          "mixture": "a neural drafter or a language model, then maxgram"}
+# words: names of models.  settings: {name: value}, those that were given; defaults: the function's,
+# of all settings.  label: the call as tables show it.
+Call = namedtuple("Call", "name function words settings defaults label")
 
-def settings_of(function):
-    """{setting: default} of a function that the command line can call."""
-    found = {}
-    for p in inspect.signature(function).parameters.values():
-        if p.default is not p.empty and p.name != "generator":
-            found[p.name] = p.default
-    return found
-
-def check_brackets(text):
-    """Refuse a call with an open bracket."""
-    for opening, closing in ("()", "[]"):
-        open_ones = text.count(opening) - text.count(closing)
-        if open_ones > 0:
-            raise UserError(f"{text}: a closing bracket {closing} is missing")
-        if open_ones < 0:
-            raise UserError(f"{text}: an opening bracket {opening} is missing")
-
-def split(inside):
-    """The inside of a call's brackets -> (words, {setting: value}, arguments); None: no call."""
-    # Commas separate the arguments, except within brackets.
-    arguments = re.findall(r"(?:\([^)]*\)|\[[^]]*\]|[^,()[\]])+", inside)
-    words, settings = [], {}
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        try:
-            settings[key] = ast.literal_eval(value)
-        except (SyntaxError, ValueError):
-            words.append(argument)
-    twice = len(words) + len(settings) < len(arguments)
-    unread = any("=" in word.partition("(")[0] for word in words)
-    return None if twice or unread else (words, settings, arguments)
+def quoted(match):
+    """A word of a call, in quotes if it is the name of a model."""
+    word = match.group()
+    before = match.string[:match.start()].rstrip()[-1:]
+    after = match.string[match.end():].lstrip()[:1]
+    if after == "(":                               # a call in a call: edd-h9(raw=True)
+        return word.replace("-", "_")
+    try:
+        ast.literal_eval(word)                     # a number, None, or in quotes already
+        return word
+    except (SyntaxError, ValueError):
+        is_setting = "=" in (before, after)
+        return word if is_setting else repr(word)
 
 def read_call(text, functions, what):
-    """"pct(width=7)" -> Call("pct", pct.pct, [], {"width": 7}, "pct(width=7)").
-
-    functions: {name: function}; what: "tree", as a mistake calls it.  Raises UserError.
-    """
-    check_brackets(text)
-    written = re.sub(r"\s", "", text)
-    name, bracket, inside = written.partition("(")
-    name = name.replace("_", "-")
+    """"pct(width=7)" -> Call.  functions: {name: function}; what: "tree", as an error calls it."""
+    name, bracket, inside = text.strip().partition("(")
+    name = name.strip().replace("_", "-")
     if name not in functions:
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
-    takes = settings_of(functions[name])
-    found = split(inside.removesuffix(")"))
-    ends = inside.endswith(")") == bool(bracket)
-    words, settings, arguments = found or ([], {}, [])
-    known = settings.keys() <= takes.keys()
-    if not found or not ends or not known or bool(words) != (name in NAMED):
-        models = [NAMED[name]] if name in NAMED else []
-        listed = ", ".join(models + [f"{key}={value!r}" for key, value in takes.items()])
-        raise UserError(f"{text}: {name} takes {listed or 'no settings'}")
+    parameters = inspect.signature(functions[name]).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    defaults.pop("generator", None)
+    takes = [f"{key}={value!r}" for key, value in defaults.items()]
+    if name in MODELS:
+        takes.insert(0, MODELS[name])
+    wrong = UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}")
+    try:
+        source = re.sub(r"'[^']*'|[^\s(),=\[\]']+", quoted, inside) if bracket else ")"
+        call = ast.parse(f"call({source}", mode="eval").body
+        settings = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
+        words = [str(getattr(word, "value", "") or ast.unparse(word)) for word in call.args]
+    except (AttributeError, SyntaxError, ValueError):
+        raise wrong from None
+    twice = len(settings) < len(call.keywords)
+    if twice or not settings.keys() <= defaults.keys() or bool(words) != (name in MODELS):
+        raise wrong
+    arguments = words + [f"{key}={value!r}" for key, value in settings.items()]
     label = f"{name}({', '.join(arguments)})" if arguments else name
-    return Call(name, functions[name], words, settings, label)
+    return Call(name, functions[name], words, settings, defaults, label)
 
 def check_tree(tree, most):
     """Refuse the Call of a tree that cannot be built, or not with `most` nodes, the root included.
 
-    It is built once, for a made-up drafter: each of `most` tokens is as likely everywhere.
+    It is built once, for a made-up drafter that finds each of `most` tokens equally probable.
     """
     def uniform(tokens, parents):
-        assert len(parents) <= most, f"more than {most} nodes a depth"
+        assert len(parents) <= most, f"more than {most} nodes in one forward"
         return torch.full((len(parents), most), 1 / most)
     try:
         made = tree.function(uniform, torch.tensor([0]), **tree.settings)
         nodes = len(made.tokens) - 1
         assert nodes < most, f"{nodes} nodes exceed the {most - 1} that fit"
     except Exception as why:
-        said = str(why).partition("\n")[0]
-        raise UserError(f"--tree {tree.label}: {said}") from None
+        sentence = str(why).partition("\n")[0]
+        raise UserError(f"--tree {tree.label}: {sentence}") from None
