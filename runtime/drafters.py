@@ -78,14 +78,11 @@ def target_angles(model, length, layers_read=()):
         kind["layer_type"] = c.layer_types[top]
     # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
     position = position.clamp(max=context_of(c) - 1)
-    found = rotary(like, position[None], **kind)
-    if torch.is_tensor(found):
-        raise ValueError(f"the RoPE of {type(model).__name__} is one of complex numbers, which "
-                         "GLIDE does not apply: take EDD")
-    cos, sin = found[0][0], found[1][0]
+    cos, sin = rotary(like, position[None], **kind)
+    cos, sin = cos[0].detach(), sin[0].detach()                        # (length, r)
     if cos.shape[-1] == len(getattr(rotary, "inv_freq", ())):          # GPT-OSS has each angle once
-        cos, sin = cos.repeat(1, 2), sin.repeat(1, 2)
-    return cos.detach(), sin.detach()
+        return cos.repeat(1, 2), sin.repeat(1, 2)
+    return cos, sin
 
 def apply_partial_rope(x, cos, sin):
     """RoPE of the first r <= d entries of x (..., T, d); cos and sin (T, r)."""
@@ -158,14 +155,11 @@ class Glide(AnyGlide):
 
     @torch.no_grad()
     def start_from(self, model):
-        """Embedding and head become the target's, where the widths agree -> whether they do."""
-        c = model.config.get_text_config()
-        if c.hidden_size != self.config.width:
-            return False
-        like = self.embed.weight
-        self.embed.weight.copy_(embedding_of(model, like).weight)
-        self.head.weight.copy_(head_of(model, like).weight)
-        return True
+        """Embedding and head become the target's, where the widths agree."""
+        if self.config.width == model.config.get_text_config().hidden_size:
+            like = self.embed.weight
+            self.embed.weight.copy_(embedding_of(model, like).weight)
+            self.head.weight.copy_(head_of(model, like).weight)
 
 def glide_config(model, width=None, layers=1, glimpse=True, block=5, layer=None, norm=False,
                  loss="ce"):

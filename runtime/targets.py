@@ -104,7 +104,8 @@ class AnyTarget(Target):
     """verify.Target for any decoder-only family.
 
     vocab: how many logits a node has, for a stage beside a target with another vocabulary size.
-    verifies_trees: what the proof found.  Raises UserError for a model that fails it.
+    context: the most tokens that a sequence may have, by the configuration.  verifies_trees: what
+    the proof found.  Raises UserError for a model that fails it.
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()     # {model: verifies_trees}: a model is tried once

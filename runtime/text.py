@@ -13,15 +13,15 @@ data sets of the hub.  This is what a row may hold:
     conversations, conversation or       a chat                    each question, after all that
       messages, with role and content                              comes before it
       (or from and value)
-    turns, what a user asks in turn      -                         the same; the target answers
+    turns, what a user asks in turn      a chat without labels     the same; the target answers
     question, answer                     question and answer       the question
     text                                 the text                  the text
     prompt, canonical_solution or        both                      the prompt
       completion
     instruction, input, output           all                       instruction and input
     ids                                  these token ids           -
-    prompt, answer: lists of ids         the ids of both; the      -
-                                         labels are the answer's
+    prompt, answer: lists of ids         both; only the answer     -
+                                         gives labels
 
 A row's group, category or source names the kind of its text, which is otherwise the file's name.
 "held_out": true or false says whether training leaves a row out for validation.
@@ -272,10 +272,11 @@ def template_of(name, tokenizer):
         if isinstance(own, dict):                  # several: for chats, for chats with tools
             own = own.get("default")
         return own or PLAIN
-    if not Path(name).is_file():
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeError):
         raise UserError(f"--template {name}: choose {' or '.join(TEMPLATES)}, or name a file with "
-                        "a Jinja template")
-    return Path(name).read_text(encoding="utf-8")
+                        "a Jinja template") from None
 
 def chat_text(messages, tokenizer, template, ask=False):
     """Chat messages as text.  ask: end where the assistant's next answer begins."""
