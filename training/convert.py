@@ -181,10 +181,11 @@ def run(argv):
     weights = read_weights(folder)
     convert = layout_of(weights, a.source)
     target, tokenizer = load.load_target(a.target, "auto", a.device)
-    kind, module, renamed = convert(weights, read_settings(folder), target)
     try:
+        kind, module, renamed = convert(weights, read_settings(folder), target)
         module.load_state_dict(renamed)
-    except RuntimeError as why:
+    except (KeyError, RuntimeError) as why:        # names that are missing; what does not fit
+        why = " ".join(str(why).split())
         raise UserError(f"{a.source} does not fit the target {a.target}: {why}") from None
     about = {
         "config": vars(module.config),
