@@ -577,7 +577,7 @@ def run(argv):
     rank, _ = rank_and_world()
     for name, module in models.items() if rank == 0 else ():
         about = {
-            "kind": drafters.kind_of(name, module),
+            "kind": drafters.kind_of(name),
             "command": " ".join(["python train.py", *argv]),
             "seed": a.seed,
             "steps": steps,

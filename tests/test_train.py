@@ -541,7 +541,7 @@ def mistaken(small, tmp_path_factory):
     ("--loss lk", "--loss lk serves drafters"), ("--data T/no", "does not exist"), ("--data T/empty", "has no text"), ("--data T/short.txt", "too few tokens"),
     ("--data T/ids.jsonl", "holds token id 300, and the target has 300 tokens"), ("--data T/late.jsonl", "no held-out chat's first answer begins early enough"),
     ("--data T/damaged", "is damaged"), ("--data T/ready --template vicuna", "was prepared with another tokenizer or --template"),
-    ("--template x", "--template x: say plain vicuna"), ("--width x", "invalid int value")])
+    ("--template x", "--template x: choose plain or vicuna"), ("--width x", "invalid int value")])
 def test_mistakes_are_one_sentence(small, mistaken, tmp_path, capsys, more, words):
     argv = flags(small, tmp_path, names=["glide"])
     if "--init" in more:

@@ -49,13 +49,6 @@ for family, variants in (
 ):
     for name, settings in variants.items():
         DRAFTERS[name] = family, settings
-# The draft models that read hidden states, as EDD does
-CONFIGS = {
-    "edd": edd.Config,
-    "edd-shared": shared.EDDConfig,
-    "eagle": eagle.Config,
-    "medusa": medusa.Config,
-}
 # What "-l13" at the end of a name stands for: the setting of a family that 13 is.
 NUMBERS = {
     "glide": {"l": "layer", "n": "layers", "w": "width"},
@@ -116,26 +109,28 @@ def start(name, target, fingerprint, tokens, a):
 
 def fresh(family, settings, target, a):
     """A draft model that has learned nothing."""
-    torch.manual_seed(a.seed)                     # whatever else the run trains
-    by_flags = {"layer": a.layer, "norm": a.norm == "yes", "block": a.block, "loss": a.loss}
+    torch.manual_seed(a.seed)                     # the same whatever else the run trains
     if family == "language model":
         return SmallLM(language_model(target, **settings).to(target.device), a.loss)
+    draft_class, _ = families.KINDS[family]
+    flags = {"loss": a.loss}
+    if family.startswith("glide"):
+        flags |= {"layer": a.layer, "norm": a.norm == "yes", "block": a.block}
+    else:
+        flags |= {"hidden": a.hidden}
+    if family.endswith("shared"):
+        flags |= {"words": a.words or 0}
     if family == "glide":
-        by_flags |= {"width": a.width, "layers": a.layers}
-        config = families.glide_config(target, **{**by_flags, **settings})
-        module = families.Glide.for_target(target, config, a.length + AHEAD).float()
+        flags |= {"width": a.width, "layers": a.layers}
+        config = families.glide_config(target, **{**flags, **settings})
+    else:
+        config = draft_class.config_class.for_target(target, **{**flags, **settings})
+    if not issubclass(draft_class, glide.Glide):
+        return draft_class(config, target).float()
+    module = draft_class.for_target(target, config, a.length + AHEAD).float()
+    if family == "glide":
         module.start_from(target)                 # the tables, where the widths agree
-        return module
-    if family == "glide-shared":
-        settings = {**by_flags, "words": a.words or 0, **settings}
-        config = families.glide_shared_config(target, **settings)
-        return families.GlideShared.for_target(target, config, a.length + AHEAD).float()
-    by_flags = {"hidden": a.hidden, "loss": a.loss}
-    if family == "edd-shared":
-        by_flags["words"] = a.words or 0
-    config = CONFIGS[family].for_target(target, **{**by_flags, **settings})
-    draft_class, _ = families.KINDS[config.kind]
-    return draft_class(config, target).float()
+    return module
 
 def trained(name, target, fingerprint, a):
     """The draft model of --init -> (module, its training.json)."""
@@ -145,31 +140,23 @@ def trained(name, target, fingerprint, a):
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         module, before = SmallLM(lm), load.about_drafter(folder)
     else:
-        file = glide if family.startswith("glide") else edd
-        drafter, before = families.load(file, folder, target, a.length)
+        drafter, before = families.load(folder, target, a.length)
         module = drafter.model.float()
     if load.relation(before["target"], fingerprint) == "another":
         raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
     module.config.loss = settings.get("loss", a.loss)
     return module, before
 
-def kind_of(name, module):
-    """What training.json calls this kind of drafter: what it is loaded by."""
+def kind_of(name):
+    """What training.json calls the kind of a drafter: what it is loaded by."""
     family, _ = named(name)
-    if family == "language model":
-        return name
-    if family == "glide":
-        return "glide" if module.config.glimpse else "vanilla"
-    return module.config.kind
+    return name if family == "language model" else families.kind_of(name)
 
 def drafter_of(module):
     """What decodes with a draft model, by the contract of a drafter in verify.py."""
     if isinstance(module, SmallLM):
         return load.Stage(Target(module.lm))
-    if isinstance(module, glide.Glide):
-        return glide.Drafter(module)
-    _, drafter_class = families.KINDS[module.config.kind]
-    return drafter_class(module)
+    return families.drafter_of(module)
 
 # ---------------------------------------------------------------- language models
 def language_model(target, layers, width):
