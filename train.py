@@ -29,7 +29,6 @@ Differences from the papers:
     (training/evaluate.py), so that trees can trust its confidence.
 """
 import argparse
-import contextlib
 import json
 import math
 import os
@@ -54,7 +53,7 @@ from training import drafters, prepare
 from training.evaluate import Walks
 from training.forward import KeptForward, captured, reads_of
 from training.muon import optimizers
-from training.state import check_unused, interruptible, read_state, save_state
+from training.state import check_unused, interruptible
 from verify import UserError
 
 ROOT = Path(__file__).resolve().parent
@@ -122,7 +121,7 @@ def parser():
 def check(a):
     """Refuse what cannot work, before anything is loaded."""
     for name in a.what:
-        drafters.named(name)
+        drafters.kind_of(name)                           # refuses what it does not know
     for flag in "batch micro length lr width layers block every words".split():
         value = getattr(a, flag)
         if value is not None and not 0 < value < math.inf:
@@ -241,27 +240,17 @@ def labels_in(tokens, pieces):
 
 # ---------------------------------------------------------------- the frozen target
 class FrozenTarget:
-    """What the drafters read of the target: one forward, without gradients, for all of them.
+    """What all drafters of a run read of the target: one forward, without gradients.
 
-    models: {name: draft model}.  features: a folder in which it is kept for later epochs, or None;
+    models: {name: draft model}.  features: a folder in which it is kept for later epochs, or None.
     tokens: the text to learn from.
     """
 
     def __init__(self, target, models, tokens, features=None):
         self.target, self.device = target, target.device
-        self.reads = reads_of(models)
-        # What gives the logits where the target's own forward does not
-        self.head = None
-        if self.reads.logits:
-            for module in models.values():
-                if getattr(module, "words", None) is not None:
-                    self.head = module.word_logits       # of the words of --words alone
-            if features and self.head is None:
-                self.head = target.get_output_embeddings()
-        c = target.config.get_text_config()
-        self.last, self.vocab = c.num_hidden_layers, c.vocab_size
-        if self.head is not None:
-            self.reads.hidden.add(self.last)
+        # Which KV entries, hidden states and logits, and what else than the target gives logits
+        self.reads = reads_of(models, target, features)
+        self.vocab = target.config.get_text_config().vocab_size
         self.kept = None
         if features:
             self.kept = KeptForward(self.forward, features, len(tokens), self.reads)
@@ -273,28 +262,25 @@ class FrozenTarget:
                               use_cache=True, logits_to_keep=0 if logits else 1)
         return found.cache.kv, found.hidden, out.logits if logits else None
 
-    def batch(self, tokens, pieces, count, learn_nothing=False, keep=False):
-        """The batch of some pieces, as the top of this file has it; block and random are missing.
+    def batch(self, tokens, pieces, count, keep=False):
+        """The batch of some pieces, as the top of this file has it, without block and random.
 
-        keep: the pieces are of the text to learn from, and --features may have them.
+        keep: whether --features keeps them; `tokens` are then the text to learn from.
         """
         ids, learn = gather(tokens, pieces)
-        ids, learn = ids.to(self.device), learn.to(self.device)
-        if learn_nothing:
-            learn = torch.zeros_like(learn)
+        ids = ids.to(self.device)
         if keep and self.kept is not None:
-            kv, hidden = self.kept(ids, pieces)
-            logits = None
+            kv, hidden, logits = self.kept(ids, pieces)
         else:
-            own_logits = self.reads.logits and self.head is None
-            kv, hidden, logits = self.forward(ids, own_logits)
-        if self.head is not None:
+            kv, hidden, logits = self.forward(ids, self.reads.logits and not self.reads.head)
+        if self.reads.head:
+            last = hidden[max(hidden)].to(self.target.dtype)               # (B, T, D), normed
             with torch.no_grad(), exactly(self.device):
-                logits = self.head(hidden[self.last].to(self.target.dtype))
+                logits = self.reads.head(last)                             # (B, T, V) or of words
         predicted = self.vocab if logits is None else logits.shape[-1]
         return {
             "ids": ids,
-            "learn": learn,
+            "learn": learn.to(self.device),
             "count": count,
             "sum": partial(in_chunks, max(1, LOGITS // predicted)),
             "kv": kv,
@@ -377,8 +363,10 @@ class Gradients:
         for number, part in enumerate(parts, 1):
             mine = part[rank::world]
             idle = len(mine) == 0                # fewer pieces than ranks: take part all the same
-            batch = self.frozen.batch(self.tokens, part[:1] if idle else mine, count,
-                                      learn_nothing=idle, keep=True)
+            mine = part[:1] if idle else mine
+            batch = self.frozen.batch(self.tokens, mine, count, keep=True)
+            if idle:
+                batch["learn"].zero_()
             # Ranks exchange their gradients once, after the last part.
             self.engine.require_backward_grad_sync = number == len(parts)
             with torch.autocast(self.frozen.device.type, torch.bfloat16, enabled=self.in_bfloat16):
@@ -500,16 +488,17 @@ def fit(models, gradients, evaluate, steps, lr, a, device):
 
 def save(step, together, learners, a):
     """Write all that a resumed run needs into --work.  What it reads and draws, `step` decides."""
-    save_state(a.work, {
+    state = {
         "step": step,
         "flags": vars(a),
         "models": together.state_dict(),
         "optimizers": [learner.state_dict() for learner in learners],
-    })
+    }
+    write_atomically(Path(a.work) / "state.pt", lambda part: torch.save(state, part))
 
 def resume(together, learners, a):
     """Restore what save() wrote -> the number of steps done."""
-    state = read_state(a.work)
+    state = torch.load(Path(a.work) / "state.pt", map_location="cpu", weights_only=True)
     changed = [flag for flag, value in vars(a).items()
                if flag not in FREE and state["flags"][flag] != value]
     if changed:

@@ -4,8 +4,6 @@ import math
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -21,7 +19,7 @@ import glide
 import train
 import verify
 from runtime import load
-from training import drafters, evaluate, muon, prepare, state
+from training import bigram, drafters, evaluate, muon, prepare, write
 from training.forward import captured, reads_of
 
 KINDS = ["glide", "edd", "eagle", "medusa", "small"]
@@ -132,8 +130,6 @@ def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeyp
     refused(capsys, one("--work", str(tmp_path / "other")), "out/glide is there already")
     weights = saved(tmp_path, ["glide"])
     assert train.main(one("--overwrite")) == 0 and saved(tmp_path, ["glide"]) != weights
-    (tmp_path / "work" / "state.pt").write_bytes(before[:-99])
-    refused(capsys, one("--resume"), "is damaged")
 
 
 def test_a_full_disk_leaves_the_state_of_before(small, tmp_path, monkeypatch, capsys):
@@ -372,15 +368,15 @@ def test_what_is_captured_of_the_target(llama):
     ids = torch.randint(12, (1, 9))
     for target in (llama, shared("qwen2-mixed")):
         states = target(ids, output_hidden_states=True).hidden_states
-        reads = reads_of({})
+        reads = reads_of({}, target)
         reads.hidden.update({0, 2, 3})
         reads.kv.update({1})
         with captured(target, reads) as found:
             target(ids, past_key_values=found.cache, use_cache=True)
         assert set(found.hidden) == {0, 2, 3} and all(torch.equal(found.hidden[k], states[k]) for k in found.hidden) and set(found.cache.kv) == {1}
-    reads = reads_of({name: weighty(name, llama) for name in ("glide", "medusa")})
+    reads = reads_of({name: weighty(name, llama) for name in ("glide", "medusa")}, llama)
     assert (reads.kv, reads.hidden, reads.logits) == ({2}, {3}, True)
-    assert reads_of({"edd": weighty("edd-ce", llama)}) == (set(), {2}, False)
+    assert reads_of({"edd": weighty("edd-ce", llama)}, llama) == (set(), {2}, False, None)
 
 
 def test_what_is_kept_is_the_forward(small, tmp_path):
@@ -553,18 +549,13 @@ def test_mistakes_are_one_sentence(small, mistaken, tmp_path, capsys, more, word
 
 
 def test_the_commands_in_the_documentation():
-    """Each is one that the program takes."""
-    from training import bigram, write
+    """Each is one that the program takes; the default --out is never the shipped folder."""
     programs = {"train.py": train.parser, "training/write.py": write.parser, "training/bigram.py": bigram.parser}
     tried = 0
-    for page in ("training.md", "smollm2.md"):
-        lines = (ROOT / "docs" / page).read_text().replace("\\\n", " ").splitlines()
-        for words in (shlex.split(line) for line in lines if line.startswith(("python ", "torchrun "))):
-            script = next(word for word in words if word.endswith(".py"))
-            if script in programs and "..." not in words:
-                a = programs[script]().parse_args(words[words.index(script) + 1:])
-                assert all(drafters.named(name) for name in getattr(a, "what", ()))
-                tried += 1
-    assert tried > 5
-    assert subprocess.run([sys.executable, ROOT / "train.py", "--help"], capture_output=True).returncode == 0
-    assert state.check_unused(arguments(what=["glide"], out="no", work="no")) is None
+    for words in map(str.split, (ROOT / "docs" / "training.md").read_text().splitlines()):
+        script = next((word for word in words if word in programs), None)
+        if script and words[0] in ("python", "torchrun"):
+            a = programs[script]().parse_args(words[words.index(script) + 1:])
+            assert all(drafters.named(name) for name in getattr(a, "what", ()))
+            tried += 1
+    assert tried > 12 and not arguments().out.startswith(str(load.CHECKPOINTS))

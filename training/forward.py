@@ -1,6 +1,6 @@
 """What draft models read of the frozen target: hidden states and KV entries of one forward.
 
-    reads = reads_of(models)                       # which layers' entries, which hidden states
+    reads = reads_of(models, target)               # which layers' entries, which hidden states
     with captured(target, reads) as found:
         target(input_ids=ids, past_key_values=found.cache, use_cache=True)
     found.cache.kv, found.hidden                   # {layer: (K, V)}, {index: (B, T, D)}
@@ -19,19 +19,42 @@ import transformers
 from training.drafters import drafter_of
 from verify import UserError
 
-# Sets of layers and of indices, and whether somebody learns from the target's logits
-Reads = namedtuple("Reads", "kv hidden logits")
 Captured = namedtuple("Captured", "cache hidden")
+# kv, hidden    sets: layers whose KV entries, and indices of hidden states that are read
+# logits        whether somebody learns the target's logits
+# head          None: these are the output of the target's forward.  Else a function, which gives
+#               them from the last hidden state: with --words of the words alone
+Reads = namedtuple("Reads", "kv hidden logits head")
 
-def reads_of(models):
-    """What draft models {name: module} read of the target, all together -> Reads."""
-    kv, hidden, logits = set(), set(), False
+def reads_of(models, target, features=None):
+    """What draft models {name: module} read of the target, all together -> Reads.
+
+    features: whether the forward is kept; of logits, which are large, only what gives them is.
+    """
+    kv, hidden, logits, head = set(), set(), False, None
     for module in models.values():
         needs = drafter_of(module).needs
         kv.update(needs.get("kv", ()))
         hidden.update(needs.get("hidden", ()))
         logits = logits or module.config.loss != "ce"
-    return Reads(kv, hidden, logits)
+        if getattr(module, "words", None) is not None:
+            head = module.word_logits
+    if features and logits and head is None:
+        head = target.get_output_embeddings()
+        check_head(target, head)
+    if head is not None:
+        hidden.add(target.config.get_text_config().num_hidden_layers)
+    return Reads(kv, hidden, logits, head)
+
+@torch.no_grad()
+def check_head(target, head):
+    """Refuse a target that scales or caps what its head gives."""
+    ids = torch.arange(4, device=target.device)[None]
+    last = Reads((), [target.config.get_text_config().num_hidden_layers], True, None)
+    with captured(target, last) as found:
+        logits = target(input_ids=ids).logits
+    if not torch.allclose(head(*found.hidden.values()), logits, rtol=0.01, atol=0.01):
+        raise UserError("--features: the target's logits are not those of its head: leave it out")
 
 # ---------------------------------------------------------------- one forward
 class SomeLayersCache(transformers.DynamicCache):
@@ -134,7 +157,7 @@ class KeptForward:
         return list(found), list(found.values())
 
     def __call__(self, ids, pieces):
-        """ids (B, T) of pieces (B, 3) -> kv, hidden, as forward gives them."""
+        """ids (B, T) of pieces (B, 3) -> kv, hidden, None, as forward gives them."""
         is_new = self.known[pieces[:, 0], 0] == 0                      # (B,)
         if is_new.any():
             _, parts = self.parts(self.forward(ids[is_new.to(ids.device)]))
@@ -153,4 +176,4 @@ class KeptForward:
                 hidden[number] = part
             else:
                 kv[number] = (*kv.get(number, ()), part.transpose(1, 2))
-        return kv, hidden
+        return kv, hidden, None

@@ -1,7 +1,6 @@
-"""What a training run leaves on the disk, and how it is interrupted.
+"""How a training run begins and ends: what it may replace, how it is interrupted.
 
     check_unused(a)                    a used --out or --work needs --resume or --overwrite
-    read_state(work), save_state(work, state)            --work/state.pt
     interruptible()                    Ctrl-C and SIGTERM let the current step end
 """
 import contextlib
@@ -9,10 +8,8 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
-from runtime.text import write_atomically
 from verify import UserError
 
 def check_unused(a):
@@ -27,20 +24,6 @@ def check_unused(a):
         if path.exists():
             raise UserError(f"{path} is there already: go on with an interrupted run by --resume, "
                             "name another --work or --out, or --overwrite")
-
-def read_state(work):
-    """The state that save_state() wrote into the folder `work`."""
-    path = Path(work) / "state.pt"
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as why:              # many kinds: of zip files, of pickles, of ours
-        raise UserError(f"{path} is damaged ({type(why).__name__}): begin again with "
-                        "--overwrite") from None
-
-def save_state(work, state):
-    """Write a dict into the folder `work`.  A killed write leaves the state of before."""
-    path = Path(work) / "state.pt"
-    write_atomically(path, lambda part: torch.save(state, part))
 
 @contextlib.contextmanager
 def interruptible():
