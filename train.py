@@ -34,6 +34,7 @@ import math
 import os
 import sys
 import time
+import zlib
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -53,7 +53,7 @@ from training import drafters, prepare
 from training.evaluate import Walks
 from training.forward import KeptForward, captured, reads_of
 from training.muon import optimizers
-from training.state import check_unused, interruptible
+from training.state import claim_folders, interruptible
 from verify import UserError
 
 ROOT = Path(__file__).resolve().parent
@@ -134,7 +134,6 @@ def check(a):
     for flag in ARCHITECTURE if a.init else ():
         if getattr(a, flag) != parser().get_default(flag):
             raise UserError(f"--init fixes the architecture: leave out --{flag}")
-    check_unused(a)
 
 # ---------------------------------------------------------------- processes (DDP)
 def rank_and_world():
@@ -251,13 +250,15 @@ class FrozenTarget:
         # Which KV entries, hidden states and logits, and what else than the target gives logits
         self.reads = reads_of(models, target, features)
         self.vocab = target.config.get_text_config().vocab_size
+        # No autocast: rounded to bfloat16, the target's best logits would often be equal.
+        self.exactly = torch.autocast(self.device.type, enabled=False)
         self.kept = None
         if features:
             self.kept = KeptForward(self.forward, features, len(tokens), self.reads)
 
     def forward(self, ids, logits=False):
         """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None"""
-        with torch.no_grad(), exactly(self.device), captured(self.target, self.reads) as found:
+        with torch.no_grad(), self.exactly, captured(self.target, self.reads) as found:
             out = self.target(input_ids=ids.to(self.device), past_key_values=found.cache,
                               use_cache=True, logits_to_keep=0 if logits else 1)
         return found.cache.kv, found.hidden, out.logits if logits else None
@@ -275,7 +276,7 @@ class FrozenTarget:
             kv, hidden, logits = self.forward(ids, self.reads.logits and not self.reads.head)
         if self.reads.head:
             last = hidden[max(hidden)].to(self.target.dtype)               # (B, T, D), normed
-            with torch.no_grad(), exactly(self.device):
+            with torch.no_grad(), self.exactly:
                 logits = self.reads.head(last)                             # (B, T, V) or of words
         predicted = self.vocab if logits is None else logits.shape[-1]
         return {
@@ -287,10 +288,6 @@ class FrozenTarget:
             "hidden": hidden,
             "logits": logits,
         }
-
-def exactly(device):
-    """No autocast: in bfloat16 the target's best logits would often be equal."""
-    return torch.autocast(device.type, enabled=False)
 
 # ---------------------------------------------------------------- the drafters, and one step
 def in_chunks(size, loss, learn, x, *others):
@@ -377,34 +374,28 @@ class Gradients:
         return total
 
 # ---------------------------------------------------------------- evaluation
-def held_out_losses(models, frozen, data, a):
-    """The mean loss on held-out pieces, as many of each kind -> {name: {kind of text: loss}}"""
-    pieces = pieces_of(data.held_documents, a.length)
-    found = {name: {} for name in models}
-    for number, kind in enumerate(data.kinds):
-        of_kind = pieces[pieces[:, 2] == number]
-        if not len(of_kind):
-            continue
-        most = max(a.length, HELD_OUT // len(data.kinds))
-        chosen = pieces_of_epoch(of_kind, most, seed=0, epoch=0)[0]
-        count = max(1, labels_in(data.held_tokens, chosen))
-        for name in models:
-            found[name][kind] = 0.0
-        for part in parts_of(chosen, a.micro):
-            batch = frozen.batch(data.held_tokens, part, count)
-            for name, module in models.items():
-                loss = module.loss({**batch, "block": a.block, "random": None})
-                found[name][kind] += loss.item()
-    return found
-
 @torch.no_grad()
 def evaluate(models, frozen, walks, data, a):
     """-> {name: {"alpha", "tau", "temperature", ..., "held_out_loss", "by_kind"}}"""
     metrics = walks(models)
-    for name, losses in held_out_losses(models, frozen, data, a).items():
-        metrics[name]["held_out_loss"] = float(np.mean(list(losses.values())))
-        for kind, loss in losses.items():
-            metrics[name]["by_kind"].setdefault(kind, {})["held_out_loss"] = loss
+    pieces = pieces_of(data.held_documents, a.length)
+    kinds = np.unique(pieces[:, 2])
+    for name in models:
+        metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
+    for kind in kinds:
+        # As many tokens of each kind, the same each time
+        most = max(a.length, HELD_OUT // len(kinds))
+        chosen = pieces_of_epoch(pieces[pieces[:, 2] == kind], most, seed=0, epoch=0)[0]
+        count = max(1, labels_in(data.held_tokens, chosen))
+        losses = dict.fromkeys(models, 0.0)
+        for part in parts_of(chosen, a.micro):
+            batch = frozen.batch(data.held_tokens, part, count)
+            for name, module in models.items():
+                losses[name] += module.loss({**batch, "block": a.block, "random": None}).item()
+        for name, loss in losses.items():
+            metrics[name]["held_out_loss"] += loss / len(kinds)
+            of_kind = metrics[name]["by_kind"].setdefault(data.kinds[kind], {})
+            of_kind["held_out_loss"] = loss
     return metrics
 
 # ---------------------------------------------------------------- the loop
@@ -509,26 +500,11 @@ def resume(together, learners, a):
         learner.load_state_dict(its_state)
     return state["step"]
 
-# ---------------------------------------------------------------- the checkpoint
-def save_drafter(folder, name, module, tokenizer, about):
-    """A trained drafter: model.safetensors in bfloat16, and training.json, which says how made."""
-    if hasattr(module, "lm"):
-        drafters.save_language_model(folder, module, tokenizer)
-    else:
-        about = {"config": vars(module.config), **about}
-        weights = {}
-        for key, weight in module.state_dict().items():
-            dtype = torch.bfloat16 if weight.is_floating_point() else weight.dtype
-            weights[key] = weight.to("cpu", dtype).contiguous()
-        write_atomically(folder / "model.safetensors",
-                         lambda part: save_file(weights, part, {"format": "pt"}))
-    about = json.dumps(about, indent=1) + "\n"
-    write_atomically(folder / "training.json", lambda part: part.write_text(about))
-    print(f"saved {folder}")
-
+# ---------------------------------------------------------------- from the flags to checkpoints
 def run(argv):
     a = parser().parse_args(argv)
     check(a)
+    claim_folders(a)
     device = join(a.device)
     # The target, its tokenizer, and how many positions it has
     dtype = "auto" if device.startswith("cuda") else "float32"
@@ -555,7 +531,10 @@ def run(argv):
     models, before = {}, {}
     for name in a.what:
         models[name], before[name] = drafters.start(name, target, mine, data.tokens, a)
-    features = folder / f"features-{a.length}" if a.features else None
+    features = None
+    if a.features:
+        key = zlib.crc32(json.dumps([mine, a.length]).encode())
+        features = folder / f"features-{key:08x}"
     frozen = FrozenTarget(target, models, data.tokens, features)
     # Learn
     walks = Walks(target, frozen.forward, data, a.length)
@@ -576,7 +555,8 @@ def run(argv):
             "target": mine,
             "init": before[name],
         }
-        save_drafter(Path(a.out) / name, name, module, tokenizer, about)
+        drafters.save(Path(a.out) / name, module, tokenizer, about)
+        print(f"saved {Path(a.out) / name}")
 
 def main(argv):
     """Exit status: 0; 2 after one sentence about a user's mistake or an interruption."""

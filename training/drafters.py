@@ -13,6 +13,7 @@
 
 All of one run learn from the same forwards of the target.
 """
+import json
 import os
 import re
 import shutil
@@ -22,6 +23,7 @@ from types import SimpleNamespace
 import torch
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
 
 import edd
 import glide
@@ -29,6 +31,7 @@ from beyond import eagle, medusa, shared
 from runtime import drafters as families
 from runtime import load
 from runtime.targets import any_target
+from runtime.text import write_atomically
 from verify import Target, UserError
 
 AHEAD = 64                                        # positions of a drafter beyond --length
@@ -203,13 +206,31 @@ class SmallLM(torch.nn.Module):
             loss, labels = self.cross_entropy, batch["ids"].roll(-1, 1)
         return batch["sum"](loss, batch["learn"], x, labels) / batch["count"]
 
-def save_language_model(folder, module, tokenizer):
-    """Save a SmallLM as transformers does, in bfloat16; the whole folder, or nothing."""
-    folder, part = Path(folder), Path(f"{folder}.part")
-    weights = {}
-    for name, weight in module.lm.state_dict().items():
-        weights[name] = weight.to("cpu", torch.bfloat16)
-    module.lm.save_pretrained(part, state_dict=weights)
+# ---------------------------------------------------------------- modules -> folders
+def save(folder, module, tokenizer, about):
+    """Save a draft model: its weights in bfloat16, and training.json, a dict of how it was made."""
+    if isinstance(module, SmallLM):
+        save_language_model(folder, module.lm, tokenizer)
+    else:
+        about = {"config": vars(module.config), **about}
+        weights = in_bfloat16(module)
+        write_atomically(folder / "model.safetensors",
+                         lambda part: save_file(weights, part, {"format": "pt"}))
+    about = json.dumps(about, indent=1) + "\n"
+    write_atomically(folder / "training.json", lambda part: part.write_text(about))
+
+def in_bfloat16(module):
+    """The weights of a module, on the CPU; integers (a list of words) stay what they are."""
+    found = {}
+    for name, weight in module.state_dict().items():
+        dtype = torch.bfloat16 if weight.is_floating_point() else weight.dtype
+        found[name] = weight.to("cpu", dtype).contiguous()
+    return found
+
+def save_language_model(folder, lm, tokenizer):
+    """Save a language model as transformers does: the whole folder, or nothing."""
+    part = Path(f"{folder}.part")
+    lm.save_pretrained(part, state_dict=in_bfloat16(lm))
     tokenizer.save_pretrained(part)
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(part, folder)

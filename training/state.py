@@ -1,6 +1,6 @@
 """How a training run begins and ends: what it may replace, how it is interrupted.
 
-    check_unused(a)                    a used --out or --work needs --resume or --overwrite
+    claim_folders(a)                   a used --out or --work needs --resume or --overwrite
     interruptible()                    Ctrl-C and SIGTERM let the current step end
 """
 import contextlib
@@ -12,18 +12,21 @@ import torch.distributed as dist
 
 from verify import UserError
 
-def check_unused(a):
-    """Refuse to replace anything unasked.  a: the flags of train.py."""
-    state = Path(a.work) / "state.pt"
-    if a.resume and not state.exists():
-        raise UserError(f"--resume: there is no interrupted run in {a.work}")
-    if a.resume or a.overwrite:
+def claim_folders(a):
+    """Refuse to replace anything unasked; make --work, without an older run.  a: train.py's flags"""
+    work = Path(a.work)
+    state = work / "state.pt"
+    if a.resume:
+        if not state.exists():
+            raise UserError(f"--resume: there is no interrupted run in {work}")
         return
-    folders = [Path(a.out) / name for name in a.what]
-    for path in (state, *folders):
-        if path.exists():
+    for path in (state, *[Path(a.out) / name for name in a.what]):
+        if path.exists() and not a.overwrite:
             raise UserError(f"{path} is there already: go on with an interrupted run by --resume, "
                             "name another --work or --out, or --overwrite")
+    work.mkdir(parents=True, exist_ok=True)
+    for path in (state, work / "log.jsonl"):
+        path.unlink(missing_ok=True)
 
 @contextlib.contextmanager
 def interruptible():
