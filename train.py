@@ -135,37 +135,11 @@ def check(a):
         if getattr(a, flag) != parser().get_default(flag):
             raise UserError(f"--init fixes the architecture: leave out --{flag}")
 
-# ---------------------------------------------------------------- processes (DDP)
-def rank_and_world():
-    """The number of this process, and how many there are, as torchrun says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-def join(device):
-    """Under torchrun, join the other processes -> this process's own device."""
-    _, world = rank_and_world()
-    if world == 1:
-        return device
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    # The first rank may prepare the data for long, while the others wait.
-    dist.init_process_group(backend, timeout=timedelta(hours=3))
-    return device
-
-def average(values, device):
-    """The mean of each number over all ranks -> floats."""
-    values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    _, world = rank_and_world()
-    return (values / world).tolist()
-
 # ---------------------------------------------------------------- tokens and pieces
 def load_data(a, tokenizer, vocab):
-    """--data -> prepare.Prepared: tokens (n,), and start, size and kind of each document.
+    """--data -> its folder, and prepare.Prepared: token ids (n,), documents (m, 3): start, size, kind
 
-    A token below 0 is the complement ~id of a token that is read, but not learned: of a prompt.
+    A prompt is read, but not learned: its tokens come as ~id, the complement, which is below 0.
     """
     folder = Path(a.data[0])
     if len(a.data) > 1 or not prepare.is_prepared(folder):
@@ -293,9 +267,9 @@ class FrozenTarget:
 def in_chunks(size, loss, learn, x, *others):
     """Sum of loss(x, *others) over the positions of the loss mask: what batch["sum"] does.
 
-    learn (B, T) bool, x (B, T, D), others (B, T, ...).  The (n, V) logits of a drafter would not fit
-    into memory for many positions.  So they are computed for `size` positions at a time, and once
-    more for the gradient.
+    learn (B, T) bool, x (B, T, D), others (B, T, ...).  For many positions the (n, V) logits of a
+    drafter would not fit into memory.  So they are computed for `size` positions at a time, and
+    once more for the gradient.
     """
     chosen = learn.flatten().nonzero()[:, 0]                           # (n,)
     x = x.flatten(0, 1)[chosen]                                        # (n, D)
@@ -329,7 +303,10 @@ class AllDrafters(torch.nn.Module):
         return losses
 
 class Gradients:
-    """gradients(step) computes the gradients of a step -> {name: loss}."""
+    """gradients(step) computes the gradients of a step and returns {name: loss of the step}.
+
+    A step's pieces, which the number of the step decides, are read in parts of --micro tokens.
+    """
 
     def __init__(self, models, frozen, tokens, pieces, a):
         self.frozen, self.tokens, self.pieces, self.a = frozen, tokens, pieces, a
@@ -359,11 +336,11 @@ class Gradients:
         parts = parts_of(pieces, self.a.micro * world)
         for number, part in enumerate(parts, 1):
             mine = part[rank::world]
-            idle = len(mine) == 0                # fewer pieces than ranks: take part all the same
-            mine = part[:1] if idle else mine
+            has_none = len(mine) == 0            # fewer pieces than ranks
+            mine = part[:1] if has_none else mine
             batch = self.frozen.batch(self.tokens, mine, count, keep=True)
-            if idle:
-                batch["learn"].zero_()
+            if has_none:
+                batch["learn"].zero_()           # it only takes part in the exchange of gradients
             # Ranks exchange their gradients once, after the last part.
             self.engine.require_backward_grad_sync = number == len(parts)
             with torch.autocast(self.frozen.device.type, torch.bfloat16, enabled=self.in_bfloat16):
@@ -414,46 +391,55 @@ def clip(models, losses, step):
             raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: "
                             f"{LOWER}")
 
-def log(a, step, seconds_per_step, losses, metrics):
-    """Print what was measured, and append it to --work/log.jsonl."""
-    row = {"step": step, "tokens_seen": step * a.batch * a.length}
-    row["seconds_per_step"] = seconds_per_step
-    for name, values in metrics.items():
-        loss = float(np.mean(losses[name])) if losses[name] else None
-        row[name] = {"loss": loss, **values}
-        shown = [f"{key} {value:.3f}" for key, value in values.items() if key != "by_kind"]
-        tqdm.write(f"step {step} {name}: {', '.join(shown)}")
+def log(a, row):
+    """Append a row to --work/log.jsonl."""
     with open(Path(a.work) / "log.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
-def fit(models, gradients, evaluate, steps, lr, a, device):
+def log_metrics(a, step, seconds, losses, metrics):
+    """Print what was measured, and log it.  seconds, losses {name: [loss]}: since the last time."""
+    steps = len(losses[a.what[0]])
+    row = {"step": step, "tokens_seen": step * a.batch * a.length}
+    row["seconds_per_step"] = seconds / steps if steps else None
+    for name, values in metrics.items():
+        loss = float(np.mean(losses[name])) if steps else None
+        row[name] = {"loss": loss, **values}
+        shown = [f"{key} {value:.3f}" for key, value in values.items() if key != "by_kind"]
+        tqdm.write(f"step {step} {name}: {', '.join(shown)}")
+    log(a, row)
+
+def fit(models, gradients, measure, steps, lr, a, device):
     """Train draft models {name: module} for `steps` steps -> {name: metrics of the last evaluation}
 
-    gradients(step) -> {name: loss} computes the gradients; evaluate() -> {name: metrics}.
+    gradients(step) computes the gradients of a step and returns {name: loss}.  measure() returns
+    {name: metrics}, with a "held_out_loss".
     """
     rank, _ = rank_and_world()
     together = torch.nn.ModuleDict(models)
     learners = optimizers(together, a.optimizer)
-    start = resume(together, learners, a) if a.resume else 0
-    recent, began = {name: [] for name in models}, None
+    start = 0
+    if a.resume:
+        start = resume(together, learners, a)
+    recent = {name: [] for name in models}               # losses since the last evaluation
+    began = time.perf_counter()
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:
             # Evaluate
             if step in (start, steps) or step % a.every == 0:
-                done = len(recent[a.what[0]])
-                seconds = (time.perf_counter() - began) / done if done else None
+                seconds = time.perf_counter() - began
                 together.eval()
-                metrics = evaluate()
+                metrics = measure()
                 together.train()
                 if rank == 0:
-                    log(a, step, seconds, recent, metrics)
+                    log_metrics(a, step, seconds, recent, metrics)
                 if not all(math.isfinite(values["held_out_loss"]) for values in metrics.values()):
                     raise UserError(f"step {step}: a held-out loss is not finite: {LOWER}")
-                recent, began = {name: [] for name in models}, time.perf_counter()
+                recent = {name: [] for name in models}
+                began = time.perf_counter()
             if step == steps:
                 break
-            # Gradients, averaged over ranks; whether one of them was interrupted
+            # Gradients.  Ranks agree on the losses, and whether one of them was interrupted.
             found = gradients(step)
             *losses, interrupted = average([*found.values(), len(signals)], device)
             clip(models, losses, step)
@@ -500,6 +486,32 @@ def resume(together, learners, a):
         learner.load_state_dict(its_state)
     return state["step"]
 
+# ---------------------------------------------------------------- processes (DDP)
+def rank_and_world():
+    """The number of this process, and how many there are, as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+def join(device):
+    """Under torchrun, join the other processes -> this process's own device."""
+    _, world = rank_and_world()
+    if world == 1:
+        return device
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    # The first rank may prepare the data for long, while the others wait.
+    dist.init_process_group(backend, timeout=timedelta(hours=3))
+    return device
+
+def average(values, device):
+    """The mean of each number over all ranks -> floats."""
+    values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    _, world = rank_and_world()
+    return (values / world).tolist()
+
 # ---------------------------------------------------------------- from the flags to checkpoints
 def run(argv):
     a = parser().parse_args(argv)
@@ -537,16 +549,19 @@ def run(argv):
         features = folder / f"features-{key:08x}"
     frozen = FrozenTarget(target, models, data.tokens, features)
     # Learn
+    command = " ".join(["python train.py", *argv])
+    rank, _ = rank_and_world()
+    if rank == 0:
+        log(a, {"command": command, "date": time.strftime("%Y-%m-%d")})
     walks = Walks(target, frozen.forward, data, a.length)
     gradients = Gradients(models, frozen, data.tokens, pieces, a)
     measure = partial(evaluate, models, frozen, walks, data, a)
     metrics = fit(models, gradients, measure, steps, lr, a, device)
     # Save
-    rank, _ = rank_and_world()
     for name, module in models.items() if rank == 0 else ():
         about = {
             "kind": drafters.kind_of(name),
-            "command": " ".join(["python train.py", *argv]),
+            "command": command,
             "seed": a.seed,
             "steps": steps,
             "date": time.strftime("%Y-%m-%d"),

@@ -89,7 +89,7 @@ def rope_theta(settings):
     rope = settings.get("rope_parameters") or settings
     return rope.get("rope_theta") or 10000.0
 
-# ---------------------------------------------------------------- the layouts -> kind, model, weights
+# ---------------------------------------------------------------- layouts -> kind, model, weights
 def from_eagle(weights, settings, target):
     c = target.config.get_text_config()
     # The layer is of the target's class, and has its settings.

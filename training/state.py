@@ -13,7 +13,10 @@ import torch.distributed as dist
 from verify import UserError
 
 def claim_folders(a):
-    """Refuse to replace anything unasked; make --work, without an older run.  a: train.py's flags"""
+    """Refuse to replace anything unasked, then make --work and remove an older run from it.
+
+    a: the flags of train.py.
+    """
     work = Path(a.work)
     state = work / "state.pt"
     if a.resume:
