@@ -8,13 +8,14 @@ the target's KV entries and EDD its hidden states, so training needs the target'
 drafters of a run share it.  A drafter is a module with loss(batch), where batch is a dict:
 
     batch       shape            meaning
-    ids         (B, T)           token ids of B pieces of text, each at positions 0 ... T-1, padded
-    learn       (B, T)           the loss mask, bool: is the token after position i a label?
-    count       number           what the sum of losses is divided by: all labels of the step
+    ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
+    learn       (B, T)           the loss mask: True where the token after a position is a label
+    count       number           labels of the whole step: a sum of losses is divided by it
     sum         function         in_chunks below: sums a loss over the loss mask
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
-    hidden      {k: (B, T, D)}   hidden_states[k] of the target, counted as Hugging Face does
-    logits      (B, T, V)        the target's own prediction after each token, or None
+    hidden      {k: (B, T, D)}   hidden_states[k] of the target, counted as Hugging Face does: the
+                                 input of layer k, or for the last k the normed output
+    logits      (B, T, V)        the target's prediction after each token; None if nobody reads it
     block       int or None      EDD's block length L; None: to be drawn from `random`
     random      numpy Generator  by (seed, step): all drafters of a step draw the same
 
@@ -62,7 +63,7 @@ CLIP = 1.0                      # the largest norm of a drafter's gradient
 LOGITS = 2 ** 25                # numbers: so many logits of a drafter are in memory at a time
 HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
 LOWER = "give a lower --lr, and go on with --resume"
-# Flags that are part of a drafter's architecture.  With --init that is given.
+# Flags that decide a drafter's architecture, which --init brings with it
 ARCHITECTURE = "width layers layer norm block hidden words".split()
 # Flags that a resumed run may change
 FREE = "lr every micro device out work resume overwrite".split()
@@ -137,7 +138,7 @@ def check(a):
 
 # ---------------------------------------------------------------- tokens and pieces
 def load_data(a, tokenizer, vocab):
-    """--data -> its folder, and prepare.Prepared: token ids (n,), documents (m, 3): start, size, kind
+    """--data -> its folder, and the tokens (n,) and documents (m, 3) in it: start, size, kind.
 
     A prompt is read, but not learned: its tokens come as ~id, the complement, which is below 0.
     """
@@ -221,8 +222,10 @@ class FrozenTarget:
 
     def __init__(self, target, models, tokens, features=None):
         self.target, self.device = target, target.device
-        # Which KV entries, hidden states and logits, and what else than the target gives logits
+        # reads.kv, reads.hidden: which layers and indices; reads.logits: whether somebody learns
+        # them; reads.head: with --words or --features, what gives them from the last hidden state
         self.reads = reads_of(models, target, features)
+        self.own_logits = self.reads.logits and self.reads.head is None
         self.vocab = target.config.get_text_config().vocab_size
         # No autocast: rounded to bfloat16, the target's best logits would often be equal.
         self.exactly = torch.autocast(self.device.type, enabled=False)
@@ -247,11 +250,12 @@ class FrozenTarget:
         if keep and self.kept is not None:
             kv, hidden, logits = self.kept(ids, pieces)
         else:
-            kv, hidden, logits = self.forward(ids, self.reads.logits and not self.reads.head)
-        if self.reads.head:
-            last = hidden[max(hidden)].to(self.target.dtype)               # (B, T, D), normed
+            kv, hidden, logits = self.forward(ids, self.own_logits)
+        if self.reads.head is not None:
+            last = hidden[max(hidden)]                         # (B, T, D), after the last norm
+            last = last.to(self.target.dtype)
             with torch.no_grad(), self.exactly:
-                logits = self.reads.head(last)                             # (B, T, V) or of words
+                logits = self.reads.head(last)                 # (B, T, V), or of the words
         predicted = self.vocab if logits is None else logits.shape[-1]
         return {
             "ids": ids,

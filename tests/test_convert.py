@@ -26,7 +26,6 @@ NEAR = dict(atol=5e-5, rtol=1e-5)                               # a model's RoPE
 THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
 TARGETS = {"llama": tiny("llama", vocab_size=VOCAB, max_position_embeddings=64, **THETA), "qwen2": tiny("qwen2", vocab_size=VOCAB, max_position_embeddings=64)}
 
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """{name: folder of a target, with a tokenizer of as many words as it has ids}"""
@@ -40,23 +39,19 @@ def folders(tmp_path_factory):
         model.save_pretrained(top / name)
     return {name: top / name for name in TARGETS}
 
-
 # ---------------------------------------------------------------- the published layouts, with random weights
 def drawn(shapes):
     """{name: float32 tensor}: matrices about zero, norms about one."""
     torch.manual_seed(0)
     return {name: 1 + 0.2 * torch.randn(shape) if "norm" in name else 0.2 * torch.randn(shape) for name, shape in shapes.items()}
 
-
 def attention(prefix, width, kv_width, bias=False):
     sizes = {"q": (width, width), "k": (kv_width, width), "v": (kv_width, width), "o": (width, width)}
     shapes = {f"{prefix}.{name}_proj.weight": size for name, size in sizes.items()}
     return shapes | {f"{prefix}.{name}_proj.bias": sizes[name][:1] for name in "qkv" if bias}
 
-
 def mlp(prefix, width, inner):
     return {f"{prefix}.gate_proj.weight": (inner, width), f"{prefix}.up_proj.weight": (inner, width), f"{prefix}.down_proj.weight": (width, inner)}
-
 
 def eagle_files(name="llama", bias=True):
     """-> weights, config.json of an EAGLE-1 for a target."""
@@ -67,7 +62,6 @@ def eagle_files(name="llama", bias=True):
     weights = drawn(shapes) | {"embed_tokens.weight": TARGETS[name].get_input_embeddings().weight.detach().half()}
     config = {"num_attention_heads": 4, "num_key_value_heads": c.num_key_value_heads, "rms_norm_eps": c.rms_norm_eps, "hidden_act": "silu"}
     return weights, config | ({"rope_theta": 500.0} if name == "llama" else {})           # a missing one is 10000
-
 
 def glide_files(name="llama", layers=1, key_heads=4, prefix=""):
     """-> weights, config.json of a GLIDE: four heads of 6."""
@@ -82,14 +76,12 @@ def glide_files(name="llama", layers=1, key_heads=4, prefix=""):
     config = {"small_cfg": config} if prefix else config
     return {prefix + key: weight for key, weight in drawn(shapes).items()}, config
 
-
 def medusa_files(name="llama", heads=3, prefix=""):
     """-> weights, config.json of a MEDUSA-1, which says two heads, as the published files do."""
     shapes = {}
     for h in range(heads):
         shapes |= {f"{h}.0.linear.weight": (WIDTH, WIDTH), f"{h}.0.linear.bias": (WIDTH,), f"{h}.1.weight": (VOCAB, WIDTH)}
     return {prefix + key: weight for key, weight in drawn(shapes).items()}, {"medusa_num_heads": 2}
-
 
 def written(folder, weights, config, name="model.safetensors"):
     """A folder as the hub has it."""
@@ -101,7 +93,6 @@ def written(folder, weights, config, name="model.safetensors"):
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
-
 def converted(source, target, out):
     """The real command, then what bench.py loads -> (drafter, training.json, the target's model)."""
     assert convert.main([str(source), "--target", str(target), "--out", str(out)]) == 0
@@ -111,11 +102,9 @@ def converted(source, target, out):
     drafter, _ = families.load(out, model)
     return drafter, about, model
 
-
 # ---------------------------------------------------------------- the published forwards, in plain torch
 def rms(x, weight, eps):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
-
 
 def rotated(x, theta):
     """RoPE of x (heads, T, d): entries i and i + d/2 are a complex number, turned by position theta^(-2i / d)."""
@@ -125,13 +114,11 @@ def rotated(x, theta):
     z = z * torch.polar(torch.ones_like(angle), angle)
     return torch.cat((z.real, z.imag), -1)
 
-
 def attend(q, k, v, seen):
     """q (h, T, d), k and v (H, t, d), seen (T, t): a query that sees nothing gets zero -> (T, h d)."""
     k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~seen, float("-inf"))
     return (scores.softmax(-1).nan_to_num(0.0) @ v).transpose(0, 1).flatten(1)
-
 
 def self_attention(w, prefix, x, key_heads, theta):
     parts = []
@@ -141,11 +128,9 @@ def self_attention(w, prefix, x, key_heads, theta):
     q, k = (rotated(part, theta) for part in parts[:2])
     return attend(q, k, parts[2], torch.ones(len(x), len(x), dtype=torch.bool).tril()) @ w[f"{prefix}.o_proj.weight"].T
 
-
 def feed_forward(w, prefix, x):
     gate, up, down = (w[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
 
 def eagle_features(w, config, tokens, features):
     """Features (T, D) after tokens t_1 ..., from the features before them."""
@@ -154,7 +139,6 @@ def eagle_features(w, config, tokens, features):
     x = x + self_attention(w, "layers.0.self_attn", x, config["num_key_value_heads"], config.get("rope_theta", 10000.0))
     return x + feed_forward(w, "layers.0.mlp", rms(x, w["layers.0.post_attention_layernorm.weight"], config["rms_norm_eps"]))
 
-
 def eagle_logits(w, config, model, batch, ids, t):
     """After ids[t] and all that follow, step by step, on its own features."""
     w = w | {"embed_tokens.weight": model.get_input_embeddings().weight.detach()}            # the file has rounded it
@@ -162,7 +146,6 @@ def eagle_logits(w, config, model, batch, ids, t):
     for i in range(t, len(ids)):
         features = torch.cat((features, eagle_features(w, config, ids[1:i + 1], features)[-1:]))
     return features[t:] @ model.get_output_embeddings().weight.T
-
 
 def glide_logits(w, config, model, batch, ids, t):
     """Of ids, whose first t are committed: these see the target's keys of earlier blocks of five."""
@@ -177,13 +160,11 @@ def glide_logits(w, config, model, batch, ids, t):
         x = x + feed_forward(w, f"{p}mlp", rms(x, w[f"{p}post_attention_layernorm.weight"], eps))
     return rms(x, w["model.norm.weight"], eps) @ w["lm_head.weight"].T
 
-
 def medusa_logits(w, config, model, batch, ids, t):
     """By the head of a node's depth, on the last committed feature."""
     f, h = batch["hidden"][LAST][0, t - 1], len(ids) - t - 1
     z = f + F.silu(F.linear(f, w[f"{h}.0.linear.weight"], w[f"{h}.0.linear.bias"]))
     return (z @ w[f"{h}.1.weight"].T)[None]
-
 
 # ---------------------------------------------------------------- equal to the published forwards
 @pytest.mark.parametrize("files, forward, name, more", [
@@ -220,7 +201,6 @@ def test_drafts_are_those_of_the_published_forward(folders, tmp_path, files, for
     prompt = [3, 1, 4, 1, 5, 9, 2]
     assert verify.generate(any_target(model), drafter, cape.cape, prompt, 8).tokens == plain(model, prompt, 8)
 
-
 def test_pickled_weights_are_as_good(folders, tmp_path):
     """In several files, without what is no weight; dtypes stay."""
     weights, config = eagle_files()
@@ -237,13 +217,11 @@ def test_pickled_weights_are_as_good(folders, tmp_path):
     assert made[0].keys() == made[1].keys() and all(torch.equal(weight, made[1][key]) for key, weight in made[0].items())
     assert {weight.dtype for weight in made[0].values()} == {torch.float16}
 
-
 class Code:
     """A pickle that would run something."""
 
     def __reduce__(self):
         return (print, ("code ran",))
-
 
 @pytest.mark.parametrize("files, spoil, words", [
     (eagle_files, lambda w, c: w.update({"layers.0.input_layernorm.weight": torch.ones(WIDTH)}), "layer.input_layernorm.weight"),
@@ -261,7 +239,6 @@ def test_what_does_not_fit_is_named(folders, tmp_path, capsys, files, spoil, wor
     assert convert.main([str(source), "--target", str(folders["llama"]), "--out", str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("convert.py: ") and err.count("\n") == 1 and not (tmp_path / "out").exists()
-
 
 def test_no_code_in_a_pickle_runs(folders, tmp_path, capsys):
     source = written(tmp_path / "in", {"0.0.linear.weight": Code()}, {}, "medusa_lm_head.pt")

@@ -13,7 +13,6 @@ import train
 
 NAMES = ["glide", "edd", "eagle"]
 
-
 def leave(argv):
     """Run train.py in this process, a fork of the test's, and end with it, whatever happens."""
     status = 1
@@ -21,7 +20,6 @@ def leave(argv):
         status = train.main(argv)
     finally:
         os._exit(status)
-
 
 def processes(argv, folder):
     """train.py in two processes -> statuses, [what each printed on stdout and stderr]."""
@@ -38,7 +36,6 @@ def processes(argv, folder):
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return statuses, [[path.read_text() for path in paths] for paths in printed]
 
-
 def assert_same_run(a, b, names):
     """Weights up to rounding; the losses too, since Adam's first steps hide the gradients' size."""
     states = [state_of(out) for out in (a, b)]
@@ -50,7 +47,6 @@ def assert_same_run(a, b, names):
         assert first["target"] == second["target"] and first["tokens_seen"] == second["tokens_seen"]
         assert first["validation"]["tau"] == second["validation"]["tau"]
         assert first["validation"]["held_out_loss"] == pytest.approx(second["validation"]["held_out_loss"], rel=1e-4)
-
 
 def test_gradients_of_two_processes_are_those_of_one(small, tmp_path, monkeypatch):
     """Before any optimizer: parts of a piece or two, some of which have fewer pieces than there are processes."""
@@ -74,7 +70,6 @@ def test_gradients_of_two_processes_are_those_of_one(small, tmp_path, monkeypatc
             for each in found:
                 torch.testing.assert_close(each[key], value, atol=1e-5, rtol=1e-3 if step else 1e-4, msg=f"{step} {key}")
     assert_same_run(tmp_path / "one", tmp_path / "two", NAMES)
-
 
 def test_two_processes_stop_together_and_one_goes_on(small, tmp_path, monkeypatch):
     """One of them alone is interrupted; both end after the same step, and one process goes on from it."""

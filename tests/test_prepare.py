@@ -15,11 +15,9 @@ from verify import UserError
 HIS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 USER, ASSISTANT = {"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}
 
-
 @pytest.fixture(scope="module")
 def tokenizer(small):
     return load.load_target(small / "model", "float32", "cpu")[1]
-
 
 def prepared(tmp_path, tokenizer, path, template=None):
     """-> [(kind, tokens of a document)] to learn from, and held out"""
@@ -31,7 +29,6 @@ def prepared(tmp_path, tokenizer, path, template=None):
         found.append([(data.kinds[kind], tokens[start:start + size].tolist()) for start, size, kind in documents])
     return found
 
-
 # ---------------------------------------------------------------- documents
 def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, tokenizer):
     rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
@@ -41,7 +38,6 @@ def test_every_fiftieth_document_is_held_out_unless_its_row_says(tmp_path, token
     rows = [{"ids": [i, i], "held_out": i < 4} for i in range(1, 60)]
     learned, held = prepared(tmp_path, tokenizer, write_rows(tmp_path / "rows.jsonl", rows))
     assert [ids[0] for _, ids in held] == [1, 2, 3] and len(learned) == 56
-
 
 def test_of_a_chat_the_answers_are_learned(tmp_path, tokenizer, capsys):
     """All else comes as ~id; rows from which nothing is learned are left out and named."""
@@ -55,11 +51,9 @@ def test_of_a_chat_the_answers_are_learned(tmp_path, tokenizer, capsys):
     err = capsys.readouterr().err
     assert "left out, 2 rows" in err and f"row 3 of {path}" in err and f"row 4 of {path}" in err
 
-
 def _file(tmp_path, template):
     (tmp_path / "his.jinja").write_text(template)
     return str(tmp_path / "his.jinja")
-
 
 def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, monkeypatch):
     path = write_rows(tmp_path / "rows.jsonl", [{"ids": [1, 2]}])
@@ -78,7 +72,6 @@ def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, m
     with pytest.raises(UserError, match="holds something else"):
         prepare.prepare([path], tokenizer, None, 300, tmp_path / "mine")
 
-
 def test_the_command(small, tmp_path, capsys):
     argv = [str(small / "rows.jsonl"), "--tokenizer", str(small / "model"), "--out", str(tmp_path / "out")]
     assert prepare.main(argv) == 0 and "kinds a b" in capsys.readouterr().out
@@ -86,7 +79,6 @@ def test_the_command(small, tmp_path, capsys):
     assert meta["kinds"] == ["a", "b"]
     assert prepare.main([*argv[:-1], str(small / "model")]) == 2
     assert capsys.readouterr().err.endswith("name another folder\n")
-
 
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_parts_of_them():
@@ -101,11 +93,9 @@ def test_pieces_are_documents_or_parts_of_them():
     assert learn.int().tolist() == [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]], "no label in padding, nor in what is only read"
     assert train.labels_in(tokens, pieces) == train.gather(tokens, pieces)[1].sum() == 11
 
-
 def pieces_at_random(n):
     rng = np.random.default_rng(0)
     return np.stack((np.arange(n), rng.integers(2, 100, n), np.arange(n) % 3), 1)
-
 
 def test_an_epoch_has_every_piece_once_in_even_steps():
     pieces = pieces_at_random(1000)
@@ -118,7 +108,6 @@ def test_an_epoch_has_every_piece_once_in_even_steps():
     assert all(map(np.array_equal, first, again)), "by the seed and the epoch"
     assert not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others)
     assert [sorted(step[:, 0]) for step in train.pieces_of_epoch(pieces[:3], 512, 0, 0)] == [[0, 1, 2]], "too few for a step: one has all"
-
 
 def test_parts_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)

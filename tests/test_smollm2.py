@@ -23,7 +23,6 @@ from runtime import load
 from runtime.calls import read_call
 from training import smollm2
 
-
 def changed(model, change):
     """A copy of the model, change(weight) in the place of each matrix."""
     other = copy.deepcopy(model)
@@ -32,18 +31,15 @@ def changed(model, change):
             weight.data = change(weight.data)
     return other
 
-
 def four_bits(weight):
     """A matrix, rounded to some 16 levels."""
     step = 0.4 * weight.std()
     return (weight / step).round() * step
 
-
 def tuned(weight, share):
     """A matrix, each weight moved by about `share` of its size."""
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
     return weight + share * weight.std() * noise
-
 
 def test_a_fingerprint_tells_rounded_weights_from_another_models():
     model = tiny("llama")
@@ -59,7 +55,6 @@ def test_a_fingerprint_tells_rounded_weights_from_another_models():
             assert load.relation(mine, its) == load.relation(its, mine) == expected
     near = load.fingerprint(others["a relative"][0])
     assert load.relation(mine | {"vocabulary": "a"}, near | {"vocabulary": "b"}) == "another", "tokens mean something else"
-
 
 # ---------------------------------------------------------------- the command
 def test_questions_keep_their_category(tmp_path):
@@ -80,7 +75,6 @@ def test_questions_keep_their_category(tmp_path):
     assert smollm2.main([*argv, "--held-out"]) == 0
     assert [json.loads(line)["turns"] for line in out.read_text().splitlines()][2:4] == [["2"], ["3"]]
 
-
 def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys):
     def refused(words, *argv):
         assert smollm2.main([*argv, "--out", str(tmp_path / "model")]) == 2
@@ -94,7 +88,6 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
     refused("--most is 0", "prompts", "--most", "0")
     refused("prompts needs --data", "prompts")
 
-
 # ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")
 def setup():
@@ -103,16 +96,13 @@ def setup():
         pytest.skip("the model is not here: python training/smollm2.py gets it")
     return load.Setup(str(folder), str(load.CHECKPOINTS / "smollm2"))
 
-
 def asked(setup, question):
     return setup.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False)
-
 
 def written(model, ids, new):
     """What transformers writes."""
     out = model.generate(torch.tensor([ids]), max_new_tokens=new, do_sample=False, pad_token_id=0)
     return out[0, len(ids):].tolist()
-
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name, build", [

@@ -25,14 +25,12 @@ from training.forward import captured, reads_of
 KINDS = ["glide", "edd", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"
 
-
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Few prompts and pieces to measure drafters on."""
     for name, value in (("PROMPTS", 2), ("NEW", 12)):
         monkeypatch.setattr(evaluate, name, value)
     monkeypatch.setattr(train, "HELD_OUT", 96)
-
 
 def tokenizer_of(text, vocab=300):
     """A byte-level BPE tokenizer; its end-of-text token has the id 0."""
@@ -44,11 +42,9 @@ def tokenizer_of(text, vocab=300):
     bpe.train_from_iterator([text], trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
 
-
 def write_rows(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
@@ -60,24 +56,19 @@ def small(tmp_path_factory):
     write_rows(folder / "rows.jsonl", rows)
     return folder
 
-
 def flags(small, out, *more, names=KINDS):
     return [*names, "--hidden", "2", "--target", str(small / "model"), "--data", str(small / "rows.jsonl"), "--out", str(out / "out"),
             "--work", str(out / "work"), "--device", "cpu", "--steps", "4", "--batch", "3", "--length", "40", "--width", "16",
             "--every", "2", "--optimizer", "adamw", "--lr", "1e-3", *more]
 
-
 def saved(out, names=KINDS):
     return [(out / "out" / name / "model.safetensors").read_bytes() for name in names]
-
 
 def about_of(out, name):
     return json.loads((out / "out" / name / "training.json").read_text())
 
-
 def state_of(out):
     return torch.load(out / "work" / "state.pt", weights_only=True)
-
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
@@ -90,12 +81,10 @@ def interrupt(monkeypatch, at, how):
         return gradients(self, step)
     monkeypatch.setattr(train.Gradients, "__call__", interrupting)
 
-
 def refused(capsys, argv, words, main=train.main):
     assert main(argv) == 2
     err = capsys.readouterr().err.replace("\r", "\n").splitlines()
     assert words in err[-1] and not any("Traceback" in line for line in err), err
-
 
 # ---------------------------------------------------------------- going on
 @pytest.mark.parametrize("number, optimizer, names", [(signal.SIGINT, "adamw", KINDS), (signal.SIGTERM, "muon", ["glide", "edd"])])
@@ -111,7 +100,6 @@ def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(small, tmp_path, monk
     assert saved(whole, names) == saved(cut, names)
     a, b = state_of(whole)["models"], state_of(cut)["models"]
     assert a and all(torch.equal(value, b[key]) for key, value in a.items())
-
 
 def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeypatch, capsys):
     """Only the same flags go on with it; what is used is replaced by --overwrite alone."""
@@ -131,7 +119,6 @@ def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeyp
     weights = saved(tmp_path, ["glide"])
     assert train.main(one("--overwrite")) == 0 and saved(tmp_path, ["glide"]) != weights
 
-
 def test_a_full_disk_leaves_the_state_of_before(small, tmp_path, monkeypatch, capsys):
     write = torch.save
 
@@ -143,7 +130,6 @@ def test_a_full_disk_leaves_the_state_of_before(small, tmp_path, monkeypatch, ca
     monkeypatch.setattr(torch, "save", full)
     refused(capsys, flags(small, tmp_path, names=["glide"]), "No space left on device")
     assert state_of(tmp_path)["step"] == 2 and not (tmp_path / "out").exists()
-
 
 def test_only_a_users_mistakes_become_a_sentence(small, tmp_path, monkeypatch, capsys):
     """A fault of CUDA's keeps its traceback; memory that does not suffice is a sentence."""
@@ -159,13 +145,11 @@ def test_only_a_users_mistakes_become_a_sentence(small, tmp_path, monkeypatch, c
         interrupt(patch, 1, faulty(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")))
         refused(capsys, flags(small, tmp_path, "--overwrite", names=["glide"]), "train.py: CUDA out of memory")
 
-
 # ---------------------------------------------------------------- the loop
 class OneWeight(torch.nn.Module):
     def __init__(self, size):
         super().__init__()
         self.layer = torch.nn.Linear(size, 1, bias=False).double()
-
 
 def fit(models, loss_of, folder, steps=6, lr=0.1, optimizer="adamw"):
     """train.fit of modules with given losses: loss_of(step, name, weight) -> loss."""
@@ -177,7 +161,6 @@ def fit(models, loss_of, folder, steps=6, lr=0.1, optimizer="adamw"):
         sum(losses.values()).backward()
         return {name: loss.detach() for name, loss in losses.items()}
     return train.fit(models, gradients, lambda: {name: {"held_out_loss": 0.0} for name in models}, steps, lr, a, "cpu")
-
 
 def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     """Betas 0.9 and 0.95 (the official code's), decay 0.01, a norm of at most 1 for each drafter: written out."""
@@ -197,7 +180,6 @@ def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24, "2.5 % of warm-up, as GLIDE's"
     assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5 and train.cosine(0, 1) == 1.0
 
-
 @pytest.mark.parametrize("bad", [lambda w: (w * 0).sqrt().sum(), lambda w: (w * math.nan).sum()])
 def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, bad):
     models = {name: OneWeight(1) for name in ("a", "b")}
@@ -205,7 +187,6 @@ def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, bad):
         fit(models, lambda step, name, w: bad(w) if (step, name) == (3, "b") else w.square().sum(), tmp_path / "w")
     assert torch.load(tmp_path / "w" / "state.pt", weights_only=True)["step"] == 2
     assert all(torch.isfinite(p).all() for m in models.values() for p in m.parameters())
-
 
 def test_muon_takes_stacked_matrices_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; tables and norms learn by AdamW."""
@@ -226,7 +207,6 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
         theirs.step()
         ours.zero_grad()
     assert fused.grad is alone.grad is None and torch.equal(torch.cat(parts), torch.cat((fused, alone)))
-
 
 def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path):
     args = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "50", names=["glide", "edd"])
@@ -249,7 +229,6 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     assert train.main([*plain, "--steps", "0"]) == 0 and saved(again, ["glide", "edd"]) == saved(tmp_path, ["glide", "edd"])
     assert about_of(again, "edd")["init"]["tokens_seen"] == 6000 and about_of(again, "edd")["tokens_seen"] == 0
 
-
 def test_each_drafter_is_that_of_its_own_run(small, tmp_path):
     names, more = ["glide", "edd", "vdm-ce"], ["--steps", "2"]
     assert train.main(flags(small, tmp_path / "all", *more, names=names)) == 0
@@ -259,18 +238,15 @@ def test_each_drafter_is_that_of_its_own_run(small, tmp_path):
         alone = state_of(tmp_path / name)["models"]
         assert alone and all(torch.equal(together[key], value) for key, value in alone.items())
 
-
 # ---------------------------------------------------------------- names, words, what is kept
 def arguments(**more):
     a = vars(train.parser().parse_args(["glide", "--data", "x"]))
     return SimpleNamespace(**{**a, "length": 40, "device": "cpu", "hidden": 2, "width": 16, **more})
 
-
 def start(name, model, tokens=np.arange(12), **more):
     """The draft model of a name."""
     module, _ = drafters.start(name, model, None, tokens, arguments(**more))
     return module
-
 
 def weighty(name, model, **more):
     """A draft model with weights far from zero, which sometimes guesses right."""
@@ -278,7 +254,6 @@ def weighty(name, model, **more):
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.25) if p.ndim == 2 else None
     return module
-
 
 @pytest.mark.parametrize("name, more, expected", [
     ("glide", {}, {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-top", {"layer": 1}, {"layers_read": (2,), "norm": False}),
@@ -293,7 +268,6 @@ def test_names_stand_for_their_settings(name, more, expected):
     config = vars(start(name, model, **more).config)
     assert {key: config[key] for key in expected} == expected
 
-
 def test_names_that_stand_for_nothing(llama):
     for name in ("glid", "glide-l", "edd-l3", "edd-norm", "medusa-h2", "lm"):
         with pytest.raises(verify.UserError, match=f"cannot train {name}"):
@@ -303,7 +277,6 @@ def test_names_that_stand_for_nothing(llama):
     wide = start("glide", llama, width=None)
     assert torch.equal(wide.embed.weight, llama.get_input_embeddings().weight.float()), "it starts from the target where the widths agree"
 
-
 def batch_of(model, modules, ids, learn=None, **more):
     """What train.py shows draft models of ids (B, T)."""
     pieces = np.array([[i * ids.shape[1], ids.shape[1], 0] for i in range(len(ids))])
@@ -312,7 +285,6 @@ def batch_of(model, modules, ids, learn=None, **more):
     frozen = train.FrozenTarget(model, modules, tokens)
     batch = frozen.batch(tokens, pieces, count=max(1, train.labels_in(tokens, pieces)))
     return {**batch, "block": 5, "random": None, **more}
-
 
 def test_the_loss_is_the_divergence_on_answers_alone(llama):
     """KL against float64, over the positions whose next token is learned; with --words among the words; --loss ce."""
@@ -340,7 +312,6 @@ def test_the_loss_is_the_divergence_on_answers_alone(llama):
             expected = (p * (p.log() - log_q)).sum(-1)[:, :-1][chosen].mean()
         assert module.loss(batch).item() == pytest.approx(expected.item(), rel=1e-4), name
 
-
 @pytest.mark.parametrize("name", ["glide", "edd", "edd-ce", "eagle", "medusa", "small"])
 def test_a_loss_in_chunks_and_with_padding_is_the_whole_one(llama, name):
     """Value and gradients: all at once; five positions at a time; each document alone, without padding."""
@@ -362,7 +333,6 @@ def test_a_loss_in_chunks_and_with_padding_is_the_whole_one(llama, name):
         torch.testing.assert_close(whole, chunks, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-4)
 
-
 def test_what_is_captured_of_the_target(llama):
     """The layers that are read and no others; hidden states as Hugging Face counts them."""
     ids = torch.randint(12, (1, 9))
@@ -377,7 +347,6 @@ def test_what_is_captured_of_the_target(llama):
     reads = reads_of({name: weighty(name, llama) for name in ("glide", "medusa")}, llama)
     assert (reads.kv, reads.hidden, reads.logits) == ({2}, {3}, True)
     assert reads_of({"edd": weighty("edd-ce", llama)}, llama) == (set(), {2}, False, None)
-
 
 def test_what_is_kept_is_the_forward(small, tmp_path):
     """--features: in other batches, in a process that comes later, up to bfloat16's rounding; each piece once."""
@@ -396,7 +365,6 @@ def test_what_is_kept_is_the_forward(small, tmp_path):
                 torch.testing.assert_close(mine[row, :, :size].float(), its[row, :, :size], rtol=.01, atol=.01)
     assert computed == [2, 1]
 
-
 def test_drafters_of_few_words_learn_them_and_draft_them(small, tmp_path):
     names = ["glide-shared-f16", "edd-shared"]
     assert train.main(flags(small, tmp_path, "--words", "20", "--features", names=names)) == 0
@@ -410,7 +378,6 @@ def test_drafters_of_few_words_learn_them_and_draft_them(small, tmp_path):
         assert out.tokens == verify.generate(verify.Target(model), None, verify.root_only, [5, 6, 7], 8).tokens
         assert {token for each in out.rounds for token in each.tokens[1:]} <= words
 
-
 # ---------------------------------------------------------------- how drafters are measured
 def chats_at_random(documents, seed=0):
     """Tokens of chats, ~id where nothing is learned -> tokens (n,), documents (m, 3)."""
@@ -423,11 +390,9 @@ def chats_at_random(documents, seed=0):
         index.append((begin, len(tokens) - begin, number % 2))
     return np.array(tokens, "i4"), np.array(index)
 
-
 def walks_of(model, modules, tokens, documents, length=36):
     data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
     return evaluate.Walks(model, train.FrozenTarget(model, modules, tokens).forward, data, length)
-
 
 def decoded(model, drafter, text, begin):
     """A chain of five by verify.generate -> accepted tokens of each round, and how many drafted tokens were tested."""
@@ -442,7 +407,6 @@ def decoded(model, drafter, text, begin):
         t += len(each.new)
         rounds.append(accepted)
     return rounds, tested
-
 
 def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
     """On chats, of which the target continues the prompt up to the first answer."""
@@ -462,7 +426,6 @@ def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
         ended = [accepted for each in rounds for accepted in each[:-1]]
         assert found[name]["tau"] == pytest.approx(1 + sum(ended) / len(ended)), name
 
-
 def test_the_temperature_is_fitted_on_deep_chains(llama):
     """The target that drafts for itself: chains of ten are tested, rounds stay chains of five."""
     module = drafters.SmallLM(llama)
@@ -479,7 +442,6 @@ def test_the_temperature_is_fitted_on_deep_chains(llama):
         t += expected[-1] + 1
     assert runs.right == expected, "its forward over the text is the oracle"
 
-
 def test_prompts_are_beginnings_of_documents(monkeypatch):
     """Chats: up to the first answer, where that leaves room; half of each piece of a text."""
     monkeypatch.setattr(evaluate, "PROMPTS", 99)
@@ -494,7 +456,6 @@ def test_prompts_are_beginnings_of_documents(monkeypatch):
     text = np.arange(66)
     assert sorted(ids[0] for ids, _ in evaluate.prompts_of(text, np.array([[5, 50, 1]]), 20)) == [5, 25, 45]
     assert all(len(ids) <= 8 for ids, _ in evaluate.prompts_of(text, np.array([[5, 50, 1]]), 20))
-
 
 def test_the_temperature_is_found_again():
     """Choices sampled from softmax(logits / T): the fit finds T, as a search of the whole grid does, and the ECE is small there."""
@@ -513,7 +474,6 @@ def test_the_temperature_is_found_again():
     muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
     assert evaluate.calibration([*logits, muted], [*choice.tolist(), 5])["temperature"] == found["temperature"], "what it cannot predict"
 
-
 # ---------------------------------------------------------------- mistakes, and what the documentation says
 @pytest.fixture(scope="module")
 def mistaken(small, tmp_path_factory):
@@ -528,7 +488,6 @@ def mistaken(small, tmp_path_factory):
     shutil.copytree(folder / "ready", folder / "damaged")
     (folder / "damaged" / "train.bin").write_bytes((folder / "ready" / "train.bin").read_bytes()[:-8])
     return folder
-
 
 @pytest.mark.parametrize("more, words", [
     ("--steps -1", "--steps is -1"), ("--lr 0.0", "--lr is 0.0"), ("--lr nan", "--lr is nan"), ("--every 0", "--every is 0"),
@@ -546,7 +505,6 @@ def test_mistakes_are_one_sentence(small, mistaken, tmp_path, capsys, more, word
     more = shlex.split(more.replace("T/", f"{mistaken}/"))
     refused(capsys, [*argv, *more], words)
     assert not (tmp_path / "out").exists()
-
 
 def test_the_commands_in_the_documentation():
     """Each is one that the program takes; the default --out is never the shipped folder."""

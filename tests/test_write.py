@@ -14,7 +14,6 @@ from training import bigram, prepare, write
 from training.drafters import drafter_of
 from verify import Target
 
-
 # ---------------------------------------------------------------- the loop
 @pytest.mark.parametrize("name", ["llama", "llama-eager", "qwen2", "mistral", "qwen2-mixed"])
 def test_each_text_is_the_models_own(name):
@@ -43,7 +42,6 @@ def test_each_text_is_the_models_own(name):
     finally:
         model.generation_config.eos_token_id = None
 
-
 def test_sampled_texts_have_the_models_distribution(llama):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     generator = torch.Generator().manual_seed(0)
@@ -53,17 +51,14 @@ def test_sampled_texts_have_the_models_distribution(llama):
     expected, seen = 3000 * p, torch.bincount(first, minlength=12)
     assert ((seen - expected) ** 2 / expected).sum() < 31, "chi-square, 11 degrees of freedom, p = .001"
 
-
 # ---------------------------------------------------------------- the command
 def flags(small, tmp_path, rows, *more):
     data = write_rows(tmp_path / "given.jsonl", rows)
     return ["--target", str(small / "model"), "--device", "cpu", "--dtype", "float32", "--batch", "3", "--length", "24",
             "--data", str(data), "--out", str(tmp_path / "written.jsonl"), *more]
 
-
 def rows_of(tmp_path):
     return [json.loads(line) for line in (tmp_path / "written.jsonl").read_text().splitlines()]
-
 
 def test_rows_are_what_training_reads(small, tmp_path):
     """No prompt twice; in training the answer alone is learned."""
@@ -82,7 +77,6 @@ def test_rows_are_what_training_reads(small, tmp_path):
     for row, (start, size, _) in zip(rows, data.documents):
         assert data.tokens[start:start + size].tolist() == [~id for id in row["prompt"]] + row["answer"]
 
-
 def test_a_cut_file_is_gone_on_with(small, tmp_path, capsys):
     given, out = [{"ids": list(range(7 + i, 19 + i))} for i in range(9)], tmp_path / "written.jsonl"
     argv = flags(small, tmp_path, given)
@@ -98,7 +92,6 @@ def test_a_cut_file_is_gone_on_with(small, tmp_path, capsys):
     refused(capsys, [*argv, "--resume"], "holds something else than write.py writes", write.main)
     assert out.read_text() == "a poem\n" and write.main([*argv, "--overwrite", "--most", "2"]) == 0 and len(rows_of(tmp_path)) == 2
 
-
 def test_prompts_of_chats_are_first_questions(small, tmp_path):
     _, tokenizer = load.load_target(small / "model", "float32", "cpu")
     chat = [{"role": "system", "content": "be"}, {"role": "user", "content": "add"}, {"role": "assistant", "content": "a"}]
@@ -106,7 +99,6 @@ def test_prompts_of_chats_are_first_questions(small, tmp_path):
     found = [(kind, tokenizer.decode(ids)) for kind, ids in write.prompts_in([path], tokenizer, "plain", 90)]
     assert found[0] == ("rows", "SYSTEM: be\n\nUSER: add\n\nASSISTANT:") and found[1] == ("code", "USER: return\n\nASSISTANT:")
     assert "def add(a, b)".startswith(found[2][1])
-
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
@@ -139,7 +131,6 @@ def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
         if seen[length]:
             assert found["confidence"][length] == pytest.approx(right[length] / seen[length], abs=1e-4)
 
-
 def test_the_agreement_is_found_again():
     """Outcomes drawn from sigmoid(a + b length + c logit p): the fit finds a, b and c."""
     g = torch.Generator().manual_seed(0)
@@ -151,7 +142,6 @@ def test_the_agreement_is_found_again():
     found = bigram.fit([*zip(lengths.tolist(), p.tolist(), y.tolist())], lambda length: 0.5)
     torch.testing.assert_close(torch.tensor(found["weights"]).double(), truth, atol=0.1, rtol=0)
     assert found["words"] == 20000 and found["ece"] < found["plain"]["ece"]
-
 
 def test_suggestions_are_judged_by_what_the_target_chooses(llama):
     """Round by round along the target's own text: length of the match, the drafter's p, right up to the first wrong one."""

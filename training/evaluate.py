@@ -53,11 +53,13 @@ def walk(drafter, kv, hidden, text, start):
     last = len(ids) - 1                              # index of the last token that can be predicted
     committed, shown = start, 0                      # tokens; those that the drafter has been shown
     while committed < last:
-        kv_now = {layer: (k[:, :, :committed], v[:, :, :committed]) for layer, (k, v) in kv.items()}
+        # What decoding would show it: all committed KV entries, what is new of everything else
+        kv_now = {}
+        for layer, (k, v) in kv.items():
+            kv_now[layer] = k[:, :, :committed], v[:, :, :committed]
         hidden_new = {index: states[0, shown:committed] for index, states in hidden.items()}
-        view = View(text[shown:committed], committed, kv_now, hidden_new, ids[shown:committed],
-                    ids[committed])
-        drafter.begin(view)
+        new = slice(shown, committed)
+        drafter.begin(View(text[new], committed, kv_now, hidden_new, ids[new], ids[committed]))
         shown = committed
         right = []                                   # of each drafted token: is it the text's?
         while all(right) and len(right) < DEEP and committed + len(right) < last:

@@ -127,8 +127,9 @@ class Writer:
         self.ends = set(eos) if isinstance(eos, list) else {eos}
         rows = min(batch, len(prompts))
         self.cache = RowsCache(rows, max(lengths))
-        self.number = [None] * rows                                    # which prompt is in a row
-        self.ids = [[0]] * rows                                        # the text in a row
+        # Of each row: the number of its prompt, None while it is free; its text so far
+        self.number = [None] * rows
+        self.ids = [[0]] * rows
 
     def masks(self, positions, end):
         """What position_ids (b, T) see of the first `end` entries -> attention_mask of the model"""
@@ -143,14 +144,18 @@ class Writer:
             for kind, mask in masks.items():
                 hidden = torch.finfo(self.target.dtype).min            # added to the scores
                 masks[kind] = torch.where(mask, 0.0, hidden).to(self.target.dtype)
+        # Models whose layers are of several kinds take a mask for each of them.
         kinds = set(getattr(c, "layer_types", None) or list(masks)[-1:])
-        return masks if len(kinds) > 1 else masks[kinds.pop()]
+        if len(kinds) > 1:
+            return masks
+        return masks[kinds.pop()]
 
     def forward(self, ids, rows, positions, end):
         """One forward of some texts.  ids, positions (b, T), rows (b,) -> last logits (b, V)"""
-        ids, rows, positions = [x.to(self.device) for x in (ids, rows, positions)]
+        rows = rows.to(self.device)
+        positions = positions.to(self.device)
         self.cache.write(rows, positions, end)
-        out = self.target(input_ids=ids, position_ids=positions,
+        out = self.target(input_ids=ids.to(self.device), position_ids=positions,
                           attention_mask=self.masks(positions, end),
                           past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         return out.logits[:, -1]
@@ -195,7 +200,8 @@ class Writer:
             is_new = len(ids) > len(self.prompts[number])
             if len(ids) >= self.lengths[number] or is_new and ids[-1] in self.ends:
                 found.append((number, ids))
-                self.number[row], self.ids[row] = None, [0]
+                self.number[row] = None
+                self.ids[row] = [0]
         return found
 
     def shrink(self):
