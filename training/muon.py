@@ -1,40 +1,33 @@
-"""Optimisers: AdamW, and Muon for hidden matrices, also for several in one weight (q, k, v)."""
+"""Optimizers: AdamW, and Muon for the hidden matrices of the draft models.
+
+Muon makes the update of a matrix orthogonal.  glide.py stacks matrices in one weight (queries, keys
+and values; gate and up): each of them is a matrix of its own for Muon.
+"""
 import torch
 
-# Weights in which matrices of one size stand one above the other: GLIDE's own, Phi-3's.
-FUSED = {"qkv": 3, "up": 2, "gate_up_proj": 2}
+# The names of modules whose weight holds several matrices of one size, and how many
+STACKED = {"qkv": 3, "up": 2}
 
+class StackedMuon(torch.optim.Muon):
+    """PyTorch's Muon, where a weight may hold several matrices."""
 
-def matrices_in(name, weight, owner):
-    """Rows of each matrix in a weight.  name: of its module, a child of `owner`."""
-    rows = weight.shape[0]
-    if name == "qkv_proj" and hasattr(owner, "num_key_value_heads"):
-        # Phi-3's: there may be fewer heads of k and v than of q.
-        kv = owner.num_key_value_heads * owner.head_dim
-        return [rows - 2 * kv, kv, kv]
-    count = FUSED.get(name, 1)
-    return [rows // count] * count
-
-
-class Muon(torch.optim.Muon):
-    """PyTorch's Muon, which makes the update of each matrix orthogonal, also within one weight."""
-
-    def __init__(self, weights, **more):
-        """weights: [(weight, rows of each matrix in it)]"""
+    def __init__(self, weights, **settings):
+        """weights: [(weight, number of matrices in it)]"""
         self.weights = weights
-        self.views = []
-        for weight, sizes in weights:
-            # Views: what changes them changes the weight.
-            for view in weight.detach().split(sizes):
-                self.views.append(torch.nn.Parameter(view))
-        super().__init__(self.views, **more)
+        views = []
+        for weight, count in weights:
+            # A view shares its memory with the weight: updating it updates the weight.
+            for view in weight.detach().chunk(count):
+                views.append(torch.nn.Parameter(view))
+        self.views = views
+        super().__init__(views, **settings)
 
     def step(self):
         views = iter(self.views)
-        for weight, sizes in self.weights:
-            grads = [None] * len(sizes)
+        for weight, count in self.weights:
+            grads = [None] * count
             if weight.grad is not None:
-                grads = weight.grad.split(sizes)
+                grads = weight.grad.chunk(count)
             for grad in grads:
                 next(views).grad = grad
         super().step()
@@ -44,27 +37,21 @@ class Muon(torch.optim.Muon):
         for weight, _ in self.weights:
             weight.grad = None
 
-
 def optimizers(models, kind):
-    """AdamW with GLIDE's betas; kind "muon": hidden matrices by Muon, the rest by AdamW.
+    """The optimizers of a ModuleDict {name: draft model} -> a list; each has step and zero_grad.
 
-    models: a ModuleDict of drafters by their names.
+    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
+    AdamW for embeddings, heads, norms and biases.
     """
-    owners = dict(models.named_modules())
-    hidden, rest = [], []
+    hidden, others = [], []
     for name, weight in models.named_parameters():
-        layer, _, _ = name.rpartition(".")
-        owner, _, layer = layer.rpartition(".")
-        _, _, place = name.partition(".")                # in its drafter, which may have any name
-        is_hidden = weight.ndim == 2 and "embed" not in place and "head" not in place
-        if kind == "muon" and is_hidden:
-            sizes = matrices_in(layer, weight, owners[owner])
-            hidden.append((weight, sizes))
+        modules = name.split(".")[1:-1]                  # without the drafter's own name
+        is_table = any("embed" in module or "head" in module for module in modules)
+        if kind == "muon" and weight.ndim == 2 and not is_table:
+            hidden.append((weight, STACKED.get(modules[-1], 1)))
         else:
-            rest.append(weight)
-    found = []
-    if rest:
-        found.append(torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.01))
+            others.append(weight)
+    found = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
     if hidden:
-        found.append(Muon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        found.append(StackedMuon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found
