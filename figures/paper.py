@@ -132,10 +132,10 @@ def rows_of_bench(arguments, spec, specs, a):
         if not arm.tree or wanted is None or name in wanted:
             arms.append(arm)
     finished.give(arms)
-    done = bench.measure(run, arms, after=partial(finished.keep, arms))
+    done = bench.measure_all(run, arms, after=partial(finished.keep, arms))
     if done < len(run.prompts):
         raise KeyboardInterrupt
-    return bench.tables(run, arms, done)
+    return tables.with_by_prompt(bench.tables(run, arms, done), run.prompts)
 
 def rows_of(spec, specs, flags, a):
     """Run the command of a table, or read its log -> rows"""

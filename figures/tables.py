@@ -54,6 +54,21 @@ def values_by_prompt(rows, arm, key, group=None):
         return kept.get(key)
     return [value for value, kind in zip(kept[key], kept["group"]) if kind == group]
 
+def with_by_prompt(rows, prompts):
+    """bench.py's rows -> the same, with "by_prompt" as {key: values} in the rows of all prompts alone.
+
+    "group" in it is the kind of each prompt, so the rows of one kind need no values of their own.
+    """
+    for row in rows:
+        each = row.pop("by_prompt")            # [{key: value}]
+        if row["group"] == "all":
+            row["by_prompt"] = {"group": [group for group, *_ in prompts]}
+            for key in each[0]:
+                values = [one[key] for one in each]
+                if any(value is not None for value in values):
+                    row["by_prompt"][key] = values
+    return rows
+
 def rows_of_log(path, drafters=("*",)):
     """train.py's log.jsonl -> rows of its last evaluation: of each drafter, over all text and by kind.
 
