@@ -18,6 +18,7 @@ forwards that compute B copies.  Copies, below, makes them so, in the target and
 The speed of a whole batch is that of one copy times the batch, as the paper prints it.  Other flags
 are bench.py's: one GLIDE drafter, one tree, greedy decoding.
 """
+import platform
 import sys
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+import transformers  # noqa: E402
 from tables import grid  # noqa: E402
 
 import bench  # noqa: E402
@@ -120,6 +122,11 @@ def row_of(run, copies, batch, label, tree):
         "tau": new / rounds if rounds else None,
         "lossless": all(drafted.results[i].tokens == plain.results[i].tokens for i in prompts)}
 
+def versions():
+    """The packages that compute."""
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__}
+
 def rows_of(run, batches):
     """-> rows, one for each batch"""
     if run.a.temperature > 0:
@@ -133,7 +140,7 @@ def rows_of(run, batches):
     copies = Copies(run.model, drafter)
     about = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "temperature")}
     about |= {"drafter": label, "tree": tree.label, "threads": torch.get_num_threads()}
-    about |= {"prompts": len(run.prompts), "versions": bench.versions()}
+    about |= {"prompts": len(run.prompts), "versions": versions()}
     rows = []
     for batch in batches:
         row = dict.fromkeys(("glide", "plain", "speedup", "tau", "lossless"))

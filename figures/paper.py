@@ -68,9 +68,11 @@ class Finished:
         self.path, self.run = path, run
         threads = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
         settings = {**vars(run.a), "limit": None}
-        about = [settings, bench.versions(), machine(), torch.get_num_threads(), threads]
+        about = [settings, batches.versions(), machine(), torch.get_num_threads(), threads]
         self.found = {"about": about, "prices": {}, "prompts": {}}
-        if path.exists() and not again:
+        if again:
+            path.unlink(missing_ok=True)
+        if path.exists():
             found = pickle.loads(path.read_bytes())
             if found["about"] == about:
                 self.found = found
@@ -307,6 +309,9 @@ def measure_all(names, flags, a):
         if is_done(specs[name], flags, a.out) and not a.again:
             print(f"{name}: {a.out / specs[name]['file']} is there; --again measures it again")
             continue
+        if a.again:
+            # So that the same command without --again goes on, if this is interrupted.
+            (a.out / specs[name]["file"]).unlink(missing_ok=True)
         try:
             measure(specs[name], specs.values(), flags, a)
         except KeyboardInterrupt:

@@ -24,6 +24,9 @@ import numpy as np
 SIGNIFICANT = 0.05
 SPEEDS = ("speedup", "expected_speedup", "swi_measured", "swi_ms", "ewif")    # compared by ratios
 MILLION = 1_000_000                        # tokens over which a drafter's gain is measured
+# What is kept of each prompt, for comparisons
+BY_PROMPT = ("speedup", "tau", "alpha", "alpha_overlap", "alpha_depth", "nodes", "c",
+             "expected_speedup", "draft_ms", "swi_ms", "swi_measured")
 DRAWS = 10_000                             # the smallest p there can be is 1 / (1 + DRAWS)
 
 # ---------------------------------------------------------------- rows
@@ -63,8 +66,8 @@ def with_by_prompt(rows, prompts):
         each = row.pop("by_prompt")            # [{key: value}]
         if row["group"] == "all":
             row["by_prompt"] = {"group": [group for group, *_ in prompts]}
-            for key in each[0]:
-                values = [one[key] for one in each]
+            for key in BY_PROMPT:
+                values = [one.get(key) for one in each]
                 if any(value is not None for value in values):
                     row["by_prompt"][key] = values
     return rows
