@@ -73,7 +73,7 @@ class Copies:
         return method(x.expand(self.count, -1, -1), *args, **more)
 
     def compared(self, head):
-        """The drafter's head, with its choices compared.  A module stays one, so that it keeps its name."""
+        """The drafter's head, a module or a method, with its choices compared."""
         if isinstance(head, torch.nn.Module):
             head.register_forward_hook(lambda module, args, out: self.compare(out))
             return head

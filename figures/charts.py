@@ -24,8 +24,8 @@ def label(x, y, string, classes=""):
     return f'<text x="{x:.1f}" y="{y:.1f}" class="{classes}">{escape(string)}</text>'
 
 def rectangle(x, y, width, height, classes, radius=4):
-    return (f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="{radius}" '
-            f'class="{classes}"/>')
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}"'
+    return f'<rect {place} rx="{radius}" class="{classes}"/>'
 
 def stroke(points, classes):
     return f'<path d="{points}" class="{classes}"/>'
@@ -41,9 +41,10 @@ def legend(x, y, items):
 
 def picture(height, title, body):
     """The whole file: card, style, the elements of the body."""
+    size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
     return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" '
-        f'height="{height:.0f}" role="img" aria-label={quoteattr(title)}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" '
+        f'aria-label={quoteattr(title)}>',
         f"<title>{escape(title)}</title>",
         f"<style>{STYLE.read_text(encoding='utf-8')}</style>",
         rectangle(0.5, 0.5, WIDTH - 1, height - 1, "card", radius=8),
@@ -53,7 +54,7 @@ def picture(height, title, body):
 
 # ---------------------------------------------------------------- the bar chart
 def bar_chart(chart, folder):
-    """Speedup over plain decoding: a bar to the mean over prompts, a line from quartile to quartile."""
+    """Speedup over plain decoding: a bar to the mean over prompts, a line between the quartiles."""
     there = tables.whole(tables.read_rows(folder / chart["file"]))
     bars = [(bar["label"], bar["paper"], there[bar["arm"]]) for bar in chart["bars"]]
     left, right, top, pitch = 290, WIDTH - 70, 92, 32
@@ -70,11 +71,13 @@ def bar_chart(chart, folder):
         label(at(1), top - 14, "plain decoding", "small middle"),
     ]
     for tick in range(int(most) + 1):
-        body.append(stroke(f"M{at(tick):.1f} {top - 8}V{bottom}", "ink-line" if tick == 1 else "grid"))
+        line = "ink-line" if tick == 1 else "grid"
+        body.append(stroke(f"M{at(tick):.1f} {top - 8}V{bottom}", line))
         body.append(label(at(tick), bottom + 16, f"{tick}×", "small dim middle"))
     for number, (name, paper, row) in enumerate(bars):
         y = top + pitch * number + pitch / 2
-        low, middle, high = (at(row[key]) for key in ("speedup_low", "mean_speedup", "speedup_high"))
+        low, high = at(row["speedup_low"]), at(row["speedup_high"])
+        middle = at(row["mean_speedup"])
         body += [
             label(left - 12, y + 4, name, "end"),
             rectangle(left, y - 9, middle - left, 18, f"bar-{paper}", radius=2),
@@ -83,7 +86,8 @@ def bar_chart(chart, folder):
         ]
     papers = dict.fromkeys(paper for _, paper, _ in bars)
     body += legend(MARGIN, bottom + 44, [(f"bar-{paper}", paper) for paper in papers])
-    body.append(label(WIDTH - MARGIN, bottom + 44, "bar: geometric mean; line: quartiles", "small dim end"))
+    meaning = "bar: geometric mean; line: quartiles"
+    body.append(label(WIDTH - MARGIN, bottom + 44, meaning, "small dim end"))
     return picture(bottom + 62, chart["title"], body)
 
 # ---------------------------------------------------------------- the curves
@@ -103,7 +107,7 @@ def curves(rows):
     ticks = int(10 * max(alpha for points in lines.values() for _, alpha in points)) + 1
     body = [
         label(MARGIN, 34, "How the drafters learn", "bold"),
-        label(MARGIN, 54, "α of chains of five on held-out text, against tokens learned from", "small dim"),
+        label(MARGIN, 54, "α of chains of five on held-out text, against tokens seen", "small dim"),
     ]
 
     def at(tokens, alpha):

@@ -1,4 +1,4 @@
-"""What does a forward of n nodes cost?  T_v(n) / T_v(1), and the bandwidth of a plain decoding step.
+"""What does a forward of n nodes cost?  T_v(n) / T_v(1), and the bandwidth of plain decoding.
 
     python figures/costs.py                                       # the stand-in
     python figures/costs.py --target lmsys/vicuna-7b-v1.5 --dtype float16 --contexts 512 3072
@@ -28,7 +28,7 @@ NODES = 1, 2, 4, 8, 16, 32, 64              # of a forward
 TURNS, REPEATS = 5, 5                       # REPEATS calls are timed together, TURNS times
 
 def step_bytes(model, context):
-    """Bytes that a plain decoding step reads: the weights, and the keys and values of the context."""
+    """Bytes that a plain decoding step reads: weights, keys and values of the context."""
     c = model.config
     table = model.get_input_embeddings().weight
     weights = model.num_parameters()        # a table that is also the head counts once

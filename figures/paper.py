@@ -1,20 +1,20 @@
-"""The papers' tables and figures: one command measures them, one writes docs/ from what was measured.
+"""The papers' tables and figures: one command measures them, one writes docs/ from the rows.
 
-    python figures/paper.py list                         # the tables, and about how many minutes each takes
-    python figures/paper.py glide-table-1 papers         # measure: rows go to work/results/, nothing to docs/
-    python figures/paper.py all                          # all tables that work/results/ does not hold yet
-    python figures/paper.py papers --target lmsys/vicuna-7b-v1.5 --checkpoint my-drafters --out vicuna
-    python figures/paper.py write --rows work/results    # take those rows in, and write docs/ from all rows
-    python figures/paper.py check                        # write nothing; exit 1 where docs/ is out of date
+    python figures/paper.py list                       # the tables, and about how long each takes
+    python figures/paper.py glide-table-1 papers       # measure: rows go to work/results/
+    python figures/paper.py all                        # all tables that are not there yet
+    python figures/paper.py write --rows work/results  # take those rows in, and write docs/
+    python figures/paper.py check                      # exit 1 where docs/ is out of date
+    python figures/paper.py papers --target lmsys/vicuna-7b-v1.5 --checkpoint mine --out vicuna
 
-docs/results/README.md explains tables.json, the list of tables with their commands.  Flags given here
-override a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME.  A table without a
-command shows further arms of another table's run.  A table whose command is train.py's is made from
-that run's log, work/NAME/log.jsonl, and the training itself is not started here.
+docs/results/README.md explains tables.json, the list of tables with their commands.  Flags given
+here override a command's own; with --work FOLDER its work/NAME becomes FOLDER/NAME.  A table
+without a command shows further arms of another table's run.  A table whose command is train.py's is
+made from that run's log, work/NAME/log.jsonl, and the training itself is not started here.
 
-A table is written when all of its prompts are done.  An interrupted one keeps its finished prompts in
-work/results/kept/, so that the same command goes on; with a larger --limit it measures the further
-prompts alone.  Flags other than --out, --again, --work and --rows are bench.py's.
+A table is written when all of its prompts are done.  An interrupted one keeps its finished prompts
+in work/results/kept/, so that the same command goes on; with a larger --limit it measures the
+further prompts alone.  Flags other than --out, --again, --work and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
 import copy
@@ -105,7 +105,7 @@ class Finished:
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
-    """`python bench.py --limit 9 ...` -> ("bench.py", its arguments, then the flags, which override them).
+    """`python bench.py --limit 9` -> ("bench.py", its arguments, then `flags`, which override them)
 
     work: the folder that stands for work/.
     """
@@ -176,12 +176,14 @@ def measured(folder):
 
 def write_measured(folder, new):
     content = json.dumps({**measured(folder), **new}, indent=1, ensure_ascii=False) + "\n"
-    text.write_atomically(folder / "measured.json", lambda part: part.write_text(content, encoding="utf-8"))
+    (folder / "measured.json").write_text(content, encoding="utf-8")
 
 def about(folder, file):
     """[machine, date, flags] of a file of rows, as far as they are known"""
     entry = measured(folder).get(file, {})
-    parts = [entry.get("machine"), entry.get("date"), entry.get("flags") and f"with {entry['flags']}"]
+    parts = [entry.get("machine"), entry.get("date")]
+    if entry.get("flags"):
+        parts.append(f"with {entry['flags']}")
     return [part for part in parts if part]
 
 # ---------------------------------------------------------------- the pages
@@ -235,8 +237,10 @@ def pages(docs):
 def body_of(specs, rows, made, folder, top):
     """The head of a page, then its tables by section -> paragraphs"""
     # Settings that most of the tables share are named once, at the head.
-    count = Counter(part for spec in specs for part in tables.setting(rows[spec["file"]]))
-    common = [part for part, number in count.items() if 2 * number > sum(count.values()) / len(count)]
+    settings = [tables.setting(rows[spec["file"]]) for spec in specs]
+    count = Counter(part for setting in settings for part in setting)
+    half = sum(1 for setting in settings if setting) / 2
+    common = [part for part, number in count.items() if number > half]
     parts = [top.replace("@COMMON@", ", ".join(common))]
     for section in tables.unique(spec["section"] for spec in specs):
         parts.append(f"## {section}")
@@ -255,7 +259,7 @@ def write(docs, check):
             if not check:
                 file.write_text(content, encoding="utf-8")
     if differ and check:
-        print(f"out of date: {', '.join(differ)}; run python figures/paper.py write", file=sys.stderr)
+        print(f"out of date: {', '.join(differ)}; run figures/paper.py write", file=sys.stderr)
         return 1
     print(f"written: {', '.join(differ) or 'nothing, all is up to date'}")
     return 0
@@ -280,7 +284,7 @@ def specs_of(a):
     return {spec["name"]: spec for spec in specs}
 
 def run_of(spec, specs):
-    """The table whose command makes a table's rows: its own, or that of another table of the same file."""
+    """The table whose command makes the rows of a table: of those of the same file."""
     return next(each for each in specs if each["file"] == spec["file"] and "command" in each)
 
 def is_done(spec, flags, out):
@@ -303,7 +307,8 @@ def show_list(specs, flags, a):
 def measure_all(names, flags, a):
     """Measure the named tables, but those that are done -> exit status."""
     refused = False
-    for name in tables.unique(run_of(specs_of(a)[name], specs_of(a).values())["name"] for name in names):
+    known = specs_of(a)
+    for name in tables.unique(run_of(known[name], known.values())["name"] for name in names):
         # Read again: the table before may have chosen another k.
         specs = specs_of(a)
         if is_done(specs[name], flags, a.out) and not a.again:
@@ -315,7 +320,8 @@ def measure_all(names, flags, a):
         try:
             measure(specs[name], specs.values(), flags, a)
         except KeyboardInterrupt:
-            print(f"interrupted: the same command, without --again, goes on with {name}", file=sys.stderr)
+            print(f"interrupted: without --again the same command goes on with {name}",
+                  file=sys.stderr)
             return 130
         except UserError as why:               # the other tables are measured all the same
             print(f"{name}: {why}", file=sys.stderr)
@@ -323,16 +329,18 @@ def measure_all(names, flags, a):
     return 2 if refused else 0
 
 def parser():
-    p = text.Parser(description="Measure tables and figures of the papers; write docs/ from measured rows.",
-                    usage="paper.py NAME ... | all | list | write | check, then flags", allow_abbrev=False,
-                    epilog="Other flags are bench.py's: --target, --checkpoint, --limit ...")
-    p.add_argument("names", nargs="+", help="tables; or all, list, write, check")
-    p.add_argument("--out", type=Path, default=ROOT / "work" / "results", help="folder of measured rows "
-                   "(default: work/results)")
-    p.add_argument("--work", type=Path, default=ROOT / "work", help="the folder that stands for work/ in "
-                   "commands: logs and drafters of trainings (default: work)")
-    p.add_argument("--again", action="store_true", help="measure what --out holds once more, all of it")
-    p.add_argument("--rows", type=Path, help="write: first take the rows of this folder into docs/results/")
+    p = text.Parser(description="Measure the papers' tables; write docs/ from measured rows.",
+                    usage="paper.py NAME ... | all | list | write | check, then flags",
+                    epilog="Other flags are bench.py's: --target, --checkpoint, --limit ...",
+                    allow_abbrev=False)
+    flag = p.add_argument
+    flag("names", nargs="+", help="tables; or all, list, write, check")
+    flag("--out", type=Path, default=ROOT / "work" / "results",
+         help="folder of measured rows (default: work/results)")
+    flag("--work", type=Path, default=ROOT / "work", help="the folder that stands for work/ in "
+         "commands: logs and drafters of trainings (default: work)")
+    flag("--again", action="store_true", help="measure what --out holds once more")
+    flag("--rows", type=Path, help="write: first take this folder's rows into docs/results/")
     return p
 
 def work(argv):

@@ -70,8 +70,7 @@ def mean(values):
 
 # ---------------------------------------------------------------- calibration
 def scored_tokens(run, drafter, ids, limit):
-    """Decode one prompt by chains -> [(confidence, raw confidence, accepted?)] of all tokens that the
-    target scored."""
+    """Decode a prompt by chains -> [(confidence, raw confidence, accepted?)] of the scored tokens"""
     drafts = []
     scored = []
     temperature = getattr(drafter, "temperature", 1.0)
@@ -87,13 +86,13 @@ def scored_tokens(run, drafter, ids, limit):
     return scored
 
 def bin_of(confidence):
-    """The number of the bin of a confidence.  Bins are closed on the right, the first one on both sides."""
+    """The number of a confidence's bin.  Bins are closed on the right, the first on both sides."""
     for b in range(BINS):
         if confidence * BINS <= b + 1:
             return b
 
 def reliability(scored):
-    """[(confidence, accepted?)] -> ([share accepted in each bin, or None], expected calibration error)"""
+    """[(confidence, accepted?)] -> ([share accepted in each bin, or None], calibration error)"""
     shares = []
     error = 0.0
     for b in range(BINS):
@@ -141,7 +140,7 @@ def position_counts(rounds):
     return counts
 
 def positions(run):
-    """"position 5": the share accepted of the fifth tokens of chains, those before them included."""
+    """"position 5": the share of fifth tokens accepted, together with those before them."""
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
@@ -180,7 +179,7 @@ def predicted(rows):
     return found
 
 def ewif_of_row(row, counts, alone):
-    """Theorem 4.5 where no model reviews another one, 4.3 where the first one reviews the second."""
+    """Theorem 4.5 where no model reviews another one, 4.3 where the first reviews the second."""
     if "maxgram" in row["stages"]:
         return None                            # its acceptance depends on the length of a match
     alphas = {name: of_one["alpha"] for name, of_one in alone.items()}

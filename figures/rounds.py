@@ -7,14 +7,14 @@ Every drafter with every tree decodes one prompt: GLIDE with a CAPE (arXiv 2402.
 EDD and PCT (ACL 2025), section 3.2.  The page is docs/rounds.html with other data, a JSON object in
 its script element "data":
 
-    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many are verified
-      p                  the drafter's probability of the node after its parent, as the tree's builder
-                         saw it; null where there is none (the root, a cascade's chain, Max-Gram's)
+    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many verified
+      p                  the drafter's probability of the node after its parent, as the builder saw
+                         it; null where there is none (the root, a cascade's chain, Max-Gram's)
       path, gram         the root and the accepted nodes; those that Max-Gram predicts
       own, choice        the target's own token where the path ended, and its text; null where the
                          text ended
       accepted, bonus    the text of the accepted nodes, and of the target's own token
-      ms                 milliseconds of the round: draft, verify, other (the shares of bench.py's table)
+      ms                 milliseconds of the round: draft, verify, other
 
 Nodes after the verified ones were given to the drafter, but left out by the builder (EAGLE-2's
 re-ranking, PCT's leaves).  Other flags are bench.py's.
@@ -43,7 +43,7 @@ PARTS = {"begin": "draft", "draft": "draft", "verify": "verify", "other": "other
 
 # ---------------------------------------------------------------- one decoding, noted down
 class Listener:
-    """The loop's expand, with a note of each call: (tokens (m,), parents [m], probabilities (m, V))."""
+    """The loop's expand, with a note of each call: (tokens (m,), parents [m], probs (m, V))."""
     def __init__(self, expand):
         self.expand = expand
         self.calls = []
@@ -54,11 +54,11 @@ class Listener:
         return probs
 
     def __getattr__(self, name):
-        """What else builders ask of expand: its generator, remaining, root, and a cascade's drafter."""
+        """What else builders ask of expand: its generator, remaining, root, drafter."""
         return getattr(self.expand, name)
 
 def listening(build, noted):
-    """A builder like `build` that appends (its tree, the calls of expand) to `noted` in each round."""
+    """A builder like `build` that appends (its tree, expand's calls) to `noted` in each round."""
     def listened(expand, root):
         listener = Listener(expand)
         tree = build(listener, root)
@@ -77,10 +77,11 @@ def nodes_of(tree, calls, predicted=None):
         # A cascade wrote the chain by itself; there is p_draft where its tokens were sampled.
         drafted = tokens[1:]
         rows = [None] * len(drafted) if tree.p_draft is None else tree.p_draft
-        nodes["p"] += [None if row is None else row[token].item() for row, token in zip(rows, drafted)]
+        for row, token in zip(rows, drafted):
+            nodes["p"].append(None if row is None else row[token].item())
         nodes["gram"] = [] if predicted is None else list(range(1, len(tokens)))
         return nodes
-    # {(expand_index of the parent, token): expand_index}; the probabilities after each of these nodes
+    # {(expand_index of the parent, token): expand_index}; rows: the probabilities after each
     expand_index, rows = {}, []
     for new, above, found in calls:
         for token, parent, row in zip(new.tolist(), above, found):
@@ -115,7 +116,10 @@ def add_left_out(nodes, expand_index, rows):
         node_of[index] = node
 
 def milliseconds(parts):
-    """Record.parts -> {"draft", "verify", "other"} of each round: what follows a forward ends its round."""
+    """Record.parts -> {"draft", "verify", "other"} of each round.
+
+    What follows a verification, the acceptance, ends its round.
+    """
     rounds = []
     spent = {"draft": 0.0, "verify": 0.0, "other": 0.0}
     verified = False
@@ -142,7 +146,7 @@ def speller(tokenizer):
     return spell
 
 def namer(tokenizer):
-    """-> name(token), its text after another token: some tokenizers drop the space of a first one."""
+    """-> name(token), its text after another token: some tokenizers drop a first space."""
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
     before = tokenizer.decode(anchor)
 
@@ -155,7 +159,7 @@ def namer(tokenizer):
 
 # ---------------------------------------------------------------- what the page is told
 def rounds_of(run, out, noted, predicted, ids):
-    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the prefill's token, rounds)."""
+    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the first token, rounds)"""
     name, spell = namer(run.tokenizer), speller(run.tokenizer)
     # The text continues the prompt.
     if not run.target.encoder_decoder:
@@ -178,7 +182,7 @@ def rounds_of(run, out, noted, predicted, ids):
     return first, rounds
 
 def leaves(ours, plain):
-    """The first token, from 1, at which one output is another than plain decoding's; None: nowhere."""
+    """The first token, from 1, that is not plain decoding's; None where all are."""
     same = [x == y for x, y in zip(ours, plain)]
     return None if ours == plain else [*same, False].index(False) + 1
 
@@ -220,11 +224,12 @@ def arm_data(run, number, label, tree, plain):
 def page_data(run, number):
     """Decode prompt `number`, from 1, with every drafter and tree -> what the page is told."""
     if not 1 <= number <= len(run.prompts):
-        raise UserError(f"--prompt is {number}: there are {len(run.prompts)} prompts, counted from 1")
+        raise UserError(f"--prompt is {number}: there are prompts 1 to {len(run.prompts)}")
     group, ids, limit = run.prompts[number - 1]
     plain = decoded(run, number - 1, None, verify.root_only)
     steps = max(1, len(plain.rounds))
-    data = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "temperature", "seed")}
+    settings = ("target", "dtype", "device", "temperature", "seed")
+    data = {key: getattr(run.a, key) for key in settings}
     data |= {
         "gpu": torch.cuda.get_device_name() if run.cuda else None,
         "threads": torch.get_num_threads(),
@@ -251,17 +256,19 @@ def data_of(page):
     return json.loads(DATA.fullmatch(page)[2])
 
 def with_data(page, data):
-    """The page with other data; without a "<" no text ends its script element (\\u003c is JSON's)."""
+    """The page with other data.  Without a "<" no text can end its script element."""
     before, _, after = DATA.fullmatch(page).groups()
     content = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return before + content.replace("<", "\\u003c") + after
 
 def work(argv):
     argv = sys.argv[1:] if argv is None else argv
-    p = text.Parser(description="Write a page that replays a decoding round by round.", allow_abbrev=False,
-                    epilog="Other flags are bench.py's: --drafter, --tree, --prompts, --max-new-tokens ...")
-    p.add_argument("--out", type=Path, default=Path("rounds.html"), help="the file (default: rounds.html)")
-    p.add_argument("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
+    p = text.Parser(description="Write a page that replays a decoding round by round.",
+                    epilog="Other flags are bench.py's: --drafter, --tree, --prompts ...",
+                    allow_abbrev=False)
+    flag = p.add_argument
+    flag("--out", type=Path, default=Path("rounds.html"), help="the file (default: rounds.html)")
+    flag("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
     a, flags = p.parse_known_args(argv)
     template = PAGE.read_text(encoding="utf-8")
     # A file that cannot be written raises an OSError now, before anything is decoded.

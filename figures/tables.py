@@ -1,15 +1,16 @@
-"""Measured rows as Markdown tables, beside the paper's values, with paired comparisons of their arms.
+"""Measured rows as Markdown tables, beside the paper's values, with comparisons of their arms.
 
 A table is an entry of docs/results/tables.json, its rows are the lines of docs/results/FILE.jsonl;
 docs/results/README.md explains the keys.  Under a table stand its comparisons: each says that one
 arm is above another, as the paper claims, and shows what was measured over the prompts:
 
-    effect      the ratio of speeds, a geometric mean over the prompts; of all else the mean difference
-    interval    95 %, by a percentile bootstrap over the prompts (bootstrap)
-    p           of a paired sign-flip test (sign_flips), adjusted by Holm for all comparisons of a page
+    effect      of speeds the geometric mean of the prompts' ratios; of all else the mean difference
+    interval    95 %, by a percentile bootstrap over the prompts
+    p           of a paired sign-flip test, adjusted by Holm for all comparisons of a page
 
 An arm's speedup is a geometric mean over the prompts, too, so the ratio of two speedups of a table
-is the effect that stands below it.  tau, alpha and milliseconds in a table are over all rounds of all prompts.
+is the effect that stands below it.  In a table tau, alpha and milliseconds are over all rounds of
+all prompts.
 """
 import fnmatch
 import functools
@@ -40,7 +41,7 @@ def read_rows(path):
     return rows
 
 def name_of(row):
-    """The arm's name: "glide × cape", "plain"; of several copies of a prompt "glide × chain, 4 copies"."""
+    """The arm's name: "glide × cape", "plain"; "glide × chain, 4 copies" of a prompt."""
     name = f"{row['drafter']} × {row['tree']}" if row.get("tree") else row["drafter"]
     copies = row.get("batch", 1)
     return f"{name}, {copies} copies" if copies > 1 else name
@@ -50,7 +51,7 @@ def whole(rows):
     return {name_of(row): row for row in rows if row.get("group") in (None, "all")}
 
 def values_by_prompt(rows, arm, key, group=None):
-    """An arm's value on each prompt, of one kind or of all; None where the rows do not have them."""
+    """An arm's value on each prompt, of one kind or of all; None where rows do not have them."""
     row = whole(rows).get(arm, {})
     kept = row.get("by_prompt", {})
     if group in (None, "all") or key not in kept:
@@ -58,7 +59,7 @@ def values_by_prompt(rows, arm, key, group=None):
     return [value for value, kind in zip(kept[key], kept["group"]) if kind == group]
 
 def with_by_prompt(rows, prompts):
-    """bench.py's rows -> the same, with "by_prompt" as {key: values} in the rows of all prompts alone.
+    """bench.py's rows, with "by_prompt" as {key: values}, and in the rows of all prompts alone.
 
     "group" in it is the kind of each prompt, so the rows of one kind need no values of their own.
     """
@@ -73,7 +74,7 @@ def with_by_prompt(rows, prompts):
     return rows
 
 def rows_of_log(path, drafters=("*",)):
-    """train.py's log.jsonl -> rows of its last evaluation: of each drafter, over all text and by kind.
+    """train.py's log.jsonl -> rows of its last evaluation, for each drafter, over all and by kind.
 
     drafters: patterns of names.  curve: [[tokens seen, alpha]] of all evaluations; alpha_first: at
     the first one; gain: of alpha, over the last MILLION tokens, None where they were fewer; init:
@@ -201,7 +202,7 @@ def with_the_papers(rows, columns, paper):
     return lines
 
 def markdown(lines, words=1):
-    """A grid of strings, the headings first -> Markdown; the first `words` columns are set to the left."""
+    """A grid of strings, the headings first -> Markdown, with `words` columns set to the left."""
     align = ["---"] * words + ["---:"] * (len(lines[0]) - words)
     found = []
     for line in [lines[0], align, *lines[1:]]:
@@ -241,8 +242,8 @@ def signs(n):
 def sign_flips(differences):
     """How often would chance give a mean at least as far from zero?  A paired randomisation test.
 
-    If two arms did not differ, each prompt's difference could as well have the other sign.  So signs
-    are sampled, and p is the share of sums as far from zero as the observed one.  Of eight
+    If two arms did not differ, each prompt's difference could as well have the other sign.  So
+    signs are sampled, and p is the share of sums as far from zero as the observed one.  Of eight
     differences of 1, two of the 256 ways are that far, all plus and all minus: p = 0.008.
 
     The test assumes that differences are symmetric.  Where they are strongly skewed (log-normal) it
@@ -257,13 +258,13 @@ def sign_flips(differences):
 def interval(values):
     """95 % of the means of DRAWS bootstrap samples of the values (n,) -> (low, high)"""
     n = len(values)
-    picked = np.random.RandomState(0).randint(0, n, (DRAWS, n))                          # (DRAWS, n)
+    picked = np.random.RandomState(0).randint(0, n, (DRAWS, n))                  # (DRAWS, n)
     means = np.array(values, dtype=float)[picked].mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return float(low), float(high)
 
 def holm(ps):
-    """p-values adjusted for their number (Holm 1979): the smallest times m, the next times m - 1 ..."""
+    """p-values adjusted for their number m (Holm 1979): the smallest times m, the next m - 1 ..."""
     order = sorted(range(len(ps)), key=ps.__getitem__)
     adjusted = [0.0] * len(ps)
     largest = 0.0
@@ -278,8 +279,8 @@ def holm(ps):
 # adjusted: p by Holm, over the page.  All but the effect are None without values of each prompt.
 Comparison = namedtuple("Comparison", "claim first second effect low high above p adjusted",
                         defaults=[None] * 5)
-# words: the arm, with its key or file where the other side has another; mean: of the prompts' values,
-# or else the value over all prompts, None where it was not measured; values: of each prompt, or None
+# words: the arm, with its key or file where the other side has another; values: of each prompt, or
+# None; mean: of these, or else the value over all prompts, None where it was not measured
 Side = namedtuple("Side", "words mean values")
 
 def is_ratio(claim):
@@ -393,8 +394,8 @@ def read_specs(folder, tuned=None):
     """docs/results/tables.json, with drafters in the place of @names.
 
     "best" is {"@name": [drafters]}.  @name becomes the fastest of them in the rows of "tuned by",
-    which were measured on prompts of their own, or else the first.  tuned: the folder of those rows,
-    or `folder`.
+    which were measured on prompts of their own, or else the first.  tuned: the folder of those
+    rows, by default `folder`.
     """
     text = (folder / "tables.json").read_text(encoding="utf-8")
     content = json.loads(text)
@@ -415,8 +416,9 @@ def setting(rows):
     where = first["device"]
     if where == "cpu":
         where += f" ({first['threads']} threads)"
-    parts = [f"target `{first['target']}`", first["dtype"], where, f"temperature {first['temperature']:g}"]
-    return parts + [f"{package} {version}" for package, version in first["versions"].items()]
+    temperature = f"temperature {first['temperature']:g}"
+    versions = [f"{package} {version}" for package, version in first["versions"].items()]
+    return [f"target `{first['target']}`", first["dtype"], where, temperature, *versions]
 
 def remarks(rows):
     """Sentences about the baseline, and about outputs that differ from it."""
