@@ -2,42 +2,49 @@
 
 GLIDE with a CAPE (arXiv 2402.02082), section 4.2; baselines of sections 5.3, 5.4 and Table 3.
 
-The idea.  The drafter's confidence predicts whether its first choice will be accepted.  Where it is
-low, offer the target more of the next best tokens.  They are not continued, so they cost no forward
-of the drafter.
+The idea.  The drafter's confidence in a token predicts whether the target will accept it.  Where
+the confidence is low, the target is offered several of the next best tokens as well.  Nothing is
+drafted after these extras, so they need no further forward of the drafter.
 
     paper                   shape         name here
-    x_t                     (1,)          root: the target's last token, not in its cache yet
-    gamma                   int           gamma: drafted positions
+    x_t                     (1,)          root: the last token, which the target has not cached yet
+    gamma                   int           gamma: number of drafted positions
     x_{t+1..t+gamma}        (gamma,)      chosen: the standard proposal, a chain
     p_D(.|x_{<t+i})         (gamma, V)    probs: the drafter's distribution at each position
-    p_i = max p_D           (gamma,)      p: confidence of each position
+    p_i = max p_D           (gamma,)      p: the confidence at each position
     S(p), K_i               (gamma,)      size_of(p): 7, 5, 3, 1 for p in bins up to .3, .6, .8, 1
-    X_i                     (gamma, K)    extras: the K_i best tokens but x_{t+i}; K = max(sizes)
-    beta                    int           at most max_nodes, 32 (section 5.3): nodes but the root
+    X_i                     (gamma, K)    extras: the K_i best tokens except x_{t+i}; K = max(sizes)
+    beta                    int           at most max_nodes = 32, excluding the root (section 5.3)
 
-A builder is a function of expand and of root (1,), a token id.  It returns a Tree: tokens (n,) and
-parents (n,).  Node 0 is the root, with parent -1; parents come before their children.
+A builder is a function of `expand` and of root (1,), a token id.  It returns a Tree of tokens (n,)
+and parents (n,), which are indices of the tree's own nodes.  Node 0 is the root, with parent -1,
+and parents come before their children.
 
-expand(tokens (m,), parents [m ints]) -> probabilities (m, V) is one forward of the drafter over m
-new nodes.  It has its own numbering: nodes count from 0 in the order in which expand gets them.
-The root comes first, as expand(root, [-1]); its children then have parent 0.  A row of zeros means
-that the drafter has no prediction.  No builder adds a node of probability zero.
+expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new nodes
+and returns the distribution of the token that follows each.  It numbers nodes from 0 in the order
+in which it receives them, and `parents` are these numbers: the root comes first, by
+expand(root, [-1]), so its children have parent 0.  A row of zeros means that the drafter has no
+prediction.  No builder adds a node of probability zero.  If expand has an attribute `remaining`,
+the tree is at most that deep.
 
-One device-to-host sync builds a tree, beam search takes one a depth.  Where expand has `remaining`,
-the tree is no deeper.
+To use this file in a project of yours, write `expand` for your drafter and verify the tree by one
+forward of your target.  docs/any_project.py has both, in plain code for any causal LMs.
 
-To use this file alone: docs/any_project.py, an expand and a verification for any causal LMs.
+    tree = cape(expand, root)            # root = torch.tensor([the last token's id])
+    # Forward the target once over tree.tokens.  A node's position id is the root's plus the node's
+    # depth; its mask shows the text before the root, the node's ancestors and the node itself.
+    # Then walk down from node 0 while the target's choice after a node is one of its children.
 
 Differences from the paper:
- 1. pos(i) = i for i <= gamma and "x_{t+j}" for "token x_j" are unstated in the printed mask; the
-    root x_t is left out of it.  Here the root is node 0.
- 2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, above the stated maximum of 32,
-    and how it is cut is not said (the official code drafts four: 4 x 8 = 32).  Here the chain
-    stays, and extras of lowest joint probability go.  Extras are in order of probability, not of
-    sets.
- 3. gamma for CAPE's own experiments is not stated; 5 is section 5.1's.
- 4. Beam search keeps every hypothesis that was in a beam as a node: tree verification can use all.
+ 1. The printed mask leaves unstated that pos(i) = i for i <= gamma, writes "x_{t+j}" for "token
+    x_j", and leaves out the root x_t.  Here the root is node 0.
+ 2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, but the stated maximum is 32, and
+    the paper does not say what is cut.  (The official code drafts four positions: 4 x 8 = 32.)
+    Here the whole chain is kept, and of the extras of all positions those with the highest joint
+    probability, until there are 32 nodes.  The Tree lists them in that order.
+ 3. The paper does not state gamma for CAPE's own experiments; 5 is section 5.1's.
+ 4. Beam search returns every sequence that was in a beam at any length, not only the last ones,
+    because tree verification can use them all.
 
     python cape.py          # the demo: the example of Figure 3
 """
@@ -62,31 +69,35 @@ def best(probs):
     return probs.argmax(-1)
 
 def draw(probs, generator=None):
-    """A token sampled from each distribution (m, V) -> (m,), by an exponential race.
+    """Sample a token from each distribution (m, V) -> (m,), by an exponential race.
 
-    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  A row of zeros gives a
-    token of probability zero, where torch.multinomial would fail, after a device-to-host sync.
+    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  For a row of zeros the
+    result is a token of probability zero.  (torch.multinomial would raise there, and it takes a
+    device-to-host sync to find out.)
     """
     race = torch.empty_like(probs).exponential_(generator=generator)
     return (probs / race).argmax(-1)
 
 def clamped(expand, gamma):
-    """gamma, clamped to the depth that remains: expand.remaining tokens, if it says so."""
-    assert gamma >= 1, f"gamma is {gamma}: draft at least one token"
+    """gamma, or expand.remaining if that is less."""
+    if gamma < 1:
+        raise ValueError(f"gamma is {gamma}: draft at least one token")
     remaining = getattr(expand, "remaining", gamma)
     return min(gamma, remaining)
 
 def draft(expand, root, gamma, pick):
     """Draft a chain, token by token, without a device-to-host sync.
 
-    pick(probs (1, V)) -> token (1,).  Returns chosen (gamma,), the probability p (gamma,) of each,
-    and the distributions probs (gamma, V).  After a token of probability zero all are meaningless.
+    pick(probs (1, V)) -> token (1,).  Returns chosen (gamma,), their probabilities p (gamma,), and
+    the distributions probs (gamma, V).  A chain that meets a token of probability zero ends before
+    it: what is returned from there on has no meaning (see drafted_length).
     """
     tokens = [root]
     probs = []
     for i in range(gamma):
-        # x_{t+i+1} is picked from p_D(.|x_{<t+i+1}), what follows node i, whose parent is i - 1
-        after = expand(tokens[i], [i - 1])                        # (1, V)
+        # x_{t+i+1} is picked from p_D(.|x_{<t+i+1}), the distribution after node i
+        parent = i - 1
+        after = expand(tokens[i], [parent])                       # (1, V)
         probs.append(after)
         tokens.append(pick(after))                                # (1,)
     chosen = torch.cat(tokens[1:])
@@ -94,41 +105,43 @@ def draft(expand, root, gamma, pick):
     p = probs.gather(1, chosen[:, None])                          # (gamma, 1)
     return chosen, p.flatten(), probs
 
-def drafted(p):
-    """The length of a chain, a tensor (): it ends before the first token of probability zero."""
-    least = p.cummin(0).values                                    # of a token and all before it
-    return (least > 0).sum()
+def drafted_length(p):
+    """The number of tokens, a tensor (), before the first of probability zero.  p (gamma,)."""
+    least_so_far = p.cummin(0).values
+    return (least_so_far > 0).sum()
 
 def to_host(p, *counts):
     """Counts (), on the device -> ints, by one device-to-host sync, which checks p (gamma,) too."""
-    p = p.float()                                                 # bfloat16: no integers above 256
+    p = p.float()                      # bfloat16 cannot represent all integers above 256
     numbers = torch.stack((*counts, p.min(), p.max()))
     *counts, lowest, highest = numbers.tolist()                   # the device-to-host sync
-    assert lowest >= 0, f"expand gave {lowest}: it must give probabilities, not logits"
-    assert highest < 1.01, f"expand gave {highest}: it must give probabilities, not logits"
+    # A probability in bfloat16 may be a little above 1.
+    if not (lowest >= 0 and highest < 1.01):
+        raise ValueError(f"expand gave values from {lowest} to {highest}: "
+                         "it must give probabilities, not logits")
     return [int(count) for count in counts]
 
-def root_only(expand, root):
+def root_only(root):
     """The tree of the root alone."""
     return Tree(root, torch.full_like(root, -1))
 
-def chain_parents(n, device):
-    """Parents (1 + n,) of the root and a chain of n tokens: each node's is the one before it."""
-    return torch.arange(-1, n, device=device)
+def chain_parents(length, device):
+    """The parents (1 + length,) of the root and of a chain below it: each node's is the last."""
+    return torch.arange(-1, length, device=device)
 
 def proposed(expand, root, gamma, pick):
-    """A chain of at most gamma tokens -> Tree.
+    """A chain of at most gamma tokens, each by pick(probs) -> Tree.
 
-    Its p_draft (n - 1, V): node i + 1 was picked from distribution i.
+    p_draft (length, V): row i is the distribution from which node i + 1 was picked.
     """
     gamma = clamped(expand, gamma)
     if gamma == 0:
-        return root_only(expand, root)
+        return root_only(root)
     chosen, p, probs = draft(expand, root, gamma, pick)
-    [n] = to_host(p, drafted(p))
-    tokens = torch.cat((root, chosen[:n]))
-    parents = chain_parents(n, root.device)
-    return Tree(tokens, parents, probs[:n])
+    [length] = to_host(p, drafted_length(p))
+    tokens = torch.cat((root, chosen[:length]))
+    parents = chain_parents(length, root.device)
+    return Tree(tokens, parents, probs[:length])
 
 def chain(expand, root, gamma=GAMMA):
     """The standard proposal (section 4.2): gamma tokens, each the most probable -> Tree."""
@@ -136,10 +149,11 @@ def chain(expand, root, gamma=GAMMA):
     return Tree(tree.tokens, tree.parents)
 
 def drawn(expand, root, gamma=GAMMA, generator=None):
-    """A chain that is sampled from the drafter, for speculative sampling -> Tree with p_draft.
+    """A chain sampled from the drafter, for speculative sampling -> Tree with p_draft.
 
-    generator: on the device of the probabilities; by default expand.generator, if there is one.  It
-    must not be the one that accepts: then the output would not follow the target's distribution.
+    generator: a torch.Generator on the device of the probabilities; by default expand.generator, if
+    there is one.  It must not be the generator that decides acceptance: then the output would not
+    follow the target's distribution.
     """
     if generator is None:
         generator = getattr(expand, "generator", None)
@@ -149,11 +163,11 @@ def drawn(expand, root, gamma=GAMMA, generator=None):
 # ------------------------------------------------------------------ the expanded proposal
 @lru_cache(maxsize=64)
 def constant(numbers, dtype, device):
-    """A tuple as a tensor, made once, so that it is not copied to the device each round."""
+    """A tuple as a tensor.  It is cached, so that it is not copied to the device in every round."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 def size_of(p, sizes=SIZES, edges=EDGES):
-    """S(p) of section 4.2: the number of extras, long, for confidences p (gamma,).
+    """S(p) of section 4.2: the number of extras (gamma,) for confidences p (gamma,).
 
     Bin b is (edges[b - 1], edges[b]]; p and the edges are compared in p's own precision.
     """
@@ -163,14 +177,15 @@ def size_of(p, sizes=SIZES, edges=EDGES):
     return sizes[b]
 
 def expansion_sets(probs, chosen, p, sizes=SIZES, edges=EDGES):
-    """The sets X_i of section 4.2: beside each chosen token, the S(p_i) next best ones.
+    """The sets X_i of section 4.2: the S(p_i) best tokens at each position except the chosen one.
 
     probs (gamma, V), chosen (gamma,), p (gamma,): p_i = probs[i, chosen_i].
-    Returns extras (gamma, K) and their probabilities (gamma, K), the best first.  K is max(sizes),
-    or V if that is less.  A probability of zero means that the token is not in the set.
+    Returns extras (gamma, K), the best first, and their probabilities (gamma, K).  K is max(sizes),
+    or V if that is less.  An extra whose probability is zero is not in the set.
     """
     # "K_i tokens (excluding x_{t+i}) that have the highest probabilities according to
-    # p_D(.|x_{<t+i})".  x_{t+i} is excluded before sorting: of tied tokens it need not come first.
+    # p_D(.|x_{<t+i})".  x_{t+i} is set to zero before sorting, because in a tie it need not come
+    # first.
     others = probs.scatter(1, chosen[:, None], 0.0)
     _, V = probs.shape
     K = min(max(sizes), V)
@@ -181,11 +196,12 @@ def expansion_sets(probs, chosen, p, sizes=SIZES, edges=EDGES):
     outside = rank >= K_i[:, None]                                # (gamma, K)
     return extras, p_extras.masked_fill(outside, 0.0)
 
-def cap(p, p_extras, most):
+def by_joint_probability(p, p_extras, most):
     """The `most` extras of highest joint probability (difference 2).
 
-    p (gamma,) of the chain, p_extras (gamma, K).  Returns joint (most,), highest first, and index
-    (most,) into the flattened extras.  Where joint is zero there is no extra.
+    p (gamma,): the chain's.  p_extras (gamma, K).  Returns their joint probabilities (most,), the
+    highest first, and their indices (most,) in the flattened extras.  A joint probability of zero
+    means that there is no such extra.
     """
     # x'_{t+i,j} counts only after x_{t+1} ... x_{t+i-1}: p_1 ... p_{i-1} p_D(x'_{t+i,j})
     before = pad(p[:-1], (1, 0), value=1.0)                       # 1, p_1, ..., p_{gamma-1}
@@ -193,42 +209,52 @@ def cap(p, p_extras, most):
     joint = ancestors[:, None] * p_extras                         # (gamma, K)
     return joint.flatten().topk(most)
 
+def check_cape(gamma, sizes, edges, max_nodes):
+    """Refuse settings of `cape` that have no meaning."""
+    if len(sizes) != len(edges) + 1:
+        raise ValueError(f"{len(edges)} edges need {len(edges) + 1} sizes: {sizes}")
+    if list(edges) != sorted(edges):
+        raise ValueError(f"edges must ascend: {edges}")
+    if min(sizes) < 0:
+        raise ValueError(f"sizes are numbers of tokens, so none is negative: {sizes}")
+    if max_nodes < gamma:
+        raise ValueError(f"max_nodes {max_nodes} cannot hold the chain of {gamma}")
+
 def cape(expand, root,
          gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODES):
     """Section 4.2: the greedy chain, and beside each of its tokens the S(p_i) next best ones.
 
-    sizes, edges: S(p) is sizes[b] in bin b = (edges[b - 1], edges[b]].  max_nodes: but the root.
-    Returns a Tree of root, chain, extras; the chain is the one that `chain` drafts.
+    sizes, edges: S(p) is sizes[b] in bin b = (edges[b - 1], edges[b]].  max_nodes: excluding the
+    root.  Returns a Tree: the root, the chain (the same one as `chain` drafts), the extras.
     """
-    assert len(sizes) == len(edges) + 1, f"{len(edges)} edges need {len(edges) + 1} sizes: {sizes}"
-    assert list(edges) == sorted(edges), f"edges must ascend: {edges}"
-    assert min(sizes) >= 0, f"a set cannot have fewer than no tokens: {sizes}"
-    assert max_nodes >= gamma, f"max_nodes {max_nodes} cannot hold the chain of {gamma}"
+    check_cape(gamma, sizes, edges, max_nodes)
     gamma = clamped(expand, gamma)
     if gamma == 0:
-        return root_only(expand, root)
+        return root_only(root)
     # the proposal x_{t+1} ... x_{t+gamma}
     chosen, p, probs = draft(expand, root, gamma, best)
     # its expansion sets X_1 ... X_gamma, (gamma, K)
     extras, p_extras = expansion_sets(probs, chosen, p, sizes, edges)
-    most = min(extras.numel(), max_nodes - gamma)
-    joint, index = cap(p, p_extras, most)                         # (most,)
-    n, m = to_host(p, drafted(p), (joint > 0).sum())
-    index = index[:m]
+    most = min(extras.numel(), max_nodes)
+    joint, index = by_joint_probability(p, p_extras, most)        # (most,)
+    length, count = to_host(p, drafted_length(p), (joint > 0).sum())
+    count = min(count, max_nodes - length)
+    index = index[:count]
 
     # linearised: the root, the chain, the extras
-    tokens = torch.cat((root, chosen[:n], extras.take(index)))
+    tokens = torch.cat((root, chosen[:length], extras.take(index)))
     # What x_{t+i} may see of the x_{t+j}:
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
     # In a tree a node sees its ancestors and itself.  So the parent of x_{t+i} is the chain's token
     # at position pos(i) - 1; for pos(i) = 1 that is the root, node 0.  No extra has children.
-    chain_part = chain_parents(n, root.device)
-    # Row r of the extras, counted from 0, is X_{r+1}: its parent is node r.
+    parents_of_chain = chain_parents(length, root.device)
+    # Row i of the extras, from 0, is the set X_{i+1}: the parent of its tokens is node i.
     K = max(1, extras.shape[1])
-    row = index // K
-    return Tree(tokens, torch.cat((chain_part, row)))
+    parents_of_extras = index // K
+    parents = torch.cat((parents_of_chain, parents_of_extras))
+    return Tree(tokens, parents)
 
 # ------------------------------------------------------------------ what it is compared with
 def fixed(expand, root, gamma=GAMMA, size=SIZE, max_nodes=MAX_NODES):
@@ -240,14 +266,16 @@ def fixed(expand, root, gamma=GAMMA, size=SIZE, max_nodes=MAX_NODES):
 def beam(expand, root, gamma=GAMMA, width=WIDTH):
     """Beam search (sections 5.3, 5.4, Table 3): the `width` most probable sequences of each length.
 
-    Each is a node, in the order in which expand gets them, so that both numberings are the same.
-    One device-to-host sync a depth: which sequences are continued.
+    A node stands for the sequence that ends with it.  Nodes are given to expand in the order of the
+    tree, so a node has one number in both.  One device-to-host sync per depth: the host must know
+    which sequences are continued.
     """
-    assert width >= 1, f"width is {width}: keep at least one sequence"
+    if width < 1:
+        raise ValueError(f"width is {width}: keep at least one sequence")
     tokens = [root]
     parents = [-1]
-    frontier = [0]                                                # the nodes of the latest length
-    score = torch.zeros(1, 1, device=root.device)                 # log p of the sequences
+    frontier = [0]                                                # the nodes of the current length
+    score = torch.zeros(1, 1, device=root.device)                 # log p of their sequences
     for _ in range(clamped(expand, gamma)):
         frontier_parents = [parents[node] for node in frontier]
         probs = expand(tokens[-1], frontier_parents)              # (m, V)
@@ -257,19 +285,22 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         score = score + p.log()                                   # (m, each)
         most = min(width, score.numel())
         score, index = score.flatten().topk(most)                 # (most,), the best first
-        # Each continues one of the m sequences; those of probability zero come last.
+        # Each of the best continues one of the m sequences.  Those of probability zero come last.
         continued = index // each
         count = score.isfinite().sum()
-        *continued, count = torch.cat((continued, count[None])).tolist()      # device-to-host sync
+        numbers = torch.cat((continued, count[None])).tolist()    # device-to-host sync
+        count = numbers[-1]
         if count == 0:
             break
         tokens.append(x.take(index[:count]))
         score = score[:count, None]                               # (count, 1)
-        parents += [frontier[m] for m in continued[:count]]
+        for sequence in numbers[:count]:
+            parents.append(frontier[sequence])
         frontier = list(range(len(parents) - count, len(parents)))
     parents = torch.tensor(parents, device=root.device)
     return Tree(torch.cat(tokens), parents)
 
+# ------------------------------------------------------------------ the demo
 def main():
     """Figure 3: "Attention is all the", and one extra beside each token ("you" beside "the")."""
     drafter = {

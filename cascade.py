@@ -1,26 +1,29 @@
 """Cascade speculative drafting: a drafter reviews what smaller drafters have drafted.
 
 Cascade Speculative Drafting (arXiv 2312.11462): Algorithm 1, sections 3 and 5, Tables 2 and 3.
-Max-Gram, section 3.3, is maxgram.py; the analysis, section 4, is figures/ewif.py.
+Max-Gram (section 3.3) is maxgram.py; the analysis (section 4) is figures/ewif.py.
 
-The idea.  In speculative decoding the drafter writes token by token, which takes most of the
-drafting time.  In the *vertical* cascade a smaller model drafts for the drafter, which reviews all
-these tokens in one forward; and so on down to Max-Gram, which costs nothing.  In the *horizontal*
-cascade the largest drafter provides the first tokens of a proposal, which are the most likely to be
-accepted, and smaller ones the later tokens.  Together they are one recursion, cascade_step().
+The idea.  In speculative decoding the drafter writes one token a forward, and that is most of the
+drafting time.  In the *vertical* cascade a smaller model drafts for the drafter, which reviews
+those tokens in one forward.  The smaller model has a drafter, too, and so on down to Max-Gram,
+which runs no network.  In the *horizontal* cascade the largest drafter provides the first tokens of
+a proposal, which are the most likely to be accepted, and smaller drafters provide the later ones.
+One recursion does both: cascade_step().  A *stage* is a draft model or Max-Gram.
 
     paper                shape    name here
     M_t                           target
-    draftList: M_d1 ...           draft_list, the largest first; Max-Gram (MaG), if any, is the last
-    curGen, curProbs     tokens   gen.tokens, gen.probs; prefix, cur_prefix are lengths of gen
-    K_nn                 (n, n)   K, upper triangular: row 0 for M_t's reviews, row i for M_di's
-    k_i                  int      k_i, in the first row of K: tokens of M_di
-    l                    float    lenience, of reviews by drafters, but not of Max-Gram's tokens
+    draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
+    curGen, curProbs     lists    gen.tokens, gen.probs
+    prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
+    K_nn                 (n, n)   K, upper triangular: row 0 for drafting for M_t, row i for M_di
+    k_i                  int      k_i, of the first row: how many tokens M_di adds (code: i from 0)
+    l                    float    lenience, in reviews by drafters (difference 5)
 
-The paper has two meanings of k; both are lower bounds, since one review may add more tokens.
-    Algorithm 1, and Table 1: k_i counts the tokens that M_di adds.  So does K here.
-    Table 2: k_12 includes k_11.  Its 8, 13, 1 is K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]], with
-    Max-Gram's 10 (section 5.2).  table2() and bench.py's `k=(8, 13, 1)` follow Table 2.
+Algorithm 1's k_i counts the tokens that one stage adds, and K does the same.  For Table 2 the paper
+does not say whether k_12 includes k_11; we read it as a total that does.  So Table 2's 8, 13, 1 is
+K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]], where the tens are Max-Gram's (section 5.2).  table2()
+makes this K; `k=(8, 13, 1)` on bench.py's command line is Table 2's.  A model's k is a lower bound:
+its last review may add more tokens than were missing.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
@@ -30,21 +33,30 @@ and a list of token ids `text`:
     out = verify.generate(target, drafter, cascade.proposal, text, max_new_tokens=40)
     text += out.tokens
 
-proposal() builds the cascade's own chain of greedy drafts, at any temperature of the target; with
-drawn=True and verify.Sampled (`--tree drawn`) of sampled drafts, each with its p_draft.  Both are
-lossless.  Any other builder sees the distributions along the greedy chain, and none off it: its
-tree costs as much drafting as that chain, and ends where lenience kept a less probable token.
+The builder proposal() verifies the cascade's own chain.  Its tokens are drafted greedily, at any
+temperature of the target.  With drawn=True and verify.Sampled (`--tree drawn`) they are sampled,
+and the tree has a p_draft.  Both are lossless.
+
+Any other builder works, too.  It sees the cascade's predictions after the tokens of the greedy
+chain, and no prediction after other tokens.  Drafting costs it as much as the chain.  A lenient
+review may keep a token that is not the reviewer's most probable one; a builder that takes only the
+most probable child leaves the chain there, and its tree ends.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
-    called once for its k tokens; or, in S Decoding, at a model that has nothing to review.
- 2. As printed, curPrefix <- curGen inside the while loop restarts its count, so that one review
-    would have to add k_i tokens.  Here (stop="own") all reviews of a stage count.  The authors'
-    code (stop="sum") counts all that this call has added, up to k_1 + ... + k_i: what a stage adds
-    beyond its k_i, the next one need not add.  Max-Gram adds its full 10 there, or nothing.
- 3. Misprints: n - 1 values of k for n loops; p_1 ... p_v for the new ones; section 5.2's k21: k22.
- 4. No proposal is longer than the rest of the output.  After a full context smaller stages go on.
- 5. The authors' code (greedy only) compares probabilities of two positions in its lenient review.
+    which is called once for all its k tokens.  Without Max-Gram (S Decoding in Table 2) it ends at
+    the smallest model: with nothing to review, each of its reviews adds one token.
+ 2. As printed, curPrefix <- curGen inside the while loop restarts the count, so that a single
+    review would have to add k_i tokens.  Here the tokens of all reviews of a stage are counted.
+    (The authors' code counts the tokens of the whole call, against k_1 + ... + k_i.)
+ 3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
+    it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
+ 4. proposal() drafts at most as many tokens as the output may still get.  A stage whose context is
+    full is skipped, and the stages after it go on.
+ 5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
+    written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
+    that model's, and the next drafter's review is lenient.  (The authors' code, greedy only,
+    compares probabilities of two different positions.)
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -54,66 +66,59 @@ from collections import Counter
 from functools import partial
 
 import torch
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from maxgram import MaxGram
-from verify import CHUNK, Target, Tree, UserError, accept, accept_drawn, generate, root_only
+from verify import Target, Tree, UserError, accept, accept_drawn, generate, root_only
 
 GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
-HORIZON = 64                    # the longest chain that is drafted for a tree builder
 
 # ---------------------------------------------------------------- Algorithm 1
 class Gen:
     """curGen and curProbs of Algorithm 1.
 
-    tokens: `committed` tokens of the text, the root, then the drafts of this round.
-    probs: None up to the root (Algorithm 1 has ones); for a draft (V,) of the model that wrote or
-        last reviewed it, logits, or a distribution where drafts are sampled; a float, Max-Gram's
-        confidence, for a draft that nobody has reviewed.
-    runs: forwards of each stage, and proposals of Max-Gram.
-    unchanged: for each stage, how many first tokens are the same as at its last forward.
+    tokens: the committed tokens, the root, then the drafts of this round.
+    committed: how many of them are committed.
+    probs: an entry for each token.  None for the root and before it (ones in Algorithm 1).  For a
+        draft that a model has written or reviewed, a tensor (V,): greedy, the model's logits in
+        its place; sampled, the distribution that it follows.  For a draft that only Max-Gram has
+        written, a float: Max-Gram's confidence.
+    runs: {stage: how many forwards, or Max-Gram's proposals}.
+    device: the target's.
     """
     def __init__(self):
         self.tokens = []
         self.probs = []
         self.committed = 0
-        self.device = None                                       # the target's
+        self.device = None
         self.runs = Counter()
-        self.unchanged = {}
 
     def replace(self, first, tokens, probs):
-        """Put these tokens, and as many probs, in the place of all from position `first` on."""
+        """Replace everything from position `first` on by these tokens and their probs."""
         self.tokens[first:] = tokens
         self.probs[first:] = probs
-        for stage, length in self.unchanged.items():
-            self.unchanged[stage] = min(length, first)
 
-    def logits_from(self, stage, last):
-        """One forward of a stage -> logits (last, V), those of the last tokens."""
-        self.runs[stage] += 1
-        # So the stage need not compare a long text with its cache from the first token on.
-        unchanged = self.unchanged.get(stage, 0)
-        self.unchanged[stage] = len(self.tokens)
-        logits = stage.sync(self.tokens, last, unchanged)
-        return logits.to(self.device)
+def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
+    """Algorithm 1, CascadeSpeculativeDraftingStep: append drafts to gen; `target` reviews them.
 
-def cascade_step(target, draft_list, K, gen, limit, review, stop="own", is_first_call=True):
-    """Algorithm 1, CascadeSpeculativeDraftingStep: draft_list drafts, and `target` reviews, in gen.
+    target: a verify.Target.  In the first call it is None: verify.generate reviews then.
+    draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
+    limit: how long gen may become before the review, which may add one token more.
+    review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
+    one token of target's own.
 
-    target: a verify.Target; at the first call it is not used.  draft_list: n stages, Targets, the
-    last of which may be a MaxGram.  K: n lists of n counts.  stop: difference 2.
-    limit: drafts fill gen to at most `limit` tokens; after them the review may add one of target's.
-    review(logits, gen, first) accepts drafts, which begin at `first`, and adds a token of target's.
+    A trace with K = [[2, 2], [0, 3]].  base continues abcdefg...; so does small, but it writes x
+    after f.
 
-    A trace with K = [[2, 2], [0, 3]].  base continues abcdefg..., small too, but with x after f:
-
-        call                       gen       what happened
-        step(M_t, [base, small])   a         i = 1: base has to add k_1 = 2 tokens
-          step(base, [small])      a         i = 1: small has to add k_1 = 3, with nothing to review
-            step(small, [])        ab        and twice more: abc, abcd
+        call                       gen       what happens
+        step(M_t, [base, small])   a         i = 0: base must add K[0][0] = 2 tokens
+          step(base, [small])      a         i = 0: small must add 3; each of its reviews adds one
+            step(small, [])        ab
+            step(small, [])        abc
+            step(small, [])        abcd
             base reviews           abcde     it accepts bcd and adds e: 4 tokens, 2 more than needed
-          step(small, [])          abcdef    i = 2: small has to add k_2 = 2: once more, abcdefx
-        M_t reviews                abcdefg   (in verify.generate) it accepts bcdef and adds g
+          step(small, [])          abcdef    i = 1: small must add K[0][1] = 2 tokens
+          step(small, [])          abcdefx
+        M_t reviews                abcdefg   in verify.generate: it accepts bcdef and adds g
     """
     # curGen <- prefix
     prefix = len(gen.tokens)
@@ -121,15 +126,12 @@ def cascade_step(target, draft_list, K, gen, limit, review, stop="own", is_first
     for i, cur_target in enumerate(draft_list):
         # [k_1 ... k_n] <- first row of K
         k_i = K[0][i]
+        # curPrefix <- curGen
         cur_prefix = len(gen.tokens)
-        if stop == "own":
-            enough = cur_prefix + k_i
-        else:
-            enough = prefix + sum(K[0][:i + 1])
         # Generate using MaG for the base case of the recursive call.
         if isinstance(cur_target, MaxGram):
             most = min(k_i, limit - cur_prefix)
-            if most > 0 and cur_prefix < enough:
+            if most > 0:
                 propose(cur_target, gen, most)
             break
         # Prepare the arguments for the next recursive call.
@@ -137,17 +139,19 @@ def cascade_step(target, draft_list, K, gen, limit, review, stop="own", is_first
         cur_k = [row[i + 1:] for row in K[i + 1:]]
         # The review adds one token, and cur_target reads no more than its context holds.
         cur_limit = min(limit - 1, cur_target.capacity)
-        while len(gen.tokens) < enough and len(gen.tokens) <= cur_limit:
+        while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
-            cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review, stop, False)
-    # Use M_t to review the draft generation.  At the first call verify.generate does, with l = 1.
+            cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review, False)
+    # Use M_t to review the draft generation.  In the first call verify.generate does, with l = 1.
     if not is_first_call:
         drafts = len(gen.tokens) - prefix
-        logits = gen.logits_from(target, drafts + 1)             # of each draft, and of one more
-        review(logits, gen, prefix)
+        gen.runs[target] += 1
+        # What the target predicts in the place of each draft, and after the last one
+        logits = target.sync(gen.tokens, drafts + 1)             # (drafts + 1, V)
+        review(logits.to(gen.device), gen, prefix)
 
 def propose(max_gram, gen, most):
-    """Max-Gram adds up to `most` tokens.  Proposals cost nothing, but are counted as runs."""
+    """Max-Gram appends up to `most` tokens."""
     gen.runs[max_gram] += 1
     uncommitted = gen.tokens[gen.committed:]
     tokens, match_lengths = max_gram.propose(uncommitted, most)
@@ -156,25 +160,30 @@ def propose(max_gram, gen, most):
 
 # ---------------------------------------------------------------- the reviews
 def keep_chosen(gen, first, choice, probs):
-    """Accept the n drafts from `first` on while they are the reviewer's choice; add its next one.
+    """Keep drafts while they are what the reviewer chose; then add its next choice.
 
-    choice: list (n + 1,); probs: (n + 1, V) or a list, the reviewer's predictions.
+    The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose in
+    the place of each draft, and after the last one.  probs: (n + 1, V), or a list, its predictions
+    there.
     """
-    chain = gen.tokens[first - 1:]                               # the token before, the drafts
-    _, new = accept(chain, range(-1, len(chain) - 1), choice)
+    chain = gen.tokens[first - 1:]                               # the token before, then the drafts
+    parents = range(-1, len(chain) - 1)
+    _, new = accept(chain, parents, choice)
     gen.replace(first, new, probs[:len(new)])
 
 def review_greedy(logits, gen, first, lenience):
-    """Accept x_i where argmax M_r(x)[i] = x_i, M_r being the reviewer, whose logits are (n + 1, V).
+    """Greedy review by a reviewer M_r, section 3.1.
 
-    With lenience l > 1 (section 3.1) also where M_d(x)[i] <= l M_r(x)[i].
+    logits (n + 1, V): M_r's predictions in the place of the n drafts, and after the last one.
+    A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
+    where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
     """
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
         p_reviewer = logits.float().softmax(-1)                  # (n + 1, V)
         for i, x in enumerate(gen.tokens[first:]):
             draft_logits = gen.probs[first + i]
-            # No lenience for Max-Gram's drafts (section 5.2), which have a confidence, no logits.
+            # Difference 5: what only Max-Gram has written has a confidence in place of logits.
             if torch.is_tensor(draft_logits):
                 p_draft = draft_logits.float().softmax(-1)       # (V,)
                 accepted = p_draft[x] <= lenience * p_reviewer[i, x]
@@ -182,12 +191,16 @@ def review_greedy(logits, gen, first, lenience):
     keep_chosen(gen, first, choice.tolist(), logits)
 
 def review_drawn(logits, gen, first, warp, lenience, generator):
-    """Speculative sampling (section 2), with lenience l (section 3.1)."""
+    """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
+
+    logits: as in review_greedy.  warp(logits): the distributions that tokens are sampled from.
+    """
     p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
     p_reviewer = warp(logits)                                    # (n + 1, V)
-    p_new = p_reviewer                                           # what the new tokens will follow
+    # The distributions that the tokens follow after this review
+    p_new = p_reviewer
     if lenience > 1:
-        # No lenience for Max-Gram's drafts (section 5.2)
+        # Difference 5: what only Max-Gram has written has a confidence, and no lenience.
         of_models = [torch.is_tensor(p) for p in gen.probs[first:]]
         of_models = torch.tensor(of_models, dtype=torch.bool, device=gen.device)
         l = torch.where(of_models, lenience, 1.0)                # (n,)
@@ -196,6 +209,7 @@ def review_drawn(logits, gen, first, warp, lenience, generator):
     chain = torch.tensor(gen.tokens[first - 1:], device=gen.device)          # (n + 1,)
     parents = torch.arange(-1, len(chain) - 1, device=gen.device)
     choice = accept_drawn(Tree(chain, parents, p_draft), p_new, generator)   # (n + 1,)
+    # The next reviewer must be told p_new, not p_reviewer, or the output is no longer the target's.
     keep_chosen(gen, first, choice.tolist(), p_new)
 
 def lenient_distribution(p_reviewer, p_draft, l):
@@ -222,7 +236,10 @@ def lenient_distribution(p_reviewer, p_draft, l):
     return accepted + rejection * resampled
 
 def distributions(gen, first, vocab):
-    """p_draft (n, V) of gen's drafts from `first` on; Max-Gram's tokens have probability 1."""
+    """p_draft (n, V) of gen's drafts from `first` on.
+
+    What only Max-Gram has written was not sampled: its token has probability 1.
+    """
     p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
     for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
         if torch.is_tensor(p):
@@ -231,67 +248,28 @@ def distributions(gen, first, vocab):
             row[token].fill_(1)
     return p_draft
 
-# ---------------------------------------------------------------- encoder and decoder
-class EncoderDecoder(Target):
-    """An encoder-decoder target or stage, such as FLAN-T5 (section 5.2), for chains alone."""
-    encoder_decoder, verifies_trees = True, False
-
-    def remaining(self, ids):
-        """The prompt takes no position of the decoder, but its start token takes one."""
-        return self.capacity
-
-    def prefill(self, ids, new_tokens=0):
-        """Read the prompt, and show it to the drafter -> logits (V,) of the first token."""
-        self.encode(ids)
-        if "source" in self.needs:
-            self.needs["source"](ids)
-        self.cache.reserve(1 + new_tokens + CHUNK)
-        start = self.model.generation_config.decoder_start_token_id
-        return self.sync([start])[-1]
-
-    def encode(self, ids):
-        """Run the encoder over ids (list); the decoder's cache is emptied."""
-        self.reset()
-        ids = torch.tensor([ids], device=self.device)
-        encoder = self.model.get_encoder()
-        self.encoded = encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
-        # run() sets the first cache; the first step fills the second one, of cross-attention.
-        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
-
-    def forward(self, tokens, parents=None, logits_to_keep=0):
-        """As Target.forward, of a chain."""
-        chain = list(range(-1, len(tokens) - 1))
-        if parents is not None and parents.tolist() != chain:
-            raise UserError(f"{type(self.model).__name__} verifies chains only (its decoder counts "
-                            "positions by the cache, not by depth in a tree): use --tree chain")
-        return super().forward(tokens, parents, logits_to_keep)
-
-    def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
-        """As Target.run.  The decoder knows a chain's positions and mask by itself."""
-        self.caches.self_attention_cache = self.cache.step(slots, keys)
-        out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
-                         past_key_values=self.caches, use_cache=True)
-        return [out.logits[0, -logits_to_keep:]]
-
 # ---------------------------------------------------------------- the drafter
 def table2(k, neural, gram):
-    """Table 2's k_11, k_12, k_22 of two models (of `neural` ones) -> K; gram: is Max-Gram the last?
+    """Table 2's k -> the matrix K of Algorithm 1; the top of this file has an example.
 
-    k None: all ones, for drafters that cost a tenth of the target or more; the paper's cost far
-    less.  Where k_12 = k_11, as there, the second model drafts for the first one alone.
+    k: [k_11] for one model, [k_11, k_12, k_22] for two, [k_11, k_12, k_13, k_22, k_23, k_33] for
+    three.  neural: how many models.  gram: whether Max-Gram is the last stage.
+    Where k_12 = k_11 the second model drafts for the first one only.
     """
     wanted = neural * (neural + 1) // 2
-    rest = [1] * wanted if k is None else list(k)
-    if len(rest) != wanted:
+    if len(k) != wanted:
         raise UserError(f"k={tuple(k)}: {neural} neural stage(s) take {wanted} number(s)")
     max_gram = [GRAM] if gram else []
     K = []
-    for r in range(neural + len(max_gram)):
-        # Row r: of the models from r on, each with those before it included
-        sums = rest[:neural - r]
+    rest = list(k)
+    for r in range(neural):
+        # A total includes the one before it in its row; K has the differences.
+        totals = rest[:neural - r]
         rest = rest[neural - r:]
-        counts = [after - before for before, after in zip([0, *sums], sums)]
+        counts = [after - before for before, after in zip([0, *totals], totals)]
         K.append([0] * r + counts + max_gram)
+    if gram:
+        K.append([0] * neural + max_gram)
     return checked(K, len(K))
 
 def checked(K, n):
@@ -308,31 +286,36 @@ def checked(K, n):
     return K
 
 class Cascade:
-    """A sequence drafter for verify.generate; the contract is at the top of verify.py."""
+    """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
+    needs = {}
 
-    def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None, stop="own"):
-        """targets: a verify.Target for each model, the largest first.  gram: a MaxGram, or None.
+    def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None):
+        """targets: a verify.Target for each draft model, the largest first.
 
-        K: Algorithm 1's matrix (see table2).  vocab: shared vocabulary size.  stop: difference 2.
+        K: Algorithm 1's matrix.  By default all of Table 2's k are 1; for two models and Max-Gram
+        that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
+        lenience: l of section 3.1, at least 1; 1 means no lenience.
+        gram: a MaxGram, the last stage, or None.
+        vocab: the target's vocabulary size.  Where there are models, it is theirs.
         """
         if not targets and (gram is None or vocab is None):
             raise UserError("a cascade needs a model, or gram=MaxGram(...) and vocab=target.vocab")
         if not lenience >= 1:
-            raise UserError(f"lenience is {lenience}: it must be at least 1, which is none")
-        if stop not in ("own", "sum"):
-            raise UserError(f"stop is {stop!r}: say 'own' or 'sum'")
-        self.needs = {"source": self.source}
+            raise UserError(f"lenience is {lenience}: it must be at least 1, which means none")
         self.stages = list(targets)
         self.gram = gram
         self.draft_list = self.stages if gram is None else [*self.stages, gram]
-        K = K or table2(None, len(self.stages), gram is not None)
+        if K is None:
+            neural = len(self.stages)
+            ones = [1] * (neural * (neural + 1) // 2)
+            K = table2(ones, neural, gram is not None)
         self.K = checked(K, len(self.draft_list))
         self.lenience = lenience
-        self.stop = stop
         self.vocab = vocab or targets[0].vocab
         for stage in self.stages:
             if stage.vocab != self.vocab:
-                raise UserError(f"a stage has {stage.vocab} ids, not {self.vocab}: any_target pads")
+                raise UserError(f"a stage has a vocabulary of {stage.vocab} tokens, not of "
+                                f"{self.vocab}: all models of a cascade must share one")
         self.reset()
 
     def reset(self):
@@ -343,18 +326,20 @@ class Cascade:
 
     @property
     def runs(self):
-        """Forwards of each stage since reset(), and proposals of Max-Gram."""
+        """Forwards of each model since reset(), then the number of Max-Gram's proposals."""
         return [self.gen.runs[stage] for stage in self.draft_list]
 
-    def source(self, ids):
-        """An encoder-decoder target's input: each stage encodes it, Max-Gram searches it."""
-        for stage in self.stages:
-            stage.encode(ids)
-        if self.gram is not None:
-            self.gram.commit_source(ids)
-
     def begin(self, view):
-        """A round starts: newly committed tokens take the place of the last drafts."""
+        """Start a round: the newly committed tokens replace the last round's drafts.
+
+        An encoder-decoder target's first view has a source, the encoder's input: a list of ids.
+        The models, encoder-decoders as well, encode it, and Max-Gram searches it.
+        """
+        if view.source is not None:
+            for stage in self.stages:
+                stage.encode(view.source)
+            if self.gram is not None:
+                self.gram.commit_source(view.source)
         gen = self.gen
         new = view.ids
         gen.replace(gen.committed, new, [None] * len(new))
@@ -362,59 +347,86 @@ class Cascade:
         gen.device = view.tokens.device
         if self.gram is not None:
             self.gram.commit(new)
-        self.paths = None                        # of this round's tree, see expand
+        # For each node that expand() is given in this round: the tokens from the root to it
+        self.paths = []
 
     def keep(self, path):
-        """Nothing to do: Target.sync drops rejected tokens from a stage's cache."""
+        """Nothing to do: Target.sync removes rejected tokens from a stage's cache."""
 
-    def write(self, root, most, warp=None, generator=None):
-        """Add the root and a proposal of at most `most` tokens to gen -> its first position."""
+    def draft(self, root, most, warp=None, generator=None):
+        """Append the root and up to `most` drafts to gen -> the position of the first draft.
+
+        warp and generator: for sampled drafts, see chain().
+        """
         review = partial(review_greedy, lenience=self.lenience)
         if generator is not None:
             review = partial(review_drawn, warp=warp, lenience=self.lenience, generator=generator)
         gen = self.gen
         gen.replace(gen.committed, [root], [None])
         first = len(gen.tokens)
-        cascade_step(None, self.draft_list, self.K, gen, first + most, review, self.stop)
+        cascade_step(None, self.draft_list, self.K, gen, first + most, review)
         return first
 
     def chain(self, root, most, warp=None, generator=None):
-        """A proposal of at most `most` tokens -> (list (n,), p_draft (n, V), or None if greedy)."""
-        first = self.write(root, most, warp, generator)
+        """Up to `most` drafts after the root -> (list of n ids, p_draft).
+
+        With a generator they are sampled from warp(logits), and p_draft (n, V) holds the
+        distributions that they follow.  Without one they are greedy, and p_draft is None.
+        """
+        first = self.draft(root, most, warp, generator)
         tokens = self.gen.tokens[first:]
         if generator is None:
             return tokens, None
         return tokens, distributions(self.gen, first, self.vocab)
 
     def expand(self, tokens, parents):
-        """Logits (m, V) along the greedy chain; -inf for nodes off it, and for its last one."""
+        """The cascade's predictions after m nodes, for any builder -> logits (m, V).
+
+        After a node on the greedy chain they are those of the model that has written or reviewed
+        the next draft.  Where only Max-Gram has, adjust() puts its confidence in.  After any other
+        node there is no prediction, -inf.  The first call of a round drafts the whole chain.
+        """
         logits = torch.full((len(parents), self.vocab), -math.inf, device=tokens.device)
         ids = tokens.tolist()
-        if self.paths is None:
-            # The first node of a round is the root.
-            self.write(ids[0], HORIZON)
-            self.paths = []                      # of each node, the tokens from the root to it
-        chain = self.gen.tokens[self.gen.committed:]             # the root and the drafts
-        probs = self.gen.probs[self.gen.committed:]
-        for row, token, parent in zip(logits, ids, parents):
+        if not self.paths:
+            root = ids[0]
+            self.draft(root, most=math.inf)
+        gen = self.gen
+        chain = gen.tokens[gen.committed:]                       # the root and the drafts
+        probs = gen.probs[gen.committed:]
+        self.confidences = []                                    # for adjust()
+        for row, (token, parent) in enumerate(zip(ids, parents)):
             ancestors = self.paths[parent] if parent >= 0 else []
             path = [*ancestors, token]
             self.paths.append(path)
             n = len(path)
-            if chain[:n] != path or n == len(chain):
+            is_last = n == len(chain)
+            if is_last or chain[:n] != path:
                 continue
-            p = probs[n]                         # of the chain's next token
-            if torch.is_tensor(p):
-                row.copy_(p)
+            # The node is on the chain; chain[n] is the draft after it.
+            if torch.is_tensor(probs[n]):
+                logits[row] = probs[n]
             else:
-                # Max-Gram: its confidence, and the rest evenly over all other tokens
-                row.fill_((1 - p) / (self.vocab - 1))
-                row[chain[n]].fill_(p)
-                row.log_()
+                self.confidences.append((row, chain[n], probs[n]))
         return logits
 
+    def adjust(self, probs):
+        """Put Max-Gram's confidences into the probabilities (m, V) of the last expand().
+
+        verify.Expand calls this after it has turned logits into probabilities, so that a confidence
+        is the same number at every temperature.
+        """
+        for row, token, confidence in self.confidences:
+            # All other tokens share the rest.
+            probs[row] = (1 - confidence) / (self.vocab - 1)
+            probs[row, token] = confidence
+        return probs
+
 def proposal(expand, root, drawn=False):
-    """The builder of a drafter's own chain -> Tree.  drawn: sampled, where the rule samples."""
+    """The builder that wraps the drafter's own chain as a Tree.
+
+    drawn: sample the drafts, where the rule samples the target's tokens, too.
+    """
     warp = getattr(expand.rule, "warp", None)
     generator = expand.generator if drawn and warp else None
     drafts, p_draft = expand.drafter.chain(expand.root, expand.remaining, warp, generator)

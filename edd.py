@@ -1,13 +1,14 @@
-"""EDD: the Effective Draft Decoder, for which the target's hidden states are a soft prompt.
+"""EDD: the Effective Draft Decoder, which reads the target's hidden states as a soft prompt.
 
 Effective Draft Decoder with Pruned Candidate Tree (ACL 2025): section 3.1, Figures 2 and 3(a), and
-appendix B; the vanilla draft model (VDM) of appendix A.
+appendix B.  The vanilla draft model (VDM) of appendix A is here, too: Config(encoding=False).
 
-The idea.  While the target verifies, it encodes all committed tokens, and its hidden states H come
-at no cost.  EDD is one layer of the target's own class.  It reads H as a prompt before the
-embeddings of the tokens that it drafts.  In decoding the prompt ends where the drafting begins.
-Training imitates this with a mask of two blocks: a token sees the tokens of its own block up to
-itself, and the hidden states of the blocks before.  The loss is the KL divergence to the target.
+The idea.  When the target verifies tokens it encodes them, so its hidden states H of all committed
+tokens are known without another forward.  EDD is one layer of the target's own class.  It reads H
+as a prompt, and after the prompt the embeddings of the tokens that are being drafted.  In decoding
+the prompt ends where the round begins.  Training imitates this with a mask of two halves: a token
+sees the hidden states of all blocks before its own, and of the tokens only those of its own block,
+up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
     T = (t_1, t_2, ...)                (B, T)     ids; all indices in this file count from 0
@@ -19,50 +20,64 @@ itself, and the hidden states of the blocks before.  The loss is the KL divergen
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
 Differences from the paper:
- 1. Eq. 3 prints h_{<=jL}.  For i = jL this is a state that has read t_i, the token to predict.
-    The prose of section 3.1, the official code and this file use h_{<jL}.
- 2. The paper reads "the fourth-to-last layer" and calls it the 28th of 32.  This counts from 0:
-    it is hidden_states[-4] of Hugging Face, whose first entry are the embeddings.
- 3. There is one layer, so the keys and values of h_i depend on h_i and i alone.  Training computes
-    nothing else of the soft prompt.  Decoding computes them once, when a token is committed.
+ 1. Eq. 3 prints h_{<=jL}, the prose says "blocks 0 to j - 1".  When a round begins at position jL,
+    the target has generated t_{jL}, but not encoded it: h_{jL} does not exist yet.  The official
+    code and this file use h_{<jL}.
+ 2. The paper reads "the fourth-to-last layer" and calls it the 28th of 32.  It counts layers from
+    0: this is hidden_states[-4] of Hugging Face, whose entry 0 is the embeddings.  It is the
+    default here, and what `edd-top` reads.  The shipped `edd` reads an earlier layer instead,
+    hidden_states[10] of a target with 24 layers, since drafters of that target learned more from
+    it.  So the figures of `edd` are not those of the paper's own setting.
+ 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So training computes
+    nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
+    committed.
  4. The VDM ("w/o encoding result") is a language model of one layer.  The paper does not state its
-    loss: "vdm" learns by KL, "vdm-ce" by cross entropy.
- 5. The layer attends to all positions, also where the target's own uses a sliding window.
- 6. A sum of losses is divided by the number of rows that the loss mask keeps.
+    loss: `vdm` is trained with KL, `vdm-ce` with cross entropy.  It sees all earlier tokens.
+ 5. The layer attends to all positions, also where the target's own layers use a sliding window.
+ 6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
+ 7. Eq. 3 indexes the token t_i that is predicted.  Then nothing of the block could be read to
+    predict its first token.  Here the index is that of the token that is read: t_i, which lies in
+    block j = floor(i / L), predicts t_{i+1}.  This is how the paper's inference works, where the
+    first token of a round comes from the target and is read by the drafter.
+ 8. In training a draft has at most L tokens, and L is drawn evenly from 5 to 10.  A tree of PCT is
+    up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
+    examples of the deepest nodes, or from none.
 
-Alone in a project: this file, a drafter from train.py, a Llama, Mistral or Qwen2 (for other
-families: runtime/parts.py).  Greedy chains of five, without a KV cache for the target:
+Alone in a project, you need this file, a Llama, Mistral or Qwen2, and a drafter from train.py (for
+other families see runtime/drafters.py).  Greedy decoding with drafted chains of five tokens, here
+without a KV cache for the target:
 
     import torch, edd
     from types import SimpleNamespace
     from transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("my-target")
     drafter, _ = edd.load("my-edd", model)
-    ids, seen, layer = torch.tensor([1, 5, 7]), 0, drafter.config.hidden
+    ids, encoded, layer = torch.tensor([1, 5, 7]), 0, drafter.config.hidden
     with torch.no_grad():
         states = model(ids[None], output_hidden_states=True).hidden_states[layer][0]
         while len(ids) < 30:
-            t = len(ids) - 1                                 # committed: all but the root
-            new = {layer: states[seen:t]}
-            drafter.begin(SimpleNamespace(tokens=ids[seen:t], length=t, hidden=new))
-            chain, seen = ids[-1:], t
+            # All tokens but the last one, the root, are committed.
+            t = len(ids) - 1
+            new = {layer: states[encoded:t]}
+            drafter.begin(SimpleNamespace(tokens=ids[encoded:t], length=t, hidden=new))
+            chain, encoded = ids[-1:], t
             for i in range(5):
-                logits = drafter.expand(chain[-1:], [i - 1])     # the parent of node i is i - 1
+                # Node 0 is the root, whose parent is -1.  The parent of node i is node i - 1.
+                logits = drafter.expand(chain[-1:], [i - 1])
                 chain = torch.cat((chain, logits.argmax(-1)))
             out = model(torch.cat((ids[:-1], chain))[None], output_hidden_states=True)
+            # The target's choice after each of the six tokens, and how many drafts agree with it
             states, choice = out.hidden_states[layer][0], out.logits[0, t:].argmax(-1)
             accepted = (chain[1:] == choice[:-1]).long().cumprod(0).sum().item()
-            drafter.keep(list(range(min(accepted + 1, 5))))      # accepted nodes, root first
             ids = torch.cat((ids, choice[:accepted + 1]))
 
-begin(view): view.tokens (k,) and view.hidden[layer] (k, D) are of the tokens committed since the
-last begin, the prompt included; view.length counts all committed tokens.  A tree is drafted alike:
-after the root, expand(tokens (3,), [0, 0, 1]) gives logits (3, V) of two children of the root and a
-child of the first.  Nodes are numbered in the order given to expand.  confidence(...) is the
-calibrated softmax.
+A tree is drafted in the same way: after the root, expand(tokens (3,), [0, 0, 1]) gives the logits
+(3, V) of two children of node 0 and of one child of node 1.  Nodes are numbered in the order in
+which they were given to expand.  softmax(logits / drafter.temperature) is calibrated: a token of
+probability p is the target's greedy choice in a share p of all cases.
 
     python edd.py           # the demo: training under the mask and decoding give the same logits
-    python train.py edd vdm
+    python train.py edd edd-top vdm
 """
 import copy
 import json
@@ -73,89 +88,112 @@ from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
 HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
-# Names for train.py: EDD and the ablations of its training in Table 3, the VDM of appendix A.
+FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
+# Names for train.py, and the settings of Config that each stands for: EDD; EDD with the paper's
+# hidden states, regardless of --hidden; Table 3's ablations of its training; appendix A's VDM.
 VARIANTS = {
     "edd": {},
+    "edd-top": {"hidden": HIDDEN},
     "edd-ce": {"loss": "ce"},
     "edd-fixed": {"blocks": (5, 5)},
     "vdm": {"encoding": False},
     "vdm-ce": {"encoding": False, "loss": "ce"},
 }
 
+
 @dataclass
 class Config:
-    """vocab, width: the target's.  hidden: index of hidden_states, 1: the first layer's output."""
-    vocab: int
-    width: int
-    hidden: int
-    encoding: bool = True            # False: the VDM, which reads no hidden states
-    loss: str = "kl"                 # or "ce"
-    blocks: tuple = BLOCKS
-    kind = "edd"                     # no field: the name of this class of Config in a checkpoint
+    """Sizes and settings; in parentheses, where the paper has them."""
+    vocab: int                       # number of token ids: the target's
+    width: int                       # D: the target's
+    hidden: int                      # index of the target's hidden_states that H is (appendix B)
+    encoding: bool = True            # False: the VDM, which reads no hidden states (appendix A)
+    loss: str = "kl"                 # Eq. 4, or "ce": cross entropy (Table 3)
+    blocks: tuple = BLOCKS           # the range from which L is drawn for each step (3.1)
+    kind = "edd"                     # a class attribute, saved as the checkpoint's kind
 
     @classmethod
     def for_target(cls, model, hidden=HIDDEN, **more):
-        """The Config for a Hugging Face model.  hidden may be negative, as Python indexes lists.
+        """The Config of a drafter for the Hugging Face model `model`.
 
-        Raises ValueError where hidden_states[hidden] is not the output of a layer.
+        hidden: index of hidden_states; a negative one counts from the end.  Index i is the output
+        of the i-th layer, and the last index, the number of layers, that of the final norm after
+        it.  Raises ValueError for any other index; 0 is the embeddings.  more: further settings.
         """
         c = model.config.get_text_config()
         index = hidden
         if hidden < 0:
             index = c.num_hidden_layers + 1 + hidden
-        if index < 1 or index > c.num_hidden_layers:
-            raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: it has "
-                             f"layers 1 to {c.num_hidden_layers}; pick one with --hidden")
+        if index not in range(1, c.num_hidden_layers + 1):
+            raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: choose "
+                             f"--hidden from 1 to {c.num_hidden_layers}")
         return cls(c.vocab_size, c.hidden_size, index, **more)
+
 
 # ---------------------------------------------------------------- equations 3 and 4
 def dual_block_mask(length, block):
-    """Eq. 3, Figure 3(a) -> (length, 2 * length) bool: what token i sees, hidden states first."""
+    """Eq. 3 and Figure 3(a) -> (length, 2 * length) bool.
+
+    Row i is what token i sees: of the hidden states in the left half, of the tokens in the right.
+    """
     j = torch.arange(length) // block                          # (T,): the block of each token
     hidden = j[:, None] > j[None, :]                           # h_{<jL}: of the blocks before
     tokens = j[:, None] == j[None, :]                          # of its own block ...
     tokens = tokens.tril()                                     # ... up to itself: t_{jL} ... t_i
     return torch.cat((hidden, tokens), 1)
 
+
 def kl(p_target, logits):
-    """Eq. 4, D_KL(P_t || P_d), summed over rows.  p_target, logits (n, V) -> ()"""
+    """Eq. 4, D_KL(P_t || P_d), summed over n positions.  p_target, logits (n, V) -> ()"""
     log_p_draft = logits.float().log_softmax(-1)
     # sum_x P_t(x) log(P_t(x) / P_d(x))
     return F.kl_div(log_p_draft, p_target, reduction="sum")
 
+
 def cross_entropy(head, x, labels):
-    """Summed over rows.  x (n, D), which the head reads; labels: ids (n,) or p (n, V) -> ()"""
+    """Cross entropy, summed over n positions -> ()
+
+    x (n, D): what the LM head reads.  labels: token ids (n,), or distributions (n, V).
+    """
     return F.cross_entropy(head(x).float(), labels, reduction="sum")
+
 
 # ---------------------------------------------------------------- the draft model
 class DraftModel(nn.Module):
-    """One layer of the target's class.  runtime/parts.py overrides methods for other families."""
+    """A draft model around one layer of the target's class.
+
+    Drafters for other families of targets (runtime/drafters.py) replace some of its methods.
+    """
     config_class = Config
 
     def __init__(self, config, model):
         super().__init__()
         self.config = config
-        # The target's own parts are no submodules: they are not saved with the drafter.
+        # What the drafter uses of the target, as no submodule: it is not saved with the drafter.
         self.target = SimpleNamespace()
         self.take(model, model.get_decoder())
 
     def take(self, model, decoder):
-        """Remember what the drafter uses of the target.  It gets no gradient."""
+        """Put what the drafter uses of the target into self.target, without gradients."""
+        if decoder.config.model_type not in FAMILIES:
+            raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: "
+                             "see runtime/drafters.py")
         self.target.rotary = decoder.rotary_emb
-        # A tensor whose device and type are those of the drafter
+        # A tensor that has the device and dtype of the drafter
         self.target.like = decoder.norm.weight.detach()
 
     def own(self, module):
-        """A trainable copy of a part of the target."""
+        """A trainable copy of one of the target's modules."""
         return copy.deepcopy(module).requires_grad_(True)
 
     def fresh_layer(self, model):
-        """A layer of the class of the target's last one, initialised as the target was."""
+        """A new layer of the same class as the target's last one, initialised as that class is."""
         decoder = model.get_decoder()
         layer_class = type(decoder.layers[-1])
         layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
@@ -163,9 +201,10 @@ class DraftModel(nn.Module):
         return layer.to(self.target.like)
 
     def run_layer(self, x, position, mask, cache=None):
-        """The layer over x (B, m, D) at position (1, m) -> (B, m, D).
+        """The layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D).
 
-        mask (m, keys) bool; None: all keys are seen.  cache.update(k, v) gives keys and values.
+        mask (m, keys) bool; None: all keys are seen.  cache: its update(k, v) returns the keys and
+        values to attend to, as that of a Hugging Face cache does; None: those of x alone.
         """
         cos_sin = self.target.rotary(x, position)
         if mask is not None:
@@ -175,37 +214,47 @@ class DraftModel(nn.Module):
                           position_embeddings=cos_sin)
 
     def keys_values(self, x, position):
-        """The KV entries of x (B, m, D) at position (1, m), alone -> k, v (B, H, m, d)"""
+        """The layer's KV entries of x (B, m, D), at `position` (1, m) -> k, v (B, H, m, d) each"""
         x = self.layer.input_layernorm(x)
         cos_sin = self.target.rotary(x, position)
         return keys_values(self.layer.self_attn, x, *cos_sin)
 
     def causal(self, x):
-        """The layer over all positions, each of which sees those up to itself.  x (B, T, D)"""
+        """The layer over x (B, T, D) under a causal mask -> (B, T, D)"""
         position = torch.arange(x.shape[1], device=x.device)
         mask = position[:, None] >= position[None, :]
         return self.run_layer(x, position[None], mask)
 
+
 def keys_values(attention, x, cos, sin):
-    """k = RoPE(W_k x), v = W_v x.  x (B, m, D) is normed, cos and sin (1, m, d) -> (B, H, m, d)"""
+    """k = RoPE(W_k x) and v = W_v x, for the weights of an attention module.
+
+    x (B, m, D) is normed, cos and sin (1, m, d) -> k, v (B, H, m, d) each
+    """
     heads = (-1, attention.head_dim)
     k = attention.k_proj(x).unflatten(-1, heads).transpose(1, 2)
     v = attention.v_proj(x).unflatten(-1, heads).transpose(1, 2)
     k = k * cos[:, None] + rotate_half(k) * sin[:, None]
     return k, v
 
+
 class SoftPrompt:
-    """Stands for the layer's cache in training: the KV entries of H, (B, H, T, d) each."""
+    """Takes the place of the layer's cache in training.  k, v (B, H, T, d): KV entries of H.
+
+    The layer's attention calls update with the keys and values of the tokens, and attends to what
+    it returns.
+    """
 
     def __init__(self, k, v):
         self.k, self.v = k, v
 
     def update(self, k, v, *args, **kwargs):
-        """-> keys and values of the soft prompt, then of the tokens"""
+        """The tokens' k, v -> the soft prompt's keys and values, followed by the tokens'"""
         return torch.cat((self.k, k), 2), torch.cat((self.v, v), 2)
 
+
 class EDD(DraftModel):
-    """EDD, or the VDM: a fresh layer between copies of the target's embedding and head."""
+    """EDD, or the VDM: a new layer between copies of the target's embedding and LM head."""
 
     def __init__(self, config, model):
         super().__init__(config, model)
@@ -216,7 +265,10 @@ class EDD(DraftModel):
         self.norm.apply(model._init_weights)
 
     def forward(self, ids, hidden, block):
-        """Eq. 2, teacher forcing.  ids (B, T), hidden (B, T, D), block: L -> (B, T, D), normed"""
+        """Eq. 2 with teacher forcing -> (B, T, D), normed: what the LM head reads.
+
+        ids (B, T), hidden (B, T, D), block: L.  The VDM uses neither hidden nor block.
+        """
         x = self.embed(ids)                                                    # (B, T, D)
         if not self.config.encoding:
             return self.norm(self.causal(x))
@@ -230,16 +282,17 @@ class EDD(DraftModel):
         return self.norm(x)
 
     def divergence(self, x, target_logits):
-        """Eq. 4, summed over rows.  x (n, D), target_logits (n, V) -> ()"""
+        """Eq. 4, summed over n positions.  x (n, D) of forward, target_logits (n, V) -> ()"""
         p_target = target_logits.float().softmax(-1)                           # (n, V)
         return kl(p_target, self.head(x))
 
     def loss(self, batch):
-        """The mean loss of a step of train.py, whose docstring lists the entries of `batch`.
+        """The mean loss of a training step; train.py's docstring lists the entries of `batch`.
 
-        "learn" (B, T) is the loss mask, "count" its size; "sum" adds up a loss over masked rows.
+        batch["learn"] (B, T) is the loss mask, and batch["count"] the number of labels in the step.
+        batch["sum"] sums a loss over the positions that the mask selects.
         """
-        # Section 3.1: a block length for each step
+        # Section 3.1: a random block length for each step
         block = batch["block"]
         if block is None:
             low, high = self.config.blocks
@@ -254,45 +307,56 @@ class EDD(DraftModel):
         total = batch["sum"](loss, batch["learn"], x, labels)
         return total / batch["count"]
 
+
 # ---------------------------------------------------------------- decoding
 class Cache:
-    """The KV entries of one layer, preallocated: (1, H, allocated, d) each."""
+    """The KV entries of one layer, in preallocated tensors (1, H, capacity, d)."""
 
     def __init__(self):
-        self.allocated = 0
-        self.kept = {}                   # "keys" and "values", from the first write on
+        self.capacity = 0
+        self.kept = {}                   # "keys" and "values"; allocated by the first write
 
     def reserve(self, length):
-        """Allocate for `length` tokens.  Doubling makes growth a constant cost for each."""
-        if length > self.allocated:
-            more = max(1024, 2 * length) - self.allocated
+        """Make sure that the capacity is at least `length` entries."""
+        if length > self.capacity:
+            # The capacity at least doubles, so growing copies each entry a few times at most.
+            more = max(1024, 2 * length) - self.capacity
             for name, entries in self.kept.items():
                 self.kept[name] = F.pad(entries, (0, 0, 0, more))
-            self.allocated += more
+            self.capacity += more
 
     def write(self, k, v, slots):
-        """Put k, v (1, H, m, d) into slots (m,)."""
+        """Put k, v (1, H, m, d) into the slots (m,)."""
         for name, entries in (("keys", k), ("values", v)):
             if name not in self.kept:
-                none = entries[:, :, :0]                       # (1, H, 0, d)
-                self.kept[name] = F.pad(none, (0, 0, 0, self.allocated))
+                empty = entries[:, :, :0]                      # (1, H, 0, d)
+                self.kept[name] = F.pad(empty, (0, 0, 0, self.capacity))
             self.kept[name].index_copy_(2, slots, entries)
 
+
 class WriteAndRead:
-    """Stands for the layer's cache in one forward: writes slots, reads up to an end."""
+    """Takes the place of the layer's cache in one forward of decoding, as SoftPrompt in training.
+
+    cache: a Cache; slots (m,): where the m nodes' entries are written; end: how many are read.
+    """
 
     def __init__(self, cache, slots, end):
         self.cache, self.slots, self.end = cache, slots, end
 
     def update(self, k, v, *args, **kwargs):
-        """Write the nodes' entries -> views of all entries before `end`, (1, H, end, d) each"""
+        """Write k, v to the slots -> views of all entries before `end`, (1, H, end, d) each"""
         self.cache.write(k, v, self.slots)
         kept = self.cache.kept
         return kept["keys"][:, :, :self.end], kept["values"][:, :, :self.end]
 
+
 class Drafter:
-    """Decoding with an EDD or a VDM, by the contract of a drafter in verify.py."""
-    temperature = 1.0                # calibrates its confidence in the target's greedy choice
+    """Drafts with an EDD or a VDM, by the contract of a drafter in verify.py.
+
+    In each round begin is called once, then expand any number of times, then keep.
+    """
+    # Calibration temperature: softmax(logits / temperature) is how often a token is accepted.
+    temperature = 1.0
 
     def __init__(self, model):
         self.model = model.eval()
@@ -301,89 +365,96 @@ class Drafter:
         self.needs = {}
         if self.config.encoding:
             self.needs["hidden"] = (self.config.hidden,)
+        # The KV entries of committed tokens, then those of this round's nodes
         self.cache = Cache()
-        self.reserve = self.cache.reserve
         self.reset()
 
     def reset(self):
         """Forget the sequence."""
-        self.length = 0                  # committed tokens
-        self.t = 0                       # their entries in the cache, which come before the nodes'
-        self.paths = []                  # paths[i]: node i's ancestors, root first, and itself
+        self.t = 0                       # number of committed tokens' KV entries
+        self.paths = []                  # paths[i]: the nodes from the root to node i, i included
 
     @torch.no_grad()
     def begin(self, view):
-        """A round starts: encode the tokens committed since the last one."""
-        self.next_round(view)
-        self.encode(self.inputs(view))
+        """Start a round: forget the last round's nodes, and encode newly committed tokens.
 
-    def next_round(self, view):
-        """Forget the nodes of the last round, and count its committed tokens."""
+        view.tokens (k,) are the tokens committed since the last begin, a prompt included.
+        view.length is the number of all committed tokens.  view.hidden[config.hidden] (k, D) are
+        the target's hidden states of the k tokens.
+        """
         first = view.length - len(view.tokens)
-        assert first == self.length, f"cannot go on from token {first} after {self.length}"
-        self.length = view.length
+        assert first == self.t, f"begin was given tokens from {first} on, and {self.t} are encoded"
         self.paths = []
-
-    def inputs(self, view):
-        """What the layer reads of newly committed tokens: H, or the VDM embeddings -> (k, D)"""
         if self.config.encoding:
-            hidden = view.hidden[self.config.hidden]
-            return hidden.to(next(self.model.layer.parameters()))
-        return self.model.embed(view.tokens.to(self.device))
+            # The soft prompt, in the layer's dtype
+            x = view.hidden[self.config.hidden]
+            x = x.to(next(self.model.layer.parameters()))                      # (k, D)
+        else:
+            x = self.model.embed(view.tokens.to(self.device))                  # (k, D)
+        self.encode(x)
 
     def encode(self, x):
-        """Append the KV entries of committed tokens to the cache.  x (k, D)"""
+        """Append the KV entries of k committed tokens to the cache.
+
+        x (k, D): what the layer reads of them.
+        """
         if not len(x):
             return
         start = self.t
         self.t += len(x)
-        self.reserve(self.t)
+        self.cache.reserve(self.t)
         slots = torch.arange(start, self.t, device=x.device)                   # (k,)
         k, v = self.model.keys_values(x[None], slots[None])                    # (1, H, k, d)
         self.cache.write(k, v, slots)
 
     @torch.no_grad()
     def expand(self, tokens, parents):
-        """One forward over new nodes.  tokens (m,), parents [m], the root's: -1 -> logits (m, V)"""
+        """One forward over m new nodes -> logits (m, V) of the token after each.
+
+        tokens (m,); parents: m ints, the index of each node's parent among all nodes given to
+        expand in this round, in order; -1 for the root.
+        """
         x = self.model.embed(tokens.to(self.device))                           # (m, D)
         x = self.run_nodes(x, parents)                                         # (m, D)
         return self.model.head(self.model.norm(x))
 
-    def confidence(self, tokens, parents):
-        """As expand -> (m, V): calibrated probabilities of being the target's greedy choice"""
-        logits = self.expand(tokens, parents).float()
-        p = (logits / self.temperature).softmax(-1)
-        return p.nan_to_num(0.0)                               # a row of -inf: no prediction
-
     def keep(self, path):
-        """Drafted entries are forgotten: accepted tokens come back as hidden states."""
+        """End the round.  No entry of a node is kept.
+
+        Accepted nodes come back in the next begin, as committed tokens with hidden states.
+        """
 
     def add_paths(self, parents):
-        """Number new nodes -> the path of each."""
+        """Number new nodes -> the path of each, from the root to the node itself."""
         for parent in parents:
             above = self.paths[parent] if parent >= 0 else []
             self.paths.append(above + [len(self.paths)])
         return self.paths[-len(parents):]
 
     def run_nodes(self, x, parents):
-        """The layer over m new nodes, x (m, D) -> (m, D).  They see the prefix and their paths."""
+        """The layer over m new nodes, x (m, D) -> (m, D)
+
+        A node sees all committed tokens and the nodes of its path.
+        """
         paths = self.add_paths(parents)
         m, nodes = len(paths), len(self.paths)
         end = self.t + nodes
         slots = torch.arange(end - m, end, device=x.device)                    # (m,)
-        position, mask = slots, None
-        # The last node of a chain sees all entries, and stands at the position of its slot.
+        # A single node that continues a chain sees all entries, and its position is its slot.
+        position = slots
+        mask = None
         if m > 1 or len(paths[0]) < nodes:
             sees = self.tree_mask(paths).to(x.device, non_blocking=True)       # (m, nodes)
+            # Every node sees all committed tokens.
             prefix = sees.new_ones(m, self.t)
             mask = torch.cat((prefix, sees), 1)                                # (m, end)
-            # A path has one node for each depth, and the root is at position t.
-            position = self.t + sees.sum(1) - 1
-        self.reserve(end)
+            # The root is at position t, and the path of a node at depth n has n + 1 nodes.
+            position = self.t + sees.sum(1) - 1                                # (m,)
+        self.cache.reserve(end)
         return self.run(end, x, position, slots, mask)[0]
 
     def tree_mask(self, paths):
-        """paths [m lists of nodes] -> (m, nodes) bool: node i sees its path."""
+        """The paths of m nodes -> (m, nodes) bool: which of this round's nodes each of them sees"""
         sees = torch.zeros(len(paths), len(self.paths), dtype=torch.bool)
         rows, columns = [], []
         for row, path in enumerate(paths):
@@ -393,40 +464,48 @@ class Drafter:
         return sees
 
     def run(self, end, x, position, slots, mask):
-        """One forward of tensors alone, which runtime/graphs.py gives static shapes -> [(m, D)]
+        """The tensor part of run_nodes, which runtime/static.py gives static shapes -> [(m, D)]
 
-        x (m, D), position, slots (m,), mask (m, end) or None: all of the entries before `end`
+        x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen
         """
         cache = WriteAndRead(self.cache, slots, end)
         x = self.model.run_layer(x[None], position[None], mask, cache)         # (1, m, D)
         return [x[0]]
 
+
 # ---------------------------------------------------------------- from a checkpoint
 def load(folder, model, draft_class=EDD, drafter_class=Drafter):
-    """A checkpoint of train.py -> its drafter, in the type of the target `model`, and training.json
+    """Load a checkpoint of train.py for the target `model` -> (drafter, training.json as a dict).
 
-    Raises ValueError where the checkpoint was made for another target.
+    The drafter has the target's dtype and device.  Raises ValueError where the checkpoint does not
+    fit the target.
     """
-    from safetensors.torch import load_file
     about = json.loads(Path(folder, "training.json").read_text())
     saved, known = about["config"], fields(draft_class.config_class)
     settings = {field.name: saved[field.name] for field in known if field.name in saved}
     config = draft_class.config_class(**settings)
     c = model.config.get_text_config()
-    was = config.vocab, config.width
-    now = c.vocab_size, c.hidden_size
-    if was != now or config.hidden > c.num_hidden_layers:
+    made_for = config.vocab, config.width
+    found = c.vocab_size, c.hidden_size
+    if made_for != found or config.hidden > c.num_hidden_layers:
         raise ValueError(f"the drafter in {folder} was made for another target (vocabulary and "
-                         f"width {was}, against {now}): train one for this with train.py --target")
+                         f"width {made_for}, here {found}; it reads hidden_states[{config.hidden}] "
+                         f"of {c.num_hidden_layers}): train one for this with train.py")
     draft_model = draft_class(config, model)
-    draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
+    try:
+        draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
+    except RuntimeError:
+        raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
+                         "train the drafter again") from None
     drafter = drafter_class(draft_model)
     drafter.temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter, about
 
+
 def main():
-    """On fifteen tokens in blocks of five: training under the mask equals decoding."""
+    """Fifteen tokens in blocks of five: training under the mask equals decoding."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
     config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=6, num_attention_heads=4)
     target = LlamaForCausalLM(config).double()
     model = EDD(Config.for_target(target), target)
@@ -438,11 +517,13 @@ def main():
     trained = model.head(model(ids[None], hidden, 5))[0].detach()              # (15, V)
     # Ten tokens are committed.  The last block of five is drafted.
     drafter = Drafter(model)
-    drafter.begin(SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]}))
+    known = {model.config.hidden: hidden[0, :10]}
+    drafter.begin(SimpleNamespace(tokens=ids[:10], length=10, hidden=known))
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)
     error = (drafted - trained[10:]).abs().max()
     assert error < 1e-6, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")
+
 
 if __name__ == "__main__":
     main()

@@ -1,46 +1,49 @@
-"""Max-Gram: drafting by the longest match between the end of a text and what stands earlier in it.
+"""Max-Gram: drafting by the longest match between the end of a text and an earlier part of it.
 
 Cascade Speculative Drafting (arXiv 2312.11462), section 3.3 and Appendix A (Listing 1).
 
 The idea.  A model often repeats phrases of its input and of its own output.  So find the longest
-suffix of the generation that occurs earlier, and propose what followed it there; where nothing
-matches, propose the bigram's next token.  No neural network runs.
+suffix of the generation that occurs earlier, and propose the tokens that followed it there; where
+nothing matches, propose the bigram's next token.  No neural network runs.
 
 Listing 1 compares every position of the text with the query, once for each length of match, and
-each time waits for the device to say whether any is left.  Here the committed text is kept in a
-suffix automaton (Blumer et al. 1985; class Index shows one).  A proposal visits a few of its
-states, however long the context is.
+each time waits for the device (max_gram_tensor).  MaxGram proposes the same tokens from a suffix
+automaton of the committed text (Blumer et al. 1985; class Index shows one).  A proposal visits a
+few of its states.  In ordinary text their number does not grow with the text's length.
 
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
     input_ids          (t + d,)   query: the committed generation, the draft, the proposal so far
-    matches            (T - 1,)   matches, in longest_match(): where one ends and a token follows
+    matches            (T - 1,)   matches: True where a match ends and a token follows
     n                  int        n: tokens proposed at once (10, section 5.2)
-    bigram             (V,)       bigram: list, the next token of each token, 0 where unknown
+    bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
-A match is a suffix of the query, one token or longer, that occurs in the committed text with at
-least one token after it: the longest such suffix, and of its occurrences the leftmost, the source
-before the generation.  The tokens after it are the chunk.  A chunk may meet the end of its text
-before n tokens.  Then matching starts again, with the chunk as part of the query.  Where nothing
-matches and the bigram knows nothing either, the proposal ends.
+A *match* is a suffix of the query, one token or longer, that occurs in the committed text with at
+least one token after it.  The longest match is taken.  Where it occurs more than once, the leftmost
+occurrence is taken, and one in the source rather than one in the generation.  The tokens after it
+are the *chunk*: n of them, or as many as there are.  A short chunk becomes part of the query, and
+matching starts again.  Where nothing matches, the bigram gives one token; where it knows none, the
+proposal ends.
 
 Differences from the paper:
- 1. Section 3.3 matches "the initial input (or existing generation)"; the listing searches the
+ 1. Section 3.3 matches "the initial input (or existing generation)"; Listing 1 searches the
     encoder's input alone.  Here both are searched.  A decoder-only model's prompt is the beginning
     of its generation.
- 2. The listing returns what follows the longest match even if nothing follows it; here a match has
-    a following token.
- 3. How a short chunk is filled, and whether matching is tried again after a token of the bigram, is
-    not said.  Here each token depends on the tokens before it alone: n tokens are n proposals of
-    one, each appended to the draft.
- 4. Only committed tokens are searched, not the draft: it may be wrong.
- 5. Source and generation have an automaton each, as if they were one text with a token between them
-    that nothing equals.
- 6. The confidence of a token is how often matches of its length were right on held-out text.  Tree
-    builders read it as a probability; the paper's chain has no use for it.
+ 2. Listing 1 returns an empty chunk where the longest match ends where the text ends.  Here a match
+    has a following token.
+ 3. Listing 1 leaves a short chunk short and returns None where nothing matches.  Here proposing n
+    tokens equals proposing one token n times and appending each to the draft.
+ 4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
+ 5. No match extends from the source into the generation.
+ 6. Each proposed token has a confidence: how often the token after a match of that length was right
+    on held-out text.  Where a chunk's first token follows a match of length m, its second token
+    follows one of length m + 1, and so on.  Tree builders read the confidence as a probability; the
+    paper's chain does not need it.
  7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus.
- 8. The paper proposes ten tokens everywhere, as this file does.  Where few matches are right that
-    may be slower than no proposal; beyond/priced.py chooses a length by confidence and price.
+ 8. The paper proposes ten tokens everywhere, and so does this file.  Where few matches are right
+    that may be slower than no proposal; beyond/priced.py chooses a length by confidence and price.
+ 9. Listing 1's last torch.tensor() names no device, so on a GPU it fails where the whole query
+    matches.  Here all tensors are on the query's device.
 
 To use this file alone, with a causal LM `target` and a list of token ids `text`.  The last token,
 which the target has not read yet, is not committed: it goes in as the draft.
@@ -58,7 +61,7 @@ which the target has not read yet, is not committed: it goes in as the draft.
         gram.commit(text[-1:] + draft[:n])
         text += choice[:n + 1]
 
-In verify.generate it is the last stage of a cascade (cascade.py), or the only one.
+In verify.generate it is the last stage of a cascade (cascade.py), or the only one:
 
     cascade.Cascade([], gram=MaxGram(bigram), vocab=V)
 
@@ -69,9 +72,9 @@ from collections import Counter, namedtuple
 import torch
 
 N = 10                           # tokens proposed at once (section 5.2)
-LENGTHS = 8                      # the confidence table has lengths 0 to 8, the last for "or longer"
-# How often the first proposed token is right, by length of match; 0 is the bigram.  Used where no
-# table is stored beside the bigram.  Measured on held-out Python source and GSM8K, rounded.
+LENGTHS = 8                      # the confidence table is by length 0 to 8; 8 is "8 or longer"
+# How often the token after a match is right, by length of match; 0 is the bigram.  This table is
+# used where none is stored beside the bigram.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
 
 NOTHING_TO_CONTINUE = "there is nothing to continue: commit at least one token, or give a draft"
@@ -84,13 +87,13 @@ def ints(tokens):
 
 # ---------------------------------------------------------------- Appendix A, on tensors
 def longest_match(query, text):
-    """Listing 1, lines 6 to 22: the longest suffix of `query` that a token follows in `text`.
+    """Listing 1, lines 6 to 22: the longest suffix of `query` that occurs in `text` before a token.
 
-    Of its occurrences the leftmost.  query (q,), text (T,); a token below 0 matches nothing and
-    follows nothing.  One device-to-host sync for each length.
-    -> (place of the token after it, length), or None.
+    query (q,), text (T,); a token below 0 equals nothing, and counts as no following token.
+    -> (position of the token after the leftmost occurrence, length of the match), or None.
+    One device-to-host sync for each length.
     """
-    # Line 6: matches of one token, wherever a token follows.  Entry j: a match ends at place j.
+    # Line 6: matches of one token.  Entry j: a match ends at position j, and a token follows.
     matches = (text[:-1] == query[-1]) & (text[1:] >= 0)                     # (T - 1,)
     if not matches.any():
         return None
@@ -110,25 +113,17 @@ def longest_match(query, text):
     return leftmost + 1, length
 
 def max_gram_tensor(generation, n=N, draft=None, source=None, bigram=None):
-    """Listing 1, the "GPU-friendly version", corrected and completed: what MaxGram.propose gives.
+    """Listing 1, the "GPU-friendly version", with differences 1 to 6 and 9.
 
     generation (t,), draft (d,), source (s,), bigram (V,): tensors on one device.
-    -> (tokens (up to n,), lengths: list).  Raises ValueError where there is nothing to continue.
-
-    What is wrong with the printed listing:
-     - its last torch.tensor() names no device: on a GPU the call fails where the whole query
-       matches;
-     - a longest match at the end of encoder_ids returns an empty chunk, even if a shorter match
-       has a following token (where the prompt is encoder_ids, that is a decoder-only model's first
-       step);
-     - the generation is never searched, though section 3.3 says so;
-     - a short chunk stays short; without a match it returns None, and the bigram is missing.
-    Its time, as this function's, grows with the text and with the length of the match.
+    -> (tokens (up to n,), lengths of their matches: list), the same as MaxGram.propose.  Raises
+    ValueError where there is neither a generation nor a draft.  Its time grows with the text and
+    with the length of the match.
     """
     empty = generation.new_empty(0)
     draft = empty if draft is None else draft
     source = empty if source is None else source
-    # One text of both; -1 stands between them, which equals no token.
+    # Both texts in one; the -1 between them equals no token.
     between = source.new_full((1,), -1)
     text = torch.cat((source, between, generation))                          # (s + 1 + t,)
     query = torch.cat((generation, draft))                                   # (t + d,)
@@ -139,28 +134,29 @@ def max_gram_tensor(generation, n=N, draft=None, source=None, bigram=None):
         match = longest_match(query, text)
         last = query[-1:]
         if match is not None:
-            at, length = match
-            # Line 20: what follows the match, which stays inside its text.
-            end = len(source) if at < len(source) else len(text)
-            chunk = text[at:end]
+            position, length = match
+            # Line 20: the tokens after the match, up to the end of its text
+            end = len(source) if position < len(source) else len(text)
+            chunk = text[position:end]
             chunk = chunk[:n - len(tokens)]
         # Section 3.3: in cases where there is no match, the bigram.
         elif bigram is not None and last < len(bigram) and bigram[last] > 0:
-            chunk, length = bigram[last], 0                                  # (1,)
+            chunk = bigram[last]                                             # (1,)
+            length = 0
         else:
             break
         tokens = torch.cat((tokens, chunk))
         query = torch.cat((query, chunk))
-        lengths += [length] * len(chunk)
+        lengths += range(length, length + len(chunk))
     return tokens, lengths
 
 # ---------------------------------------------------------------- the bigram
 def build_bigram(sequences, vocab):
     """The most frequent follower of each token -> list (vocab,), 0 where none was seen.
 
-    sequences: iterable of lists of ids, one a document: the last token of a document is not
-    followed by the first of the next one.  Of equally frequent followers the lowest id is taken.
-    0 means "unknown" in the published files, so a token whose best follower is token 0 has none.
+    sequences: iterable of lists of ids, one for each document; pairs across documents are not
+    counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown" in the
+    published files, too, so a token whose most frequent follower is token 0 has none.
     Raises ValueError where an id is outside the vocabulary.
     """
     counts = Counter()
@@ -172,7 +168,7 @@ def build_bigram(sequences, vocab):
         pairs = zip(ids, ids[1:])
         counts.update(pairs)
     bigram = [0] * vocab
-    most = [0] * vocab                           # of each token: how often its follower was seen
+    most = [0] * vocab                           # how often each token's follower was seen
     for (a, b), count in counts.items():
         tie = count == most[a] and b < bigram[a]
         if count > most[a] or tie:
@@ -181,18 +177,18 @@ def build_bigram(sequences, vocab):
     return bigram
 
 # ---------------------------------------------------------------- the index
-# The longest suffix of a text that an Index holds: the automaton's state, the suffix's length.
+# A suffix of the query that an Index holds: the automaton's state for it, and its length.
 Suffix = namedtuple("Suffix", "state length")
 NOTHING = Suffix(0, 0)
-# The end of a text: its last token, and its longest Suffix in each of the two indices.
+# The end of a query: its last token, and its longest Suffix in each of the two indices.
 Place = namedtuple("Place", "last in_source in_generation")
 
 class Index:
-    """A suffix automaton of one growing text: from state 0 every substring leads to a state.
+    """A suffix automaton of one growing text: from state 0, every substring leads to a state.
 
-    Substrings that end at the same places of the text share a state: what follows them is the same.
-    They are suffixes of one another, so a state stores only the longest one's length.  "ababb",
-    letter by letter (place 0 is the first letter):
+    Substrings that end at the same positions of the text share a state, since the same tokens
+    follow them.  They are suffixes of one another; a state stores the length of the longest.  The
+    automaton of "ababb", after each letter (the first letter is position 0):
 
         text     new state   its substrings         end at   link
         a        1           a                      0        0
@@ -202,20 +198,21 @@ class Index:
         ababb    5           ababb babb abb bb      4        6
                  6           b                      1 3 4    0
 
-    A letter makes one new state: all substrings that end here for the first time.  A state's *link*
-    leads to the longest suffix that was there before.  After "abab" that is "ab", which ends at 1,
-    too.  So what comes after "abab"?  The link leads to "ab", which first ended at place 1; after
-    it stood "a", then "b": that is the proposal.
+    A letter makes one new state, of all substrings that end here for the first time.  The state's
+    *link* leads to the longest suffix that had occurred before.  After "abab" that is "ab", state
+    2, which first ended at position 1.  So what comes after "abab"?  What came after that "ab": the
+    letter at position 2 and those after it, "a", then "b".
 
-    The second b in a row splits a state: "b" ends at 4, and "ab" does not.  So "b" moves from
-    state 2 to state 6, its clone.
+    The second b in a row splits a state.  "ab" and "b" shared state 2, but "b" now ends at
+    position 4, and "ab" does not.  So "b" moves to a new state 6, a clone of state 2.
 
-    Of state s: next[s] {token: state}; length[s] of its longest substring; link[s]; first[s], the
-    leftmost place where its substrings end.  last: the state of the whole text.  text: its tokens.
+    For each state s: next[s] is {token: state}; length[s] the length of its longest substring;
+    link[s] its link; first[s] the leftmost position where its substrings end.  text: the tokens.
+    last: the state of the whole text.
 
-    extend() costs amortised O(1) a token.  A proposal costs O(1) a token, plus a step for each link
-    that it follows: a few in text, and the length of the repetition in the worst case, a text of
-    one token over and over.
+    extend() takes amortised O(1) for each token.  So does a proposal, plus one step for each link
+    that it follows: a few in ordinary text; in a text of one token over and over, as many as the
+    repetition is long.
     """
 
     def __init__(self):
@@ -236,27 +233,29 @@ class Index:
     def extend(self, tokens):
         """Append committed tokens (list or tensor)."""
         for token in ints(tokens):
-            place = len(self.text)
-            new = self.new_state({}, length=place + 1, link=0, first=place)
-            # From the whole text on to shorter suffixes: each now has `token` after it, up to the
-            # first that had it before.
+            position = len(self.text)
+            new = self.new_state({}, length=position + 1, link=0, first=position)
+            # Suffixes of the text, the longest first: those that `token` had never followed lead
+            # to the new state.
             state = self.last
             while state >= 0 and token not in self.next[state]:
                 self.next[state][token] = new
                 state = self.link[state]
-            # That one, followed by the token, is the longest suffix that was there before.
+            # The first one that it had followed, with the token appended, is the longest suffix
+            # that had occurred before.
             if state >= 0:
                 self.link[new] = self.state_after(state, token)
             self.last = new
             self.text.append(token)
 
     def state_after(self, state, token):
-        """The state whose longest substring is the state's longest one, followed by `token`."""
+        """The state whose longest substring is `state`'s longest one with `token` appended."""
         following = self.next[state][token]
         length = self.length[state] + 1
         if self.length[following] == length:
             return following
-        # Its longer substrings do not end here.  Those up to `length` move to a clone.
+        # `following` has longer substrings, which do not end here.  Those up to `length` do, so
+        # they move to a clone.
         transitions = dict(self.next[following])
         clone = self.new_state(transitions, length, self.link[following], self.first[following])
         self.link[following] = clone
@@ -266,9 +265,9 @@ class Index:
         return clone
 
     def advance(self, suffix, token):
-        """The longest suffix of (suffix, then token) that the text holds -> Suffix."""
+        """Append a token to the query: its longest Suffix before -> its longest Suffix after."""
         state, length = suffix
-        # Drop tokens on the left until the text holds the rest with the token after it.
+        # Drop tokens on the left until the text holds the rest with `token` after it.
         while state > 0 and token not in self.next[state]:
             state = self.link[state]
             length = self.length[state]
@@ -277,12 +276,13 @@ class Index:
         return Suffix(self.next[state][token], length + 1)
 
     def match(self, suffix):
-        """The longest suffix of `suffix` that a token follows -> (place of that token, length).
+        """The longest match, given the query's longest Suffix -> (position after it, its length).
 
-        Length 0: there is none.
+        Length 0: nothing matches.
         """
         state, length = suffix
-        # A suffix that first ends where the text ends occurs nowhere else.  Its link's does.
+        # Where the suffix first ends at the end of the text, no token follows it.  What its link
+        # leads to ends earlier, too.
         if self.first[state] == len(self.text) - 1:
             state = max(self.link[state], 0)
             length = self.length[state]
@@ -290,10 +290,10 @@ class Index:
 
 # ---------------------------------------------------------------- section 3.3
 class MaxGram:
-    """Proposals for a growing text: commit() what is settled, propose() what comes after a draft.
+    """Proposals for a growing text: commit() what is final, propose() what comes after a draft.
 
-    bigram: list, the next token of each token, 0 where unknown.
-    confidence: list by length of match, the last for "or longer".
+    bigram: list, each token's most frequent follower, 0 where unknown.
+    confidence: list by length of match, 0 for the bigram; the last is for "or longer".
     matching: False proposes by the bigram alone, an ablation.
     """
 
@@ -307,23 +307,23 @@ class MaxGram:
         """Forget source and generation."""
         self.source = Index()
         self.generation = Index()
-        # Of the generation, the longest suffix that the source holds.
+        # The generation's longest suffix that the source holds
         self.in_source = NOTHING
 
     def commit_source(self, tokens):
-        """The encoder's input.  Its tokens are searched, and never part of the query."""
+        """Append to the source, the encoder's input: it is searched, but not part of the query."""
         assert not self.generation.text, "the source comes before the first commit()"
         self.source.extend(tokens)
 
     def commit(self, tokens):
-        """Append tokens to the generation, a decoder-only model's prompt included."""
+        """Append to the generation, which begins with a decoder-only model's prompt."""
         tokens = ints(tokens)
         self.generation.extend(tokens)
         for token in tokens:
             self.in_source = self.source.advance(self.in_source, token)
 
     def confidence_of(self, length):
-        """How often a token from a match of this length is right (0: from the bigram)."""
+        """How often the token after a match of this length is right (0: the bigram's token)."""
         return self.confidence[min(length, len(self.confidence) - 1)]
 
     def here(self):
@@ -334,50 +334,51 @@ class MaxGram:
         return Place(last, self.in_source, whole)
 
     def after(self, place, token):
-        """One token further -> Place.  Both automata go one step; nothing is searched again."""
+        """Append a token to the query that ends at `place` -> Place.  Nothing is searched again."""
         in_source = self.source.advance(place.in_source, token)
         in_generation = self.generation.advance(place.in_generation, token)
         return Place(token, in_source, in_generation)
 
     def chunk(self, place, most):
-        """What follows one match, or the bigram's token -> (list of up to `most` tokens, length).
+        """What follows the longest match, or the bigram's token -> (up to `most` tokens, length).
 
-        length: of the match; 0 for the bigram.
+        length: of the match; 0 for the bigram, or where there is no prediction.
         """
         text = self.source.text
-        at, length = self.source.match(place.in_source)
-        # The longer match of the two; of equals the source's.
-        other_at, other_length = self.generation.match(place.in_generation)
+        position, length = self.source.match(place.in_source)
+        # The generation's match only where it is longer than the source's
+        other_position, other_length = self.generation.match(place.in_generation)
         if other_length > length:
-            text, at, length = self.generation.text, other_at, other_length
+            text, position, length = self.generation.text, other_position, other_length
         if self.matching and length > 0:
-            return text[at:at + most], length
+            return text[position:position + most], length
         # "In cases where there is no match, we resort to a bigram model".
         follower = self.bigram[place.last] if place.last < len(self.bigram) else 0
         known = follower > 0 and most > 0
         return [follower] if known else [], 0
 
     def propose(self, draft=(), n=N):
-        """What comes after the generation and `draft` (list of ids) -> (tokens: up to n, lengths).
+        """What comes after the generation and `draft`, a list of ids -> (up to n ids, lengths).
 
-        Lists.  lengths[i]: of the match that gave token i, the same for a whole chunk; 0: the
-        bigram.  Raises ValueError where there is nothing to continue.
+        lengths: for each id the length of its match, for confidence_of(); 0: the bigram gave it.
+        Raises ValueError where there is neither a generation nor a draft.
         """
         assert n >= 0, f"n is {n}: it must not be negative"
         place = self.here()
-        new = ints(draft)                        # tokens that `place` has not passed yet
+        new = ints(draft)                        # tokens of the query after `place`
         if place.last is None and not new:
             raise ValueError(NOTHING_TO_CONTINUE)
         tokens, lengths = [], []
         while True:
             for token in new:
                 place = self.after(place, token)
-            # A chunk is read like a draft: matching starts again at its end.
+            # The next chunk, which is then read like a draft
             new, length = self.chunk(place, n - len(tokens))
             if not new:
                 return tokens, lengths
             tokens += new
-            lengths += [length] * len(new)
+            # Each token of the chunk extends the match by one.
+            lengths += range(length, length + len(new))
 
 # ---------------------------------------------------------------- demo
 def main():
@@ -400,9 +401,9 @@ def main():
     max_gram.commit(generation)
     tokens, lengths = max_gram.propose(draft, 10)
     assert " ".join(words[i] for i in tokens) == "fox jumps over i saw : i saw the quick"
-    # "the quick brown" is in the source; after "jumps" and "over" there is the bigram alone; then
-    # "i" is in the generation.
-    assert lengths == [3, 3, 0, 0, 1, 1, 1, 1, 1, 1]
+    # "the quick brown" is in the source, and its match grows with "fox".  After "jumps" and "over"
+    # there is the bigram alone.  Then "i" is in the generation.
+    assert lengths == [3, 4, 0, 0, 1, 2, 3, 4, 5, 6]
 
     given = [torch.tensor(x) for x in (draft, source, bigram)]
     tensor_tokens, tensor_lengths = max_gram_tensor(torch.tensor(generation), 10, *given)

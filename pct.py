@@ -4,12 +4,12 @@ Effective Draft Decoder with Pruned Candidate Tree (ACL 2025), section 3.2 and a
 ablations of Table 3; the baselines of appendix A.
 
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
-the probability that the whole path is accepted.  Drafting below a node costs s_d and saves at most
-s_t, if the node is accepted.  So it pays where that probability is at least s_d / s_t.  Nodes that
-are almost surely rejected are not worth verifying either.
+the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
+s_t if the node is accepted.  So it is worth its cost where that probability is at least s_d / s_t.
+Nodes that will almost surely be rejected are not worth verifying either.
 
     paper                     shape      name here
-    d_1 ... d_m               tokens     a path of the tree, the root left out
+    d_1 ... d_m               tokens     a path of the tree, excluding the root
     c_i                       float      c: the drafter's probability of one token
     p_j = prod_{i<=j} c_i     float      p: joint probability of a node's path; the root's is 1
     s_d, s_t                  seconds    cost = s_d / s_t: a drafter forward over a target forward
@@ -18,36 +18,48 @@ are almost surely rejected are not worth verifying either.
     maximum depth             int        depth (10)          appendix B
     leaf threshold            float      leaf (0.01)         appendix B
 
-A builder is a function of expand and root (1,), a token id -> Tree.
-    expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
-    nodes.  It counts the nodes that it was given in this tree from 0 on: a node's number there is
-    its `expand_index`.  `parents` are such numbers; the root's parent is -1.  A row of zeros: the
-    drafter has no prediction there.
-    A Tree has tokens (n,) and parents (n,), which are indices of the tree's own nodes: the root is
-    node 0 with parent -1, and parents come before children.  No node has probability zero.
-Each depth takes one drafter forward over the whole frontier, and one device-to-host sync.  Where
-expand has `remaining`, the tree is no deeper.
+A builder is a function of `expand` and of root (1,), a token id.  It returns a Tree of tokens (n,)
+and parents (n,), which are indices of the tree's own nodes.  Node 0 is the root, with parent -1,
+and parents come before their children.  No node has probability zero.
 
-To use this file alone, with any two causal LMs of one vocabulary: docs/any_project.py writes out
-one `expand` and one verification.  There the drafter's confidence should be how often its
-tokens are accepted: divide its logits by a temperature that makes it so, before the softmax.
+expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new nodes
+and returns the distribution of the token that follows each.  It numbers nodes from 0 in the order
+in which it receives them.  That number is a node's `expand_index`, and `parents` are such numbers:
+the root comes first, by expand(root, [-1]).  A row of zeros means that the drafter has no
+prediction.  If expand has an attribute `remaining`, the tree is at most that deep.
+
+Each depth takes one drafter forward over all nodes that are expanded there, and one device-to-host
+sync.
+
+To use this file in a project of yours, write `expand` for your drafter and verify the tree by one
+forward of your target.  docs/any_project.py has both, in plain code for any causal LMs.
+
+    tree = pct(expand, root, cost=0.05)          # root = torch.tensor([the last token's id])
+    # Forward the target once over tree.tokens.  A node's position id is the root's plus the node's
+    # depth; its mask shows the text before the root, the node's ancestors and the node itself.
+    # Then walk down from node 0 while the target's choice after a node is one of its children.
+
+The confidences must be calibrated, which means that of all tokens drafted with confidence 0.7 the
+target accepts 70 %.  If yours are not, divide the drafter's logits by a calibration temperature
+before the softmax.
 
 Differences from the paper:
- 1. Eq. 5 is an expected loss: smaller is better.  (The text calls it a gain, and acts on it as a
-    loss.)  It prices the step that drafts d_j, and p_j is known only after that step.  The text,
-    and this file, compare p_j with the price of the next step, below d_j.
- 2. Section 4.2 says that the "VDM" tree has many nodes: VCT is meant.
- 3. A node with p_j < s_d / s_t (strict) stays as a leaf and is not expanded.  p_j never grows
-    downwards.  So removing leaves under the threshold until none is left is the same as keeping the
-    nodes with p_j >= threshold.
- 4. The official code drops the best surviving path at the maximum depth, keeps only each path's top
-    child when a whole layer falls below the threshold, and never removes leaves.  This file follows
-    the text.
+ 1. The text calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The equation prices
+    the step that drafts d_j, but p_j is known only after that step.  The text, and this file,
+    compare p_j with the price of the next step, the one that drafts below d_j.
+ 2. Section 4.2 says that the "VDM" tree has many nodes; VCT is meant.
+ 3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
+    Removing leaves below the leaf threshold may expose others, which are removed in turn.  Since
+    p_j never increases along a path, what remains are exactly the nodes with p_j >= leaf.
+ 4. The official code drops the best path that reaches the maximum depth.  When all nodes of a layer
+    fall below the threshold, it keeps only the best child of each path.  It never removes leaves.
+    This file follows the text.
  5. VCT of width 3 and depth 5 has 3 + 9 + 27 + 81 + 243 = 363 nodes, as its text says literally.
- 6. EAGLE-2's re-ranking may break the tree where confidences tie; here a parent comes before its
-    child.
- 7. The paper has no limit on nodes.  Here a tree keeps its max_nodes most probable nodes, far more
-    than trees have in practice.  Nor are more nodes of one layer expanded.
+ 6. EAGLE-2's re-ranking may keep a child without its parent where both are equally probable.  Here
+    parents come first in a tie.
+ 7. The paper does not limit the number of nodes.  Here `pct` and `own_confidence` expand at most
+    max_nodes nodes per layer, and return the max_nodes most probable ones.  That is far above the
+    size that trees have in practice.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -62,18 +74,18 @@ DEPTH = 10              # "and the maximum depth was set to 10"
 LEAF = 0.01             # "leaf nodes whose overall acceptance confidence was less than 0.01"
 COST = 0.05             # s_d / s_t, where it was not measured
 OWN = 0.3               # the threshold of "w/o expected time gain", which Table 3 does not state
-MAX_NODES = 256         # the root not counted (difference 7)
+MAX_NODES = 256         # excluding the root (difference 7)
 
 # ---------------------------------------------------------------- the candidate tree while it grows
 class Candidates:
-    """All nodes that were drafted so far: lists with one entry a node, the root first.
+    """All nodes drafted so far: lists with one entry per node, the root first.
 
-    Parents come before children; of one parent the most probable child comes first.
+    Parents come before children, and the children of a node are sorted, the most probable first.
 
-    token; parent: index in these lists; depth: the root's is 0.
+    token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0.
     c: the node's own confidence; p: its joint probability.
-    expand_index: {node: its index among the nodes given to expand}.
-    drafts: drafter forwards so far; given: nodes that they read.
+    expand_index: {node: its number in expand}, for the nodes that were given to expand.
+    drafts: number of drafter forwards; given: number of nodes given to expand.
     """
 
     def __init__(self, expand, root, width):
@@ -105,50 +117,51 @@ class Candidates:
 
         tokens (m,); parents: list of m expand_indices.  c, x: lists [m][width], the best first.
         """
-        rows = self.expand(tokens, parents)                      # (m, V)
+        probs = self.expand(tokens, parents)                     # (m, V)
         self.drafts += 1
         self.given += len(parents)
-        return read_top_k(rows, self.width)
+        return read_top_k(probs, self.width)
 
     def parent_index(self, node):
-        """The expand_index of a node's parent; -1 above the root."""
+        """The expand_index of a node's parent, or -1 for the root."""
         if node == 0:
             return -1
         return self.expand_index[self.parent[node]]
 
     def tokens_of(self, nodes):
-        """The tokens (m,) of some nodes, on the device."""
+        """The tokens (m,) of a list of nodes, on the device."""
         if nodes == [0]:
             return self.root
         ids = [self.token[node] for node in nodes]
         return torch.tensor(ids, device=self.root.device)
 
     def add_children(self, node, c, x):
-        """Add children of a node: confidences c and tokens x, the best first -> {token: node}."""
+        """Add the children of a node: lists of confidences c and tokens x, the best first."""
         check_probabilities(c)
-        children = {}
         for c_j, x_j in zip(c, x):
-            # The best come first: after one that is impossible no other is possible.
-            if c_j == 0:
-                break
-            token = int(x_j)
-            children[token] = len(self.token)
-            self.token.append(token)
-            self.parent.append(node)
-            self.depth.append(self.depth[node] + 1)
-            self.c.append(c_j)
-            # p_j = c_1 c_2 ... c_j
-            self.p.append(self.p[node] * c_j)
-        return children
+            if c_j > 0:
+                self.add_child(node, c_j, int(x_j))
+
+    def add_child(self, node, c_j, token):
+        """Add one child of a node -> the child."""
+        child = len(self.token)
+        self.token.append(token)
+        self.parent.append(node)
+        self.depth.append(self.depth[node] + 1)
+        self.c.append(c_j)
+        # p_j = c_1 c_2 ... c_j
+        self.p.append(self.p[node] * c_j)
+        return child
 
     def nodes(self):
-        """All nodes but the root."""
+        """All nodes excluding the root."""
         return range(1, len(self.token))
 
     def ranked(self, nodes):
-        """The nodes, most probable first; of equally probable ones the first drafted.
+        """The nodes sorted by joint probability, the highest first; in a tie the first drafted.
 
-        A parent is at least as probable as its child, and came before it: the first n are a tree.
+        A parent precedes its children: it is at least as probable, and was drafted before them.  So
+        the root and the first n nodes always form a tree.
         """
         return sorted(nodes, key=lambda j: (-self.p[j], j))
 
@@ -158,16 +171,16 @@ class Candidates:
         return sorted(ranked[:most])
 
     def tree(self, kept):
-        """The nodes `kept`, each with its parent, as a Tree.  The root is always kept.
+        """The Tree of the root and the nodes `kept`, which include the parents of all of them.
 
-        Depth first, the most probable child first: where the most probable path is accepted, the
-        target's KV entries are already in place.
+        Its order is depth-first, the most probable child first: if the most probable path is
+        accepted, its KV entries in the target's cache already lie next to each other.
         """
         children = {}
         for node in kept:
             children.setdefault(self.parent[node], []).append(node)
-        index = {0: 0}                           # in the Tree
-        tokens = [0]                             # the root's is on the device: any number here
+        index = {0: 0}                           # {node: its index in the Tree}
+        tokens = [0]                             # a placeholder: the root's token is on the device
         parents = [-1]
         stack = children.get(0, [])[::-1]
         while stack:
@@ -182,32 +195,40 @@ class Candidates:
         tokens = torch.cat((self.root, both[0, 1:]))
         return Tree(tokens, both[1])
 
-def read_top_k(rows, k):
-    """The k best of each row (m, V) -> probabilities and tokens, [m][k] each, by one sync."""
-    k = min(k, rows.shape[1])
-    best = rows.topk(k)                                          # (m, k)
-    # They travel as one tensor of floats: a float32 holds every integer below 2^24, so every token.
-    dtype = torch.promote_types(rows.dtype, torch.float32)
+def read_top_k(probs, k):
+    """The k best tokens of each distribution (m, V) -> their probabilities and ids, [m][k] each.
+
+    They reach the host by one device-to-host sync, as one tensor of floats.  float32 represents
+    all integers up to 2^24, so no id changes.
+    """
+    k = min(k, probs.shape[1])
+    best = probs.topk(k)                                         # (m, k)
+    dtype = torch.promote_types(probs.dtype, torch.float32)
     c = best.values.to(dtype)
     x = best.indices.to(dtype)
     return torch.stack((c, x)).tolist()
 
 def check_probabilities(c):
-    """Refuse logits and their like.  c: list, the best of one row."""
-    # A row in bfloat16 may sum to 1.02.
-    right = min(c) >= 0 and sum(c) < 1.05
-    assert right, f"expand gave {c}: it must give probabilities, not logits"
+    """Refuse what is not a list of probabilities, such as logits.  c: the best of one distribution.
+
+    In bfloat16 they may add up to 1.02.
+    """
+    if not (min(c) >= 0 and sum(c) < 1.05):
+        raise ValueError(f"expand gave {c}: it must give probabilities, not logits")
 
 def clamp_depth(expand, width, depth, most=1):
-    """Check a builder's settings -> depth, at most expand.remaining: there the output ends."""
-    assert width >= 1, f"width is {width}: a node needs at least one child"
-    assert depth >= 1, f"depth is {depth}: draft at least once"
-    assert most >= 1, f"the tree may have {most} nodes: allow at least one"
+    """Check a builder's settings -> depth, or expand.remaining if that is less."""
+    if width < 1:
+        raise ValueError(f"width is {width}: a node needs at least one child")
+    if depth < 1:
+        raise ValueError(f"depth is {depth}: draft at least once")
+    if most < 1:
+        raise ValueError(f"the tree may have {most} nodes: allow at least one")
     remaining = getattr(expand, "remaining", depth)
     return min(depth, remaining)
 
 def grow_layers(candidates, depth, expandable):
-    """Draft layer by layer.  expandable(layer) -> the nodes of it that the next layer hangs from.
+    """Draft layer by layer.  expandable(layer) -> those nodes of the layer that are to be expanded.
 
     "The construction process terminates if there are no expandable leaf nodes or the tree depth
     reaches the maximum depth" (section 3.2).
@@ -223,10 +244,11 @@ def grow_layers(candidates, depth, expandable):
 def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES):
     """The pruned candidate tree (section 3.2, "Implementation Details").
 
-    cost: s_d / s_t.  leaf: nodes under this joint probability are removed; 0 is Table 3's "w/o
+    cost: s_d / s_t.  leaf: nodes whose joint probability is lower are removed; 0 is Table 3's "w/o
     removing leaf nodes".  Returns a Tree of at most 1 + max_nodes nodes.
     """
-    assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
+    if not 0 <= cost <= 1:
+        raise ValueError(f"cost is {cost}: s_d / s_t lies between 0 and 1")
     depth = clamp_depth(expand, width, depth, max_nodes)
     candidates = Candidates(expand, root, width)
 
@@ -252,10 +274,11 @@ def own_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
     """Table 3's "w/o expected time gain": "confidence score is directly used to prune the candidate
     tree".
 
-    A node is expanded where its own confidence c_j, not the product p_j, is at least `own`.  The
-    rest is as in `pct`: leaves are removed by their joint probability.
+    A node is expanded if its own confidence c_j is at least `own`; `pct` compares the product p_j
+    instead.  Leaves are removed by their joint probability, as in `pct`.
     """
-    assert 0 <= own <= 1, f"own {own} is a confidence: between 0 and 1"
+    if not 0 <= own <= 1:
+        raise ValueError(f"own is {own}: a confidence lies between 0 and 1")
     depth = clamp_depth(expand, width, depth, max_nodes)
     candidates = Candidates(expand, root, width)
 
@@ -268,11 +291,14 @@ def own_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
 
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
-    """The vanilla candidate tree: "fixed width and depth" (appendix A)."""
+    """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
     depth = clamp_depth(expand, width, depth)
     candidates = Candidates(expand, root, width)
-    # Every node is expanded.
-    grow_layers(candidates, depth, expandable=list)
+
+    def expandable(layer):
+        return list(layer)
+
+    grow_layers(candidates, depth, expandable)
     return candidates.tree(candidates.nodes())
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
@@ -292,9 +318,13 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     kept = candidates.best(candidates.nodes(), total)
     return candidates.tree(kept)
 
-# ---------------------------------------------------------------- demo
+# ---------------------------------------------------------------- the demo
 def main():
-    """s_d / s_t = 0.1, leaf 0.05: unlikely nodes stay or go, the likely path grows on."""
+    """s_d / s_t = 0.1, leaf 0.05: an unlikely node is kept as a leaf or removed, likely paths grow.
+
+    The tokens are the digits 1 to 4, so a path is written as a number.
+    """
+    # table[x] is the drafter's distribution of the token after x; the root is 0.
     table = torch.tensor([
         [0.0, 0.6, 0.3, 0.08, 0.02],
         [0.0, 0.0, 0.9, 0.1, 0.0],
@@ -313,8 +343,8 @@ def main():
         parent = tree.parents[node]
         token = tree.tokens[node].item()
         paths.append(f"{paths[parent]}{token}")
-    # 4 (0.02) is removed.
-    # 3 (0.08), 1-3 (0.06), 2-1 (0.06) and 1-2-1-2 (0.097) stay but are not expanded.
+    # 4 (0.02) and 1213 (0.0108) are removed.
+    # 3 (0.08), 13 (0.06), 21 (0.06) and 1212 (0.0972) are kept as leaves, though they could go on.
     paths = " ".join(sorted(paths[1:]))
     assert paths == "1 12 121 1212 124 13 2 21 24 3"
     print("kept paths:", paths)

@@ -2,107 +2,138 @@
 
 GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2; all three papers use it.
 
-The idea.  A drafter proposes a tree of tokens below the root x_t, the text's last token, which is
-not cached yet.  One forward of the target reads all nodes; each sees the cached prefix and its own
-ancestors.  Walk down while the token that the target chooses after a node is a child: these nodes
-are accepted, and the first chosen token that is no child is the next root.
+The idea.  A drafter proposes a tree of tokens below the root x_t, the last token of the sequence,
+which is not cached yet.  One forward of the target reads all nodes of the tree.  A node attends to
+the cached prefix, to its ancestors and to itself, so its logits are those of plain decoding after
+the same tokens.  Then walk down from the root while the token that the target chooses after a node
+is one of its children.  These nodes are accepted, and the first choice that is no child is the
+next root.
 
     paper                  shape                 name here
     x_{<t}, its K and V    L x 2 x (1, H, t, d)  TreeCache.kv[layer]: the first `length` entries
     proposal P             (n,)                  tree.tokens, tree.parents
     mask_CAPE              (n, t + n)            t columns of ones, then ancestor_mask(parents)
-    p_D(.|node)            (n - 1, V)            tree.p_draft, of a sampled chain: rows of expand
+    p_D(.|node)            (n - 1, V)            tree.p_draft, only for a sampled chain
 
-A builder is a function build(expand, root (1,)) -> Tree.  It calls expand(tokens (m,), parents [m
-ints]) -> probabilities (m, V), one run of the drafter over m new nodes: the root first, with parent
--1.  All tensors lie on the root's device.  Parents come before children; of children with one token
-the first counts.  A row of zeros is no prediction, and no child has probability zero.  It may use
-expand.remaining (deeper nodes are wasted), .root (its id), .generator, .drafter, .rule, .memory.
+The contract.  A builder is a function build(expand, root (1,)) -> Tree; a drafter is an object.
+ 1. expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
+    nodes.  It numbers nodes from 0 in the order in which it receives them.  That number is a node's
+    expand_index, and `parents` are such numbers; the root comes first, with parent -1.
+ 2. In the Tree, `parents` are indices of its own nodes.  Node 0 is the root, with parent -1, and
+    parents come before children.  Of two children with the same token the first counts.  All
+    tensors are on the root's device.
+ 3. A row of zeros means no prediction, and no node of a tree may have probability zero.
+ 4. Only a chain that was sampled with expand.generator has p_draft (n - 1, V): row i is the
+    distribution from which node i + 1 was sampled.
+ 5. A builder may also read expand.remaining (deeper nodes are wasted), expand.root (its id),
+    expand.rule and expand.drafter.
+ 6. drafter.needs = {"kv": [layers], "hidden": [indices of hidden_states]} names what of the target
+    it reads.
+ 7. drafter.reset() begins a sequence.  drafter.begin(view) begins a round; the View shows what was
+    committed since the last one.  drafter.expand(tokens, parents) -> logits (m, V) serves expand:
+    V is the target's, any device will do, and a row of -inf means no prediction.
+ 8. drafter.keep(path) ends the round: path lists the expand_indices of the accepted nodes, the root
+    first, or nothing if expand was not called.  The drafter forgets all other nodes.
+ 9. A drafter may have three things more.  temperature calibrates it: greedy decoding divides its
+    logits by it.  adjust(probabilities) -> probabilities (m, V) has the last word on what expand
+    returns.  chain(root, most, warp, generator) -> (ids, p_draft or None) proposes a whole chain of
+    at most `most` tokens, for cascade.proposal.
 
-Nodes have two numbers: the place in the tree, and the place among all nodes that expand was given
-(expand_index).  The text ends with 7; CAPE drafts 3, then 5, and puts 4 beside the 3:
+Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
     p = expand(root, [-1])                              # expand_index 0: the root, 7
-    p = expand(root.new_tensor([3]), [0])               # expand_index 1: 3, below the 7
+    p = expand(root.new_tensor([3]), [0])               # expand_index 1: the 3
     return Tree(root.new_tensor([7, 3, 5, 4]), root.new_tensor([-1, 0, 1, 0]))
-The target chooses 3 after 7, 5 after 3, 9 after 5.  So the tree's nodes 0, 1, 2 are committed, the
-drafter is told keep([0, 1]), and 9 is the next root.  The next view shows it 7, 3 and 5.
-
-A drafter answers from any device.  A round may end without expand, and keep may get [].  It has
-    needs                    what it reads: {"kv": [layers], "hidden": [indices of hidden_states],
-                             "source": f}, where f is called with an encoder's ids
-    reset(), begin(view)     a new sequence; a new round, and what was committed since the last one
-    expand(tokens, parents)  as above -> logits (m, V), V the target's; a row of -inf: no prediction
-    keep(path)               the expand_indices of accepted nodes, root first; it forgets the rest
-and may have
-    temperature              at which its softmax predicts the target's argmax best (calibration)
-    chain(root, most, warp, generator) -> (ids, p_draft or None), for cascade.proposal
-    suggest(token, parent, most, match) -> (ids, confidences), at no cost (beyond/graft.py)
+If the target chooses 3 after 7, 5 after 3 and 9 after 5, then the tree's nodes 0, 1 and 2 are
+committed, the drafter is told keep([0, 1]), and 9 is the next root.  The next view shows 7, 3, 5.
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
- 2. Sampling over a tree is ours: the target's sample is keyed by (seed, position), as without one.
- 3. Under greedy decoding a builder gets softmax(logits / temperature): calibrated confidences.
+ 2. Sampling with a tree is ours.  The randomness of a sample depends only on the seed and the
+    position, so the output is token for token that of plain sampling with the same seed.
+ 3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
 
-    out = generate(Target(model), drafter, build, ids)       # to use it alone; out.tokens: new ids
+To use this file in a project of yours, with any decoder-only model of transformers:
+
+    out = generate(Target(model), drafter, build, ids)       # out.tokens: the new ids
+    model.generate(**inputs, custom_generate=speculative(drafter, build))
+
     python verify.py                                         # the demo: a random Llama
 """
 import hashlib
+import inspect
 from collections import namedtuple
 from copy import copy
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from transformers import generation
 from transformers.cache_utils import Cache
-from transformers.generation import (LogitsProcessorList, StoppingCriteriaList,
-                                     TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper)
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
-# What a drafter is shown: tokens (k,) committed since the last view; the length of all that is;
-# kv {layer: (K, V), each (1, H, length, d)}; hidden {index: (k, D)}; on the host ids [k] and root
-View = namedtuple("View", "tokens length kv hidden ids root", defaults=(None, None))
-Round = namedtuple("Round", "new path tokens parents")         # new: its tokens; path: accepted
-CHUNK = 512              # cache entries to spare for trees
+CHUNK = 512              # cache entries that are allocated for trees, beyond the sequence
+
+class View(NamedTuple):
+    """What a drafter is shown when a round begins: k tokens were committed since the last view."""
+    tokens: torch.Tensor         # (k,); in a decoding's first view they are the prompt
+    length: int                  # the number of all committed tokens
+    kv: dict                     # {layer: (K, V)}, each (1, H, length, d)
+    hidden: dict                 # {index: (k, D)}, the hidden states of `tokens`
+    ids: list = None             # `tokens` on the host
+    root: int = None             # the root's id, on the host
+    source: list = None          # in a decoding's first view: an encoder's input ids, or None
+
+class Round(NamedTuple):
+    """What happened in a round, as lists."""
+    new: list                    # its new tokens
+    path: list                   # the accepted nodes, the root first
+    tokens: list                 # the tree's
+    parents: list                # the tree's
 
 class UserError(ValueError):
     """A user's mistake, in one sentence that says what to do; programs exit with status 2."""
 
 # ---------------------------------------------------------------- the target
 def ancestor_mask(parents):
-    """(n,) parents -> (n, n) bool: entry (i, j) says that node j is i or an ancestor of i."""
+    """Parents (n,) -> (n, n) bool: entry (i, j) is True if node j is i itself or its ancestor."""
     n = len(parents)
-    ancestor = parents.clamp(0, n - 1)                         # the root is its own parent
-    seen = torch.eye(n, dtype=torch.bool, device=parents.device)               # each sees itself
+    ancestor = parents.clamp(0, n - 1)                         # here the root is its own parent
+    seen = torch.eye(n, dtype=torch.bool, device=parents.device)
     for _ in range(n.bit_length()):
-        seen = seen | seen[ancestor]                           # and what its ancestor sees
-        ancestor = ancestor[ancestor]                          # two steps up, four, eight ...
+        seen = seen | seen[ancestor]                           # and what that ancestor sees
+        ancestor = ancestor[ancestor]                          # 2 steps up, then 4, 8, ...
     return seen
 
 class TreeCache(Cache):
-    """kv[layer]: [K, V], (1, H, allocated, d) each: `length` committed entries, then the tree's."""
+    """The KV cache of a target: `length` committed entries, and after them those of the tree.
+
+    kv[layer]: [K, V], each (1, H, allocated, d).
+    """
     def __init__(self):
         super().__init__(layers=[])
         self.allocated, self.length, self.kv = 0, 0, {}
 
     def reserve(self, entries):
-        """Allocate at least so many entries; what is committed stays."""
+        """Allocate at least `entries` entries, and keep what is committed."""
         if entries > self.allocated:
+            # At least half as many again, so that a growing sequence is seldom copied.
             more = max(entries - self.allocated, self.allocated // 2)
-            self.allocated += more             # half as many again: few copies of a growing text
+            self.allocated += more
             for layer, held in self.kv.items():
                 self.kv[layer] = [F.pad(x, (0, 0, 0, more)) for x in held]
 
     def step(self, slots, end):
-        """The cache of one forward, which writes at slots (n,) and reads the first `end`."""
-        step = copy(self)                                      # with the same kv
+        """The cache for one forward, which writes at slots (n,) and attends to entries [:end]."""
+        step = copy(self)                                      # it shares kv
         step.slots, step.end = slots, end
         return step
 
     def update(self, k, v, layer, *args, **kwargs):
-        """A layer writes its entries k, v, (1, H, n, d) each -> keys and values that it reads."""
+        """Write a layer's new entries k, v (1, H, n, d) -> all keys and values to attend to."""
         if layer not in self.kv:
-            none_yet = (0, 0, 0, self.allocated)
-            self.kv[layer] = [F.pad(x[:, :, :0], none_yet) for x in (k, v)]
+            allocated = (0, 0, 0, self.allocated)
+            self.kv[layer] = [F.pad(x[:, :, :0], allocated) for x in (k, v)]
         for held, new in zip(self.kv[layer], (k, v)):
             held.index_copy_(2, self.slots, new)
         return [held[:, :, :self.end] for held in self.kv[layer]]
@@ -121,15 +152,18 @@ class TreeCache(Cache):
                 x[:, :, self.length:end] = x.index_select(2, self.length + nodes)
 
 class Target:
-    """A Hugging Face decoder-only causal LM (sdpa or eager).  capacity: its positions."""
+    """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache.
+
+    capacity: the most positions that a sequence may have; by default the model's context.
+    """
     def __init__(self, model, capacity=None):
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.config = model.config.get_text_config()
         window = getattr(self.config, "sliding_window", None)
         kinds = getattr(self.config, "layer_types", None) or [window]
-        if set(kinds) - {None, "full_attention"}:              # our mask replaces the model's
+        if set(kinds) - {None, "full_attention"}:              # our mask replaces the model's own
             raise UserError("not all layers of the target have full attention: take "
-                            "runtime.families.any_target(model)")
+                            "runtime.targets.any_target(model)")
         self.vocab = self.config.vocab_size
         context = getattr(self.config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or context, context)
@@ -137,75 +171,95 @@ class Target:
         self.capture({})
 
     def capture(self, needs):
-        """A new decoding: from here on collect what a drafter reads, its `needs`."""
+        """Start a new decoding, and capture what a drafter reads: its `needs`."""
         self.needs = {"kv": (), "hidden": (), **needs}
         self.reset()
 
     def reset(self):
-        """Forget the text; the allocated memory stays."""
-        self.cache.length, self.ids = 0, []                    # ids: what the cache holds
+        """Start a new sequence.  The allocated memory is kept."""
+        self.cache.length = 0
+        self.ids = []                                          # the tokens in the cache
+        self.source = None                                     # an encoder's ids, for the next view
 
     def remaining(self, ids):
-        """How many tokens may follow a prompt; the last one is never forwarded."""
+        """The most tokens that may follow a prompt.  The last one is not forwarded."""
         return self.capacity - len(ids) + 1
 
     def prefill(self, ids, new_tokens=0):
-        """Forget the text and read a prompt, which so many tokens may follow -> logits (V,)."""
+        """Start a new sequence: forward the prompt, and allocate the cache for `new_tokens` more.
+
+        Returns the logits (V,) after the last prompt token.
+        """
         self.reset()
         self.cache.reserve(len(ids) + new_tokens + CHUNK)
         return self.sync(ids)[-1]
 
     @torch.no_grad()
     def forward(self, tokens, parents=None, logits_to_keep=0):
-        """Forward a tree, or a chain (parents None), after the prefix -> logits (n, V)."""
+        """Forward the n nodes of a tree after the prefix; parents None: a chain.
+
+        Returns the logits (n, V), or only the last `logits_to_keep` of them.
+        """
         n, cached = len(tokens), self.cache.length
         end = cached + n
         self.cache.reserve(end)
         slots = torch.arange(cached, end, device=self.device)
-        position, mask = slots, None                           # None: the model's own, causal
+        position, mask = slots, None                           # no mask: the model's own, causal
         if parents is None and cached:
-            parents = slots - cached - 1                       # each node below the one before it
+            parents = slots - cached - 1                       # each node's is the one before it
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            position = cached + depth
-            position = position.clamp(max=self.capacity - 1)   # beyond: never accepted
+            # A node may lie beyond the capacity, where the model has no position for it.  It may
+            # even be accepted, but then the output ends with it, so that its logits choose nothing.
+            position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
-        self.nodes = [tokens, *states]                         # (n,), and (n, D) of each index
+        self.nodes = [tokens, *states]                         # for commit: (n,), (n, D) per index
         return logits
 
-    def run(self, keys, tokens, position, slots, mask, logits_to_keep=0):
-        """Node i, written at slots[i], sees entries j < keys where mask[i, j]; None: causal."""
+    def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
+        """Run the model once.  Node i is written to the cache at slots[i].
+
+        It attends to those of the cache's first `end` entries that mask (n, end) shows it; mask
+        None: the model's causal mask.  Returns a list: logits, and hidden states (n, D) per index.
+        """
         wanted = self.needs["hidden"]
         out = self.model(
-            input_ids=tokens[None], past_key_values=self.cache.step(slots, keys),
+            input_ids=tokens[None], past_key_values=self.cache.step(slots, end),
             use_cache=True, logits_to_keep=logits_to_keep, output_hidden_states=bool(wanted),
             **self.position_and_mask(position, slots, mask))
         states = [out.hidden_states[index][0] for index in wanted]
-        return [out.logits[0], *states]                        # (n, V), and (n, D) of each index
+        return [out.logits[0], *states]
 
     def position_and_mask(self, position, slots, mask):
-        """position_ids, and the mask (1, 1, n, keys) as numbers that are added to the scores."""
+        """position_ids, and the mask (1, 1, n, end) as numbers that are added to the scores."""
         if mask is not None:
             mask = torch.where(mask, 0.0, -torch.inf).to(self.dtype)[None, None]
         return {"position_ids": position[None], "attention_mask": mask}
 
     def commit(self, path, ids):
-        """Nodes `path` of the last forward join the text: a list, root first; ids: their tokens."""
-        nodes = slice(len(path))                               # a chain's are already in place
-        if path != list(range(len(path))):
+        """Append the accepted nodes to the sequence.
+
+        path: their indices in the last tree (a list, the root first).  ids: their token ids.
+        """
+        nodes = slice(len(path))
+        if path != list(range(len(path))):                     # else they are in place already
             nodes = torch.tensor(path).to(self.device, non_blocking=True)
             self.cache.compact(nodes)
         self.cache.length += len(path)
         self.ids += ids
-        self.committed = [of_nodes[nodes] for of_nodes in self.nodes]      # until view
+        self.committed = [of_nodes[nodes] for of_nodes in self.nodes]      # for the next view
 
-    def sync(self, ids, logits_to_keep=1, unchanged=0):
-        """Cache ids, whose first `unchanged` are cached already -> logits (logits_to_keep, V)."""
-        longest = min(len(self.ids), len(ids) - logits_to_keep)        # whose logits are not wanted
-        common = min(unchanged, longest)
+    def sync(self, ids, logits_to_keep=1):
+        """Make the cache hold exactly `ids`, forwarding what follows the common prefix.
+
+        Returns the logits (logits_to_keep, V) after the last ids.
+        """
+        # The last ids are forwarded in any case, since their logits are wanted.
+        longest = min(len(self.ids), len(ids) - logits_to_keep)
+        common = 0
         while common < longest and self.ids[common] == ids[common]:
             common += 1
         self.cache.length = common
@@ -216,7 +270,7 @@ class Target:
         return logits[-logits_to_keep:]
 
     def view(self, root=None):
-        """What the last commit added, and what the drafter reads of the text -> View."""
+        """What the last commit appended, and what the drafter reads of the sequence -> View."""
         tokens, *hidden = self.committed
         ids = self.ids[-len(tokens):]
         length = self.cache.length
@@ -224,11 +278,12 @@ class Target:
         for layer in self.needs["kv"]:
             kv[layer] = [entries[:, :, :length] for entries in self.cache.kv[layer]]
         hidden = dict(zip(self.needs["hidden"], hidden))
-        return View(tokens, length, kv, hidden, ids, root)
+        source, self.source = self.source, None
+        return View(tokens, length, kv, hidden, ids, root, source)
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
-    """Lists (n,) each -> {(parent, token): node}; of children with one token the first counts."""
+    """Lists of n tokens and parents -> {(parent, token): node}.  Of equal children the first."""
     child = {}
     for node, (parent, token) in enumerate(zip(parents, tokens)):
         assert parent < node, "a tree has parents before their children"
@@ -236,7 +291,10 @@ def children(tokens, parents):
     return child
 
 def accept(tokens, parents, choice):
-    """Walk from the root while the target's choice (n,) is a child -> nodes, choice after each."""
+    """Walk down from the root while the target's choice after a node is one of its children.
+
+    tokens, parents, choice: lists of n.  Returns the accepted nodes, and the choice after each.
+    """
     child = children(tokens, parents)
     path, node = [], 0
     while node is not None:
@@ -246,28 +304,37 @@ def accept(tokens, parents, choice):
 
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
-    drafted = tree.tokens.roll(-1)[:, None]                    # (n, 1): none after the last node
+    drafted = tree.tokens.roll(-1)[:, None]                    # (n, 1); the last node has none
     p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
     ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
     u = torch.empty_like(ratio[1:]).uniform_(generator=generator)
     accepted = F.pad(u, (0, 0, 0, 1), value=torch.inf) < ratio
-    # Else one is sampled from norm(max(0, p_target - p_draft)); where they are equal, p_target.
+    # Otherwise the token is sampled from norm(max(0, p_target - p_draft)), or from p_target where
+    # the two are equal.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
-    # An exponential race: torch.multinomial syncs.  One sample is used, so one row of noise serves.
+    # An exponential race samples without the device-to-host syncs of torch.multinomial.  Only the
+    # sample after the last accepted node is used, so that all nodes can share one row of noise.
     noise = torch.empty_like(residual[0]).exponential_(generator=generator)            # (V,)
-    sampled = (residual / noise).argmax(-1, keepdim=True)
+    sampled = (residual / noise).argmax(-1, keepdim=True)                              # (n, 1)
     return torch.where(accepted, drafted, sampled)[:, 0]
 
 def stream(seed, purpose, device="cpu"):
-    """A generator for each (seed, purpose): what samples a draft must not decide its acceptance."""
+    """A generator of its own for each (seed, purpose).
+
+    If one generator both sampled a draft and decided its acceptance, the output would be biased.
+    """
     digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
     number = int(digest.hexdigest()[:14], 16)
     return torch.Generator(device).manual_seed(number)
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=32)
 def keyed_noise(seed, position, vocab, device):
-    """Exponential noise (vocab,) of (seed, position) alone: argmax(p / noise) is a sample of p."""
+    """Exponential noise (vocab,) that depends on (seed, position) alone.
+
+    argmax(p / noise) is a sample of p.  The cache serves positions that were drafted in the last
+    round and are drafted again in this one.
+    """
     noise = torch.empty(vocab, device=device)
     return noise.exponential_(generator=stream(seed, position, device))
 
@@ -280,57 +347,70 @@ class Greedy:
         return (logits / temperature).softmax(-1)
 
     def choose(self, tree, logits, first):
-        """logits (n, V) -> the token after each node (n,).  first: the position after the root."""
+        """The target's logits (n, V) -> the token after each node (n,).
+
+        first: the position of the token that follows the root.
+        """
         return logits.argmax(-1)
 
 class Sampled:
     """The rule of sampling, from the distribution that transformers' own processors make."""
     def __init__(self, temperature=1.0, top_k=None, top_p=None, seed=0):
         self.seed = seed
-        self.processors = LogitsProcessorList([TemperatureLogitsWarper(float(temperature))])
-        for warper, value in ((TopKLogitsWarper, top_k), (TopPLogitsWarper, top_p)):
-            if value:
-                self.processors.append(warper(value))
+        self.processors = generation.LogitsProcessorList()
+        self.processors.append(generation.TemperatureLogitsWarper(float(temperature)))
+        if top_k:
+            self.processors.append(generation.TopKLogitsWarper(top_k))
+        if top_p:
+            self.processors.append(generation.TopPLogitsWarper(top_p))
 
     def warp(self, logits):
         """Logits (n, V) -> the distributions that tokens are sampled from (n, V)."""
         return self.processors(None, logits.float()).softmax(-1)
 
     def probs(self, logits, temperature):
-        return self.warp(logits)                               # as the target's are
+        """A drafter's logits (m, V) -> what a builder sees: warped as the target's are."""
+        return self.warp(logits)
 
     def choose(self, tree, logits, first):
-        """As Greedy.choose, by keyed noise; a sampled chain by speculative sampling."""
+        """As Greedy.choose, by keyed noise; for a sampled chain by speculative sampling."""
         p_target = self.warp(logits)                                                   # (n, V)
         if tree.p_draft is not None:
             generator = stream(self.seed, f"accept {first}", logits.device)
             return accept_drawn(tree, p_target, generator)
+        # All nodes of one depth share their noise, since they share a position.
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        of_vocab = logits.shape[1], logits.device
-        noise = [keyed_noise(self.seed, first + d, *of_vocab) for d in range(len(depth))]
-        noise = torch.stack(noise)[depth]      # (n, V): one for all nodes of a depth
-        return (p_target / noise).argmax(-1)
+        root_alone = len(depth) == 1
+        depths = [0] if root_alone else depth.tolist()         # a device-to-host sync
+        sizes = [depths.count(d) for d in range(max(depths) + 1)]
+        nodes_by_depth = depth.argsort().split(sizes)
+        choice = torch.empty_like(depth)
+        for d, nodes in enumerate(nodes_by_depth):
+            noise = keyed_noise(self.seed, first + d, logits.shape[1], logits.device)
+            choice[nodes] = (p_target[nodes] / noise).argmax(-1)
+        return choice
 
 # ---------------------------------------------------------------- the loop
 class Output:
-    """What generate() returns: tokens, the new ids; rounds, a Round each."""
+    """What generate() returns.  tokens: the new ids; rounds: a Round per target forward."""
     def __init__(self, ids, limit, criteria, streamer):
         self.tokens, self.rounds = [], []
-        self.criteria, self.streamer = StoppingCriteriaList(criteria), streamer
-        self.text = torch.tensor([ids + [0] * limit])          # (1, all): it grows in place
+        self.criteria = generation.StoppingCriteriaList(criteria)
+        self.streamer = streamer
+        self.sequence = torch.tensor([ids + [0] * limit])      # (1, all), filled as tokens come
         self.length, self.ended = len(ids), False
         if streamer:
             streamer.put(torch.tensor([ids]))
 
     def add(self, tokens):
-        """Append tokens up to the limit, or to the first after which a criterion holds -> those."""
+        """Append tokens up to the limit, or up to the first that meets a criterion -> those."""
         new = []
         for token in tokens:
             new.append(token)
-            self.text[0, self.length] = token
+            self.sequence[0, self.length] = token
             self.length += 1
-            full = self.length == self.text.shape[1]
-            self.ended = full or bool(self.criteria(self.text[:, :self.length], None))
+            full = self.length == self.sequence.shape[1]
+            self.ended = full or bool(self.criteria(self.sequence[:, :self.length], None))
             if self.ended:
                 break
         self.tokens += new
@@ -342,13 +422,14 @@ class Output:
 
     @property
     def tau(self):
-        """Average acceptance length: new tokens a round, without the prefill's."""
+        """Average acceptance length: new tokens per round, excluding the one after the prefill."""
         return (len(self.tokens) - 1) / max(1, len(self.rounds))
 
 class Expand:
     """What a builder sees in a round: expand(tokens (m,), parents [m ints]) -> (m, V)."""
     def __init__(self, drafter, rule, memory, root, remaining, generator):
-        self.drafter, self.rule, self.memory = drafter, rule, memory
+        self.drafter, self.rule = drafter, rule
+        self.memory = memory               # a dict for one decoding, that builders of beyond/ use
         self.root, self.remaining, self.generator = root, remaining, generator
         self.tokens, self.parents = [], []                     # by expand_index
 
@@ -357,10 +438,16 @@ class Expand:
         self.parents += parents
         logits = self.drafter.expand(tokens, parents).to(tokens.device).float()        # (m, V)
         temperature = getattr(self.drafter, "temperature", 1.0)
-        return self.rule.probs(logits, temperature).nan_to_num(0.0)        # a row of -inf: zeros
+        probs = self.rule.probs(logits, temperature).nan_to_num(0.0)       # a row of -inf: zeros
+        if hasattr(self.drafter, "adjust"):
+            probs = self.drafter.adjust(probs)
+        return probs
 
     def path(self, tokens, accepted):
-        """The expand_indices of accepted tokens, root first.  tokens: a list, by expand_index."""
+        """The expand_indices of those accepted tokens that were given to expand, the root first.
+
+        tokens: all that were given, a list.  accepted: token ids, the root's first.
+        """
         child = children(tokens, self.parents)
         path, node = [], -1
         for token in accepted:
@@ -370,23 +457,33 @@ class Expand:
         return path
 
 def root_only(expand, root):
-    """The tree of plain decoding: the root alone."""
+    """The builder of plain decoding: the tree is the root alone."""
     return Tree(root, torch.full_like(root, -1))
+
+def prompt_ids(target, input_ids, new_tokens):
+    """input_ids (n,) or (1, n) as a list, if it is one sequence and fits; else UserError."""
+    given = torch.as_tensor(input_ids)
+    shape = tuple(given.shape)
+    ids = given.flatten().tolist()
+    if not ids or shape not in ((len(ids),), (1, len(ids))):
+        raise UserError(f"input_ids have the shape {shape}: give one sequence of tokens")
+    if new_tokens < 1:
+        raise UserError(f"max_new_tokens is {new_tokens}: ask for at least one")
+    if target.remaining(ids) < 1:
+        raise UserError(f"{len(ids)} tokens exceed the context of {target.capacity}: give fewer")
+    return ids
 
 @torch.inference_mode()
 def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, stopping_criteria=(),
              streamer=None):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
 
-    drafter, build: see the top; None and root_only: plain decoding.  input_ids: (n,) or (1, n), or
-    UserError.  rule: Greedy() or Sampled(...).  stopping_criteria, streamer: transformers' own.
+    drafter, build: see the contract at the top; None and root_only are plain decoding.  input_ids:
+    (n,) or (1, n).  rule: Greedy() or Sampled(...).  stopping_criteria, streamer: transformers'
+    own.  The output ends where the target's capacity does.
     """
-    given = torch.as_tensor(input_ids)
-    ids = given.flatten().tolist()
+    ids = prompt_ids(target, input_ids, max_new_tokens)
     limit = min(max_new_tokens, target.remaining(ids))
-    if given.shape[-1] != len(ids) or not ids or limit < 1:
-        raise UserError(f"{len(ids)} tokens, {max_new_tokens} new ones, a context of "
-                        f"{target.capacity}: give one sequence that fits, and at least one of each")
     rule = rule or Greedy()
     out = Output(ids, limit, stopping_criteria, streamer)
     memory = {}
@@ -394,14 +491,14 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     if drafter:
         drafter.reset()
     logits = target.prefill(ids, limit)[None]                  # (1, V), of the first root
-    no_tree = root_only(None, torch.tensor(ids[-1:], device=target.device))
-    root = rule.choose(no_tree, logits, target.cache.length)                           # (1,)
+    last_id = torch.tensor(ids[-1:], device=target.device)
+    root = rule.choose(root_only(None, last_id), logits, target.cache.length)          # (1,)
     new = out.add(root.tolist())
     while not out.ended:
-        # Draft: the drafter proposes a tree that hangs from the root x_t.
+        # Draft: the drafter proposes a tree below the root x_t.
         if drafter:
             drafter.begin(target.view(new[-1]))
-        first = target.cache.length + 1
+        first = target.cache.length + 1                        # the position after the root's
         remaining = limit - len(out.tokens) - 1
         generator = stream(rule.seed, f"draft {first}", target.device)
         expand = Expand(drafter, rule, memory, new[-1], remaining, generator)
@@ -412,26 +509,122 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         logits = target.forward(tree.tokens, tree.parents)                             # (n, V)
         choice = rule.choose(tree, logits, first)                                      # (n,)
 
-        # Accept: walk down while the target's choice is a child.
+        # Accept: walk down while the target's choice is a child.  One device-to-host sync reads
+        # the tree, the choices, and the tokens that the builder gave to expand.
         n = len(tree.tokens)
         numbers = torch.cat((tree.tokens, tree.parents, choice, *expand.tokens)).tolist()
-        tokens = numbers[:n]
-        parents = numbers[n:2 * n]
+        tokens, parents = numbers[:n], numbers[n:2 * n]
         assert tokens[0] == new[-1], "a tree begins with the root"
         path, new = accept(tokens, parents, numbers[2 * n:3 * n])
 
-        # Commit: the accepted nodes join the cache; the target's own token is the next root.
+        # Commit: the accepted nodes are cached; the target's own token is the next root.
         accepted = [tokens[node] for node in path]
         target.commit(path, accepted)
-        root = choice[path[-1]:][:1]
+        last = path[-1]
+        root = choice[last:last + 1]                                                   # (1,)
         if drafter:
             drafter.keep(expand.path(numbers[3 * n:], accepted))
         new = out.add(new)
         out.rounds.append(Round(new, path, tokens, parents))
     return out
 
+# ---------------------------------------------------------------- inside transformers' generate()
+class speculative:
+    """A callable for model.generate(..., custom_generate=speculative(drafter, build)).
+
+    The arguments of generate() keep their meaning: lengths, sampling, stopping criteria, streamer.
+    So a pipeline works, too.  What cannot be served is refused by a UserError.  For stop strings
+    pass stopping_criteria=[StopStringCriteria(tokenizer, strings)], because transformers 5.23 loses
+    the tokenizer that belongs to stop_strings.
+
+    target: the Target of the model, if it is not to be Target(model); see runtime/targets.py.
+    last: the Output of the last call, whose last.tau is the average acceptance length.
+    """
+    def __init__(self, drafter, build, target=None):
+        self.drafter, self.build, self.target = drafter, build, target
+        self.last = None
+
+    def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
+                 streamer=None, **model_kwargs):
+        # transformers 5.23 does not pass a callable the streamer of generate() or its assistant.
+        caller = inspect.currentframe().f_back.f_locals
+        streamer = streamer or caller.get("streamer")
+        assistant = caller.get("assistant_model")
+        refuse(input_ids, logits_processor, generation_config, assistant, model_kwargs)
+        if self.target is None or self.target.model is not model:
+            self.target = Target(model)
+        if generation_config.do_sample:
+            seed = torch.randint(2 ** 31, (1,)).item()         # torch.manual_seed() decides it
+            rule = Sampled(seed=seed)
+            rule.processors = logits_processor
+        else:
+            rule = Processed(logits_processor)
+        if streamer:
+            streamer = AfterPrompt(streamer)
+        limit = generation_config.max_length - input_ids.shape[1]
+        self.last = generate(self.target, self.drafter, self.build, input_ids, limit, rule,
+                             stopping_criteria, streamer)
+        new = torch.tensor([self.last.tokens], device=input_ids.device)
+        ids = torch.cat((input_ids, new), dim=1)
+        if generation_config.return_dict_in_generate:
+            return generation.GenerateDecoderOnlyOutput(sequences=ids)
+        return ids
+
+class Processed(Greedy):
+    """Greedy decoding after logits processors."""
+    def __init__(self, processors):
+        self.processors = processors
+
+    def choose(self, tree, logits, first):
+        return self.processors(None, logits.float()).argmax(-1)
+
+class AfterPrompt:
+    """A streamer that has been shown the prompt already, as generate() does, and not again."""
+    def __init__(self, streamer):
+        self.streamer, self.end, self.prompt_seen = streamer, streamer.end, False
+
+    def put(self, ids):
+        if self.prompt_seen:
+            self.streamer.put(ids)
+        self.prompt_seen = True
+
+# Logits processors that look at the scores alone.  Others look at the tokens before, too, which
+# differ from node to node of a tree.
+SCORES_ALONE = {
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
+    "TopHLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
+    "SuppressTokensLogitsProcessor", "InfNanRemoveLogitsProcessor", "LogitNormalization"}
+# What generate() prepares for its own loops, and what it can return, but `speculative` cannot
+PREPARED = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+def refuse(input_ids, processors, config, assistant, model_kwargs):
+    """Raise UserError for arguments of generate() that `speculative` cannot serve."""
+    mode = config.get_generation_mode(assistant)
+    if mode not in ("greedy_search", "sample"):
+        raise UserError(f"{mode.value} is not served: leave its arguments out, and choose greedy "
+                        "decoding or sampling")
+    if len(input_ids) != 1:
+        raise UserError(f"{len(input_ids)} sequences: give one, with num_return_sequences=1")
+    for processor in processors:
+        name = type(processor).__name__
+        if name not in SCORES_ALONE:
+            raise UserError(f"{name} may look at earlier tokens: switch it off, in the arguments "
+                            "or in model.generation_config")
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not mask.all():
+        raise UserError("the attention mask hides tokens: give a prompt without padding")
+    given = [name for name, value in model_kwargs.items() if value is not None]
+    unserved = [name for name in given if name not in PREPARED]
+    unserved += [name for name in NOT_RETURNED if getattr(config, name, None)]
+    if unserved:
+        raise UserError(f"{unserved[0]} is not served: leave it out")
+
+# ---------------------------------------------------------------- the demo
 def main():
-    """Of all tokens below the root one is right: two tokens a round, those of plain decoding."""
+    """Every token of the vocabulary is a child of the root, so exactly one child matches the
+    target's choice.  Each round therefore yields two tokens.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
@@ -444,7 +637,7 @@ def main():
     out = generate(Target(model), None, build, [3], 41)
     own = model(torch.tensor([[3, *out.tokens]])).logits[0].argmax(-1)    # no cache, no mask
     assert own[:-1].tolist() == out.tokens and out.tau == 2
-    print("41 tokens in 20 rounds, token for token plain decoding's")
+    print("41 tokens in 20 rounds, the same as those of plain decoding")
 
 if __name__ == "__main__":
     main()

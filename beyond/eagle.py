@@ -1,10 +1,10 @@
-"""EAGLE (arXiv 2401.15077), the baseline of EDD's Table 1: a layer that predicts features.
+"""EAGLE (arXiv 2401.15077), a baseline of EDD's Table 1: a layer that predicts features.
 
-The idea.  A feature is what the target's head reads, its last hidden state after the last norm.
-EAGLE is one layer of the target's class.  It reads the embedding of token i beside the feature of
-token i - 1, and predicts the feature of token i.  The target's own head, which does not learn,
-turns a feature into logits.  The target knows the features of committed tokens.  Those of drafted
-tokens are EAGLE's own predictions.
+The idea.  A feature is what the target's LM head reads: the last hidden state, after the last norm.
+EAGLE is one layer of the target's class.  It reads the embedding of token i together with the
+feature of token i - 1, and predicts the feature of token i.  The target's own head, frozen, turns
+this into logits of token i + 1.  The features of committed tokens are known from the target.  At a
+drafted token EAGLE has to go on from its own prediction.
 
     paper                               shape          name here
     t_i, the tokens                     (B, T)         ids
@@ -16,17 +16,17 @@ tokens are EAGLE's own predictions.
     L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.divergence, W_CLS
 
 Differences from the paper:
- 1. It drafts any tree.  A node needs its parent's predicted feature, so a node whose parent comes
-    in the same call takes another forward.
- 2. It learns without noise on the features.
- 3. SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D), and the gradient
-    of the cross entropy does not.  The published weight of 0.1 at D = 4096 keeps its balance at
-    width D as 0.1 sqrt(4096 / D).
- 4. The first token has no feature before it, so it has no KV entry and no prediction.
+ 1. It drafts any tree.  A node needs the predicted feature of its parent.  So expand runs the layer
+    once for each generation of the nodes that it is given.
+ 2. Training adds no noise to the features.
+ 3. SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D), and that of the
+    cross entropy does not.  w_cls is 0.1 at the published D = 4096; here it is 0.1 sqrt(4096 / D),
+    which keeps the balance of the two.
+ 4. The first token of a text has no feature before it: it has no KV entry and no prediction.
 
 The architecture is the published one: training/convert.py reads its weights.
 
-    python -m beyond.eagle     # the demo: drafting begins with what training computes
+    python -m beyond.eagle     # the demo: the root's logits are those that training computes
     python train.py eagle
 """
 from dataclasses import dataclass
@@ -39,27 +39,25 @@ from torch import nn
 
 import edd
 
-W_CLS = 0.1                      # weight of the cross entropy beside SmoothL1 ...
-PUBLISHED = 4096                 # ... at this width
-VARIANTS = {"eagle": {"hidden": -1, "loss": "smooth l1 + ce"}}     # names for train.py
-
+W_CLS = 0.1                      # w_cls ...
+PUBLISHED = 4096                 # ... at this width (difference 3)
+VARIANTS = {"eagle": {"hidden": -1, "loss": "smooth l1 + ce"}}     # for train.py: name, settings
 
 @dataclass
 class Config(edd.Config):
-    """As edd.Config.  bias: of FC; some published weights have none."""
+    """As edd.Config.  bias: whether FC has one; some published weights have none."""
     loss: str = "smooth l1 + ce"
     kind: str = "eagle"
     bias: bool = True
 
     @classmethod
     def for_target(cls, model, hidden=-1, **more):
-        """As edd.Config.for_target; the last of hidden_states are the features."""
+        """As edd.Config.for_target.  hidden: the last of the hidden_states are the features."""
         return super().for_target(model, hidden, **more)
-
 
 # ---------------------------------------------------------------- the draft model
 class Eagle(edd.DraftModel):
-    """FC and one layer, between the target's embedding and its head, which do not learn."""
+    """FC and one layer, between the target's embedding and head, which are frozen."""
     config_class = Config
 
     def __init__(self, config, model):
@@ -77,16 +75,13 @@ class Eagle(edd.DraftModel):
         weight = model.get_output_embeddings().weight.detach()
         self.target.head = partial(F.linear, weight=weight)
 
-    def embedded(self, ids):
-        """e(t_i).  ids (..., m) -> (..., m, D)"""
-        with torch.no_grad():
-            return self.target.embed(ids)
-
     def inputs(self, ids, before):
         """FC([e(t_i), f_{i-1}]).  ids (..., m), before (..., m, D) -> (..., m, D)"""
-        x = torch.cat((self.embedded(ids), before), -1)                        # (..., m, 2 D)
+        with torch.no_grad():
+            embedded = self.target.embed(ids)                                  # (..., m, D)
+        x = torch.cat((embedded, before), -1)                                  # (..., m, 2 D)
         x = x.to(self.fc.weight.dtype)
-        # Under autocast, too, in the type of the weights
+        # Autocast would give the layer another dtype than its weights'.
         return self.fc(x).to(x.dtype)
 
     def logits(self, feature):
@@ -94,75 +89,76 @@ class Eagle(edd.DraftModel):
         return self.target.head(feature)
 
     def forward(self, ids, feature):
-        """ids (B, T), feature (B, T, D) of the target -> f^_1 ... f^_{T-1} (B, T - 1, D)"""
+        """ids (B, T), the target's feature (B, T, D) -> f^_1 ... f^_{T-1} (B, T - 1, D)"""
         x = self.inputs(ids[:, 1:], feature[:, :-1])
         return self.causal(x)
 
     def divergence(self, predicted, feature, target_logits):
-        """L_reg + w_cls L_cls, summed over rows.  predicted, feature (n, D), logits (n, V) -> ()"""
+        """L_reg + w_cls L_cls, summed over n positions -> ()
+
+        predicted, feature (n, D): f^ and f.  target_logits (n, V).
+        """
         width = predicted.shape[-1]
         distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
         p_target = target_logits.float().softmax(-1)                           # (n, V)
-        crossed = edd.cross_entropy(self.logits, predicted, p_target)
-        # Difference 3: the published balance at this width
-        weight = W_CLS * (PUBLISHED / width) ** 0.5
-        return distance / width + weight * crossed
+        cross_entropy = edd.cross_entropy(self.logits, predicted, p_target)
+        w_cls = W_CLS * (PUBLISHED / width) ** 0.5
+        return distance / width + w_cls * cross_entropy
 
     def loss(self, batch):
         """As edd.EDD.loss."""
         feature = batch["hidden"][self.config.hidden]                          # (B, T, D)
         predicted = self(batch["ids"], feature)                                # (B, T - 1, D)
-        # The first row has no prediction: it is padding, which the loss mask leaves out.
+        # The first token has no prediction.  Padding stands there, and the loss mask leaves it out.
         predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
         loss_mask = F.pad(batch["learn"][:, 1:], (1, 0))                       # (B, T)
         total = batch["sum"](self.divergence, loss_mask, predicted, feature, batch["logits"])
         return total / batch["count"]
 
-
 # ---------------------------------------------------------------- decoding
-def ready(parents, nodes):
-    """How many of these nodes, from the first on, have parents among the first `nodes` nodes."""
+def count_ready(parents, known):
+    """How many nodes, from the first on, have a parent among the first `known` nodes.
+
+    parents: list of indices of nodes, -1 for the root's.
+    """
     for i, parent in enumerate(parents):
-        if parent >= nodes:
+        if parent >= known:
             return i
     return len(parents)
 
-
 class Drafter(edd.Drafter):
-    """Decoding with EAGLE: committed tokens have the target's features, nodes predicted ones."""
+    """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
     def reset(self):
         """Forget the sequence."""
         super().reset()
-        self.features = None             # (1 + nodes, D): the last committed token's, each node's
-
-    def new_features(self, view):
-        """The target's features of newly committed tokens -> (k, D)"""
-        return view.hidden[self.config.hidden].to(self.device)
+        # Row 0: the target's feature of the last committed token, None before the first round.
+        # Row 1 + i: the predicted feature of node i.
+        self.features = None                                                   # (1 + nodes, D)
 
     @torch.no_grad()
     def begin(self, view):
-        """A round starts: encode the committed tokens, each beside the feature before it."""
-        self.next_round(view)
-        known = self.new_features(view)                                        # (k, D)
+        """Start a round: encode the newly committed tokens, each with the feature before it."""
+        self.paths = []
+        new = view.hidden[self.config.hidden].to(self.device)                  # (k, D)
+        known = new
         if self.features is not None:
-            # The feature of the token before comes first.
-            known = torch.cat((self.features[:1], known))                      # (1 + k, D)
+            known = torch.cat((self.features[:1], new))                        # (1 + k, D)
         before = known[:-1]
-        # The first token of all has no feature before it.
+        # Of a whole prompt the first token is left out: no feature comes before it.
         tokens = view.tokens[len(view.tokens) - len(before):]
         self.encode(self.model.inputs(tokens.to(self.device), before))
         self.features = known[-1:]
 
     @torch.no_grad()
     def expand(self, tokens, parents):
-        """As edd.Drafter.expand, a forward for each generation of the nodes."""
+        """As edd.Drafter.expand, with one forward for each generation of the nodes."""
         tokens = tokens.to(self.device)
         logits = []
         while parents:
-            # The nodes whose parents' features are known
-            count = ready(parents, len(self.paths))
-            before = self.features[[parent + 1 for parent in parents[:count]]]         # (count, D)
+            # These nodes' parents have features already.
+            count = count_ready(parents, len(self.paths))
+            before = self.features[[1 + parent for parent in parents[:count]]]         # (count, D)
             x = self.model.inputs(tokens[:count], before)                              # (count, D)
             predicted = self.run_nodes(x, parents[:count])                             # (count, D)
             self.features = torch.cat((self.features, predicted))
@@ -171,9 +167,9 @@ class Drafter(edd.Drafter):
             parents = parents[count:]
         return torch.cat(logits)
 
-
+# ---------------------------------------------------------------- demo
 def main():
-    """The root's logits are those that training computes.  A node reads a predicted feature."""
+    """The root's logits are those that training computes; a node's are not, as f^ is not f."""
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
     target = LlamaForCausalLM(config).double()
@@ -186,12 +182,11 @@ def main():
     trained = model.logits(model(ids[None], feature))[0].detach()              # (11, V)
     drafter = Drafter(model)
     drafter.begin(SimpleNamespace(tokens=ids[:9], length=9, hidden={2: feature[0, :9]}))
-    drafted = drafter.expand(ids[9:11], [-1, 0])
+    drafted = drafter.expand(ids[9:11], [-1, 0])                               # (2, V)
     error = (drafted[0] - trained[8]).abs().max()
     assert error < 1e-6, error
     assert (drafted[1] - trained[9]).abs().max() > 1e-3
     print(f"at the root training = decoding: largest difference {error:.0e}")
-
 
 if __name__ == "__main__":
     main()

@@ -1,50 +1,52 @@
-"""Graft: one tree from two drafters, a neural one and Max-Gram, whose proposals cost nothing.
+"""Graft: one tree from two drafters, a neural one and Max-Gram, which drafts without a forward.
 
 It is in none of the three papers, and joins all three.  Max-Gram is section 3.3 of Cascade
-Speculative Drafting (arXiv 2312.11462); the tree is PCT's, of Effective Draft Decoder with Pruned
-Candidate Tree (ACL 2025), at prices (priced.py); the neural drafter may be GLIDE (arXiv
-2402.02082).
+Speculative Drafting (arXiv 2312.11462).  The tree is the pruned candidate tree of Effective Draft
+Decoder with Pruned Candidate Tree (ACL 2025), priced (priced.py).  The neural drafter may be GLIDE
+(arXiv 2402.02082).
 
-The idea.  Max-Gram's proposal costs nothing to draft.  A neural drafter's forward costs s_d,
-however many nodes it reads.  So one forward reads a node and Max-Gram's chain after it, as far as
-that is likely.
-Its rows say how likely each token of the chain is, and what else may follow.  One forward over n
-suggested tokens deepens the tree by n + 1.
+The idea.  One forward of a neural drafter takes about s_d, however many nodes it reads.  Max-Gram
+suggests a chain of tokens without any forward.  So one forward reads a node *and* the chain that
+Max-Gram suggests after it.  It gives a distribution after each token of the chain: how likely the
+chain's next token is, and which other tokens may follow.  Where the drafter agrees with a chain of
+n tokens, this one forward makes the tree n + 1 tokens deeper.
 
-Two parts, each of use without the other:
+There are two parts, and each is of use without the other:
 
-    Beside     the mixture of a drafter with Max-Gram: one drafter, by verify.py's contract, for any
-               tree of any builder.
-    graft      the builder, for a drafter that can suggest(token, parent, most, match) -> up to
-               `most` ids that may follow a token below a node, and a confidence in each (lists).
-               `parent` is the node's expand_index, `match` the least length of a match.  Where
-               nothing is suggested, graft is pct_cost.
+    Mixture    a neural drafter and Max-Gram as one drafter, by verify.py's contract: it goes with
+               every builder.
+    graft      the builder.  It works with any drafter that has `suggest` (see priced.py), as
+               Mixture does.  Where nothing is suggested, graft builds the tree of pct_cost.
 
     symbol              shape      name here
     p_draft             (k, V)     the drafter's probabilities, where Max-Gram predicts a token
     p                   (k, 1)     p_draft of the token that Max-Gram predicts
-    w                   (k, 1)     the weight of Max-Gram's prediction in the mixture
+    w                   (k, 1)     the mixture weight of Max-Gram's prediction
     rho                 (k, 1)     the predicted token's probability in the mixture
     D, N, E, T, r, s               as in priced.py
 
-The mixture, at a node after which Max-Gram has a match of LEAST tokens or more:
+The mixture.  At a node after which Max-Gram's match is LEAST tokens or longer, the builder sees
 
     (1 - w) p_draft + w delta_predicted                                                         (1)
 
-Without agreement w is Max-Gram's confidence by length of match.  With it, the drafter's p counts:
+instead of p_draft.  At all other nodes it sees p_draft.  p_draft is what the builder would see
+without Max-Gram: calibrated probabilities under greedy decoding, and under sampling those after the
+target's own temperature, top-k and top-p.  The mixture weight w is Max-Gram's confidence by length
+of match.  Where an agreement (a, b, c) was fitted, it also depends on the drafter's p:
 
     logit rho = a + b length + c logit p,      rho = (1 - w) p + w                              (2)
 
-Where the drafter has no prediction, its row is uniform and w is the confidence by length: there is
-nothing to agree with.
+Where the drafter has no prediction, p_draft is uniform and w is the confidence by length of match:
+there is nothing to agree with.
 
 To use it, with verify.py, cape.py, pct.py, maxgram.py and beyond/priced.py:
 
-    both = graft.Beside(drafter, maxgram.MaxGram())
-    verify.generate(target, both, graft.graft, text)
+    drafter = graft.Mixture(drafter, maxgram.MaxGram())
+    verify.generate(target, drafter, graft.graft, ids)
 
-    python -m beyond.graft        # the demo: a drafter beside Max-Gram, and one forward for a chain
+    python -m beyond.graft        # the demo: a mixture, and one forward for a chain
 """
+from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 
@@ -57,46 +59,48 @@ from cape import constant
 from maxgram import LENGTHS, MaxGram, N, ints
 from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
 
-CHAIN = 16              # suggested tokens after one node, at most
-LEAST = 2               # shorter matches are not mixed with a neural drafter's predictions
+CHAIN = 16              # the most suggested tokens after one node
+LEAST = 2               # a shorter match is not mixed, and its chain is not read by a forward
 
 # ---------------------------------------------------------------- the builder
 def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
           max_nodes=MAX_NODES, chain=CHAIN):
-    """pct_cost over two drafters: one whose forward costs s_d, one whose suggestions cost nothing.
+    """pct_cost with suggested chains.  chain: the most suggested tokens after one node.
 
-    chain: suggested tokens after one node, at most.  depth: the most forwards.  Prices: as in
-    pct_cost.  Returns a Tree of at most 1 + max_nodes nodes, no deeper than expand.remaining.
+    depth: the most forwards.  Prices: as in pct_cost.  Returns a Tree of at most 1 + max_nodes
+    nodes, no deeper than expand.remaining.
     """
     prices = checked(cost, node_price, start)
     depth = clamp_depth(expand, width, depth, max_nodes)
     gram = max_gram_alone(expand)
     if gram is not None:
         return priced_chain(expand, root, gram, prices, max_nodes)
-    # What is suggested after the root is a tree already, without any forward: D = 0.
-    alone = Announced(expand, root, width)
-    hang(alone, 0, chain, least=node_price)
-    before = most_profitable(alone, prices, max_nodes)
-    if not worth_drafting(expand, before):
-        return alone.tree(before.nodes)
 
-    # Each forward reads the frontier and a suggested chain.
+    # The tree without any forward: the root and the chain that is suggested after it.
+    undrafted = Announced(expand, root, width)
+    add_suggested(undrafted, 0, chain, least=node_price)
+    before = most_profitable(undrafted, prices, max_nodes)
+    if not worth_drafting(expand, before):
+        return undrafted.tree(before.nodes)
+
+    # Each forward reads the frontier and one suggested chain.
     candidates = Announced(expand, root, width)
     grow = partial(grow_with_chain, candidates, most=chain, least=node_price)
     r = draft_by_price(candidates, grow, prices, depth, max_nodes)
-    # What is suggested after the nodes that no forward read hangs there at no cost.
+    # After the nodes that no forward has read, suggested chains are added without a forward.
+    price = r * node_price
     for j in candidates.nodes():
-        unread = j not in candidates.expand_index
-        if unread and candidates.p[j] > r * node_price:
-            hang(candidates, j, chain, least=r * node_price)
+        if j not in candidates.expand_index and candidates.p[j] >= price:
+            add_suggested(candidates, j, chain, least=price)
     after = most_profitable(candidates, prices, max_nodes)
     remember(expand, before, after)
     return candidates.tree(after.nodes)
 
 def suggested(candidates, node, most, least, match=0):
-    """What may follow a node -> up to `most` ids, and a confidence in each: lists.
+    """The chain that is suggested after a node -> up to `most` ids, a confidence in each: lists.
 
-    least: only tokens whose joint probability p is expected above it.  match: as Beside.suggest's.
+    It ends before the first token whose joint probability, by these confidences, is below `least`.
+    match: as in drafter.suggest.
     """
     expand = candidates.expand
     drafter = getattr(expand, "drafter", None)
@@ -109,31 +113,39 @@ def suggested(candidates, node, most, least, match=0):
     p = candidates.p[node]
     for n, c in enumerate(confidences):
         p *= c
-        if p <= least:
+        # No node has probability zero, whatever a node costs.
+        if p < least or p == 0:
             return ids[:n], confidences[:n]
     return ids, confidences
 
-def hang(candidates, node, most, least):
-    """Add the suggested chain below a node, without a forward, while p is above `least`."""
-    for token, c in zip(*suggested(candidates, node, most, least)):
-        children = candidates.add_children(node, [c], [token])
-        node = children[token]
+def add_suggested(candidates, node, most, least):
+    """Add the suggested chain after a node to the candidates, without a forward."""
+    ids, confidences = suggested(candidates, node, most, least)
+    for token, c in zip(ids, confidences):
+        node = candidates.add_child(node, c, token)
+
+def add_children(candidates, node, c, x):
+    """As Candidates.add_children -> the children, as {token: node}"""
+    first_child = len(candidates.token)
+    candidates.add_children(node, c, x)
+    children = range(first_child, len(candidates.token))
+    return {candidates.token[child]: child for child in children}
 
 def grow_with_chain(candidates, frontier, most, least):
-    """As Candidates.grow, with a chain of up to `most` tokens after the most probable node.
+    """As Candidates.grow; the same forward reads the chain suggested after the best node.
 
-    The chain is read in the same forward, while p is expected to be above `least`.  It ends at a
-    token that is not among the best children.
+    most, least: as in `suggested`.  A token of the chain becomes a node if the drafter has it among
+    the `width` best children of the node before it.  Where it has not, the chain ends.
     """
     best = candidates.ranked(frontier)[0]
-    # Children of the chain's last token must be no deeper than what remains.
+    # The forward also drafts children of the chain's last token.  They must not be too deep.
     remaining = getattr(candidates.expand, "remaining", float("inf"))
-    deepest = remaining - candidates.depth[best] - 1
-    chain, _ = suggested(candidates, best, min(most, deepest), least, LEAST)
+    longest = remaining - candidates.depth[best] - 1
+    chain, _ = suggested(candidates, best, min(most, longest), least, LEAST)
     if not chain:
         return candidates.grow(frontier)
 
-    # The forward reads the frontier, `best` last; then the chain, each token below the one before.
+    # What the forward reads: the frontier with `best` as its last node, then the chain below it.
     first_child = len(candidates.token)
     first_index = candidates.given
     nodes = [node for node in frontier if node != best]
@@ -147,14 +159,14 @@ def grow_with_chain(candidates, frontier, most, least):
 
     for i, node in enumerate(nodes):
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
-    # Each token of the chain is a node, if it is among the best children of the one before.
+        children = add_children(candidates, node, c[i], x[i])
+    # `children` are those of `best` now, then those of one token of the chain after the other.
     for i, token in enumerate(chain, len(nodes)):
         if token not in children:
             break
         node = children[token]
         candidates.expand_index[node] = first_index + i
-        children = candidates.add_children(node, c[i], x[i])
+        children = add_children(candidates, node, c[i], x[i])
     return range(first_child, len(candidates.token))
 
 # ---------------------------------------------------------------- the mixture
@@ -165,7 +177,7 @@ def to_device(device, *lists):
     return torch.tensor(numbers, dtype=torch.long, device=device).split(lengths)
 
 def merged(views):
-    """Views of consecutive rounds as one, that committed what all of them did -> View."""
+    """The views of consecutive rounds as one View, of a round that committed all their tokens."""
     if len(views) == 1:
         return views[0]
     tokens = torch.cat([view.tokens for view in views])
@@ -173,19 +185,24 @@ def merged(views):
     hidden = {}
     for layer in views[-1].hidden:
         hidden[layer] = torch.cat([view.hidden[layer] for view in views])
-    # The last one's keys and values are those of all rounds.
+    # The last view's keys and values contain those of the earlier ones.
     return views[-1]._replace(tokens=tokens, hidden=hidden, ids=ids)
 
-class Beside:
-    """A neural drafter beside Max-Gram: one drafter, by the contract at the top of verify.py.
+# What Max-Gram predicts after some nodes that expand is given, (k,) each: the indices of these
+# nodes among the given ones, the predicted tokens, the lengths of the matches.
+Predictions = namedtuple("Predictions", "rows tokens lengths")
+
+class Mixture:
+    """A neural drafter mixed with Max-Gram: one drafter, by the contract at the top of verify.py.
 
     drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None.
 
-    expand's rows, in greedy decoding's softmax at `temperature`, are the mixture of Eq. 1 where
-    Max-Gram has a match of LEAST tokens or more; elsewhere they are the drafter's own.
-    predicted: of each node given to expand, the token that Max-Gram predicts after it, or None.
+    expand gives the drafter's own logits, and adjust turns the probabilities that they become into
+    the mixture of Eq. 1.
+    predicted: for each node given to expand, the token that Max-Gram predicts after it, or None.
 
-    A round that does not ask the drafter costs nothing there: it reads what it missed when asked.
+    In rounds that do not call expand, the neural drafter does nothing.  What these rounds committed
+    it reads, all at once, in the next round that does.
     """
 
     def __init__(self, drafter, gram, agreement=None):
@@ -197,23 +214,23 @@ class Beside:
 
     @property
     def temperature(self):
-        """At which the drafter's confidence is calibrated, and so is the mixture."""
+        """The drafter's calibration temperature."""
         return getattr(self.drafter, "temperature", 1.0)
 
     def reset(self):
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
-        self.views = []                          # of rounds that the drafter was not asked in
+        self.unread = []                         # views that the neural drafter has not been shown
         self.root = None
-        self.places = []
+        self.places = []                         # by expand_index: the text's end at each node
         self.predicted = []
-        self.announced = None
+        self.announced = None                    # Predictions of nodes that expand is given next
 
     def begin(self, view):
-        """A round starts.  Max-Gram is shown what was committed; the drafter, when it is asked."""
-        self.views.append(view)
-        # The ids and the root's on the host, where the view has them: no device-to-host sync.
+        """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
+        self.unread.append(view)
+        # A view has its ids on the host, too: no device-to-host sync.
         ids = getattr(view, "ids", None)
         self.gram.commit(view.tokens if ids is None else ids)
         self.root = getattr(view, "root", None)
@@ -221,20 +238,21 @@ class Beside:
         self.predicted = []
 
     def keep(self, path):
-        """Of the drafter's nodes these stay; to Max-Gram they come back as committed tokens."""
-        asked = not self.views
-        if asked:
+        """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
+        drafted = not self.unread
+        if drafted:
             self.drafter.keep(path)
 
+    # ------------------------------------------------ Max-Gram's predictions
     def place_after(self, token, parent):
-        """The Place after a token below a node (-1: below the committed text)."""
-        above = self.gram.here() if parent < 0 else self.places[parent]
-        return self.gram.after(above, token)
+        """maxgram.Place after a token below the node with expand_index `parent` (-1: the root's)"""
+        before = self.gram.here() if parent < 0 else self.places[parent]
+        return self.gram.after(before, token)
 
     def prediction(self, place, match):
-        """What Max-Gram predicts next -> (token, or None; length of its match).
+        """Max-Gram's next token at a place -> (token, length of its match).
 
-        None where that is shorter than `match`.
+        The token is None where there is none, or where its match is shorter than `match`.
         """
         chunk, length = self.gram.chunk(place, 1)
         if not chunk or length < match:
@@ -242,10 +260,7 @@ class Beside:
         return chunk[0], length
 
     def suggest(self, token, parent=-1, most=N, match=0):
-        """Max-Gram's chain after a token below a node -> up to `most` ids, a confidence in each.
-
-        It ends before a token whose match is shorter than `match`.
-        """
+        """Max-Gram's chain after a token (priced.py) -> up to `most` ids, a confidence in each."""
         ids, confidences = [], []
         place = self.place_after(token, parent)
         token, length = self.prediction(place, match)
@@ -256,11 +271,8 @@ class Beside:
             token, length = self.prediction(place, match)
         return ids, confidences
 
-    def predictions(self, ids, parents):
-        """What Max-Gram predicts after new nodes, which are counted -> lists (k,).
-
-        rows: the nodes after which it predicts a token; the tokens; the lengths of the matches.
-        """
+    def predict(self, ids, parents):
+        """Add nodes, ids and parents as lists -> three lists, as in Predictions."""
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)
@@ -274,53 +286,52 @@ class Beside:
         return rows, predicted, lengths
 
     def announce(self, ids, parents, device):
-        """Tokens that expand is given next, and their parents: lists -> tokens (m,) on the device.
+        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device.
 
-        They need not be read back.  With Max-Gram's predictions they are one host-to-device copy.
+        Tokens and predictions are one host-to-device copy.
         """
-        tokens, *self.announced = to_device(device, ids, *self.predictions(ids, parents))
+        tokens, *predictions = to_device(device, ids, *self.predict(ids, parents))
+        self.announced = Predictions(*predictions)
         return tokens
 
+    # ------------------------------------------------ the mixture
     def expand(self, tokens, parents):
-        """One forward of the drafter.  tokens (m,), parents [m ints] -> logits (m, V), mixed."""
-        if self.views:
-            self.drafter.begin(merged(self.views))
-            self.views = []
-        found = self.announced
+        """One forward of the drafter.  tokens (m,), parents [m ints] -> its own logits (m, V)."""
+        if self.unread:
+            self.drafter.begin(merged(self.unread))
+            self.unread = []
+        self.predictions = self.announced
         self.announced = None
-        if found is None:
-            # Read before the forward is launched: afterwards the host would wait for it.
-            known = parents == [-1] and self.root is not None
-            ids = [self.root] if known else ints(tokens)
-            found = to_device(tokens.device, *self.predictions(ids, parents))
-        logits = self.drafter.expand(tokens, parents)                            # (m, V)
-        rows, predicted, lengths = [x.to(logits.device) for x in found]
-        return self.mixed(logits, rows, predicted, lengths) if len(rows) else logits
+        if self.predictions is None:
+            # The tokens are read before the forward starts: afterwards the host would wait for it.
+            is_root = parents == [-1] and self.root is not None
+            ids = [self.root] if is_root else ints(tokens)
+            self.predictions = Predictions(*to_device(tokens.device, *self.predict(ids, parents)))
+        return self.drafter.expand(tokens, parents)
 
-    def mixed(self, logits, rows, predicted, lengths):
-        """Logits (m, V) whose `rows`, in a softmax at `temperature`, are Eq. 1.
+    def adjust(self, probs):
+        """What a builder sees of the last expand.  probs (m, V) -> (m, V), Eq. 1 where it applies.
 
-        rows, predicted, lengths: (k,).
+        probs: as a builder would see them without Max-Gram.  A row of zeros is no prediction.
         """
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        table = constant(tuple(self.gram.confidence), dtype, logits.device)
-        predicted = predicted[:, None]                                           # (k, 1)
-        lengths = lengths[:, None]                                               # (k, 1)
+        rows, predicted, lengths = self.predictions
+        if not len(rows):
+            return probs
+        p_draft = probs[rows]                                                    # (k, V)
+        mixture = self.mixture(p_draft, predicted[:, None], lengths[:, None])
+        return probs.index_copy(0, rows, mixture)
+
+    def mixture(self, p_draft, predicted, lengths):
+        """Eq. 1.  p_draft (k, V), predicted tokens (k, 1), lengths (k, 1) -> (k, V)"""
+        table = constant(tuple(self.gram.confidence), p_draft.dtype, p_draft.device)
         confidence = table[lengths.clamp(max=len(table) - 1)]                    # (k, 1)
-        own = logits[rows].to(dtype) / self.temperature                          # (k, V)
-        # Where the drafter has no prediction its row is -inf: there any token is as likely.
-        none = own.isneginf().all(1, keepdim=True)                               # (k, 1)
-        log_p = own.masked_fill(none, 0.0).log_softmax(1)
-        p = log_p.gather(1, predicted).exp()                                     # (k, 1)
+        has_none = ~(p_draft > 0).any(1, keepdim=True)                           # (k, 1)
+        p_draft = p_draft.masked_fill(has_none, 1 / p_draft.shape[1])
+        p = p_draft.gather(1, predicted)                                         # (k, 1)
         w = confidence
         if self.agreement is not None:
-            w = torch.where(none, confidence, self.weight(p, lengths))
-        # Eq. 1: (1 - w) p_draft, and for the predicted token w more
-        rho = p + w * (1 - p)
-        mixture = log_p + torch.log1p(-w)
-        mixture = mixture.scatter(1, predicted, rho.log())
-        mixture = (self.temperature * mixture).to(logits.dtype)
-        return logits.index_copy(0, rows, mixture)
+            w = torch.where(has_none, confidence, self.weight(p, lengths))
+        return ((1 - w) * p_draft).scatter_add(1, predicted, w)
 
     def weight(self, p, lengths):
         """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
@@ -328,13 +339,13 @@ class Beside:
         lengths = lengths.clamp(max=LENGTHS).to(p)
         p = p.clamp(1e-6, 1 - 1e-6)
         rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
-        # rho = (1 - w) p + w, unless the drafter is surer by itself
+        # From rho = (1 - w) p + w.  Where the drafter's own p is above rho, nothing is mixed in.
         w = (rho - p) / (1 - p)
         return w.clamp(min=0)
 
 # ---------------------------------------------------------------- demo
 def main():
-    """A drafter that always expects "over", beside Max-Gram, which knows the sentence."""
+    """A drafter that always expects "over", mixed with Max-Gram, which finds the sentence again."""
     words = ["", *"the quick brown fox jumps over a lazy dog . i saw :".split()]
     ids = {word: i for i, word in enumerate(words)}
     text = [ids[word] for word in "the quick brown fox jumps . i saw : the quick".split()]
@@ -347,18 +358,19 @@ def main():
         return row.repeat(len(parents), 1)
 
     drafter = SimpleNamespace(needs={}, reset=list, begin=id, expand=drafter_expand)
-    both = Beside(drafter, MaxGram())
-    both.begin(SimpleNamespace(tokens=torch.tensor(text)))
+    mixed = Mixture(drafter, MaxGram())
+    mixed.begin(SimpleNamespace(tokens=torch.tensor(text)))
     brown = ids["brown"]
 
     def expand(tokens, parents):
-        return both.expand(tokens, parents).softmax(-1)
+        logits = mixed.expand(tokens, parents)
+        return mixed.adjust(logits.softmax(-1))
 
-    expand.drafter, expand.root, expand.remaining = both, brown, 4
+    expand.drafter, expand.root, expand.remaining = mixed, brown, 4
     tree = graft(expand, torch.tensor([brown]), cost=0.01, node_price=0.1)
     shown = [words[i] for i in tree.tokens.tolist()]
     assert shown[:3] == ["brown", "fox", "jumps"], "the chain that Max-Gram suggests"
-    assert "over" in shown, "beside it what the drafter expects"
+    assert "over" in shown, "and what the drafter expects"
     assert forwards[0] == 1 + 3, "one forward reads the root and the chain"
     print("tree:", *shown, f"  by {len(forwards)} forwards")
 

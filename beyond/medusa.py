@@ -1,8 +1,8 @@
-"""MEDUSA-1 (arXiv 2401.10774), the baseline of EDD's Table 1: heads that predict further ahead.
+"""MEDUSA-1 (arXiv 2401.10774), a baseline of EDD's Table 1: heads that predict further ahead.
 
 The idea.  The target's head predicts the next token from the last feature.  MEDUSA adds K heads,
-which predict the tokens after that one from the same feature, each by itself.  A round runs all of
-them once.  What a head predicts depends on the depth alone, whatever the path to a node.
+which predict the K tokens after that one from the same feature, each by itself.  A round runs all
+of them once.  So what is predicted after a node depends on its depth alone, not on the path to it.
 
     paper                                       shape          name here
     h_t, the last hidden state                  (..., D)       feature: hidden_states[-1]
@@ -10,14 +10,14 @@ them once.  What a head predicts depends on the depth alone, whatever the path t
     p_t^(k) = softmax(W_2 (...)), k = 1 ... K   (..., V)       heads[k - 1]; k counts from 0 here
     - lambda_k log p_t^(k)(y_{t+k+1})           ()             Medusa.loss; lambda_k: DECAY^k
 
-Positions.  Feature i has read token i, and the target's head predicts token i + 1 from it.  So
-head k, counted from 0, predicts token i + 2 + k.  In a round i is the last committed token, the
-root is token i + 1, and head d predicts what follows a node at depth d.
+Positions.  Feature i has read token i, and the target's head predicts token i + 1 from it.  So head
+k, counted from 0, predicts token i + 2 + k.  In a round, i is the last committed token and the root
+is token i + 1.  So head d predicts what follows a node at depth d.
 
 Differences from the paper:
- 1. It drafts any tree.  A node deeper than the heads reach has no prediction.
- 2. W_2 starts as the target's head and W_1 at zero, as there, and so does b.
- 3. A row counts for head k where the loss mask keeps the row of the token before its label.
+ 1. It drafts any tree.  After a node that is deeper than the heads reach there is no prediction.
+ 2. As there, W_2 starts as the target's head and W_1 as zero; here b starts as zero, too.
+ 3. The loss mask of plain training says which tokens are labels.  Head k learns from the same ones.
 
 The architecture is the published one: training/convert.py reads its weights.
 
@@ -35,9 +35,8 @@ from torch import nn
 import edd
 
 HEADS = 5                        # K
-DECAY = 0.8                      # the loss of head k has the weight DECAY^k
-VARIANTS = {"medusa": {"hidden": -1, "loss": "ce"}}                # names for train.py
-
+DECAY = 0.8                      # head k's loss has the weight DECAY^k
+VARIANTS = {"medusa": {"hidden": -1, "loss": "ce"}}                # for train.py: name, settings
 
 @dataclass
 class Config(edd.Config):
@@ -48,12 +47,11 @@ class Config(edd.Config):
 
     @classmethod
     def for_target(cls, model, hidden=-1, **more):
-        """As edd.Config.for_target; the last of hidden_states are the features."""
+        """As edd.Config.for_target.  hidden: the last of the hidden_states are the features."""
         return super().for_target(model, hidden, **more)
 
-
 class Medusa(edd.DraftModel):
-    """K heads on the feature of one token."""
+    """K heads that read the feature of one token."""
     config_class = Config
 
     def __init__(self, config, model):
@@ -68,42 +66,42 @@ class Medusa(edd.DraftModel):
             self.heads.append(self.own(model.get_output_embeddings()))
 
     def forward(self, feature):
-        """feature (..., D) -> [K of (..., D)], one for each head to read"""
+        """feature (..., D) -> list of K tensors (..., D): what each head reads"""
         feature = feature.to(self.w[0].weight)
         return [feature + F.silu(w(feature)) for w in self.w]
 
     def loss(self, batch):
-        """As edd.EDD.loss: sum over k of DECAY^k times the cross entropy of head k."""
+        """As edd.EDD.loss: the sum over k of DECAY^k times the cross entropy of head k."""
         total = 0
-        xs = self(batch["hidden"][self.config.hidden])                         # [K of (B, T, D)]
+        xs = self(batch["hidden"][self.config.hidden])                         # K of (B, T, D)
         for k, x in enumerate(xs):
-            # The label of row i is token i + 2 + k, which row i + 1 + k predicts in plain training.
+            # At position i the label is token i + 2 + k.  Plain training predicts that token at
+            # position i + 1 + k, so the loss mask is read there.
             labels = batch["ids"].roll(-2 - k, 1)                              # (B, T)
             loss_mask = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]           # (B, T)
             loss = partial(edd.cross_entropy, self.heads[k])
             total += DECAY ** k * batch["sum"](loss, loss_mask, x, labels)
         return total / batch["count"]
 
-
 class Drafter(edd.Drafter):
-    """Decoding with MEDUSA-1: a table of logits for each depth, once a round."""
+    """Drafts with MEDUSA-1, by the contract of a drafter in verify.py."""
 
     @torch.no_grad()
     def begin(self, view):
-        """A round starts: all heads run, on the last committed token's feature."""
+        """Start a round: run all heads, on the last committed token's feature."""
         self.paths = []
         feature = view.hidden[self.config.hidden][-1]                          # (D,)
-        xs = self.model(feature)                                               # [K of (D,)]
-        logits = [head(x) for head, x in zip(self.model.heads, xs)]            # [K of (V,)]
-        nothing = torch.full_like(logits[0], float("-inf"))
-        self.table = torch.stack([*logits, nothing])                           # (K + 1, V)
+        xs = self.model(feature)                                               # K of (D,)
+        logits = [head(x) for head, x in zip(self.model.heads, xs)]            # K of (V,)
+        none = torch.full_like(logits[0], float("-inf"))
+        # Row d: what follows a node at depth d.  The last row is for all deeper nodes.
+        self.table = torch.stack([*logits, none])                              # (K + 1, V)
 
     def expand(self, tokens, parents):
-        """Logits (m, V) by the depth of each node; -inf beyond the last head."""
+        """As in the contract, without a forward -> logits (m, V) by the depth of each node."""
         depths = [len(path) - 1 for path in self.add_paths(parents)]
         deepest = self.config.heads
         return self.table[[min(depth, deepest) for depth in depths]]
-
 
 def main():
     """Untrained heads predict what the target does; beyond the last head there is no prediction."""
@@ -120,7 +118,6 @@ def main():
     assert error < 1e-6, error
     assert drafted[2].isinf().all()
     print(f"untrained heads = the target's head: largest difference {error:.0e}")
-
 
 if __name__ == "__main__":
     main()

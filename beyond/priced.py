@@ -1,82 +1,111 @@
-"""PCT with prices: a tree that gives the most tokens for the time of a round.
+"""Priced PCT (`pct-cost`): the tree that gives the most expected tokens for the time of a round.
 
-It is in none of the three papers.  EDD's section 3.2 (pct.py) takes a verified node as free,
-charges a drafting step to each node rather than to a depth, and takes a token as worth s_t however
-fast the round is.  Its two thresholds, s_d / s_t and that of leaves, are set apart.
+It is in none of the three papers.  It follows the pruned candidate tree of EDD (section 3.2,
+pct.py) and differs from it in what it counts as time:
 
-The idea.  Both thresholds follow from one aim.  The unit of time is a plain decoding step, s_t.  A
-round that drafts D times and verifies the nodes N, besides the root,
+    a verified node      is free in PCT; here it has a price
+    a drafter forward    is charged in PCT to every node that it expands; here once, to the depth
+    an accepted token    is worth one target step in PCT; here the time that the current round needs
+                         for a token, which is less the faster the round is
 
-    takes   T = 1 + start + D cost + |N| node_price        plain steps
-    gives   E = 1 + sum_{j in N} p_j                       tokens: the target's own, the accepted
+So PCT's two thresholds, s_d / s_t and the leaf threshold, both follow from measured prices.
 
-and the aim is the highest rate E / T.  Let r be a rate already reached: at first 1, that of plain
-decoding.  E / T >= r exactly where E - r T >= 0 (Dinkelbach).  That difference is a sum over nodes
-and forwards, where the fraction is none:
+The idea.  The unit of time is one target step, s_t.  A round that runs the drafter D times and then
+verifies the root and a set N of further nodes
+
+    takes   T = 1 + D cost + (start + |N| node_price, if N is not empty)      target steps
+    gives   E = 1 + sum_{j in N} p_j                                          expected tokens
+
+The 1 in E is the target's own token, and p_j is the probability that node j is accepted.  The aim
+is the highest rate E / T.  To decide node by node, let r be a rate that is reached already: at
+first 1, the rate of plain decoding.  Then E / T >= r exactly where E - r T >= 0 (Dinkelbach's
+method), and this difference is a sum with a term for each node and each forward:
 
     E - r T = 1 - r - r start + sum_{j in N} (p_j - r node_price) - D r cost                    (1)
 
-    Nodes.     A node is worth verifying where
-                   p_j >= r node_price                                                          (2)
-    Forwards.  One more costs r cost once, however many nodes it expands.  The last one read the
-               nodes R and drafted the layer L; of R's probability it kept the share
-                   s = sum_{j in L, p_j >= r node_price} p_j / sum_{j in R} p_j                 (3)
-               The next one is expected to keep the same share.  So it expands
-                   F = {j in L : s p_j >= r node_price}                                         (4)
-               and it is worth its price where
-                   sum_{j in F} (s p_j - r node_price) >= r cost                                (5)
-    Drafting.  A round has a tree N_0 before its first forward, of E_0 and T_0: the root alone, with
-               E_0 = T_0 = 1, or what is suggested to it for nothing (graft.py).  Drafting makes
-               them E and T.  E / T >= E_0 / T_0 exactly where
-                   E - E_0 >= (T - T_0) E_0 / T_0                                               (6)
-               A round drafts where this holds of what drafting gained and took lately in this
-               text, two running means.  Else N_0 is verified; the root alone is plain decoding.
+Nodes.  A node is worth verifying where its term is not negative:
 
-Each forward raises r, if (2) gives a higher E / T.  At the end all drafting is paid for: the tree
-is the n most probable nodes, for the n of highest E / T, and n may be 0.
+    p_j >= r node_price                                                                         (2)
+
+Forwards.  One more forward costs r cost, however many nodes it expands.  The last forward expanded
+the nodes R and drafted their children, the layer L.  Of R's probability the layer kept the share
+
+    s = sum_{j in L, p_j >= r node_price} p_j / sum_{j in R} p_j                                (3)
+
+The next forward is expected to keep the same share: a node j that it expands gets children of
+probability s p_j in all.  So it expands the nodes F where this covers a node's price,
+
+    F = {j in L : s p_j >= r node_price}                                                        (4)
+
+and the forward itself is worth its price where
+
+    sum_{j in F} (s p_j - r node_price) >= r cost                                               (5)
+
+After each forward, r becomes the rate of the nodes drafted so far, chosen by (2), if that is
+higher.  When drafting ends, the forwards are paid for, whatever is verified.  So the tree is the n
+most probable nodes, for the n <= max_nodes with the highest E / T.  It may be n = 0.
+
+Rounds.  A round may also not draft at all.  Then it verifies a tree N_0: the root alone, with
+E_0 = T_0 = 1, or what Max-Gram suggests without a forward (graft.py).  Drafting turns E_0 and T_0
+into E and T, and E / T >= E_0 / T_0 exactly where
+
+    E - E_0 >= (T - T_0) E_0 / T_0                                                              (6)
+
+Both differences are known only after drafting.  So two running means hold what drafting gained and
+what it took in recent rounds of the same sequence, and a round drafts where (6) holds for them.
+The first round of a sequence drafts.
 
     symbol           unit           name here
-    s_d / s_t        plain steps    cost: one drafter forward
-    node_price       plain steps    node_price: one more verified node
-    start            plain steps    start: what any drafted round takes besides
+    s_d / s_t        target steps   cost: one drafter forward
+    node_price       target steps   node_price: one more verified node
+    start            target steps   start: what a tree takes in addition, however small it is
     D                forwards       Candidates.drafts
     p_j              probability    Candidates.p
     r                tokens/step    r
     s                share          s
 
-Max-Gram alone drafts without a forward: D = 0.  Its tree is its chain, as long as (1) grows.
+Max-Gram alone (a cascade without models) drafts without a forward, D = 0.  Its tree is a chain, cut
+at the length with the highest E / T.
 
 To use it, beside pct.py: pct.py's own example, with this builder in the place of pct.pct.
 
     tree = priced.pct_cost(expand, root, cost=0.07, node_price=0.012)
 
-Where expand has `memory`, a dict that lasts for a text, Eq. 6 remembers there.  Without it, and at
-the start of a text, a round drafts.  `prices_of` finds the prices in timed decodings.
+What this folder asks of expand and drafter beyond verify.py's contract; all of it is optional:
 
-    python -m beyond.priced       # the demo: a node goes where it costs more than it gives
+    expand.memory         a dict that lasts for a sequence; the running means of (6) are kept in it.
+                          Without it every round drafts.
+    drafter.suggest(token, parent, most, match) -> (ids, confidences)
+                          for graft.py: a chain of up to `most` ids that may follow `token`, and a
+                          confidence in each.  The token stands below the node with expand_index
+                          `parent` (-1: it is the root).  match: the shortest match to predict from.
+    drafter.announce(ids, parents, device) -> tokens (m,)
+                          called with what expand is given next, as lists.  A drafter that needs the
+                          ids on the host (graft.Mixture) then has no need to read them back.
+
+    python -m beyond.priced       # the demo: a node is verified where it gives more than it costs
 """
 from collections import namedtuple
-from statistics import median, quantiles
+from statistics import linear_regression, median, quantiles
 
 import torch
 
 from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
 
-NODE_PRICE = 0.01       # of one more verified node, in plain steps, where it was not measured
-START = 0.0             # of a drafted round besides, where it was not measured
-# What a round gained and took moves what is expected by LEARN of the difference.  Without drafting
-# the gain moves by FORGET towards a token a round: after a while it is tried again.
-LEARN, FORGET = 0.2, 0.003
+NODE_PRICE = 0.01       # in target steps, where it was not measured
+START = 0.0             # in target steps, where it was not measured
+LEARN = 0.2             # how far a round that drafts moves the running means to its gain and time
+FORGET = 0.003          # how far any other moves the mean gain to 1: drafting is tried again later
 
 Prices = namedtuple("Prices", "cost node_price start")
-# Nodes to verify (but the root), the tokens that a round then gives, the plain steps that it takes
+# A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps
 Plan = namedtuple("Plan", "nodes E T")
 PLAIN = Plan([], 1.0, 1.0)
 
 # ---------------------------------------------------------------- the builder
 def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
              max_nodes=MAX_NODES):
-    """PCT whose thresholds follow from prices.  cost, node_price, start: in plain steps.
+    """PCT whose thresholds follow from prices.  cost, node_price, start: in target steps.
 
     Returns a Tree of at most 1 + max_nodes nodes.
     """
@@ -87,58 +116,68 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
         return priced_chain(expand, root, gram, prices, max_nodes)
     candidates = Announced(expand, root, width)
     plan = PLAIN
-    if worth_drafting(expand, plan):
+    if worth_drafting(expand, before=PLAIN):
         draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
         plan = most_profitable(candidates, prices, max_nodes)
         remember(expand, PLAIN, plan)
     return candidates.tree(plan.nodes)
 
 def checked(cost, node_price, start):
-    """-> Prices"""
-    assert 0 <= cost <= 1, f"cost {cost} is s_d / s_t: between 0 and 1"
+    """The prices of pct_cost, as Prices."""
+    assert cost >= 0, f"cost {cost} is s_d / s_t: not below zero"
     assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
     assert start >= 0, f"start {start} is a time: not below zero"
     return Prices(cost, node_price, start)
 
+# ---------------------------------------------------------------- whether a round drafts: Eq. 6
 def worth_drafting(expand, before):
-    """Eq. 6, as drafting went lately in this text.  before: the Plan without any forward."""
+    """Eq. 6 for the running means of this sequence -> bool.  before: the Plan without drafting.
+
+    Where it does not hold, the mean gain moves by FORGET.
+    """
     memory = getattr(expand, "memory", {})
-    gain, time = memory.get(kind_of(before), (1.0, 0.0))
+    kind = kind_of(before)
+    gain, time = memory.get(kind, (1.0, 0.0))
     worth = gain >= time * before.E / before.T
     if not worth:
-        memory[kind_of(before)] = gain + FORGET * (1 - gain), time
+        memory[kind] = gain + FORGET * (1 - gain), time
     return worth
 
 def remember(expand, before, after):
-    """What drafting gained and took, for Eq. 6 in later rounds.  before, after: Plans."""
+    """Move the running means by LEARN, after a round that drafted.  before, after: Plans."""
     memory = getattr(expand, "memory", {})
-    now = after.E - before.E, after.T - before.T
-    expected = memory.get(kind_of(before), now)
-    moved = [old + LEARN * (new - old) for old, new in zip(expected, now)]
-    memory[kind_of(before)] = tuple(moved)
+    kind = kind_of(before)
+    gain = after.E - before.E
+    time = after.T - before.T
+    mean_gain, mean_time = memory.get(kind, (gain, time))
+    mean_gain += LEARN * (gain - mean_gain)
+    mean_time += LEARN * (time - mean_time)
+    memory[kind] = mean_gain, mean_time
 
 def kind_of(before):
-    """Rounds that have a suggestion gain less by drafting: each kind has its own running means."""
+    """Rounds with a suggested chain gain less by drafting: they have running means of their own."""
     return "suggested" if before.nodes else "root alone"
 
+# ---------------------------------------------------------------- drafting: Eq. 2 to 5
 def draft_by_price(candidates, grow, prices, depth, max_nodes):
-    """Draft while a forward is expected to be worth its price -> the rate reached.
+    """Draft while one more forward is expected to be worth its price -> r, the rate reached.
 
-    grow(frontier) drafts once -> the new nodes, the layer L.
+    grow(frontier) runs the drafter once -> the new nodes, the layer L.
     """
     p = candidates.p
     frontier = [0]
     r = 1.0
     while frontier and candidates.drafts < depth:
         layer = grow(frontier)
-        r = max(r, rate_at(r, candidates, prices))
+        r = max(r, rate_at(r, candidates, prices, max_nodes))
         price = r * prices.node_price
-        # Eq. 3.  The nodes of a grafted chain are read by the forward that drafts them (graft.py).
-        read = frontier + [j for j in layer if j in candidates.expand_index]
-        worth = [p[j] for j in layer if p[j] >= price]
-        s = sum(worth) / sum(p[j] for j in read)
+        # Eq. 3.  R is the frontier; in graft.py also the nodes of a suggested chain, which the same
+        # forward both drafted and expanded.
+        R = frontier + [j for j in layer if j in candidates.expand_index]
+        kept = [p[j] for j in layer if p[j] >= price]
+        s = sum(kept) / sum(p[j] for j in R)
         # Eq. 4
-        frontier = [j for j in unread(candidates, layer) if s * p[j] >= price]
+        frontier = [j for j in expandable(candidates, layer) if s * p[j] >= price]
         frontier = candidates.best(frontier, max_nodes)
         # Eq. 5
         gain = sum(s * p[j] - price for j in frontier)
@@ -146,48 +185,25 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
             break
     return r
 
-class Announced(Candidates):
-    """Candidates whose tokens are announced: a drafter beside Max-Gram needs them on the host."""
-
-    def __init__(self, expand, root, width):
-        super().__init__(expand, root, width)
-        self.token[0] = getattr(expand, "root", None)
-
-    def tokens_of(self, nodes):
-        """As Candidates.tokens_of."""
-        if nodes == [0]:
-            return self.root                     # its id is in the drafter's view
-        ids = [self.token[node] for node in nodes]
-        parents = [self.parent_index(node) for node in nodes]
-        return self.announce(ids, parents)
-
-    def announce(self, ids, parents):
-        """The ids that expand is given next, and their parents' expand_indices: lists -> (m,)"""
-        drafter = getattr(self.expand, "drafter", None)
-        if hasattr(drafter, "announce"):
-            return drafter.announce(ids, parents, self.root.device)
-        return torch.tensor(ids, device=self.root.device)
-
-def unread(candidates, layer):
-    """The nodes of a layer that the drafter can still read, and below which the output goes on."""
+def expandable(candidates, layer):
+    """Nodes of a layer that no forward has expanded yet, and whose children are not too deep."""
     remaining = getattr(candidates.expand, "remaining", float("inf"))
     nodes = [j for j in layer if j not in candidates.expand_index]
     return [j for j in nodes if candidates.depth[j] < remaining]
 
-def rate_at(r, candidates, prices):
-    """E / T, if drafting ended here and the nodes were verified that are worth it at the rate r."""
-    D = candidates.drafts
-    # Eq. 2
+def rate_at(r, candidates, prices, max_nodes):
+    """E / T, if drafting ended here and the nodes of Eq. 2 were verified, at most max_nodes."""
     worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]
+    worth = sorted(worth, reverse=True)[:max_nodes]
     E = 1 + sum(worth)
-    T = 1 + prices.start + D * prices.cost + len(worth) * prices.node_price
+    T = 1 + candidates.drafts * prices.cost + prices.start + len(worth) * prices.node_price
     return E / T
 
 def most_profitable(candidates, prices, max_nodes):
-    """The Plan of highest E / T after all drafting: the n most probable nodes, for the best n."""
+    """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n."""
     E = 1.0
-    T = 1.0 + candidates.drafts * prices.cost    # of the root alone
-    best = Plan([], E, T)
+    T = 1.0 + candidates.drafts * prices.cost
+    best = Plan([], E, T)                        # n = 0: the root alone
     T += prices.start
     ranked = candidates.ranked(candidates.nodes())
     for n, j in enumerate(ranked[:max_nodes], 1):
@@ -197,26 +213,51 @@ def most_profitable(candidates, prices, max_nodes):
             best = Plan(ranked[:n], E, T)
     return best._replace(nodes=sorted(best.nodes))
 
+class Announced(Candidates):
+    """Candidates that announce their tokens to a drafter with `announce` (see the top)."""
+
+    def __init__(self, expand, root, width):
+        super().__init__(expand, root, width)
+        self.token[0] = getattr(expand, "root", None)
+
+    def tokens_of(self, nodes):
+        """As Candidates.tokens_of."""
+        if nodes == [0]:
+            return self.root                     # the drafter's view has its id
+        ids = [self.token[node] for node in nodes]
+        parents = [self.parent_index(node) for node in nodes]
+        return self.announce(ids, parents)
+
+    def announce(self, ids, parents):
+        """Lists of ids and parents, to be given to expand next -> the ids as a tensor (m,)"""
+        drafter = getattr(self.expand, "drafter", None)
+        if hasattr(drafter, "announce"):
+            return drafter.announce(ids, parents, self.root.device)
+        return torch.tensor(ids, device=self.root.device)
+
 # ---------------------------------------------------------------- Max-Gram alone
 def max_gram_alone(expand):
-    """The MaxGram of a drafter that has nothing else (a cascade without models), or None."""
+    """The MaxGram of a cascade without models; None for every other drafter."""
     drafter = getattr(expand, "drafter", None)
     alone = getattr(drafter, "stages", None) == []
     return drafter.gram if alone else None
 
 def priced_chain(expand, root, gram, prices, most):
-    """Max-Gram's chain of the length of highest E / T: D = 0, and the length may be 0 -> Tree."""
+    """Max-Gram's chain, cut at the length with the highest E / T, which may be 0 -> Tree"""
     most = min(most, expand.remaining)
-    ids, n = [], 0
-    p = E = best_rate = 1.0
-    T = 1 + prices.start
+    ids = []
+    best_length = 0
+    best_rate = 1.0
+    p = 1.0
+    E = 1.0
+    T = 1.0 + prices.start
     place = gram.after(gram.here(), expand.root)
     while len(ids) < most:
         chunk, length = gram.chunk(place, 1)
         if not chunk:
             break
         p *= gram.confidence_of(length)
-        # Eq. 2, at the rate of plain decoding: nothing further can pay.
+        # Eq. 2 at r = 1: no token from here on can raise the rate.
         if p < prices.node_price:
             break
         ids += chunk
@@ -224,74 +265,83 @@ def priced_chain(expand, root, gram, prices, most):
         T += prices.node_price
         if E / T > best_rate:
             best_rate = E / T
-            n = len(ids)
+            best_length = len(ids)
         place = gram.after(place, chunk[0])
-    chain = torch.tensor(ids[:n], dtype=root.dtype, device=root.device)
+    chain = torch.tensor(ids[:best_length], dtype=root.dtype, device=root.device)
     tokens = torch.cat((root, chain))
-    parents = torch.arange(-1, n, device=root.device)
+    parents = torch.arange(-1, best_length, device=root.device)
     return Tree(tokens, parents)
 
 # ---------------------------------------------------------------- the prices, from timed decodings
+# What one timed decoding took, summed over its rounds.  Counts: its rounds, the verified nodes
+# without the roots, the drafter's forwards.  Seconds: in the drafter's begin, in its forwards, in
+# the target's forwards, in all else.  The prefill is left out.
+Spent = namedtuple("Spent", "rounds nodes forwards begin draft verify other")
+
 def prices_of(turns):
-    """Prices from short decodings that took turns -> {label: {"cost", "node_price", "start", ...}}.
+    """Prices from short timed decodings -> {label: {"cost", "node_price", "start", "begin",
+    "cost_range", "node_price_range"}}, in target steps.
 
-    turns: {label: list of (plain, short, deep, wide)}, totals of a plain decoding and of three with
-    a drafter: seconds "draft", "verify", "other", counts "rounds" (above 0), "nodes" and
-    "draft_forwards".  short and deep have chains, of as many drafts as nodes, or of none, as
-    Max-Gram's.  A round takes
+    turns: list of (plain, {label: [Spent, ...]}).  In each turn the target decodes plainly once,
+    and with the drafter `label` in a few small trees of several sizes, some 1 to 8 nodes.
 
-        t = s_t + start + D cost + |N| node_price                                               (7)
+        s_t           mean seconds of a target forward of one token, in plain decoding
+        cost          s_d / s_t: mean seconds of one forward of the drafter over s_t (EDD, 3.2)
+        begin         seconds of the drafter's begin in a round over s_t; `start` contains them
+        node_price    slope of the target's seconds in a round over the nodes, divided by s_t; a
+                      property of the target, so all drafters have one price
+        start         what else a round with a tree takes beyond a plain one
 
-    so three kinds of rounds tell the three prices.  A node's price is the target's: it is the
-    median over all turns of all labels.  cost and start are medians over the label's own turns:
-    another program disturbs some turns, not most.  In plain steps, as are the lists "cost_range"
-    and "node_price_range", the quartiles over turns.  A label without a turn that drafted is left
-    out.
+    Each is computed for each turn, and the median over the turns is taken: another program disturbs
+    some turns, not most.  The ranges are the quartiles over the turns.  A label whose decodings
+    have no rounds (the text ended at once) is left out.
     """
-    solved = {label: [solve(*turn) for turn in its if tells(*turn)] for label, its in turns.items()}
-    solved = {label: found for label, found in solved.items() if found}
-    node_prices = [found.node_price for its in solved.values() for found in its]
-    node_price = max(0.0, median(node_prices or [0.0]))
+    turns = [(plain, of_label) for plain, of_label in turns if plain.rounds]
+    slopes = [node_slope(plain, of_label) for plain, of_label in turns]
+    slopes = [slope for slope in slopes if slope is not None] or [NODE_PRICE]
+    node_price = max(0.0, median(slopes))
+    labels = {label: None for _, of_label in turns for label in of_label}
     prices = {}
-    for label, its in solved.items():
-        # Their sum is what was seen; the price of a node is known better.
-        both = [found.cost + found.node_price for found in its]
-        low, high = quartiles(both)
-        start = median(found.start for found in its)
-        prices[label] = {
-            "cost": max(0.0, median(both) - node_price),
-            "node_price": node_price,
-            "start": max(0.0, start),
-            "cost_range": [low - node_price, high - node_price],
-            "node_price_range": quartiles(node_prices)}
+    for label in labels:
+        costs, begins, starts = [], [], []
+        for plain, of_label in turns:
+            spent = total(of_label.get(label, []))
+            if not spent.rounds:
+                continue
+            s_t = plain.verify / plain.rounds
+            costs.append(spent.draft / max(1, spent.forwards) / s_t)
+            begins.append(spent.begin / spent.rounds / s_t)
+            besides = (spent.begin + spent.verify + spent.other) / spent.rounds
+            plain_round = (plain.verify + plain.other) / plain.rounds
+            nodes = spent.nodes / spent.rounds
+            starts.append((besides - plain_round) / s_t - nodes * node_price)
+        if costs:
+            prices[label] = {
+                "cost": median(costs),
+                "node_price": node_price,
+                "start": max(0.0, median(starts)),
+                "begin": median(begins),
+                "cost_range": quartiles(costs),
+                "node_price_range": quartiles(slopes)}
     return prices
 
-def per_round(total):
-    """Averages over the rounds of a decoding -> seconds, drafts, nodes."""
-    seconds = total["draft"] + total["verify"] + total["other"]
-    rounds = total["rounds"]
-    return seconds / rounds, total["draft_forwards"] / rounds, total["nodes"] / rounds
+def node_slope(plain, of_label):
+    """One more node in target steps, by least squares over the trees of a turn.
 
-def tells(plain, short, deep, wide):
-    """Whether Eq. 7 can be solved: the text did not end before much was drafted."""
-    _, _, N_short = per_round(short)
-    _, _, N_deep = per_round(deep)
-    _, D_wide, N_wide = per_round(wide)
-    return N_deep > N_short and N_wide > D_wide
+    None where they all have one size.
+    """
+    decodings = [spent for many in of_label.values() for spent in many if spent.rounds]
+    nodes = [spent.nodes / spent.rounds for spent in decodings]
+    seconds = [spent.verify / spent.rounds for spent in decodings]
+    if len(set(nodes)) < 2:
+        return None
+    s_t = plain.verify / plain.rounds
+    return linear_regression(nodes, seconds).slope / s_t
 
-def solve(plain, short, deep, wide):
-    """Eq. 7 for one turn -> Prices, in plain steps."""
-    s_t, _, _ = per_round(plain)
-    t_short, _, N_short = per_round(short)
-    t_deep, _, N_deep = per_round(deep)
-    t_wide, D_wide, N_wide = per_round(wide)
-    # A chain one token longer takes one draft and one node more: cost + node_price.
-    both = (t_deep - t_short) / (N_deep - N_short)
-    start = t_short - s_t - N_short * both
-    # The wide tree has further nodes than one a draft.
-    further = t_wide - s_t - start - D_wide * both
-    node_price = further / (N_wide - D_wide)
-    return Prices((both - node_price) / s_t, node_price / s_t, start / s_t)
+def total(decodings):
+    """The sum of several Spent."""
+    zeros = Spent(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    return Spent(*map(sum, zip(zeros, *decodings)))
 
 def quartiles(values):
     """The lower and the upper quartile of a list."""
@@ -302,7 +352,7 @@ def quartiles(values):
 
 # ---------------------------------------------------------------- demo
 def main():
-    """One likely token and two unlikely ones: what a node costs decides how many are verified."""
+    """Three tokens of probability 0.6, 0.3 and 0.1: what a node costs decides how many stay."""
     row = torch.tensor([0.0, 0.6, 0.3, 0.1])
 
     def expand(tokens, parents):
@@ -314,7 +364,7 @@ def main():
         tree = pct_cost(expand, root, cost=0.1, node_price=node_price, depth=1)
         sizes.append(len(tree.tokens) - 1)
     assert sizes == [3, 3, 2, 0], sizes
-    print("nodes at prices 0, 0.05, 0.2 and 1:", *sizes)
+    print("verified nodes at prices 0, 0.05, 0.2 and 1:", *sizes)
 
 if __name__ == "__main__":
     main()

@@ -15,7 +15,6 @@ from torch.overrides import TorchFunctionMode
 import cape
 from verify import ancestor_mask
 
-BUILDERS = (cape.chain, cape.drawn, cape.cape, cape.fixed, cape.beam)
 ROOT_0 = torch.tensor([0])
 
 def table_expand(table):
@@ -60,7 +59,7 @@ def sequences(tree):
     assert len(found) == len(set(found)) == len(tree.parents)
     return found
 
-def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), limit=32):
+def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), max_nodes=32):
     """Section 4.2 read literally, on Python floats -> (chain, {(position, token)} of the extras that stay)."""
     chain, candidates, joint, here = [], [], 1.0, root
     for i in range(gamma):
@@ -73,8 +72,7 @@ def paper_sets(table, root, gamma, sizes=(7, 5, 3, 1), edges=(0.3, 0.6, 0.8), li
         joint *= p
         here = ranked[0]
         chain.append(here)
-    # The cap is told before it is known how long the chain is
-    return chain, {(i, x) for _, i, x in sorted(candidates, reverse=True)[:limit - gamma]}
+    return chain, {(i, x) for _, i, x in sorted(candidates, reverse=True)[:max_nodes - len(chain)]}
 
 def beams(row, start, gamma, width):
     """All hypotheses that a beam search meets, by brute force: row(sequence) -> a list of probabilities."""
@@ -87,21 +85,17 @@ def beams(row, start, gamma, width):
 
 # ---------------------------------------------------------------- the paper's numbers
 def test_the_constants_are_the_papers():
-    """4.2: "we set S(p) to be 7, 5, 3, and 1 for p in the ranges of (0, 0.3], (0.3, 0.6], (0.6, 0.8], and (0.8, 1]".
-    5.1: "set proposal length gamma to be 5".  5.3: "Our CAPE sets the maximum number of tokens for verification at each
-    step to be 32"; "GLIDE+BeamSearch, where we set the beam size equal to 4".  5.4: "we set the size of the expansion sets
-    to 4, which is the average size of the practical expansion sets".
+    """4.2: "we set S(p) to be 7, 5, 3, and 1 for p in the ranges of (0, 0.3], (0.3, 0.6], (0.6, 0.8], and (0.8, 1]".  5.1: gamma
+    5.  5.3: at most 32 tokens to verify, beam size 4.  5.4: "we set the size of the expansion sets to 4".
     """
     def defaults(f):
         return {k: v.default for k, v in inspect.signature(f).parameters.items() if v.default is not inspect.Parameter.empty}
-    assert [defaults(f) for f in BUILDERS] == [{"gamma": 5}, {"gamma": 5, "generator": None},
-        {"gamma": 5, "sizes": (7, 5, 3, 1), "edges": (0.3, 0.6, 0.8), "max_nodes": 32},
+    assert [defaults(f) for f in (cape.chain, cape.drawn, cape.cape, cape.fixed, cape.beam)] == [
+        {"gamma": 5}, {"gamma": 5, "generator": None}, {"gamma": 5, "sizes": (7, 5, 3, 1), "edges": (0.3, 0.6, 0.8), "max_nodes": 32},
         {"gamma": 5, "size": 4, "max_nodes": 32}, {"gamma": 5, "width": 4}]
-
-    table = random_table(3, vocab=20)
-    assert torch.bincount(cape.fixed(table_expand(table), ROOT_0).parents[1:]).tolist() == [5] * 5      # 1 + 4 each
-    tree = cape.beam(table_expand(table), ROOT_0)
-    assert [len(s) for s in sequences(tree)].count(6) == 4 and len(tree.tokens) == 1 + 4 * 5
+    expand = table_expand(random_table(3, vocab=20))
+    assert torch.bincount(cape.fixed(expand, ROOT_0).parents[1:]).tolist() == [5] * 5      # 1 + 4 each
+    assert [len(s) for s in sequences(cape.beam(expand, ROOT_0))] == [1] + [n for n in range(2, 7) for _ in range(4)]
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_bins_are_closed_on_the_right(dtype):
@@ -122,14 +116,23 @@ def test_trees_equal_a_brute_force_reading(zeros, given):
         table, root, gamma = random_table(seed, zeros=zeros), seed % 14, 1 + seed % 6
         expand = table_expand(table)
         there = sequences(cape.cape(expand, torch.tensor([root]), gamma, **given))
-        limit = given.get("max_nodes", 32)
-        chain, extras = paper_sets(table.tolist(), root, gamma, **{k: v for k, v in given.items() if k != "max_nodes"}, limit=limit)
+        chain, extras = paper_sets(table.tolist(), root, gamma, **given)
         proposal = [(root, *chain[:i]) for i in range(len(chain) + 1)]
         assert there[:1 + len(chain)] == proposal, "the proposal first, in order"
         assert set(there) == {*proposal} | {(root, *chain[:i], x) for i, x in extras}
-        assert expand.calls == gamma and expand.widest == 1, "extras cost the drafter nothing"
+        assert expand.calls == gamma and expand.widest == 1, "extras take no forward"
         widest = max(widest, len(there) - 1)
     assert zeros or given or widest == 32, "the cap was met"
+
+def test_the_cap_is_filled_where_the_chain_is_short():
+    """By a row of zeros after the second token, and by what remains: 32 nodes, of which the chain has two."""
+    table = torch.full((60, 60), 1 / 60, dtype=torch.float64)
+    table[0, 1] = table[1, 2] = 0.1
+    table[2] = 0
+    short = sequences(cape.cape(table_expand(table), ROOT_0, sizes=(40,), edges=()))
+    expand = table_expand(table)
+    expand.remaining = 2
+    assert short == sequences(cape.cape(expand, ROOT_0, sizes=(40,), edges=())) and len(short) == 1 + 32
 
 def test_parents_are_told_to_the_drafter():
     """With a drafter that looks at the whole path: chain, extras, beams follow from its distributions along the path."""
@@ -195,23 +198,17 @@ def test_drawn_keeps_the_distribution_of_each_token():
 
 def test_draws_follow_the_row_and_the_generator():
     row = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
-    tokens = cape.draw(row.expand(40000, 5), torch.Generator().manual_seed(0))
-    found = torch.bincount(tokens, minlength=5)
+    found = torch.bincount(cape.draw(row.expand(40000, 5), torch.Generator().manual_seed(0)), minlength=5)
     expected, there = 40000 * row, row > 0
     assert found[1] == 0
     assert ((found - expected)[there] ** 2 / expected[there]).sum() < 16.3          # chi-square, 3 degrees of freedom: 0.1 %
 
-    table = random_table(2)
-
     def drawn(seed, **given):
-        expand = table_expand(table)
-        if seed is not None:
-            expand.generator = torch.Generator().manual_seed(seed)
+        expand = table_expand(random_table(2))
+        expand.generator = torch.Generator().manual_seed(seed)
         return cape.drawn(expand, ROOT_0, 20, **given).tokens.tolist()
     assert drawn(1) == drawn(1) != drawn(2), "expand's generator, where it has one"
     assert drawn(1, generator=torch.Generator().manual_seed(2)) == drawn(2), "the one given goes before"
-    torch.manual_seed(1)
-    assert drawn(None) != drawn(None), "none: torch's own"
 
 # ---------------------------------------------------------------- the file alone
 BEFORE = """
@@ -227,14 +224,14 @@ drafter, small = deepcopy(target), deepcopy(target)
 for model, noise in ((drafter, 0.01), (small, 0.02)):
     for p in model.parameters():
         p += noise * torch.randn_like(p)
-text, plain, temperature, asked = [3, 1, 4, 1, 5], [3, 1, 4, 1, 5], 1.0, []
+text, plain, temperature, forwards = [3, 1, 4, 1, 5], [3, 1, 4, 1, 5], 1.0, []
 while len(plain) < 80:
     plain.append(target(torch.tensor([plain])).logits[0, -1].argmax().item())
-target.register_forward_hook(lambda *_: asked.append(1))
+target.register_forward_hook(lambda *_: forwards.append(1))
 """
 AFTER = """
 assert 45 <= len(text) <= len(plain) and text == plain[:len(text)], "the text is plain decoding's"
-assert len(asked) < len(text) - 5, "by fewer forwards than tokens"
+assert len(forwards) < len(text) - 5, "by fewer forwards than tokens"
 """
 
 @torch.no_grad()
@@ -250,6 +247,7 @@ def run_the_docstrings_lines(folder, module, files, before=BEFORE):
 
 def test_any_project(tmp_path):
     """docs/any_project.py beside the builder alone, as its docstring says; it asserts that the output is plain decoding's."""
-    for name in ("docs/any_project.py", "cape.py"):
+    for name in ("docs/any_project.py", "cape.py", "pct.py"):
         shutil.copy(ROOT / name, tmp_path)
-    assert run_alone(tmp_path / "any_project.py", "cape") == 0
+    for name in ("cape", "pct"):
+        assert run_alone(tmp_path / "any_project.py", name) == 0

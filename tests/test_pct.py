@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_cape import Traffic, path_expand, random_table, row_after, sequences, table_expand
+from test_cape import Traffic, random_table, sequences, table_expand
 
 import cape
 import pct
@@ -18,22 +18,20 @@ def paths(tree):
     """The token paths of a tree, the root left out."""
     return {path[1:] for path in sequences(tree)[1:]}
 
-def brute(row_of, path, joint, expands, width, depth):
-    """All nodes {path: joint} under one, the root's token first, by recursion: children in order of probability, then of token."""
-    found, row = {}, row_of(path)
-    if depth == 0 or not expands(path, joint):
-        return found
-    for x in sorted(range(len(row)), key=lambda x: (-row[x], x))[:width]:
-        if row[x] > 0:
-            found[path + (x,)] = joint * row[x]
-            found.update(brute(row_of, path + (x,), joint * row[x], expands, width, depth - 1))
-    return found
-
 def all_nodes(table, start, expands, width, depth):
-    """The same of a drafter that knows the last token alone, the root's token left out."""
+    """All nodes {path below the root: joint} by recursion, from Python floats; children in order of probability, then of token."""
     rows = table.tolist()
-    nodes = brute(lambda path: rows[path[-1]], (start,), 1.0, expands, width, depth)
-    return {path[1:]: p for path, p in nodes.items()}
+
+    def below(path, joint):
+        found, row = {}, rows[path[-1]]
+        if len(path) > depth or not expands(path, joint):
+            return found
+        for x in sorted(range(len(row)), key=lambda x: (-row[x], x))[:width]:
+            if row[x] > 0:
+                found[(*path[1:], x)] = joint * row[x]
+                found.update(below((*path, x), joint * row[x]))
+        return found
+    return below((start,), 1.0)
 
 def without_leaves(nodes, leaf):
     """Remove leaves under the threshold, again and again."""
@@ -45,42 +43,37 @@ def without_leaves(nodes, leaf):
         for n in bare:
             del nodes[n]
 
+def defaults(f):
+    return {k: v.default for k, v in inspect.signature(f).parameters.items() if v.default is not inspect.Parameter.empty}
+
 def test_the_constants_are_the_papers():
-    """Appendix B: "the expansion width of each node in the PCT was set to 5, and the maximum depth was set to 10 ... and
-    removed leaf nodes whose overall acceptance confidence was less than 0.01".  Appendix A: "We set the node expansion width
-    to 3 and the tree depth to 5"; EAGLE-2: "we set the total number of draft tokens to 50, with a draft tree depth of 6, and
-    select 10 nodes during the expansion phase".  s_d / s_t there: 1.1 / 29.8 ms and 1.4 / 50.1 ms (appendix B); ours is
-    larger, 5 to 7 % of the stand-in; the threshold of "w/o expected time gain" is not stated.
+    """Appendix B: width 5, depth 10, leaves under 0.01; appendix A: VCT of width 3 and depth 5, EAGLE-2 with 50 nodes, depth 6, 10 expanded.
+
+    s_d / s_t (there 1.1 / 29.8 ms and 1.4 / 50.1 ms) is larger here; the threshold of "w/o expected time gain" is not stated.
     """
-    def defaults(f):
-        return {k: v.default for k, v in inspect.signature(f).parameters.items() if v.default is not inspect.Parameter.empty}
     assert defaults(pct.pct) == {"cost": 0.05, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
     assert defaults(pct.own_confidence) == {"own": 0.3, "width": 5, "depth": 10, "leaf": 0.01, "max_nodes": 256}
-    assert defaults(priced.pct_cost) == {"cost": 0.05, "node_price": 0.01, "start": 0.0, "width": 5, "depth": 10, "max_nodes": 256}
-    assert defaults(graft.graft) == {**defaults(priced.pct_cost), "chain": 16}
     assert defaults(pct.vct) == {"width": 3, "depth": 5}
     assert defaults(pct.eagle2) == {"total": 50, "depth": 6, "expanded": 10}
 
 def test_the_defaults_do_what_they_say():
-    """Width 5, depth 10, leaves under 0.01, expanded from 0.05 on: each just inside and just outside."""
+    """Width 5, depth 10, leaves under 0.01, expanded from 0.05 on (own confidence: 0.3): each just inside and just outside."""
     root = torch.tensor([0])
     table = torch.zeros(9, 9, dtype=torch.float64)
     table[0, 1:9] = torch.tensor([0.86, 0.05, 0.0499, 0.01, 0.0099, 0.0098, 0.0097, 0.0007], dtype=torch.float64)
     table[2, 1] = table[3, 1] = 1.0
     assert paths(pct.pct(table_expand(table), root)) == {(1,), (2,), (2, 1), (3,), (4,)}
     assert paths(pct.pct(table_expand(table), root, leaf=0)) == {(1,), (2,), (2, 1), (3,), (4,), (5,)}, "five children"
-    assert len(paths(pct.pct(table_expand(table), root, leaf=0, width=33))) == 8 + 1, "all of them, and (2, 1)"
-
     table = torch.zeros(4, 4, dtype=torch.float64)
-    table[0, 1:4] = torch.tensor([0.3, 0.29, 0.0], dtype=torch.float64)
+    table[0, 1:3] = torch.tensor([0.3, 0.29], dtype=torch.float64)
     table[1, 1] = table[2, 1] = 0.29
-    assert paths(pct.own_confidence(table_expand(table), root)) == {(1,), (2,), (1, 1)}, "expanded from 0.3 on"
+    assert paths(pct.own_confidence(table_expand(table), root)) == {(1,), (2,), (1, 1)}
 
 # ---------------------------------------------------------------- section 3.2
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_pct_equals_the_recursive_program(zeros):
     rng = random.Random(0)
-    for seed in range(250):
+    for seed in range(120):
         table = random_table(seed, vocab=8, zeros=zeros)
         cost, leaf = rng.choice([0.02, 0.05, 0.1, 0.3, 1.0]), rng.choice([0.0, 0.01, 0.05, 0.5])
         width, depth = rng.choice([1, 2, 5, 33]), rng.choice([1, 3, 10])
@@ -91,18 +84,8 @@ def test_pct_equals_the_recursive_program(zeros):
         assert expand.calls == 1 + max(map(len, expanded), default=0), "one forward a depth, none beyond the last"
         assert found == sorted(without_leaves(nodes, leaf), key=lambda n, p=nodes: [-p[n[:i + 1]] for i in range(len(n))]), "the likeliest first"
 
-def test_parents_are_told_to_the_drafter():
-    """With a drafter that looks at the whole path: the same tree as by recursion along the paths."""
-    for seed in range(7):
-        root = torch.tensor([seed])
-        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda path, joint: joint >= 0.06, 4, 6)
-        assert max(map(len, nodes)) > 3
-        assert paths(pct.pct(path_expand(), root, cost=0.06, width=4, depth=6, leaf=0)) == {n[1:] for n in nodes}
-        nodes = brute(lambda path: row_after(path).tolist(), (seed,), 1.0, lambda *_: True, 2, 3)
-        assert paths(pct.vct(path_expand(), root, 2, 3)) == {n[1:] for n in nodes}
-
 def test_own_confidence_instead_of_the_expected_time_gain():
-    for seed in range(100):
+    for seed in range(50):
         table, leaf = random_table(seed, vocab=8), [0.0, 0.01, 0.1][seed % 3]
         expand = table_expand(table)
         tree = pct.own_confidence(expand, torch.tensor([0]), own=0.3, depth=4, leaf=leaf)
@@ -179,8 +162,8 @@ def test_what_cannot_be_drafted_is_not_there(build):
 @pytest.mark.parametrize("build", BUILDERS)
 def test_no_tree_is_deeper_than_what_remains(build):
     """And the drafter predicts nothing beyond."""
-    sure, settings = torch.eye(6, dtype=torch.float64).roll(1, 1), inspect.signature(build).parameters
-    deepest = settings.get("depth", settings.get("gamma")).default
+    sure, settings = torch.eye(6, dtype=torch.float64).roll(1, 1), defaults(build)
+    deepest = settings.get("depth", settings.get("gamma"))
     for remaining in range(12):
         expand = table_expand(sure)
         expand.remaining = remaining
@@ -203,17 +186,15 @@ def test_logits_are_refused(build):
     """Also logarithms of probabilities, and what is no number."""
     logits = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
     for given in (logits, logits.log_softmax(-1), logits / 0 * 0):
-        with pytest.raises(AssertionError, match="probabilities, not logits"):
+        with pytest.raises(ValueError, match="probabilities, not logits"):
             build(table_expand(given), torch.tensor([0]))
     build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))
 
-@pytest.mark.parametrize("build, wrong, says", [
-    *((build, dict(gamma=0), "gamma") for build in BUILDERS[:5]), (cape.cape, dict(sizes=(1, 2)), "sizes"),
-    (cape.cape, dict(edges=(0.3, 0.8, 0.6)), "ascend"), (cape.cape, dict(sizes=(7, 5, 3, -1)), "fewer than no"),
-    (cape.cape, dict(gamma=6, max_nodes=5), "cannot hold the chain"), (cape.beam, dict(width=0), "width"),
-    (pct.pct, dict(width=0), "width"), (pct.pct, dict(depth=0), "depth"), (pct.pct, dict(cost=1.5), "s_d / s_t"),
-    (pct.pct, dict(max_nodes=0), "nodes"), (pct.own_confidence, dict(own=-0.1), "confidence"), (pct.vct, dict(width=0), "width"),
-    (priced.pct_cost, dict(node_price=-1), "node_price"), (priced.pct_cost, dict(cost=-1), "s_d / s_t"), (pct.eagle2, dict(total=0), "nodes")])
-def test_settings_that_mean_nothing_are_refused(build, wrong, says):
-    with pytest.raises(AssertionError, match=says):
+@pytest.mark.parametrize("build, wrong", [
+    *((build, dict(gamma=0)) for build in BUILDERS[:5]), (cape.cape, dict(sizes=(1, 2))), (cape.cape, dict(edges=(0.3, 0.8, 0.6))),
+    (cape.cape, dict(sizes=(7, 5, 3, -1))), (cape.cape, dict(gamma=6, max_nodes=5)), (cape.beam, dict(width=0)),
+    (pct.pct, dict(width=0)), (pct.pct, dict(depth=0)), (pct.pct, dict(cost=1.5)), (pct.pct, dict(max_nodes=0)),
+    (pct.own_confidence, dict(own=-0.1)), (pct.vct, dict(width=0)), (pct.eagle2, dict(total=0))])
+def test_settings_that_mean_nothing_are_refused(build, wrong):
+    with pytest.raises(ValueError, match=f"{list(wrong)[-1]}|nodes"):
         build(table_expand(random_table(0)), torch.tensor([0]), **wrong)
