@@ -17,10 +17,8 @@ in work/results/kept/, so that the same command goes on; with a larger --limit i
 further prompts alone.  Flags other than --out, --again, --work and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
-import copy
 import json
 import os
-import pickle
 import platform
 import re
 import shlex
@@ -41,7 +39,7 @@ import tables  # noqa: E402
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from runtime import text  # noqa: E402
+from runtime import measure, text  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -69,11 +67,12 @@ class Finished:
         threads = {name: value for name, value in os.environ.items() if name.startswith("OMP_")}
         settings = {**vars(run.a), "limit": None}
         about = [settings, batches.versions(), machine(), torch.get_num_threads(), threads]
+        about = json.loads(json.dumps(about))
         self.found = {"about": about, "prices": {}, "prompts": {}}
         if again:
             path.unlink(missing_ok=True)
         if path.exists():
-            found = pickle.loads(path.read_bytes())
+            found = json.loads(path.read_text(encoding="utf-8"))
             if found["about"] == about:
                 self.found = found
         # With other prices the same names would stand for other trees.
@@ -82,26 +81,32 @@ class Finished:
     def key(self, i):
         """Prompt i by its tokens, and by how many are to follow."""
         _, ids, limit = self.run.prompts[i]
-        return tuple(ids), limit
+        return json.dumps([ids, limit])
 
     def give(self, arms):
         """Give the arms the results that they had."""
         for i in range(len(self.run.prompts)):
-            results = self.found["prompts"].get(self.key(i), {})
             for arm in arms:
-                if arm.name in results:
-                    arm.results[i] = results[arm.name]
+                found = self.found["prompts"].get(self.key(i), {}).get(arm.name)
+                if found:
+                    record = measure.Record(found["tokens"], stage_runs=found["stage_runs"])
+                    record.total = Counter(found["total"])
+                    record.seconds = found["seconds"]
+                    # Rows are made of the sums in `total`, and only ask whether there were rounds.
+                    record.rounds = [None] * record.total["rounds"]
+                    arm.results[i] = record
 
     def keep(self, arms, i):
         """All arms have decoded prompt i: write down what rows are made of."""
-        results = {}
+        kept = {}
         for arm in arms:
-            results[arm.name] = copy.copy(arm.results[i])
-            results[arm.name].rounds = results[arm.name].parts = []
-        self.found["prompts"][self.key(i)] = results
+            record = arm.results[i]
+            kept[arm.name] = {"tokens": record.tokens, "stage_runs": record.stage_runs,
+                              "total": record.total, "seconds": record.seconds}
+        self.found["prompts"][self.key(i)] = kept
         self.found["prices"] = self.run.prices
-        content = pickle.dumps(self.found)
-        text.write_atomically(self.path, lambda part: part.write_bytes(content))
+        content = json.dumps(self.found)
+        text.write_atomically(self.path, lambda part: part.write_text(content))
 
 # ---------------------------------------------------------------- one command
 def arguments_of(command, flags, work="work"):
@@ -126,7 +131,7 @@ def wanted_arms(spec, specs):
 def rows_of_bench(arguments, spec, specs, a):
     """Run bench.py's command in this process, with the arms that tables show -> rows"""
     run = bench.Run(arguments)
-    finished = Finished(a.out / "kept" / f"{spec['name']}.pickle", run, a.again)
+    finished = Finished(a.out / "kept" / f"{spec['name']}.json", run, a.again)
     wanted = wanted_arms(spec, specs)
     arms = []
     for arm in bench.arms_of(run):
