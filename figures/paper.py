@@ -39,7 +39,8 @@ import tables  # noqa: E402
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from runtime import measure, text  # noqa: E402
+from runtime import text  # noqa: E402
+from runtime.measure import Record  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -89,7 +90,7 @@ class Finished:
             for arm in arms:
                 found = self.found["prompts"].get(self.key(i), {}).get(arm.name)
                 if found:
-                    record = measure.Record(found["tokens"], stage_runs=found["stage_runs"])
+                    record = Record(found["tokens"], stage_runs=found["stage_runs"])
                     record.total = Counter(found["total"])
                     record.seconds = found["seconds"]
                     # Rows are made of the sums in `total`, and only ask whether there were rounds.

@@ -70,7 +70,7 @@ def mean(values):
 
 # ---------------------------------------------------------------- calibration
 def scored_tokens(run, drafter, ids, limit):
-    """Decode a prompt by chains -> [(confidence, raw confidence, accepted?)] of the scored tokens"""
+    """Decode a prompt by chains -> [(confidence, raw confidence, accepted?)] of scored tokens"""
     drafts = []
     scored = []
     temperature = getattr(drafter, "temperature", 1.0)
