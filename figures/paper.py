@@ -85,17 +85,21 @@ class Finished:
         return json.dumps([ids, limit])
 
     def give(self, arms):
-        """Give the arms the results that they had."""
+        """Give the arms their results of the prompts that all of them have finished."""
         for i in range(len(self.run.prompts)):
-            for arm in arms:
-                found = self.found["prompts"].get(self.key(i), {}).get(arm.name)
-                if found:
-                    record = Record(found["tokens"], stage_runs=found["stage_runs"])
-                    record.total = Counter(found["total"])
-                    record.seconds = found["seconds"]
-                    # Rows are made of the sums in `total`, and only ask whether there were rounds.
-                    record.rounds = [None] * record.total["rounds"]
-                    arm.results[i] = record
+            kept = self.found["prompts"].get(self.key(i), {})
+            # All arms of a prompt are measured together, or their speeds could not be compared.
+            if all(arm.name in kept for arm in arms):
+                for arm in arms:
+                    arm.results[i] = self.record_of(kept[arm.name])
+
+    def record_of(self, kept):
+        record = Record(kept["tokens"], stage_runs=kept["stage_runs"])
+        record.total = Counter(kept["total"])
+        record.seconds = kept["seconds"]
+        # Rows are made of the sums in `total`, and only ask whether there were rounds.
+        record.rounds = [None] * record.total["rounds"]
+        return record
 
     def keep(self, arms, i):
         """All arms have decoded prompt i: write down what rows are made of."""
@@ -198,50 +202,52 @@ def findings(content, made):
 
     made: {table: [Comparison]} of all pages.  A comparison names the finding that it belongs to.
     """
-    public = {spec["name"] for spec in content["tables"] if is_public(spec)}
     lines = [["what the papers claim", "on the stand-in", "on SmolLM2", "why, as far as found"]]
     for finding in content.get("findings", []):
-        cells = {True: [], False: []}
-        for name, comparisons in made.items():
-            for each in comparisons:
+        here, there = [], []
+        for spec in content["tables"]:
+            for each in made[spec["name"]]:
                 if each.claim.get("finding") == finding["name"]:
                     effect = tables.effect_in_words(each).partition(" [")[0]
                     key = tables.WORDS.get(each.claim["key"], each.claim["key"])
-                    cells[name in public].append(f"{tables.verdict(each)}: {key} {effect}")
-        here, there = ("; ".join(cells[where]) or "–" for where in (False, True))
-        lines.append([finding["what"], here, there, finding["why"]])
+                    cell = there if page_of(spec) == PUBLIC else here
+                    cell.append(f"{tables.verdict(each)}: {key} {effect}")
+        cells = ["; ".join(cell) or "–" for cell in (here, there)]
+        lines.append([finding["what"], *cells, finding["why"]])
     return tables.markdown(lines, len(lines[0]))
 
-def is_public(spec):
-    return spec["file"].startswith(f"{PUBLIC}/")
+def page_of(spec):
+    """The page on which a table stands: by the folder of its rows."""
+    return PUBLIC if spec["file"].startswith(f"{PUBLIC}/") else "results"
 
 def pages(docs):
     """{file: text} of docs/results.md and docs/smollm2.md"""
     folder = docs / "results"
     content = tables.read_specs(folder)
-    rows, written = {}, {}
+    rows = {}
+    specs_of = {"results": [], PUBLIC: []}
     for spec in content["tables"]:
+        specs_of[page_of(spec)].append(spec)
         path = folder / spec["file"]
         if path.exists() and spec["file"] not in rows:
             rows[spec["file"]] = tables.read_rows(path)
-    made, specs_of = {}, {}
-    for page in ("results", PUBLIC):
-        specs_of[page] = [spec for spec in content["tables"] if is_public(spec) == (page == PUBLIC)]
-        made |= tables.compare_all(specs_of[page], rows)
+    made = {}
+    for specs in specs_of.values():
+        made |= tables.compare_all(specs, rows)
+    written = {}
     for page, specs in specs_of.items():
         head = folder / f"{page}.head.md"
         if head.exists():
-            measured_specs = [spec for spec in specs if spec["file"] in rows]
             top = head.read_text(encoding="utf-8").rstrip()
             top = top.replace("@FINDINGS@", findings(content, made))
-            waiting = [f"`{spec['name']}`" for spec in specs if spec["file"] not in rows]
-            end = [f"Not measured here: {', '.join(waiting)}."] if waiting else []
-            body = body_of(measured_specs, rows, made, folder, top)
-            written[docs / f"{page}.md"] = "\n\n".join([*body, *end]) + "\n"
+            paragraphs = page_paragraphs(specs, rows, made, folder, top)
+            written[docs / f"{page}.md"] = "\n\n".join(paragraphs) + "\n"
     return written
 
-def body_of(specs, rows, made, folder, top):
-    """The head of a page, then its tables by section -> paragraphs"""
+def page_paragraphs(specs, rows, made, folder, top):
+    """The head of a page, its tables by section, and the names of those that wait for rows."""
+    waiting = [f"`{spec['name']}`" for spec in specs if spec["file"] not in rows]
+    specs = [spec for spec in specs if spec["file"] in rows]
     # Settings that most of the tables share are named once, at the head.
     settings = [tables.setting(rows[spec["file"]]) for spec in specs]
     count = Counter(part for setting in settings for part in setting)
@@ -254,6 +260,8 @@ def body_of(specs, rows, made, folder, top):
             if spec["section"] == section:
                 where = about(folder, spec["file"])
                 parts += tables.table(spec, rows[spec["file"]], made[spec["name"]], where, common)
+    if waiting:
+        parts.append(f"Not measured here: {', '.join(waiting)}.")
     return parts
 
 def write(docs, check):
