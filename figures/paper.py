@@ -337,7 +337,8 @@ def measure_all(names, flags, a):
             print(f"interrupted: without --again the same command goes on with {name}",
                   file=sys.stderr)
             return 130
-        except UserError as why:               # the other tables are measured all the same
+        except (UserError, OSError, torch.OutOfMemoryError) as why:
+            # The other tables are measured all the same.
             print(f"{name}: {why}", file=sys.stderr)
             refused = True
     return 2 if refused else 0
