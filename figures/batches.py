@@ -15,28 +15,27 @@ forwards that compute B copies.  Copies, below, makes them so, in the target and
     +GLIDE                      glide: the same with the drafter, in chains of five or by --tree
     OOM                         None: the device's memory does not hold this batch
 
-The speed of a whole batch is that of one copy times the batch, as the paper prints it.  Plain
-decoding is the fastest of bench.py's plain arms, in each batch.  Other flags are bench.py's: one
-drafter, one tree, and greedy decoding.
+The speed of a whole batch is that of one copy times the batch, as the paper prints it.  Other flags
+are bench.py's: one GLIDE drafter, one tree, greedy decoding.
 """
+import platform
 import sys
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import tables as compare  # noqa: E402
 import torch  # noqa: E402
+import transformers  # noqa: E402
+from tables import grid  # noqa: E402
 
 import bench  # noqa: E402
-import glide  # noqa: E402
-from runtime import text as read  # noqa: E402
-from runtime import measure as clock  # noqa: E402
+from runtime import text  # noqa: E402
 from verify import UserError  # noqa: E402
 
 BATCHES = (1, 2, 4, 8, 16)
 COLUMNS = ["batch=batch:d", "+GLIDE, tokens/s a copy=glide:.1f", "only=plain:.1f",
-           "speedup=speedup:.2f", "tau=tau:.2f", "lossless=lossless"]
+           "speedup=speedup:.2f", "tau", "lossless=lossless"]
 
 # ---------------------------------------------------------------- forwards of several copies
 class Copies:
@@ -49,23 +48,11 @@ class Copies:
         self.begin(1)
         model.register_forward_pre_hook(self.repeat_input, with_kwargs=True)
         model.register_forward_hook(lambda module, args, out: self.compare(out.logits))
-        self.watch_head(drafter.model)
+        # Wrapped as a method, since the head of glide-shared is one.
+        drafter.model.head = self.compared(drafter.model.head)
         # The first layer's queries, keys and values are of all copies, and so is what comes after.
         first = drafter.model.layers[0]
         first.project = partial(self.repeat_states, first.project)
-
-    def watch_head(self, draft_model):
-        """Compare the draft model's choices, too; LongSpec's head is a method."""
-        head = draft_model.head
-
-        def compared(x):
-            logits = head(x)
-            self.compare(logits)
-            return logits
-        if isinstance(head, torch.nn.Module):
-            head.register_forward_hook(lambda module, args, out: self.compare(out))
-        else:
-            draft_model.head = compared
 
     def begin(self, count):
         """From here on `count` copies.  The drafter's own KV entries are of so many, too."""
@@ -85,6 +72,18 @@ class Copies:
     def repeat_states(self, method, x, *args, **more):
         return method(x.expand(self.count, -1, -1), *args, **more)
 
+    def compared(self, head):
+        """The drafter's head, a module or a method, with its choices compared."""
+        if isinstance(head, torch.nn.Module):
+            head.register_forward_hook(lambda module, args, out: self.compare(out))
+            return head
+
+        def method(x):
+            logits = head(x)
+            self.compare(logits)
+            return logits
+        return method
+
     def compare(self, logits):
         """logits (count, n, V).  Without a device-to-host sync, for which a forward would wait."""
         assert len(logits) == self.count, "a forward computed fewer copies"
@@ -99,34 +98,34 @@ class Copies:
                             "precision rounds them differently: take --dtype float32")
 
 # ---------------------------------------------------------------- one row of the table
-def row_of(run, arms, truth):
-    """Measured arms, the drafter's the last -> a row; speeds are of one copy, over all prompts."""
-    *plain, drafted = [[arm.results[i] for i in range(len(run.prompts))] for arm in arms]
-    speeds = []
-    for outs in (*plain, drafted):
-        tokens = sum(len(out.tokens) for out in outs)
-        seconds = sum(out.seconds for out in outs)
-        speeds.append(tokens / seconds)
-    *plain_speeds, speed = speeds
-    total = clock.totals(drafted)
-    return {
-        "glide": speed,
-        "plain": max(plain_speeds),
-        "speedup": speed / max(plain_speeds),
-        "tau": clock.ratio(total["new"], total["rounds"]),
-        "lossless": [out.tokens for out in drafted] == truth}
-
-def measured(run, label, build, copies, batch):
-    """Decode all prompts in `batch` copies -> arms: plain decoding's, then the drafter's."""
+def row_of(run, copies, batch, label, tree):
+    """Decode all prompts in `batch` copies -> a row; speeds are of one copy."""
     copies.begin(batch)
-    # A cache that holds entries of one batch takes no other: each batch gets targets of its own.
+    # A cache that holds entries of one batch takes no other: each batch gets a target of its own.
     run.target = run.wrap(run.model)
-    drafted = bench.Arm(label, partial(run.decode, run.drafters[label], build), "tree", build)
-    arms = [*bench.plain_arms(run), drafted]
-    if bench.measure(run, arms) < len(run.prompts):
+    plain, drafted = arms = [bench.plain_arm(run), bench.drafted_arm(run, label, tree)]
+    if bench.measure_all(run, arms) < len(run.prompts):
         raise KeyboardInterrupt
     copies.check()
-    return arms
+    prompts = range(len(run.prompts))
+    speeds = []
+    for arm in arms:
+        tokens = sum(len(arm.results[i].tokens) for i in prompts)
+        speeds.append(tokens / sum(arm.results[i].seconds for i in prompts))
+    rounds = sum(drafted.results[i].total["rounds"] for i in prompts)
+    new = sum(drafted.results[i].total["new"] for i in prompts)
+    return {
+        "glide": speeds[1],
+        "plain": speeds[0],
+        "speedup": speeds[1] / speeds[0],
+        "by_prompt": {"speedup": drafted.speedups(plain, prompts)},
+        "tau": new / rounds if rounds else None,
+        "lossless": all(drafted.results[i].tokens == plain.results[i].tokens for i in prompts)}
+
+def versions():
+    """The packages that compute."""
+    return {"python": platform.python_version(), "torch": torch.__version__,
+            "transformers": transformers.__version__}
 
 def rows_of(run, batches):
     """-> rows, one for each batch"""
@@ -135,24 +134,20 @@ def rows_of(run, batches):
     if len(run.drafters) * len(run.trees) != 1:
         raise UserError("name one drafter and one tree")
     [(label, drafter)] = run.drafters.items()
-    if not isinstance(drafter, glide.Drafter):
+    if not hasattr(drafter, "store"):
         raise UserError(f"{label} is no GLIDE drafter: Table 4 is about GLIDE")
     tree = run.trees[0]
-    build = bench.builder(run, label, tree)
     copies = Copies(run.model, drafter)
     about = {key: getattr(run.a, key) for key in ("target", "dtype", "device", "temperature")}
     about |= {"drafter": label, "tree": tree.label, "threads": torch.get_num_threads()}
-    about["versions"] = bench.versions()
+    about |= {"prompts": len(run.prompts), "versions": versions()}
     rows = []
-    truth = None                               # plain decoding's tokens, in the smallest batch
     for batch in batches:
         row = dict.fromkeys(("glide", "plain", "speedup", "tau", "lossless"))
         # What did not fit once does not fit in more copies.
         if not rows or rows[-1]["glide"]:
             try:
-                arms = measured(run, label, build, copies, batch)
-                truth = truth or [arms[0].results[i].tokens for i in range(len(run.prompts))]
-                row = row_of(run, arms, truth)
+                row = row_of(run, copies, batch, label, tree)
             except torch.OutOfMemoryError:
                 run.notes.append(f"a batch of {batch} does not fit into the device's memory")
         rows.append({**about, "batch": batch, **row, "group": "all"})
@@ -161,7 +156,7 @@ def rows_of(run, batches):
 # ---------------------------------------------------------------- the command line
 def run_of(argv):
     """The command line -> bench.py's run, and the batches."""
-    parser = read.Parser(add_help=False)
+    parser = text.Parser(add_help=False)
     parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
     a, flags = parser.parse_known_args(argv)
     if min(a.batches) < 1:
@@ -172,7 +167,7 @@ def run_of(argv):
 def work(argv):
     run, batches = run_of(argv)
     rows = rows_of(run, batches)
-    print(f"\n{compare.grid(rows, COLUMNS)}\n", *run.notes, sep="\n")
+    print(f"\n{grid(rows, COLUMNS)}\n", *run.notes, sep="\n")
     if run.a.json:
         bench.write_json(run.a.json, rows)
     return 0

@@ -3,56 +3,62 @@
     python figures/rounds.py --drafter glide edd --tree cape pct --out rounds.html
     python figures/rounds.py --drafter "cascade(base, small, maxgram)" --tree chain --prompt 3
 
-Every drafter with every tree decodes one prompt: GLIDE with a CAPE (arXiv 2402.02082), section 4.2; EDD and
-PCT (ACL 2025), section 3.2.  The page is rounds.html beside this file, with one placeholder for the JSON:
+Every drafter with every tree decodes one prompt: GLIDE with a CAPE (arXiv 2402.02082), section 4.2;
+EDD and PCT (ACL 2025), section 3.2.  The page is docs/rounds.html with other data, a JSON object in
+its script element "data":
 
-    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many are verified
-      p                  the drafter's probability of the node after its parent, as the tree's builder saw it;
-                         null where there is none (the root, a cascade's chain, Max-Gram's)
-      path, gram         the root and the accepted nodes; those that Max-Gram predicts after their parents
-      own, choice        the target's own token where the path ended, and its text; null where the text ended
-      accepted, bonus    what the round adds to the text
-      ms                 milliseconds of the round: draft, verify, other (the shares of bench.py's table)
+    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many verified
+      p                  the drafter's probability of the node after its parent, as the builder saw
+                         it; null where there is none (the root, a cascade's chain, Max-Gram's)
+      path, gram         the root and the accepted nodes; those that Max-Gram predicts
+      own, choice        the target's own token where the path ended, and its text; null where the
+                         text ended
+      accepted, bonus    the text of the accepted nodes, and of the target's own token
+      ms                 milliseconds of the round: draft, verify, other
 
-Nodes after the verified ones were continued by the drafter and left out by the builder (EAGLE-2's
-re-ranking, PCT's leaves).  pictures.py draws from docs/rounds.html.  Other flags are bench.py's.
+Nodes after the verified ones were given to the drafter, but left out by the builder (EAGLE-2's
+re-ranking, PCT's leaves).  Other flags are bench.py's.
 """
 import json
+import re
 import shlex
 import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
 import bench  # noqa: E402
 import verify  # noqa: E402
-from runtime import text as read  # noqa: E402
-from runtime import measure as clock, load  # noqa: E402
+from runtime import text  # noqa: E402
 from verify import UserError  # noqa: E402
 
-TEMPLATE = Path(__file__).with_suffix(".html")
-PLACEHOLDER = "@DATA@"                     # in the template: where the JSON goes
+PAGE = ROOT / "docs" / "rounds.html"       # a page of one decoding, and the template of all others
+# The page before the data, the data, the page after it
+DATA = re.compile(r'(.*<script [^>]*id="data">)(.*?)(</script>.*)', re.S)
+PARTS = {"begin": "draft", "draft": "draft", "verify": "verify", "other": "other"}
 
 # ---------------------------------------------------------------- one decoding, noted down
 class Listener:
-    """The loop's expand as a builder sees it, and a note of every call and its answer."""
+    """The loop's expand, with a note of each call: (tokens (m,), parents [m], probs (m, V))."""
     def __init__(self, expand):
-        self.expand, self.calls = expand, []   # (tokens (m,), parents [m], probabilities (m, V)) of each call
+        self.expand = expand
+        self.calls = []
 
     def __call__(self, tokens, parents):
-        rows = self.expand(tokens, parents)
-        self.calls.append((tokens, parents, rows))
-        return rows
+        probs = self.expand(tokens, parents)
+        self.calls.append((tokens, parents, probs))
+        return probs
 
     def __getattr__(self, name):
-        """What else builders ask of expand: its generator, remaining, root, and a cascade's drafter."""
+        """What else builders ask of expand: its generator, remaining, root, drafter."""
         return getattr(self.expand, name)
 
 def listening(build, noted):
-    """A builder like `build` that appends (its tree, the calls of expand) to `noted`, round by round."""
+    """A builder like `build` that appends (its tree, expand's calls) to `noted` in each round."""
     def listened(expand, root):
         listener = Listener(expand)
         tree = build(listener, root)
@@ -71,10 +77,11 @@ def nodes_of(tree, calls, predicted=None):
         # A cascade wrote the chain by itself; there is p_draft where its tokens were sampled.
         drafted = tokens[1:]
         rows = [None] * len(drafted) if tree.p_draft is None else tree.p_draft
-        nodes["p"] += [None if row is None else row[token].item() for row, token in zip(rows, drafted)]
+        for row, token in zip(rows, drafted):
+            nodes["p"].append(None if row is None else row[token].item())
         nodes["gram"] = [] if predicted is None else list(range(1, len(tokens)))
         return nodes
-    # {(expand_index of the parent, token): expand_index}; the probabilities after each of these nodes
+    # {(expand_index of the parent, token): expand_index}; rows: the probabilities after each
     expand_index, rows = {}, []
     for new, above, found in calls:
         for token, parent, row in zip(new.tolist(), above, found):
@@ -109,14 +116,19 @@ def add_left_out(nodes, expand_index, rows):
         node_of[index] = node
 
 def milliseconds(parts):
-    """Record.parts -> {"draft", "verify", "other"} of each round: what follows a forward ends its round."""
-    rounds, spent, verified = [], dict.fromkeys(clock.SHARES, 0.0), False
+    """Record.parts -> {"draft", "verify", "other"} of each round.
+
+    What follows a verification, the acceptance, ends its round.
+    """
+    rounds = []
+    spent = {"draft": 0.0, "verify": 0.0, "other": 0.0}
+    verified = False
     for what, seconds in parts:
-        if what in spent:
-            spent[what] += 1e3 * seconds
+        if what in PARTS:
+            spent[PARTS[what]] += 1e3 * seconds
         if verified:
             rounds.append(spent)
-            spent = dict.fromkeys(clock.SHARES, 0.0)
+            spent = dict.fromkeys(spent, 0.0)
         verified = what == "verify"
     return rounds
 
@@ -134,7 +146,7 @@ def speller(tokenizer):
     return spell
 
 def namer(tokenizer):
-    """-> name(token), its text after another token: some tokenizers drop the space of a first one."""
+    """-> name(token), its text after another token: some tokenizers drop a first space."""
     anchor = tokenizer("a", add_special_tokens=False)["input_ids"][-1:]
     before = tokenizer.decode(anchor)
 
@@ -146,21 +158,17 @@ def namer(tokenizer):
     return name
 
 # ---------------------------------------------------------------- what the page is told
-def timed(out):
-    """A Record with the seconds of its own clock, the prefill's included."""
-    out.seconds = sum(seconds for _, seconds in out.parts)
-    return out
-
 def rounds_of(run, out, noted, predicted, ids):
-    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the prefill's token, rounds)."""
+    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the first token, rounds)"""
     name, spell = namer(run.tokenizer), speller(run.tokenizer)
     # The text continues the prompt.
     if not run.target.encoder_decoder:
         spell(ids)
-    first, rounds = spell(out.tokens[:1]), []
+    first = spell(out.tokens[:1])
+    rounds = []
     spent = milliseconds(out.parts)
-    for one, (tree, calls), its, ms in zip(out.rounds, noted, predicted, spent):
-        nodes = nodes_of(tree, calls, its)
+    for one, (tree, calls), gram, ms in zip(out.rounds, noted, predicted, spent):
+        nodes = nodes_of(tree, calls, gram)
         nodes["p"] = [p if p is None else round(p, 4) for p in nodes["p"]]
         accepted = min(len(one.path) - 1, len(one.new))
         nodes["path"] = one.path[:1 + accepted]
@@ -174,69 +182,100 @@ def rounds_of(run, out, noted, predicted, ids):
     return first, rounds
 
 def leaves(ours, plain):
-    """The first token, from 1, at which one output is another than plain decoding's; None: nowhere."""
+    """The first token, from 1, that is not plain decoding's; None where all are."""
     same = [x == y for x, y in zip(ours, plain)]
     return None if ours == plain else [*same, False].index(False) + 1
 
-def arm_data(run, arm, ids, limit, plain):
-    """Decode the prompt with one arm.  plain: plain decoding's Record."""
-    noted, predicted, drafter = [], [], run.drafters[arm.drafter]
+def decoded(run, number, drafter, build):
+    """Decode prompt `number`, from 0 -> a Record with its seconds, after a warm-up as bench.py's"""
+    _, ids, limit = run.prompts[number]
+    run.decode(drafter, build, ids, min(bench.WARM_UP, limit), number)
+    out = run.decode(drafter, build, ids, limit, number)
+    out.seconds = sum(seconds for _, seconds in out.parts)
+    return out
+
+def arm_data(run, number, label, tree, plain):
+    """Decode a prompt with one drafter and tree.  plain: plain decoding's Record."""
+    drafter = run.drafters[label]
+    noted, predicted = [], []
+    listened = listening(bench.builder(run, label, tree), noted)
 
     def build(expand, root):
-        tree = arm.build(expand, root)
+        made = listened(expand, root)
         predicted.append(getattr(drafter, "predicted", None))
-        return tree
-    out = timed(run.decode(drafter, listening(build, noted), ids, limit))
-    first, rounds = rounds_of(run, out, noted, predicted, ids)
+        return made
+    out = decoded(run, number, drafter, build)
+    # The warm-up was noted, too.
+    first, rounds = rounds_of(run, out, noted[-len(out.rounds):], predicted[-len(out.rounds):],
+                              run.prompts[number][1])
+    total = out.total
     return {
-        "name": f"{arm.drafter} × {arm.tree}", "tokens": len(out.tokens), "tau": out.tau,
-        "speed": out.speed(), "speedup": out.speed() / plain.speed(),
-        "prefill_ms": 1e3 * out.total["prefill"], "drawn": out.total["drawn"] > 0,
-        "leaves": leaves(out.tokens, plain.tokens), "first": first, "rounds": rounds,
-    }
+        "name": f"{label} × {tree.label}",
+        "tokens": len(out.tokens),
+        "tau": total["new"] / max(1, total["rounds"]),
+        "speed": out.speed(),
+        "speedup": out.speed() / plain.speed(),
+        "prefill_ms": 1e3 * total["prefill"],
+        "drawn": total["drawn"] > 0,
+        "leaves": leaves(out.tokens, plain.tokens),
+        "first": first,
+        "rounds": rounds}
 
 def page_data(run, number):
-    """Decode prompt `number`, from 1, with every arm -> what the page is told."""
+    """Decode prompt `number`, from 1, with every drafter and tree -> what the page is told."""
     if not 1 <= number <= len(run.prompts):
-        raise UserError(f"--prompt is {number}: there are {len(run.prompts)} prompts, counted from 1")
+        raise UserError(f"--prompt is {number}: there are prompts 1 to {len(run.prompts)}")
     group, ids, limit = run.prompts[number - 1]
-    arms = [arm for arm in bench.arms_of(run) if arm.build or arm.plain]
-    for arm in arms:                           # warm-up, as bench.py's
-        arm.decode(ids, min(16, limit))
-    # Plain decoding by the faster of its ways, as in bench.py's table
-    plain = [timed(arm.decode(ids, limit)) for arm in arms if arm.plain]
-    base = max(plain, key=clock.Record.speed)
-    step = clock.ratio(1e3 * (base.seconds - base.total["prefill"]), len(base.rounds))
-    gpu = torch.cuda.get_device_name() if run.cuda else None
-    return {
-        **{key: getattr(run.a, key) for key in ("target", "dtype", "device", "temperature", "seed")},
-        "gpu": gpu, "threads": torch.get_num_threads(), "prompt_number": number, "prompts": len(run.prompts),
-        "group": group, "limit": limit, "prompt": run.tokenizer.decode(ids, skip_special_tokens=True),
-        "encoder": run.target.encoder_decoder, "notes": run.notes,
-        "plain": {"tokens": len(base.tokens), "speed": base.speed(), "step_ms": step},
-        "arms": [arm_data(run, arm, ids, limit, base) for arm in arms if arm.build],
-    }
+    plain = decoded(run, number - 1, None, verify.root_only)
+    steps = max(1, len(plain.rounds))
+    settings = ("target", "dtype", "device", "temperature", "seed")
+    data = {key: getattr(run.a, key) for key in settings}
+    data |= {
+        "gpu": torch.cuda.get_device_name() if run.cuda else None,
+        "threads": torch.get_num_threads(),
+        "prompt_number": number,
+        "prompts": len(run.prompts),
+        "group": group,
+        "limit": limit,
+        "prompt": run.tokenizer.decode(ids, skip_special_tokens=True),
+        "encoder": run.target.encoder_decoder,
+        "notes": run.notes,
+        "plain": {
+            "tokens": len(plain.tokens),
+            "speed": plain.speed(),
+            "step_ms": 1e3 * (plain.seconds - plain.total["prefill"]) / steps}}
+    data["arms"] = []
+    for label in run.drafters:
+        for tree in run.trees:
+            data["arms"].append(arm_data(run, number - 1, label, tree, plain))
+    return data
 
 # ---------------------------------------------------------------- the file
-def page(data, template):
-    """The template with the data in it; without a "<" no text ends its script element (\\u003c is JSON's)."""
-    assert template.count(PLACEHOLDER) == 1, "the template has one place for the data"
-    text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    return template.replace(PLACEHOLDER, text.replace("<", "\\u003c"))
+def data_of(page):
+    """The data of a page."""
+    return json.loads(DATA.fullmatch(page)[2])
+
+def with_data(page, data):
+    """The page with other data.  Without a "<" no text can end its script element."""
+    before, _, after = DATA.fullmatch(page).groups()
+    content = json.dumps(data, allow_nan=False, separators=(",", ":"))
+    return before + content.replace("<", "\\u003c") + after
 
 def work(argv):
     argv = sys.argv[1:] if argv is None else argv
-    p = read.Parser(description="Write a page that replays a decoding round by round.", allow_abbrev=False,
-                    epilog="Other flags are bench.py's: --drafter, --tree, --prompts, --max-new-tokens ...")
-    p.add_argument("--out", type=Path, default=Path("rounds.html"), help="the file (default: rounds.html)")
-    p.add_argument("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
+    p = text.Parser(description="Write a page that replays a decoding round by round.",
+                    epilog="Other flags are bench.py's: --drafter, --tree, --prompts ...",
+                    allow_abbrev=False)
+    flag = p.add_argument
+    flag("--out", type=Path, default=Path("rounds.html"), help="the file (default: rounds.html)")
+    flag("--prompt", type=int, default=1, help="which of the prompts, from 1 (default: 1)")
     a, flags = p.parse_known_args(argv)
-    # A file that cannot be written is refused before anything is decoded.
-    load.check_writable("--out", a.out)
+    template = PAGE.read_text(encoding="utf-8")
+    # A file that cannot be written raises an OSError now, before anything is decoded.
+    a.out.open("a").close()
     data = page_data(bench.Run(flags), a.prompt)
     data["command"] = "python figures/rounds.py " + shlex.join(argv)
-    text = page(data, TEMPLATE.read_text(encoding="utf-8"))
-    read.write_atomically(a.out, lambda part: part.write_text(text, encoding="utf-8"))
+    a.out.write_text(with_data(template, data), encoding="utf-8")
     print(f"{a.out} written: prompt {a.prompt}, {len(data['arms'])} arms")
     return 0
 

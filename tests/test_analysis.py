@@ -1,10 +1,8 @@
-"""figures/probe.py: calibration, acceptance by position, tree optimality, each against a count by hand; figures/batches.py."""
-from functools import partial
-from itertools import combinations
+"""figures/probe.py: calibration, acceptance by position, each against a count by hand; figures/batches.py, costs.py."""
 from types import SimpleNamespace
 
 import batches
-import tables as compare
+import costs
 import probe
 import pytest
 import torch
@@ -12,10 +10,8 @@ from conftest import plain, shared
 from test_bench import args, check_mistake, rows_of, small  # noqa: F401 (small: a fixture)
 
 import bench
-import cape
-import pct
 import verify
-from runtime import measure as clock
+from runtime import measure
 
 class Guesser:
     """A drafter that knows a table p(next | token), half of it from the output that it drafts for."""
@@ -43,104 +39,88 @@ def run():
     target = verify.Target(model)
     made = SimpleNamespace(model=model, prompts=[("x", [3, 1, 4, 1], 16), ("x", [5, 9, 2], 1), ("y", [2, 6, 5], 11)])
     made.a = SimpleNamespace(target="tiny", temperature=0.0, seed=0)
-    made.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(target, drafter, build, ids, limit))
+
+    def decode(drafter, build, ids, limit):
+        out = verify.generate(target, drafter, build, ids, limit)
+        return measure.Record(out.tokens, out.rounds)
+    made.decode = decode
     made.drafters = {"guesser": Guesser(made)}
     return made
 
 def by_hand(run, drafter, length):
-    """Chains of `length` over the plain output -> [[(confidence, accepted?) of each judged token] of each round] of each prompt."""
+    """Chains of `length` over the plain output -> [[(confidence, raw confidence, accepted?)] of each scored token] of each prompt."""
     found = []
     for _, ids, limit in run.prompts:
         text, at = ids + plain(run.model, ids, limit), len(ids)
         found.append([])
         while at < len(text) - 1:
-            token, judged = text[at], []
+            token, scored = text[at], []
             # The last token of an output is never a drafted one: a bonus follows.
             for i in range(min(length, len(text) - 2 - at)):
-                row = (drafter.table[token] / drafter.temperature).softmax(-1)
-                token = row.argmax().item()
-                judged.append((row.max().item(), token == text[at + 1 + i]))
-                if not judged[-1][1]:
+                probs, raw = [(drafter.table[token] / T).softmax(-1) for T in (drafter.temperature, 1.0)]
+                token = probs.argmax().item()
+                scored.append((probs.max().item(), raw.max().item(), token == text[at + 1 + i]))
+                if not scored[-1][2]:
                     break
-            found[-1].append(judged)
-            at += sum(ok for _, ok in judged) + 1
+            found[-1] += scored
+            at += sum(accepted for *_, accepted in scored) + 1
     return found
 
-def test_calibration_judges_up_to_the_first_rejection(run, monkeypatch):
-    monkeypatch.setattr(probe, "CHAIN", 3)
-    (row,), columns = probe.calibration(run)
-    each = [sum(rounds, []) for rounds in by_hand(run, run.drafters["guesser"], 3)]
-    expected = sum(each, [])
-    assert len(expected) > 15 and {ok for _, ok in expected} == {True, False}
-    bins, error = probe.reliability(expected)
-    assert row["ece"] == pytest.approx(error) and [b["count"] for b in row["bins"]] == [b["count"] for b in bins]
-    # of each prompt: the share accepted among its tokens of the bin
-    for b in bins:
-        inside = [[ok for p, ok in judged if b["low"] < p <= b["high"]] for judged in each]
-        assert row["by_prompt"][f"bin {b['low']:g}"] == [sum(oks) / len(oks) if oks else None for oks in inside]
-    assert compare.grid([row], columns).startswith("| arm | ECE | bin 0 | bin 0.1 |")
+def error_by_hand(pairs):
+    """Expected calibration error over ten bins, (0, .1] ... (.9, 1]."""
+    error = 0
+    for b in range(10):
+        inside = [pair for pair in pairs if b / 10 < pair[0] <= (b + 1) / 10]
+        error += abs(sum(accepted for _, accepted in inside) - sum(p for p, _ in inside))
+    return error / len(pairs)
 
-def test_reliability_against_a_count_by_hand():
-    judged = [(0.05, False), (0.1, True), (0.10001, True), (0.95, True), (1.0, True), (0.99, False), (0.0, False)]
-    rows, error = probe.reliability(judged)
-    assert [r["count"] for r in rows] == [3, 1, 0, 0, 0, 0, 0, 0, 0, 3], "bins are closed on the right"
-    assert rows[0]["acceptance"] == 1 / 3 and rows[9]["confidence"] == pytest.approx(0.98) and rows[4]["acceptance"] is None
-    assert error == pytest.approx((3 * abs(1 / 3 - 0.05) + 1 * (1 - 0.10001) + 3 * abs(2 / 3 - 0.98)) / 7)
-    assert probe.reliability([])[1] == 0
+def test_calibration_scores_up_to_the_first_rejection(run, monkeypatch):
+    monkeypatch.setattr(probe, "CHAIN", 3)
+    (row,), _ = probe.calibration(run)
+    each = by_hand(run, run.drafters["guesser"], 3)
+    scored = sum(each, [])
+    assert len(scored) > 15 and {accepted for *_, accepted in scored} == {True, False}
+    assert row["ece"] == pytest.approx(error_by_hand([(p, accepted) for p, _, accepted in scored]))
+    assert row["ece_raw"] == pytest.approx(error_by_hand([(p, accepted) for _, p, accepted in scored])) and row["ece_raw"] != row["ece"]
+    for b in range(10):
+        inside = [[accepted for p, _, accepted in one if b / 10 < p <= (b + 1) / 10] for one in each]
+        assert row["by_prompt"][f"bin {10 * b}"] == [sum(oks) / len(oks) if oks else None for oks in inside]
+        together = sum(inside, [])
+        assert row[f"bin {10 * b}"] == (pytest.approx(sum(together) / len(together)) if together else None)
+
+def test_bins_are_closed_on_the_right():
+    assert [probe.bin_of(p) for p in (0.0, 0.05, 0.1, 0.10001, 0.95, 1.0)] == [0, 0, 0, 1, 9, 9]
+    assert probe.reliability([]) == ([None] * 10, 0)
 
 def test_positions_against_a_count_by_hand(run):
-    """Made-up rounds of chains: which positions were drafted, judged, accepted."""
+    """Rounds of chains made up: which positions were drafted, scored, accepted."""
     chain = verify.Round([], [], [9, 5, 6, 7], [-1, 0, 1, 2])
     ends = [([5, 6, 9], 2), ([4], 0), ([5, 6, 7, 8], 3), ([5, 6], 3)]
     rounds = [chain._replace(new=new, path=list(range(1 + accepted))) for new, accepted in ends]
-    # position 3 of the last round was never judged: the output ended before it
+    # Position 3 of the last round was never scored: the output ended before it.
     assert probe.position_counts(rounds) == [[4, 3], [4, 3], [3, 1]]
-    with pytest.raises(bench.UserError, match="guesser is no cascade"):
-        probe.ewif(run)
-
-TABLE = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.6, 0.2, 0.1, 0.1], [0.25, 0.25, 0.3, 0.2], [0.7, 0.1, 0.1, 0.1]], dtype=torch.float64)
-
-@pytest.mark.parametrize("build", [
-    partial(cape.chain, gamma=3), partial(cape.beam, gamma=3, width=2), partial(pct.pct, cost=0.2, leaf=0.04, width=3, depth=3)])
-def test_tree_optimality_against_all_subtrees(build):
-    """A hand-made drafter over four tokens: the best n nodes under what was asked, by trying every set of that size."""
-    shown = {}
-
-    def decode(judged, ids, limit):                        # one round
-        shown["tree"] = judged(lambda tokens, parents: TABLE[tokens], torch.tensor([0]))
-    found = probe.tree_optimality(decode, build, [("x", [0], 8)])
-    tree, asked = shown["tree"], []
-    build(lambda tokens, parents: asked.extend(zip(tokens.tolist(), parents)) or TABLE[tokens], torch.tensor([0]))
-    joint = []
-    for token, parent in asked:
-        joint.append(joint[parent] * TABLE[asked[parent][0], token].item() if parent >= 0 else 1.0)
-    candidates = [joint[i] * TABLE[token, x].item() for i, (token, _) in enumerate(asked) for x in range(4)]
-    above, kept = {0: 1.0}, 0.0
-    for i, (token, parent) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist())):
-        if i:
-            above[i] = above[parent] * TABLE[tree.tokens[parent], token].item()
-            kept += above[i]
-    n = len(tree.tokens) - 1
-    best = max(sum(c) for c in combinations(candidates, n)) if len(candidates) <= 16 else sum(sorted(candidates)[-n:])
-    assert found == pytest.approx(kept / best) and 0 < found <= 1 + 1e-9
+    (row,), _ = probe.positions(run)
+    values = row["by_prompt"]["position 2"]
+    assert len(values) == 3 and 0 <= row["position 2"] <= 1 and values[1] is None, "one token has no second one"
 
 @pytest.mark.parametrize("name, more, labels, key", [
-    ("calibration", ["glide"], ["glide"], "bins"), ("positions", ["cascade(base, k=4)"], ["cascade(base, k=4)"], "positions"),
-    ("optimality", ["maxgram", "--tree", "chain", "pct(width=2, cost=0.1)"], ["maxgram"], "tree_optimality"),
-    ("ewif", ["cascade(base, k=2)"], [row["drafter"] for row in probe.table_1()] + ["cascade(base, k=2)"], "drafter"),
-    ("lookup", ["edd"], ["0", "1", "2", "3"], "before")])
-def test_a_measurement_takes_the_benchmark_s_flags(name, more, labels, key, small, tmp_path, capsys):  # noqa: F811
+    ("calibration", ["glide"], ["glide"], "ece_raw"), ("positions", ["cascade(base, k=4)"], ["cascade(base, k=4)"], "position 1"),
+    ("ewif", ["cascade(base, k=2)"], [row["drafter"] for row in probe.table_1()] + ["cascade(base, k=2)"], "ewif"),
+    ("lookup", ["maxgram"], ["0", "1", "2", "3"], "before")])
+def test_a_measurement_takes_the_benchmarks_flags(name, more, labels, key, small, tmp_path, capsys):  # noqa: F811
     rows, prompts = tmp_path / "r.jsonl", tmp_path / "p.jsonl"
     prompts.write_text(4 * '{"prompt": "return a + b"}\n')
     assert probe.main([name, *args(small, "--prompts", str(prompts), "--json", str(rows), "--max-new-tokens", "4", "--drafter", *more)]) == 0
     rows = rows_of(rows)
     assert [row["drafter"] for row in rows] == labels and all(key in row for row in rows)
-    if name in ("calibration", "positions"):
-        assert all(len(values) == 4 for row in rows for values in row["by_prompt"].values())
-    if name == "ewif":
-        assert len(rows[-1]["by_prompt"]["swi_measured"]) == 4
-    assert f"| {rows[-1]['drafter']} " in capsys.readouterr().out
+    assert all(len(values) == 4 for values in rows[-1].get("by_prompt", {}).values())
+    assert f"|{rows[-1]['drafter']}" in capsys.readouterr().out
 
+def test_an_unknown_measurement_and_a_drafter_that_is_no_cascade(small, capsys):  # noqa: F811
+    check_mistake(["walk"], "there is no measurement called 'walk'", capsys, probe, "figures/probe.py")
+    check_mistake(["ewif", *args(small, "--drafter", "glide")], "glide is no cascade", capsys, probe, "figures/probe.py")
+
+# ---------------------------------------------------------------- copies of a prompt
 def test_copies_of_a_prompt_are_computed_and_decode_as_one_does(small, tmp_path, monkeypatch):  # noqa: F811
     """The target and the drafter compute each copy; tokens and rounds are those of a batch of one; what does not fit is None."""
     shapes, own = set(), batches.Copies.compare
@@ -154,12 +134,11 @@ def test_copies_of_a_prompt_are_computed_and_decode_as_one_does(small, tmp_path,
     one, three = rows_of(tmp_path / "r.jsonl")
     assert shapes == {(1, 1, 300), (3, 3, 300)} and (one["batch"], three["batch"]) == (1, 3)
     assert one["lossless"] is three["lossless"] is True and one["tau"] == three["tau"] >= 1
-    assert one["speedup"] == one["glide"] / one["plain"]
-    assert "\n| 3 |" in "".join(batches.compare.table({"title": "Table 4", "columns": batches.COLUMNS}, [one, three], []))
+    assert one["speedup"] == one["glide"] / one["plain"] == pytest.approx(one["by_prompt"]["speedup"][0])
 
-    def full(run, *arms):
+    def full(*given):
         raise torch.OutOfMemoryError
-    monkeypatch.setattr(bench, "measure", full)
+    monkeypatch.setattr(bench, "measure_all", full)
     assert batches.main(argv) == 0 and [row["glide"] for row in rows_of(tmp_path / "r.jsonl")] == [None, None]
 
 def test_copies_that_differ_are_refused(small, monkeypatch, capsys):  # noqa: F811
@@ -169,6 +148,16 @@ def test_copies_that_differ_are_refused(small, monkeypatch, capsys):  # noqa: F8
     monkeypatch.setattr(batches.Copies, "compare", another)
     assert batches.main(args(small, "--batches", "2", "--limit", "1", "--max-new-tokens", "4")) == 2
     assert "figures/batches.py: 2 copies of a prompt chose different tokens" in capsys.readouterr().err.splitlines()[-1]
-    for more, words in ((["--drafter", "edd"], "edd is no GLIDE drafter"), (["--tree", "chain", "cape"], "one drafter and one tree"),
-                        (["--temperature", "1"], "decoding is greedy"), (["--batches", "0"], "at least one copy"), (["--batches", "x"], "--batches")):
-        check_mistake(args(small, *more), words, capsys, batches, "figures/batches.py")
+    check_mistake(args(small, "--drafter", "edd"), "edd is no GLIDE drafter", capsys, batches, "figures/batches.py")
+
+# ---------------------------------------------------------------- what a forward costs
+def test_the_bytes_of_a_step_and_a_row_for_each_size(small, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(costs, "NODES", (1, 4))
+    argv = args(small, "--contexts", "20", "--limit", "1", "--json", str(tmp_path / "r.jsonl"))
+    assert costs.main(argv) == 0
+    one, four = rows_of(tmp_path / "r.jsonl")
+    assert (one["nodes"], one["ratio"], four["nodes"]) == (1, 1.0, 4) and four["ratio"] == pytest.approx(four["ms"] / one["ms"])
+    model = shared("llama")                    # float64; three layers of four heads of eight, a head of its own
+    c = model.config
+    linear = 3 * (4 * 32 * 32 + 3 * 32 * 48 + 2 * 32) + 32
+    assert costs.step_bytes(model, 10) == 8 * (linear + 32 * c.vocab_size + 32 + 2 * 3 * 32 * 10)

@@ -1,7 +1,6 @@
 """figures/probe.py lookup: attention beside one computed from queries and keys by loops, the linear map beside numpy's."""
 from types import SimpleNamespace
 
-import tables as compare
 import numpy as np
 import probe
 import pytest
@@ -11,7 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausa
 
 import glide
 import verify
-from runtime import measure as clock
+from runtime import measure
+from tables import grid
 
 def by_hand(model, texts, new, window):
     """The mean mass of each head of each layer on what followed a continued token before, and uniform attention's."""
@@ -38,11 +38,15 @@ def test_the_mass_of_each_layer_against_queries_and_keys(name, window):
     model = tiny(name, seed=3)
     prompts = [("x", [i, 3, 1, 4, 1, i + 2], 10) for i in range(4)]
     run = SimpleNamespace(model=model, prompts=prompts, a=SimpleNamespace(target=name), target=SimpleNamespace(encoder_decoder=False))
-    run.decode = lambda drafter, build, ids, limit: clock.Record(verify.generate(target_of(model), drafter, build, ids, limit))
+
+    def decode(drafter, build, ids, limit):
+        out = verify.generate(target_of(model), drafter, build, ids, limit)
+        return measure.Record(out.tokens, out.rounds)
+    run.decode = decode
     rows, columns = probe.lookup(run)
     model = tiny(name, seed=3)
     expected, alike = by_hand(model, [ids + plain(model, ids, limit) for _, ids, limit in prompts], 10, window)
-    assert len(rows) == 4 and "head" not in rows[3] and compare.grid(rows, columns).count("\n") == 5
+    assert len(rows) == 4 and "head" not in rows[3] and grid(rows, columns).count("\n") == 5
     for layer, row in enumerate(rows[:3]):
         heads = [expected[layer, head] for head in range(4)]
         assert (row["head"], row["mass"], row["uniform"]) == (np.argmax(heads), pytest.approx(max(heads), abs=1e-5), pytest.approx(alike))
@@ -74,7 +78,7 @@ def test_the_linear_map_is_least_squares_with_a_ridge(monkeypatch):
 def test_a_family_whose_attention_cannot_be_read_gets_one_sentence():
     ids = torch.tensor([1, 2, 3])
     sizes = dict(vocab_size=8, hidden_size=16, num_hidden_layers=2)
-    with pytest.raises(verify.UserError, match="MambaForCausalLM does not say what its layers attend to"):
+    with pytest.raises(verify.UserError, match="MambaForCausalLM does not say what each of its layers attends to"):
         probe.layers_of(MambaForCausalLM(MambaConfig(**sizes)), ids)
     attention, states = probe.layers_of(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=16, n_layer=2, n_head=4)).bfloat16().eval(), ids)
     assert [*map(len, attention)] == [4, 4] and attention[0].sum(-1) == pytest.approx(1.0, abs=1e-2) and len(states) == 3

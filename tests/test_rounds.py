@@ -1,5 +1,4 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
-import json
 import re
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 import bench
 import verify
 
-TEMPLATE = rounds.TEMPLATE.read_text(encoding="utf-8")
+PAGE = rounds.PAGE.read_text(encoding="utf-8")
 FLAGS = ["--drafter", "glide", "maxgram", "--tree", "chain", "eagle2(total=5, depth=3, expanded=3)",
          "--limit", "2", "--max-new-tokens", "9", "--device", "cpu"]
 
@@ -21,7 +20,7 @@ def run():
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("rounds") / "a.html"
     assert rounds.main([*FLAGS, "--prompt", "2", "--out", str(out)]) == 0
-    return data_in(out.read_text(encoding="utf-8"))
+    return rounds.data_of(out.read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def tokens(run):
@@ -31,20 +30,13 @@ def tokens(run):
     how = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": limit, "do_sample": False, "pad_token_id": 0}
     return run.model.generate(prompt, **how)[0, len(ids):].tolist()
 
-def decode(run):
-    """The page's data of the first arm."""
-    arm = next(arm for arm in bench.arms_of(run) if arm.build)
-    _, ids, limit = run.prompts[1]
-    return rounds.arm_data(run, arm, ids, limit, rounds.timed(run.decode(None, verify.root_only, ids, 2)))
-
 def test_every_arm_writes_plain_decodings_text(run, data, tokens):
-    said = run.tokenizer.decode(tokens, skip_special_tokens=True)
+    text = run.tokenizer.decode(tokens, skip_special_tokens=True)
     assert "--tree chain 'eagle2(total=5, depth=3, expanded=3)'" in data["command"]
     assert data["prompt"] == run.tokenizer.decode(run.prompts[1][1]) and data["prompt_number"] == 2
-    names = [f"{label} × {tree.label}" for label in ("glide", "maxgram") for tree in run.trees]
-    assert [arm["name"] for arm in data["arms"]] == names
+    assert [arm["name"] for arm in data["arms"]] == [f"{label} × {tree.label}" for label in ("glide", "maxgram") for tree in run.trees]
     for arm in data["arms"]:
-        assert arm["first"] + "".join(each["accepted"] + each["bonus"] for each in arm["rounds"]) == said
+        assert arm["first"] + "".join(each["accepted"] + each["bonus"] for each in arm["rounds"]) == text
         made = [arm["rounds"][0]["tokens"][0]]
         for each in arm["rounds"]:
             assert each["tokens"][0] == made[-1] and not each["gram"], "the root is the last token of the round before"
@@ -65,8 +57,11 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     own = [tokens[0]] + [each["own"] for each in arm["rounds"]]
     end = next(token for token in accepted if token not in own)
     monkeypatch.setattr(run, "eos", end)
-    monkeypatch.setattr(run.drafters["glide"], "predicted", [end] * 99, raising=False)             # as beside a Max-Gram that says nothing else
-    last = (arm := decode(run))["rounds"][-1]
+    # As beside a Max-Gram that predicts nothing else
+    monkeypatch.setattr(run.drafters["glide"], "predicted", [end] * 99, raising=False)
+    plain = rounds.decoded(run, 1, None, verify.root_only)
+    arm = rounds.arm_data(run, 1, "glide", run.trees[0], plain)
+    last = arm["rounds"][-1]
     assert all(each["gram"] == [i for i in range(1, each["verified"]) if each["tokens"][i] == end] for each in arm["rounds"]) and last["gram"]
     assert last["own"] is last["choice"] is None and last["bonus"] == ""
     assert last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
@@ -102,26 +97,20 @@ def test_milliseconds_are_those_of_the_round(data):
         assert arm["speedup"] == pytest.approx(arm["speed"] / data["plain"]["speed"])
     assert data["plain"]["tokens"] == 9 and data["plain"]["step_ms"] > 0
 
-def data_in(text):
-    """The JSON in a page that is the template but for it; without a "<" no text can end its script element."""
-    before, after = TEMPLATE.split(rounds.PLACEHOLDER)
-    assert text.startswith(before) and text.endswith(after)
-    inside = text[len(before):len(text) - len(after)]
-    assert "<" not in inside
-    return json.loads(inside)
-
 NASTY = ["</script><img src=x onerror=alert(1)>", "<!--", "<script>", '"', "'", "\\", "\\u003c", "&lt;", "\x00",
-         "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", rounds.PLACEHOLDER]
+         "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", '<script type="application/json" id="data">']
 
 def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
     data = {"arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
-    text = rounds.page(data, TEMPLATE)
+    text = rounds.with_data(PAGE, data)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
-    assert data_in(text) == data
+    before, inside, after = rounds.DATA.fullmatch(text).groups()
+    assert "<" not in inside and rounds.data_of(text) == data
+    assert (before, after) == rounds.DATA.fullmatch(PAGE).group(1, 3), "the page is its own template"
+    assert rounds.with_data(text, rounds.data_of(PAGE)) == PAGE
 
 def test_the_page_asks_for_nothing_and_writes_no_markup():
-    assert not re.findall(r"https?:", TEMPLATE.replace("http://www.w3.org/2000/svg", ""))
-    assert "default-src 'none'" in TEMPLATE and not re.findall(r"\b(src|srcset|@import|url)\s*[=(]", TEMPLATE)
-    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", TEMPLATE)
-    for wanted in ("prefers-color-scheme: dark", "focus-visible", "aria-label", 'name="viewport"'):
-        assert wanted in TEMPLATE
+    template = rounds.with_data(PAGE, {})
+    assert not re.findall(r"https?:", template.replace("http://www.w3.org/2000/svg", ""))
+    assert "default-src 'none'" in template and not re.findall(r"\b(src|srcset|@import|url)\s*[=(]", template)
+    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", template)
