@@ -14,7 +14,7 @@ import cape
 import cascade
 import verify
 from maxgram import MaxGram
-from runtime.targets_encoder_decoder import EncoderDecoder
+from runtime.targets import AnyEncoderDecoder
 
 BIGRAM = [3, 5, 0, 1, 2, 7, 0, 9, 4, 6, 8, 1]
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1]
@@ -342,11 +342,11 @@ def plain_t5(model, prompt, new):
 def test_encoder_decoder_chains_are_plain_decodings():
     model = t5()
     base, small = relative(model, 0.05, 1), relative(model, 0.1, 2)
-    target, encoded = EncoderDecoder(model), []
+    target, encoded = AnyEncoderDecoder(model), []
     for m in (model, base, small):
         m.get_encoder().register_forward_pre_hook(lambda *_, m=m: encoded.append(m))
     K, rule = [[3, 2, 4], [0, 1, 5], [0, 0, 5]], verify.Sampled(seed=5)
-    drafters = [cascade_of([], None, 1.0, MaxGram()), cascade_of([base, small], K, 2.0, MaxGram(), kind=EncoderDecoder)]
+    drafters = [cascade_of([], None, 1.0, MaxGram()), cascade_of([base, small], K, 2.0, MaxGram(), kind=AnyEncoderDecoder)]
     for prompt in ([5, 6, 7, 8, 5, 6, 9, 1], [3, 1]):
         text, sampled = plain_t5(model, prompt, 6), verify.generate(target, None, verify.root_only, prompt, 6, rule).tokens
         for models, drafter in zip(([model], [model, base, small]), drafters):
@@ -360,14 +360,14 @@ def test_encoder_decoder_chains_are_plain_decodings():
     with pytest.raises(verify.UserError, match="hidden states"):
         target.capture({"hidden": [1]})
     # The encoder's input takes no position from the output.
-    assert verify.generate(EncoderDecoder(model, 10), None, verify.root_only, [5, 6, 7] * 9, 99).tokens == plain_t5(model, [5, 6, 7] * 9, 10)
+    assert verify.generate(AnyEncoderDecoder(model, 10), None, verify.root_only, [5, 6, 7] * 9, 99).tokens == plain_t5(model, [5, 6, 7] * 9, 10)
 
 def test_every_stage_reads_the_whole_input():
     """A stage's chain is what the stage itself would write, given the prompt in its own encoder; Max-Gram copies from there, too."""
     base = t5()
-    stage = EncoderDecoder(base)
+    stage = AnyEncoderDecoder(base)
     for prompt in ([5, 6, 7, 8, 5, 6, 9, 1], [9, 2, 1]):
-        drafter, wanted = cascade_of([base], [[6]], kind=EncoderDecoder), plain_t5(base, prompt, 7)
+        drafter, wanted = cascade_of([base], [[6]], kind=AnyEncoderDecoder), plain_t5(base, prompt, 7)
         with torch.inference_mode():
             drafter.begin(shown([0], source=prompt))
             assert drafter.chain(wanted[0], 6) == (wanted[1:], None)

@@ -246,6 +246,28 @@ def test_between_tables_logits_are_capped_as_the_targets():
     with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's alone"):
         drafter_for(scaled, "edd-shared")
 
+@pytest.mark.parametrize("kind", ["edd-shared", "glide-shared", "eagle"])
+def test_nothing_of_the_target_is_trained(kind):
+    """In bfloat16 the target, in float32 the drafter: its loss reaches all of its own weights and none of the target's."""
+    model = copy.deepcopy(made("Gemma2ForCausalLM")).bfloat16()
+    draft_model = drafter_for(model, kind).model.float()
+    with torch.no_grad():
+        cache = drafters.DynamicCache()
+        out = model(torch.tensor([PROMPT]), output_hidden_states=True, past_key_values=cache)
+    ids, logits = torch.tensor([PROMPT]), out.logits[0].float()
+    if kind == "eagle":
+        feature = out.hidden_states[draft_model.config.hidden].float()
+        loss = draft_model.divergence(draft_model(ids, feature)[0], feature[0, 1:], logits[1:])
+    elif kind == "edd-shared":
+        loss = draft_model.word_loss(draft_model(ids, out.hidden_states[2].float(), 5)[0], logits)
+    else:
+        kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
+        loss = draft_model.word_loss(draft_model(ids, kv)[0], logits)
+    loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in draft_model.parameters())
+    assert sum(bool(p.grad.any()) for p in draft_model.parameters()) >= len(list(draft_model.parameters())) - 1
+
 def save(folder, draft_model, kind):
     folder.mkdir()
     save_file(draft_model.state_dict(), folder / "model.safetensors")

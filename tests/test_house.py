@@ -65,8 +65,8 @@ def test_the_top_level_holds_exactly_these_modules():
 @pytest.mark.parametrize("name", files(".", *FOLDERS[:-1]))
 def test_a_file_has_a_hundred_columns_and_imports_what_it_may(name):
     """Nothing upward; a component takes torch and transformers (which brings safetensors) and at most its leaves."""
-    wide = [f"{name}:{number}" for number, line in enumerate(source(name).splitlines(), 1) if len(line) > 100]
-    assert not wide
+    if not name.startswith("figures/"):
+        assert not [f"{name}:{number}" for number, line in enumerate(source(name).splitlines(), 1) if len(line) > 100]
     place = Path(name).stem if "/" not in name else name.split("/")[0]
     wrong = {module for module in local(name) if module.split(".")[0] not in NEEDS.get(place, set())}
     assert not wrong

@@ -9,7 +9,6 @@ from test_cape import run_the_docstrings_lines
 
 import maxgram
 from maxgram import CONFIDENCE, Index, MaxGram, build_bigram, max_gram_tensor
-from runtime.grams import measure_confidence, read_bigram
 
 def brute_force(generation, draft, n, source=(), bigram=()):
     """The definition, one token at a time: what follows the longest suffix of the query in the text, leftmost; or the bigram."""
@@ -144,28 +143,19 @@ def test_bigram_equals_a_counter():
             build_bigram([ids], 5)
 
 def test_confidence_by_hand():
+    from training.bigram import measure_confidence
     # 1 2 3: nothing is proposed.  After 1 2 3 1: "1" is followed by 2, right (length 1); then "1 2": 3,
     # wrong, it is 4 (length 2); after the 4 nothing; after its 1: 2, wrong, the end is 3 (length 1).
     # The second text proposes by the bigram alone: 4 -> 5, right; after the first text's 4 it is wrong.
     texts = [[1, 2, 3, 1, 2, 4, 1, 3], [4, 5]]
     assert measure_confidence(texts, None, 3) == measure_confidence(texts, [0, 0, 0, 0, 5], 3) == [0.5, 0.5, 0, 0]
-    assert measure_confidence(texts[1:], [0, 0, 0, 0, 5], 2) == [1, 1, 1] and measure_confidence([[1], []]) is None
+    assert measure_confidence(texts[1:], [0, 0, 0, 0, 5], 2) == [1, 1, 1] and measure_confidence([[1], []], None) is None
     # Lengths never seen take the nearest value: lengths 1 to 4, right, and 5, wrong; then the bigram's alone
     assert measure_confidence([[1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 7, 0]], None, 8) == [1, 1, 1, 1, 1, 0, 0, 0, 0]
     assert measure_confidence([[9, 8], [9, 7]], [0] * 9 + [8], 4) == [0.5] * 5
     # A token's confidence is that of its match's length, the last for "or longer".
     assert [MaxGram(confidence=[0.1, 0.2, 0.7]).confidence_of(length) for length in (0, 1, 50)] == [0.1, 0.2, 0.7]
     assert len(CONFIDENCE) == maxgram.LENGTHS + 1 and [MaxGram().confidence_of(i) for i in (0, 8, 9)] == [CONFIDENCE[i] for i in (0, 8, 8)]
-
-def test_both_kinds_of_bigram_file(tmp_path):
-    """The published form, shorter than the vocabulary, and ours.  Where both vocabularies hold its ids only the fingerprint tells."""
-    path = tmp_path / "b.json"
-    path.write_text("[0, 2, 1]")
-    assert read_bigram(path, 5, "c3d4") == ([0, 2, 1, 0, 0], None)
-    path.write_text('{"bigram": [0, 2, 1], "confidence": [0, 0.5, 1], "fingerprint": "a1b2"}')
-    assert read_bigram(path, 3) == read_bigram(path, 3, "a1b2") == ([0, 2, 1], [0, 0.5, 1])
-    with pytest.raises(ValueError, match="another tokenizer .*a1b2.*c3d4.*make one with"):
-        read_bigram(path, 4, fingerprint="c3d4")
 
 def test_a_stranger_uses_it_alone(tmp_path):
     run_the_docstrings_lines(tmp_path, maxgram, ["maxgram.py"])
