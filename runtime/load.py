@@ -255,12 +255,13 @@ def stage_of(setup, name):
     model, tokenizer = setup.load(source, "the stage")
     if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
         raise UserError(f"{name} is another kind of model than the target: one has an encoder")
-    # Vocabularies may be padded to different sizes, but a token must have the same id in both.
-    ids = tokenizer.get_vocab()
+    # Vocabularies may be padded to different sizes, but an id must mean the same token in both.
+    of_stage = {i: token for token, i in tokenizer.get_vocab().items()}
     for token, i in setup.tokenizer.get_vocab().items():
-        if ids.get(token, i) != i:
-            raise UserError(f"{name} has another tokenizer than the target: {token!r} has the id "
-                            f"{ids[token]} there, {i} here; take a model of the target's family")
+        if of_stage.get(i, token) != token:
+            raise UserError(f"{name} has another tokenizer than the target: token {i} is "
+                            f"{of_stage[i]!r} there, {token!r} here; take a model of the target's "
+                            "family")
     linear.pack(model, beside=setup.model)
     setup.stages[name] = model
     return model
