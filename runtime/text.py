@@ -31,7 +31,6 @@ import argparse
 import gzip
 import json
 import os
-import re
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -337,8 +336,8 @@ def questions_of(row, place, tokenizer, template, ask=None, answer=None):
                             "name fields that all rows have, as {question}") from None
         if not text:
             known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
-            raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe its "
-                            "question with --ask")
+            raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe "
+                            "its question with --ask")
         yield encode(text, tokenizer)
         return
     messages = []
