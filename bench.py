@@ -53,7 +53,7 @@ TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "p
          "graft": graft.graft, "eagle2": pct.eagle2}
 PROMPTS = load.CHECKPOINTS / "prompts.jsonl"             # the project's own
 FEW = 9                                                  # rows of them: a minute or less
-UNMEASURED = 4                  # rows, after those of the table, to measure prices and sizes on
+UNMEASURED = 4                  # rows, after those of the table, to measure prices on
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
@@ -75,7 +75,6 @@ def parser():
          f"project's own {FEW})")
     flag("--ask", help='the question of a row, written with its fields: "{question} Think step by '
          'step." (default: by the fields that the row has)')
-    flag("--system", help="system message of conversations (default: none)")
     flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
          "(default: the tokenizer's own, or plain)")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt (default: 128)")
@@ -151,7 +150,6 @@ class Run(load.Setup):
     limit        how many rows of the prompts' files are read; None: all
     prompts      [(kind of text, token ids, limit of new tokens)]
     prices       {label: measured prices, or None}, once a tree has asked for them
-    extras       {(label, gamma): mean size of CAPE's sets}, once `fixed` has asked for it
     notes        [sentence for the reader]
     """
 
@@ -165,8 +163,8 @@ class Run(load.Setup):
         self.check_target(calls)
         self.limit = a.limit or (None if a.prompts else FEW)
         self.prompts = self.read_prompts(self.limit)
-        self.prices, self.extras = {}, {}
-        self.drafters = {call.label: self.load_drafter(call) for call in calls}
+        self.prices = {}
+        self.drafters = {call.label: load.called(self, call) for call in calls}
 
     def check_target(self, calls):
         """Refuse drafters and trees that this target does not take."""
@@ -183,25 +181,15 @@ class Run(load.Setup):
         """Prompts of the flags' files: of `limit` rows after the first `skip`."""
         a = self.a
         return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
-                               self.answer, a.template, a.ask, a.system, skip)
+                               self.answer, a.template, a.ask, skip)
 
     @cached_property
     def unmeasured(self):
-        """Prompts on which prices and sizes are measured: from rows after those of the table."""
+        """Prompts on which prices are measured: from rows after those of the table."""
         found = self.read_prompts(UNMEASURED, skip=self.limit) if self.limit else []
         if not found:
-            self.notes.append("prices and sizes of trees are measured on prompts of the table")
+            self.notes.append("prices are measured on prompts of the table")
         return found or self.prompts[:UNMEASURED]
-
-    def load_drafter(self, call):
-        """The drafter that a call names; with a note where it hardly knows this target's text."""
-        drafter = load.called(self, call)
-        if call.name not in ("maxgram", "cascade"):
-            two = [ids for _, ids, _ in self.prompts[:2]]
-            sentence = load.proves_itself(self.target, drafter, two)
-            if sentence:
-                self.notes.append(f"{call.label}: {sentence}")
-        return drafter
 
     # ------------------------------------------------------------ one timed decoding
     def decode(self, drafter, build, ids, limit, number=0, streamer=None):
@@ -317,8 +305,8 @@ def drafted_arm(run, label, tree):
 def builder(run, label, tree):
     """The Call `tree` as a builder for the drafter `label` -> partial
 
-    What depends on target and drafter is measured where a setting is left open: prices, once for
-    all trees of the run, and the size of fixed sets.
+    Prices depend on target and drafter: where they are left open they are measured, once for all
+    trees of the run.
     """
     drafter = run.drafters[label]
     if hasattr(drafter, "chain") and tree.name in CHAINS:
@@ -334,11 +322,6 @@ def builder(run, label, tree):
         for name, price in (run.prices[label] or {}).items():
             if name in left_open:
                 settings[name] = price
-    if "size" in left_open:
-        gamma = settings.get("gamma", cape.GAMMA)
-        if (label, gamma) not in run.extras:
-            run.extras[label, gamma] = measure.mean_extras(run, label, gamma)
-        settings["size"] = round(run.extras[label, gamma])
     return partial(tree.function, **settings)
 
 # ---------------------------------------------------------------- measure
@@ -574,7 +557,6 @@ def row_of(run, arm, base, generate, group, which):
         "baseline": arm is base,
         "settings": arm.settings,
         "prices": run.prices.get(arm.drafter),
-        "mean_extras": run.extras.get((arm.drafter, arm.settings.get("gamma"))),
         "group": group,
         "batch": 1,
         "prompts": len(records),

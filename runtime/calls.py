@@ -27,8 +27,6 @@ def quoted(match):
     word = match.group()
     before = match.string[:match.start()].rstrip()[-1:]
     after = match.string[match.end():].lstrip()[:1]
-    if after == "(":                               # a call in a call: edd-h9(raw=True)
-        return word.replace("-", "_")
     try:
         ast.literal_eval(word)                     # a number, None, or in quotes already
         return word
@@ -53,7 +51,7 @@ def read_call(text, functions, what):
         source = re.sub(r"'[^']*'|[^\s(),=\[\]']+", quoted, inside) if bracket else ")"
         call = ast.parse(f"call({source}", mode="eval").body
         settings = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
-        words = [str(getattr(word, "value", "") or ast.unparse(word)) for word in call.args]
+        words = [str(ast.literal_eval(word)) for word in call.args]
     except (AttributeError, SyntaxError, ValueError):
         raise wrong from None
     twice = len(settings) < len(call.keywords)

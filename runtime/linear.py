@@ -16,7 +16,6 @@ from torch import nn
 
 CACHE = 32 << 20         # bytes of weights that stay in a CPU's cache; there blocks gain nothing
 LARGEST = 8 << 30        # bytes of weights of which a copy is made
-SMALLEST = 1 << 16       # elements of a weight that is worth it
 ROWS = 16                # blocks for so many rows serve all numbers; those for one row do not
 
 class PackedLinear(nn.Linear):
@@ -35,17 +34,14 @@ class PackedLinear(nn.Linear):
 
 def can_pack(module):
     """Whether a module is a plain nn.Linear whose products oneDNN is known to do faster."""
-    if type(module) not in (nn.Linear, PackedLinear):
-        return False
-    weight = module.weight
-    if weight.device.type != "cpu" or weight.numel() < SMALLEST:
+    if type(module) not in (nn.Linear, PackedLinear) or module.weight.device.type != "cpu":
         return False
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     if not is_x86 or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16:
+    if module.weight.dtype == torch.bfloat16:
         return torch.cpu._is_avx512_bf16_supported()
-    return weight.dtype == torch.float32
+    return module.weight.dtype == torch.float32
 
 def pack(model, beside=None):
     """Give blocks to the linear modules of a model, if its weights exceed a CPU's cache.

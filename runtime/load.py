@@ -6,16 +6,13 @@
     load_mixture(setup, "edd", "maxgram")                # a drafter mixed with Max-Gram
 
 Drafters are named as their functions would be called (runtime/calls.py): the keywords of
-load_drafter, load_cascade and load_mixture are what a user may set, as in "glide(raw=True)".
+load_cascade and load_mixture are what a user may set.
 
-Whether a drafter fits its target is checked twice.  Its training.json has a fingerprint of the
-target that it was trained for, which is compared with the target's before anything is loaded.  And
-proves_itself compares its first choices with the target's own text: a drafter that learned from
-another chat template, say, would be lossless but useless.
+Whether a drafter fits its target is checked before its weights are loaded: its training.json has a
+fingerprint of the target that it was trained for.
 """
 import hashlib
 import json
-import math
 from pathlib import Path
 
 import huggingface_hub
@@ -28,11 +25,10 @@ import cascade
 from beyond.graft import Mixture
 from maxgram import MaxGram
 from runtime import drafters, linear
-from runtime.calls import read_call
 from runtime.static import static
 from runtime.targets import any_target
 from runtime.text import first_line
-from verify import UserError, generate, root_only
+from verify import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -42,30 +38,23 @@ SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smo
 # ---------------------------------------------------------------- language models
 def use_device(device):
     """Refuse a --device that is not here; make a CUDA device the current one."""
-    if device == "auto":
-        if not transformers.utils.is_accelerate_available():
-            raise UserError("--device auto needs accelerate: pip install accelerate")
-        return
-    count = torch.cuda.device_count()
-    known = ["cpu", *(f"cuda:{i}" for i in range(count))]
-    full_name = "cuda:0" if device == "cuda" else str(device)
-    if full_name not in known:
-        raise UserError(f"--device {device} is not here: choose auto, {', '.join(known)}")
-    if full_name != "cpu":
-        torch.cuda.set_device(known.index(full_name) - 1)
+    known = ["cpu", "auto"]
+    if torch.cuda.is_available():
+        known += ["cuda", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if str(device) not in known:
+        raise UserError(f"--device {device} is not here: choose {', '.join(known)}")
+    if str(device).startswith("cuda:"):
+        torch.cuda.set_device(device)
 
 def place_of(name, role):
     """A folder or a name of the hub as it is; "smollm2": the folder of training/smollm2.py."""
     if Path(name).exists():
         return name
-    if str(name) == "smollm2":
-        if not SMOLLM2.exists():
-            raise UserError(f"{role} smollm2 is not here yet: run "
-                            "`python training/smollm2.py` once")
+    if str(name) == "smollm2" and SMOLLM2.exists():
         return SMOLLM2
     if str(name).count("/") != 1 or Path(name).is_absolute():        # the hub's are OWNER/NAME
-        raise UserError(f"{role} {name} does not exist: give a complete folder or a hub name of a "
-                        "causal language model")
+        raise UserError(f"{role} {name} does not exist: give a folder, a hub name of a causal "
+                        "language model, or smollm2, which training/smollm2.py fetches")
     return name
 
 def is_offline(name, revision, role):
@@ -77,21 +66,11 @@ def is_offline(name, revision, role):
     try:
         huggingface_hub.model_info(name, revision=revision, timeout=10)
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.HFValidationError):
-        at = f" at revision {revision}" if revision else ""
-        raise UserError(f"{role}: the hub has no {name}{at}, or shows it only to users who are "
-                        "logged in (`hf auth login`): check the name") from None
+        raise UserError(f"{role}: the hub has no {name}, or shows it only to users who are logged "
+                        "in (`hf auth login`): check its name and revision") from None
     except Exception:                              # whatever a missing network raises
         return True
     return False
-
-def pretrained(model_class, name, **more):
-    """A pretrained model whose attention takes a tree's mask: sdpa, or eager where it has none."""
-    try:
-        return model_class.from_pretrained(name, attn_implementation="sdpa", **more)
-    except ValueError as why:
-        if "scaled_dot_product_attention" not in str(why):
-            raise
-    return model_class.from_pretrained(name, attn_implementation="eager", **more)
 
 def only_special_tokens(model):
     """Leave nothing in a model's generation_config but its special tokens.
@@ -128,14 +107,12 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
         # Quantised weights are placed while they are loaded; so are those of a spread model.
         if device == "auto" or getattr(config, "quantization_config", None):
             more["device_map"] = "auto" if device == "auto" else {"": device}
-        model = pretrained(model_class, name, dtype=dtype, **more)
+        model = model_class.from_pretrained(name, dtype=dtype, **more)
         if "device_map" not in more:
             model = model.to(device)
     except (OSError, ValueError, LookupError, ImportError, SafetensorError) as why:
         reason = first_line(why)
-        if isinstance(why.__cause__, huggingface_hub.errors.GatedRepoError):
-            reason = f"it is gated: accept its terms on huggingface.co/{name}, and `hf auth login`"
-        elif offline:
+        if offline:
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): give a complete folder or a "
                         "hub name of a causal language model") from None
@@ -177,7 +154,6 @@ class Setup:
 PROBES = 32              # weights of a model in its fingerprint
 HALF = 1 / 128           # twice the relative rounding error of bfloat16
 NEAR = 0.25              # the relative difference up to which models are relatives
-ENOUGH = 8               # weights that this must hold for: fewer may be near by chance
 
 def vocabulary_fingerprint(tokenizer):
     """16 hex digits of a hash of all tokens and their ids."""
@@ -226,22 +202,17 @@ def relation(a, b):
     if np.allclose(of_a, of_b, rtol=HALF, atol=1e-6):
         return "the same"
     difference = np.linalg.norm(of_a - of_b) / max(np.linalg.norm(of_b), 1e-30)
-    if difference < NEAR and len(names) >= ENOUGH:
-        return "a relative"
-    return "another"
+    return "a relative" if difference < NEAR else "another"
 
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
     """The training.json of a drafter -> dict with "kind", "target" and "validation"."""
     try:
         about = json.loads((Path(folder) / "training.json").read_text())
-        assert isinstance(about["kind"], str)
-        about = {"target": {}, "validation": {}} | about
-        assert isinstance(about["target"].get("probe", {}), dict)
-        assert 0 < about["validation"].get("temperature", 1.0) < math.inf
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError):
+        assert "kind" in about
+        return {"target": {}, "validation": {}} | about
+    except (OSError, ValueError, TypeError, AssertionError):
         raise UserError(f"the drafter in {folder} is damaged: train or copy it again") from None
-    return about
 
 def drafters_in(checkpoint):
     """{name: folder} of the trained drafters in a folder of folders, or in the folder of one."""
@@ -255,8 +226,8 @@ def drafters_in(checkpoint):
             found[path.parent.name.replace("_", "-")] = path.parent
     return found
 
-def load_drafter(setup, name, raw=False):
-    """A trained drafter of the checkpoint.  raw: without its calibration temperature."""
+def load_drafter(setup, name):
+    """A trained drafter of the checkpoint."""
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Checked first: a drafter for another target may read layers that this one does not have.
@@ -270,47 +241,9 @@ def load_drafter(setup, name, raw=False):
         drafter, _ = drafters.load(folder, setup.model)
     except (ValueError, LookupError, TypeError, SafetensorError) as why:
         raise UserError(f"the drafter in {folder} cannot be loaded: {first_line(why)}") from None
-    if not all(weights.isfinite().all() for weights in drafter.model.parameters()):
-        raise UserError(f"the drafter in {folder} is damaged: train or copy it again")
     for module in drafters.modules_of(drafter.model):
         linear.pack(module, beside=setup.model)
-    if raw:
-        drafter.temperature = 1.0
     return static(drafter) if setup.graphs else drafter
-
-@torch.no_grad()
-def proves_itself(target, drafter, prompts, new=32, stopping_criteria=()):
-    """A sentence where a drafter's first choice is right less than twice as often as by chance.
-
-    Else None.  prompts: lists of ids; two suffice.  new: tokens to decode after each.  By chance
-    means: how often its choices would be right at other positions of the same texts.
-    """
-    choices, tokens = [], []
-
-    def look(expand, root):
-        """Plain decoding, with a look at what the drafter predicts after each root"""
-        p = expand(root, [-1])[0]                                              # (V,)
-        choices.append(p.argmax().item() if p.any() else None)
-        return root_only(expand, root)
-
-    for ids in prompts:
-        out = generate(target, drafter, look, ids, new, stopping_criteria=stopping_criteria)
-        tokens += out.tokens[1:]
-    # Without those where the drafter had no prediction
-    pairs = [pair for pair in zip(choices, tokens) if pair[0] is not None]
-    if not pairs:
-        return None
-    right = sum(choice == token for choice, token in pairs)
-    # Each choice is compared with the tokens at all positions.
-    chosen, written = torch.tensor(pairs).T                                    # (count,) each
-    chance = (chosen[:, None] == written).double().mean().item()
-    count = len(pairs)
-    # In a text that repeats one token everything is right by chance; one lucky hit proves nothing.
-    if right > count / 2 or right > max(1, 2 * chance * count):
-        return None
-    return (f"the drafter's first choice was right {right} times of {count} on the target's own "
-            f"text, where chance gives {chance:.0%}: was it made for another target (a base model, "
-            "another fine-tune) or with another chat template or vocabulary?")
 
 # ---------------------------------------------------------------- language models that draft
 def stage_of(setup, name):
@@ -323,18 +256,22 @@ def stage_of(setup, name):
     if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
         raise UserError(f"{name} is another kind of model than the target: one has an encoder")
     # Vocabularies may be padded to different sizes, but an id must mean the same token in both.
-    of_target = {i: token for token, i in setup.tokenizer.get_vocab().items()}
     of_stage = {i: token for token, i in tokenizer.get_vocab().items()}
-    for i in sorted(of_target.keys() & of_stage.keys()):
-        if of_target[i] != of_stage[i]:
+    for token, i in setup.tokenizer.get_vocab().items():
+        if of_stage.get(i, token) != token:
             raise UserError(f"{name} has another tokenizer than the target: token {i} is "
-                            f"{of_stage[i]!r} there, {of_target[i]!r} here; take a model of the "
-                            "target's family")
+                            f"{of_stage[i]!r} there, {token!r} here; take a model of the target's "
+                            "family")
     linear.pack(model, beside=setup.model)
-    if model.num_parameters() >= setup.model.num_parameters():
-        setup.notes.append(f"{name} is no smaller than the target, and will slow it down")
     setup.stages[name] = model
     return model
+
+def numbers_in(value, kind=(int, float)):
+    """A number, or a tuple of numbers -> list"""
+    found = value if isinstance(value, (tuple, list)) else [value]
+    if not all(isinstance(number, kind) for number in found):
+        raise UserError(f"{value!r} is no number and no tuple of numbers")
+    return list(found)
 
 def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
@@ -346,13 +283,14 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True,
     """
     neural = [name for name in names if name != "maxgram"]
     misplaced = "maxgram" in names[:-1] or len(set(names)) < len(names)
-    if misplaced or costs is not None and len(costs) != len(neural):
+    costs = None if costs is None else numbers_in(costs)
+    if misplaced or costs and len(costs) != len(neural):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
                         "maxgram last; give a cost for each model, or none")
-    K = k
+    K = None
     if k is not None:
-        k = [k] if isinstance(k, int) else k
-        K = cascade.table2(k, len(neural), "maxgram" in names)
+        K = cascade.table2(numbers_in(k, int), len(neural), "maxgram" in names)
+    numbers_in(lenience)
     gram = None
     if "maxgram" in names:
         gram = load_gram(setup, bigram)
@@ -430,12 +368,8 @@ def read_gram(path, vocab, vocabulary=None):
         found = found if isinstance(found, dict) else {"bigram": found}
         bigram, confidence = found["bigram"], found.get("confidence")
         assert all(type(token) is int and token >= 0 for token in bigram), "its bigram"
-        assert all(0 <= p <= 1 for p in confidence or [0.0]), "its confidence"
         fits = found.get("agreement", {})
         agreement = {name: fit["weights"] for name, fit in fits.items()}
-        for weights in agreement.values():
-            of_three = len(weights) == 3 and math.isfinite(sum(weights))
-            assert of_three, "its agreement"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as why:
         raise UserError(f"the bigram file {path} cannot be read ({type(why).__name__}: "
                         f"{first_line(why)}): write one with training/bigram.py") from None
@@ -448,7 +382,7 @@ def read_gram(path, vocab, vocabulary=None):
 
 def gram_of(setup, bigram=None):
     """read_gram of the file `bigram`, or else of the checkpoint's file; {} where that has none."""
-    path = Path(bigram or Path(setup.checkpoint) / "bigram.json")
+    path = Path(str(bigram or Path(setup.checkpoint) / "bigram.json"))
     if not bigram and not path.exists():
         return {}
     vocabulary = vocabulary_fingerprint(setup.tokenizer)
@@ -469,21 +403,19 @@ def load_gram(setup, bigram=None):
 def load_mixture(setup, *names, bigram=None):
     """A neural drafter mixed with Max-Gram, for any tree: mixture(edd, maxgram).
 
-    names: a drafter, as --drafter takes it, or a language model, as a cascade does; then maxgram.
+    names: a drafter of the checkpoint, or a language model, as a cascade takes it; then maxgram.
     bigram: a file, in place of the checkpoint's.
     """
-    first, *rest = names
-    name = first.partition("(")[0].replace("_", "-")
-    if rest != ["maxgram"] or name in ("maxgram", "cascade", "mixture"):
+    name, *rest = names
+    if rest != ["maxgram"] or name == "maxgram":
         raise UserError(f"mixture({', '.join(names)}): name one drafter of trees, or one language "
                         "model, then maxgram")
-    known = loaders(setup.checkpoint)
-    if name in known:
-        drafter = called(setup, read_call(first, known, "drafter"))
+    if name in drafters_in(setup.checkpoint):
+        drafter = load_drafter(setup, name)
     else:
-        model = stage_of(setup, first)
+        model = stage_of(setup, name)
         drafter = Stage(setup.wrap(model, setup.target.context, setup.target.vocab))
-        folder = Path(setup.checkpoint) / first
+        folder = Path(setup.checkpoint) / name
         if (folder / "training.json").exists():
             drafter.temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
     agreement = gram_of(setup, bigram).get("agreement", {}).get(name)

@@ -10,7 +10,6 @@ the methods in METHODS.  All other time is "other": trees, masks, acceptance, bo
 And what some trees must know of this machine before they are built:
 
     prices(run)                                    # of a draft and of a node, for pct and pct-cost
-    mean_extras(run, "glide", gamma=5)             # the size of CAPE's sets, for fixed
 """
 import time
 from collections import Counter
@@ -18,7 +17,6 @@ from functools import partial
 
 import torch
 
-import cape
 import pct
 import verify
 from beyond import priced
@@ -30,7 +28,6 @@ TURNS = 12               # how often prices() decodes with each drafter, after o
 ENOUGH = 30              # seconds after which it stops sooner,
 FEWEST = 6               # though not before this many turns
 PRICE_TOKENS = 24        # of each of its decodings
-EXTRAS_TOKENS = 64       # of each decoding of mean_extras()
 
 # ---------------------------------------------------------------- the clock
 class Clock:
@@ -221,15 +218,3 @@ def spent(record):
     drafting = total["draft"] - total["begin"]
     return priced.Spent(total["rounds"], total["nodes"], total["draft_forwards"], total["begin"],
                         drafting, total["verify"], total["other"])
-
-# ---------------------------------------------------------------- sizes
-def mean_extras(run, label, gamma):
-    """The mean number of tokens that CAPE adds to each position: the size of `fixed` sets.
-
-    CAPE's control (section 5.4) has as many nodes in all, but equally many at each position.
-    """
-    build, total = partial(cape.cape, gamma=gamma), Counter()
-    for _, ids, limit in run.unmeasured:
-        record = run.decode(run.drafters[label], build, ids, min(limit, EXTRAS_TOKENS))
-        total.update(record.total)
-    return max(0.0, total["nodes"] / max(1, total["depth"]) - 1)

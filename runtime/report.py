@@ -84,7 +84,7 @@ def notes(run, names, rows):
         lines += ["", totals(names, rows), baseline(rows[0])]
         for name, row in zip(names, rows):
             lines += details(name, row)
-        lines += prices(run) + chains_only(run)
+        lines += prices(run)
     return lines + slower(names, rows)
 
 def totals(names, rows):
@@ -108,8 +108,6 @@ def details(name, row):
     for key in MEASURED:
         if key in row["settings"]:
             found.append(f"{key} {rounded(row['settings'][key])}")
-    if "size" in row["settings"] and row["mean_extras"] is not None:
-        found.append(f"CAPE's sets have {row['mean_extras']:.2f} on average")
     wanted = row["tree"] or row["lossless"] is False
     return [f"{name}: {'; '.join(found)}"] if wanted and found else []
 
@@ -132,16 +130,6 @@ def prices(run):
                      f"and all else that a round with a tree adds {price['start']:.3f}")
     return lines
 
-def chains_only(run):
-    """A note for each cascade with a model that was given other trees than its own chain."""
-    lines = []
-    others = [tree.label for tree in run.trees if tree.name not in ("chain", "drawn")]
-    for label, drafter in run.drafters.items():
-        if getattr(drafter, "stages", None) and others:
-            lines.append(f"{label} drafts its whole chain whatever the tree: {', '.join(others)} "
-                         "takes as long to draft; --tree chain is enough")
-    return lines
-
 def slower(names, rows):
     """A note for each drafted arm that is slower than plain decoding: why, and what to try."""
     lines = []
@@ -149,17 +137,12 @@ def slower(names, rows):
         if not row["tree"] or row["speedup"] >= SLOWER or not row["round_ms"]:
             continue
         steps = row["round_ms"] / row["target_ms"]
-        # The target's own token of a round is no node.
-        rejected = row["nodes"] - (row["tau"] - 1)
+        advice = "fewer nodes (a shorter chain, --tree pct-cost)"
         if row["share_draft"] > row["share_verify"]:
             advice = "a smaller drafter"
-        else:
-            advice = "fewer nodes (a shorter chain, --tree pct-cost)"
-        lines.append(
-            f"{name} is slower than plain decoding: a round takes {steps:.1f} plain steps, "
-            f"{row['share_draft']:.0%} of it drafting, and gives {row['tau']:.1f} tokens; of "
-            f"{row['nodes']:.1f} verified nodes {rejected:.1f} are rejected.  Try {advice}, or a "
-            "drafter that knows such text: see docs/speed.md")
+        lines.append(f"{name} is slower than plain decoding: a round takes {steps:.1f} plain steps "
+                     f"and gives {row['tau']:.1f} tokens.  Try {advice}, or a drafter that knows "
+                     "such text")
     return lines
 
 # ---------------------------------------------------------------- a continuation as it is made

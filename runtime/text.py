@@ -5,9 +5,8 @@
     encode_all(documents, tokenizer, template)   their token ids, and which of them are labels
     prompts_of(setup, paths, ...)                (kind, ids, new tokens) for each prompt
 
-A file is JSON lines, JSON (one row, or a list of rows) or plain text, which is one row; its name
-may end in .gz.  Hugging Face's package datasets, where it is installed, reads parquet files and
-data sets of the hub.  This is what a row may hold:
+A file is JSON lines (.jsonl), a JSON list of rows (.json) or plain text, which is one row; its name
+may end in .gz.  This is what a row may hold:
 
     its fields                           as a document             as prompts
     conversations, conversation or       a chat                    each question, after all that
@@ -32,7 +31,6 @@ import argparse
 import gzip
 import json
 import os
-import re
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -84,13 +82,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message):
         raise UserError(f"{message} (see --help)")
 
-def seed(text):
-    """The type of --seed: a whole number that both torch and NumPy take."""
-    number = int(text)
-    if not 0 <= number < 2 ** 63:
-        raise ValueError
-    return number
-
 def first_line(why):
     """The first line of an exception's message."""
     return str(why).partition("\n")[0][:150]
@@ -110,7 +101,7 @@ def write_atomically(path, write):
 
 # ---------------------------------------------------------------- the rows of a file
 def files_of(paths, flag):
-    """Yield the files of files and folders, sorted, without hidden ones; names of the hub as paths.
+    """Yield the files of files and folders, sorted, without hidden ones.
 
     flag: the flag that gave these paths, for the message of a UserError.
     """
@@ -123,68 +114,25 @@ def files_of(paths, flag):
                 hidden = any(name.startswith(".") for name in names)
                 if file.is_file() and not hidden:
                     yield file
-        elif path.exists():
-            raise UserError(f"{flag}: {path} is no file: write its content to a file, and name "
-                            "that")
-        elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+(:[\w.-]+)?", str(path)):
-            yield path
         else:
-            raise UserError(f"{flag}: {path} does not exist")
+            raise UserError(f"{flag}: {path} does not exist, or is no file")
 
-def rows_by_datasets(path):
-    """The rows of a parquet file, or of the hub's OWNER/NAME or OWNER/NAME:CONFIGURATION."""
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(f"{path} is parquet, or a data set of the hub: pip install datasets, or "
-                        "give JSON lines or text") from None
-    if path.suffix == ".parquet":
-        return datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    name, _, configuration = str(path).partition(":")
-    return datasets.load_dataset(name, configuration or None, split="train", streaming=True)
-
-def parsed(line):
-    """A line of JSON -> its value, or None where it is damaged."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return None
-
-def stream_rows(path):
-    """Yield the rows of a file, None for a damaged line of JSON."""
-    path = Path(path)
-    if path.suffix == ".parquet" or not path.exists():
-        yield from rows_by_datasets(path)
-        return
+def read_rows(path):
+    """Yield the rows of a file."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         # Only \n ends a line: a string in JSON may hold U+2028.
         with opener(path, "rt", encoding="utf-8", newline="\n") as file:
             if ".jsonl" in path.name:
-                for line in file:
-                    if line.strip():
-                        yield parsed(line)
-                return
-            text = file.read()
+                yield from (json.loads(line) for line in file if line.strip())
+            elif ".json" in path.name:
+                found = json.load(file)
+                yield from found if isinstance(found, list) else [found]
+            else:
+                yield {"text": file.read()}
     except (OSError, EOFError, ValueError, zlib.error) as why:
         raise UserError(f"{path} cannot be read as text or JSON lines ({first_line(why)}): correct "
                         "it, or name another file") from None
-    if ".json" in path.name:
-        found = parsed(text)
-        if found is None:                          # JSON lines, although the name ends in .json
-            found = [parsed(line) for line in text.split("\n") if line.strip()]
-        yield from found if isinstance(found, list) else [found]
-    elif text.strip():
-        yield {"text": text}
-
-def read_rows(path):
-    """All rows of a file -> list; a damaged one is a UserError."""
-    rows = list(stream_rows(path))
-    if None in rows:
-        number = 1 + rows.index(None)
-        raise UserError(f"{path} cannot be read as JSON lines (row {number}): correct it, or name "
-                        "another file")
-    return rows
 
 def kind_of_text(row, path):
     """The kind of text that a row says it is, or else the name of its file."""
@@ -210,11 +158,9 @@ def conversation(row):
     except (AttributeError, TypeError, StopIteration):           # a row of another shape
         return None
 
-def checked_ids(ids):
-    """A list of token ids as it is, or UserError."""
-    if not all(type(number) is int and 0 <= number < 2 ** 31 for number in ids):
-        raise UserError("token ids are whole numbers from 0, in one list")
-    return ids
+def are_ids(value):
+    """Whether a value is a list of token ids."""
+    return isinstance(value, list) and all(type(i) is int and 0 <= i < 2 ** 31 for i in value)
 
 def document(row):
     """A row -> a text, chat messages or a list of token ids; None where no known field is there.
@@ -224,43 +170,34 @@ def document(row):
     messages = conversation(row)
     if messages is not None or not isinstance(row, dict):
         return messages
-    if isinstance(row.get("ids"), list):
-        return checked_ids(row["ids"])
     prompt, answer = row.get("prompt"), row.get("answer")
-    if isinstance(prompt, list) and isinstance(answer, list):
-        return [~number for number in checked_ids(prompt)] + checked_ids(answer)
+    if are_ids(prompt) and are_ids(answer):
+        return [~number for number in prompt] + answer
     if "question" in row:
         return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
     for between, *names in DOCUMENTS:
         if names[0] in row:
             return between.join(row[name] for name in names if isinstance(row.get(name), str))
-    return None
+    return row["ids"] if are_ids(row.get("ids")) else None
 
-def documents(paths, flag="--data", bad=None):
-    """Yield (place, row, document) for all rows of files and folders.
+def documents(paths, bad=None):
+    """Yield (place, row, document) for all rows of the files and folders of --data.
 
     bad: a list to which the places of rows without a document are appended; None: such a row is a
-    UserError.  A folder may hold files of another kind, too.
+    UserError.
     """
-    for file in files_of(paths, flag):
-        place = f"row 1 of {file}"
-        try:
-            for number, row in enumerate(stream_rows(file), 1):
-                place = f"row {number} of {file}"
-                row = {"text": row} if isinstance(row, str) else row
-                found = document(row)
-                if found is not None:
-                    yield place, row, found
-                elif bad is not None:
-                    bad.append(place)
-                else:
-                    known = ", ".join([*CHATS, "turns", "question", "text", "prompt", "ids"])
-                    raise UserError(f"it is damaged, or has none of the fields {known}")
-        except UserError as why:
-            is_named = str(file) in map(str, paths)
-            if bad is None or is_named:
-                raise UserError(f"{flag}: {place}: {why}") from None
-            bad.append(f"{file} from {place} on")
+    for file in files_of(paths, "--data"):
+        for number, row in enumerate(read_rows(file), 1):
+            place = f"row {number} of {file}"
+            row = {"text": row} if isinstance(row, str) else row
+            found = document(row)
+            if found is not None:
+                yield place, row, found
+            elif bad is not None:
+                bad.append(place)
+            else:
+                known = ", ".join([*CHATS, "turns", "question", "text", "prompt", "ids"])
+                raise UserError(f"--data: {place} has none of the fields {known}")
 
 # ---------------------------------------------------------------- chats and texts as token ids
 def template_of(name, tokenizer):
@@ -268,10 +205,7 @@ def template_of(name, tokenizer):
     if name in TEMPLATES:
         return TEMPLATES[name]
     if name is None:
-        own = tokenizer.chat_template
-        if isinstance(own, dict):                  # several: for chats, for chats with tools
-            own = own.get("default")
-        return own or PLAIN
+        return tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
     try:
         return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeError):
@@ -288,8 +222,8 @@ def chat_ids(messages, tokenizer, template, ask=True):
     try:
         text = chat_text(messages, tokenizer, template, ask)
     except (jinja2.TemplateError, TypeError) as why:     # say, it wants roles to alternate
-        raise UserError(f"the chat template refuses the messages ({first_line(why)}): leave out "
-                        "--system, or give another --template") from None
+        raise UserError(f"the chat template refuses the messages ({first_line(why)}): give "
+                        "another --template") from None
     # The template has written what a tokenizer puts before a text.
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -346,29 +280,20 @@ def only_answers(ids, offsets, spans):
 def encode_all(found, tokenizer, template):
     """Yield for each document a list of arrays of token ids, int32: mostly one, none if empty.
 
-    Of a chat, what is not the assistant's comes as ~id: it is read, but is no label.  All texts go
-    to the tokenizer at once, because it has threads.
+    Of a chat, what is not the assistant's comes as ~id: it is read, but is no label.
     """
-    chats = {i: answers_in(one, tokenizer, template) for i, one in enumerate(found) if is_chat(one)}
-    texts = [text for parts in chats.values() for text, _ in parts]
-    plain = [one for one in found if isinstance(one, str)]
-    encoded_chats, encoded_plain = iter(()), iter(())
-    if texts and not tokenizer.is_fast:
-        raise UserError("to learn from chats, the tokenizer must know the characters of each token "
-                        "(a fast one does): give texts, or token ids")
-    if texts:
-        encoded = tokenizer(texts, add_special_tokens=False, verbose=False,
-                            return_offsets_mapping=True)
-        encoded_chats = zip(encoded["input_ids"], encoded["offset_mapping"])
-    if plain:
-        encoded_plain = iter(tokenizer(plain, verbose=False)["input_ids"])
-    for i, one in enumerate(found):
-        if i in chats:
-            yield [only_answers(*next(encoded_chats), spans) for _, spans in chats[i]]
-            continue
-        ids = next(encoded_plain) if isinstance(one, str) else one
-        is_empty = len(ids) == 0 or isinstance(one, str) and not one.strip()
-        yield [] if is_empty else [np.array(ids, "i4")]
+    for one in found:
+        parts = []
+        if is_chat(one):
+            for text, spans in answers_in(one, tokenizer, template):
+                encoded = tokenizer(text, add_special_tokens=False, verbose=False,
+                                    return_offsets_mapping=True)
+                parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
+        elif not isinstance(one, str):
+            parts.append(np.array(one, "i4"))
+        elif one.strip():
+            parts.append(np.array(tokenizer(one, verbose=False)["input_ids"], "i4"))
+        yield [ids for ids in parts if len(ids)]
 
 # ---------------------------------------------------------------- rows as prompts
 def question_text(row, form=None):
@@ -396,52 +321,47 @@ def prompt_rows(paths, limit=None, skip=0):
     end = None if limit is None else skip + limit
     return [row[1:] for row in rows[skip:end]]
 
-def questions_of(row, place, tokenizer, template, ask=None, system=None, answer=None):
+def questions_of(row, place, tokenizer, template, ask=None, answer=None):
     """Yield the token ids of each prompt of a row: for a chat, of each question.
 
-    place: of the row, for the message of a UserError.  ask: see question_text.  system: a message
-    that chats begin with.  answer(ids) -> text: answers a question that the row leaves open.
+    place: of the row, for the message of a UserError.  ask: see question_text.  answer(ids) ->
+    text: answers a question that the row leaves open.
     """
     chat = conversation(row)
     if not chat:
         try:
             text = question_text(row, ask)
-        except (LookupError, ValueError, TypeError, AttributeError) as why:
+        except (LookupError, ValueError, AttributeError) as why:
             raise UserError(f"--ask {ask!r} does not fit {place} ({type(why).__name__}: {why}): "
                             "name fields that all rows have, as {question}") from None
-        if text:
-            yield encode(text, tokenizer)
-            return
+        if not text:
+            known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
+            raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe "
+                            "its question with --ask")
+        yield encode(text, tokenizer)
+        return
     messages = []
-    if system and chat and chat[0]["role"] != "system":
-        messages.append({"role": "system", "content": system})
-    ids = None
-    for message in chat or []:
-        if message["role"] == "user":
-            if messages and messages[-1]["role"] == "user":
-                messages.append({"role": "assistant", "content": answer(ids)})
-            messages.append(message)
+    for message in chat:
+        is_question = message["role"] == "user"
+        if is_question and messages and messages[-1]["role"] == "user":
+            messages.append({"role": "assistant", "content": answer(ids)})
+        messages.append(message)
+        if is_question:
             ids = chat_ids(messages, tokenizer, template)
             yield ids
-        else:
-            messages.append(message)
-    if ids is None:
-        known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
-        raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe its "
-                        "question with --ask")
 
-def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, system=None, skip=0):
+def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, skip=0):
     """Files of prompts -> [(kind, ids, new tokens)]: at most `most` of them, as the context allows.
 
-    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form, ask, system: the flags
-    --template, --ask, --system.  answer: see questions_of.
+    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form, ask: the flags --template and
+    --ask.  answer: see questions_of.
     """
     template = template_of(form, setup.tokenizer)
     vocab = setup.target.config.vocab_size
     prompts, too_long = [], 0
     rows = prompt_rows(paths, limit, skip)
     for kind, row, place in tqdm(rows, "prompts", leave=False, disable=None):
-        for ids in questions_of(row, place, setup.tokenizer, template, ask, system, answer):
+        for ids in questions_of(row, place, setup.tokenizer, template, ask, answer):
             if not ids or max(ids) >= vocab:
                 raise UserError(f"{place} gives no tokens, or others than the target's {vocab}: "
                                 "correct the row or --template")

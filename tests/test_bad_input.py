@@ -1,210 +1,164 @@
-"""Whatever a user gets wrong is one sentence and exit status 2: no traceback, nothing written, nothing lost.
+"""Whatever a user gets wrong is one sentence on stderr and exit status 2: no traceback, and no file of theirs is touched.
 
-A case: the program, what is made in the folder T first, its arguments, words of its sentence.  MODEL, DRAFTERS, PROMPTS: of the tiny
-target of test_bench.py.  Cases of training stand in cases_training.py.
+A case: a program, its arguments, some words of the sentence.  MODEL, DRAFTERS and PROMPTS are those of the tiny target of test_bench.py,
+T/NAME what files() makes, OUT a folder that is not there.
 """
 import json
 import shutil
 
+import costs
 import paper
 import probe
 import pytest
 import rounds
-import torch
-import walltime
-from conftest import ROOT
 from safetensors.torch import load_file, save_file
-from test_bench import small, tokenizer_of  # noqa: F401
+from test_bench import TEXT, small, tokenizer_of  # noqa: F401 (small: a fixture)
 
 import bench
+import train
+from training import bigram, convert, prepare, smollm2, write
 
-PROGRAMS = {"bench.py": bench, "figures/paper.py": paper, "figures/probe.py": probe, "figures/rounds.py": rounds, "figures/walltime.py": walltime}
-BASE = "--target MODEL --checkpoint DRAFTERS --prompts PROMPTS --max-new-tokens 4 --device cpu --limit 1 --drafter maxgram --tree chain".split()
+PROGRAMS = {"bench.py": bench, "train.py": train, "prepare.py": prepare, "write.py": write, "bigram.py": bigram, "convert.py": convert,
+            "smollm2.py": smollm2, "figures/paper.py": paper, "figures/probe.py": probe, "figures/rounds.py": rounds, "figures/costs.py": costs}
+BENCH = "--target MODEL --checkpoint DRAFTERS --prompts PROMPTS --max-new-tokens 4 --device cpu --limit 1 --drafter maxgram --tree chain "
+TRAIN = "--target MODEL --device cpu --work OUT/w --out OUT/o --length 40 --steps 1 --batch 1 --width 16 --hidden 2 --data T/good.jsonl "
+WRITE = "--target MODEL --device cpu --length 40 --data T/good.jsonl --out OUT/o.jsonl "
+COUNT = "count --data T/good.jsonl --tokenizer MODEL --out OUT/b.json "
+AGREEMENT = "agreement --target MODEL --checkpoint DRAFTERS --data T/good.jsonl "
 
-# ---------------------------------------------------------------- what a case makes in its folder
-def text(name, content):
-    """A file."""
-    def make(folder):
-        path = folder / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return make
+# ---------------------------------------------------------------- bench.py
+CASES = [("bench.py", BENCH + flags, words) for flags, words in (
+    # flags
+    ("--nonsense", "unrecognized arguments"), ("--limit 0", "--limit is 0"), ("--limit x", "invalid int value"),
+    ("--temperature nan", "--temperature is nan"), ("--temperature -1", "--temperature is -1"), ("--top-p 7", "--top-p is 7"),
+    ("--top-k 0", "--top-k is 0"), ("--threads 99999999999", "--threads is 99999999999"), ("--seed -1", "--seed is -1"),
+    ("--max-new-tokens 0", "--max-new-tokens is 0"), ("--dtype int8", "invalid choice"), ("--graphs", "--graphs: "),
+    ("--device x", "--device x is not here: choose cpu"), ("--device cuda:x", "--device cuda:x is not here"),
+    ("--device cuda:99", "--device cuda:99 is not here"), ("--json /no/such/r.jsonl", "name a file"), ("--json T", "name a file"),
+    # trees
+    ("--tree", "expected at least one argument"), ("--tree bush", "there is no tree called 'bush'"), ("--tree pct-cost pct_cost", "name each once"),
+    ("--tree chain(", "chain takes gamma=5"), ("--tree chain(gamma=0)", "--tree chain(gamma=0): "), ("--tree drawn", "give --temperature above 0"),
+    ("--tree cape(sizes=3)", "--tree cape(sizes=3): "), ("--tree cape(sizes=(3,1))", "--tree cape(sizes=(3, 1)): "), ("--tree pct(depth=-1)", "depth is -1"),
+    ("--tree pct(wdith=7)", "pct takes cost=0.05, width=5"), ("--tree pct(width=7,width=8)", "pct takes"), ("--tree pct(width=x)", "pct takes"),
+    ("--tree vct(width=60,depth=60)", "more than 512 nodes"), ("--tree vct(width=8,depth=3)", "exceed the 511 that fit"),
+    ("--tree chain(gamma=3)", "of its own length"),
+    # drafters
+    ("--drafter bush", "called 'bush'"), ("--drafter glide(raw=True)", "glide takes no settings"), ("--drafter maxgram(3)", "maxgram takes k=None"),
+    ("--drafter maxgram(bigram='T/no.json')", "no.json cannot be read"), ("--drafter maxgram(bigram=3)", "bigram file 3 cannot be read"),
+    ("--drafter cascade", "cascade takes names of models"), ("--drafter cascade(nowhere)", "the stage nowhere does not exist"),
+    ("--drafter cascade(maxgram,base)", "maxgram last"), ("--drafter cascade(base,base)", "name every stage once"),
+    ("--drafter cascade(base,k=(1,2))", "1 neural stage"), ("--drafter cascade(base,k='a')", "'a' is no number"),
+    ("--drafter cascade(base,k=1.5)", "1.5 is no number"), ("--drafter cascade(base,lenience=0.9)", "lenience is 0.9"),
+    ("--drafter cascade(base,lenience='x')", "'x' is no number"), ("--drafter cascade(base,small,costs=(0.1,))", "a cost for each model"),
+    ("--drafter cascade(base,costs='x')", "'x' is no number"), ("--drafter mixture", "mixture takes a neural drafter"),
+    ("--drafter mixture(glide)", "name one drafter of trees"), ("--drafter mixture(nowhere,maxgram)", "nowhere does not exist"),
+    ("--drafter cascade(T/renamed)", "has another tokenizer than the target"), ("--checkpoint /no/such --drafter glide", "choose among maxgram"),
+    ("--checkpoint T/kind --drafter bush", "bush is no kind of drafter"), ("--checkpoint T/no-json --drafter glide", "is damaged"),
+    ("--checkpoint T/cut --drafter glide", "cannot be loaded"), ("--checkpoint T/heads --drafter glide", "cannot be loaded"),
+    ("--checkpoint T/no-weights --drafter glide", "model.safetensors"), ("--checkpoint T/unprobed --drafter glide", "made for another target"),
+    ("--drafter glide --target T/other", "made for another target: train one"),
+    # targets
+    ("--target nowhere", "the target nowhere does not exist"), ("--target /no/such/model", "does not exist"), ("--target DRAFTERS/glide", "cannot be loaded"),
+    ("--target T/config", "cannot be loaded"), ("--target T/weights", "cannot be loaded"), ("--target T/activation", "cannot be loaded"),
+    # prompts
+    ("--prompts T/no", "--prompts: "), ("--prompts T/empty", "holds no prompt"), ("--prompts T/empty.jsonl", "asks nothing"),
+    ("--prompts T/long.txt", "holds no prompt of at most 64 tokens"), ("--prompts T/bytes.txt", "cannot be read as text"),
+    ("--prompts T/cut.jsonl", "cannot be read as text"), ("--prompts T/bytes.gz", "cannot be read as text"), ("--prompts T/number.jsonl", "asks nothing"),
+    ("--prompts T/unknown.jsonl", "row 1 of "), ("--template bush", "choose plain or vicuna"), ("--ask {", "does not fit row 1"),
+    ("--ask {x}", "KeyError"), ("--prompts T/chats.jsonl --template T/broken.jinja", "the chat template refuses"),
+    ("--prompts T/chats.jsonl --template T/refuses.jinja", "the chat template refuses"),
+    ("--prompts T/chats.jsonl --template T/silent.jinja", "gives no tokens"))]
+# ---------------------------------------------------------------- train.py, training/
+CASES += [("train.py", flags, words) for flags, words in (
+    ("", "required: what"), ("glide", "required: --data"), ("glid " + TRAIN, "cannot train glid"), ("glide --width x", "invalid int value"),
+    *((f"glide {TRAIN} {flag} {value}", f"{flag} is {value}") for flag, value in (
+        ("--steps", "-1"), ("--lr", "0.0"), ("--lr", "inf"), ("--lr", "nan"), ("--every", "0"), ("--block", "-2"), ("--words", "0"))),
+    (f"glide {TRAIN} --length 6", "longer than a block"), (f"glide {TRAIN} --length 65", "more than the target's context of 64"),
+    (f"glide {TRAIN} --resume", "there is no interrupted run"), (f"glide {TRAIN} --out DRAFTERS", "glide is there already"),
+    (f"glide {TRAIN} --work T/good.jsonl/w", "Not a directory"), (f"glide {TRAIN} --init DRAFTERS --width 8", "leave out --width"),
+    (f"glide {TRAIN} --words 4", "--words serves drafters between the target's tables"), (f"glide {TRAIN} --layer 7", "layer 7"),
+    (f"glide {TRAIN} --target nowhere", "nowhere does not exist"), (f"glide {TRAIN} --device cuda:x", "--device cuda:x is not here"),
+    (f"glide {TRAIN} --data T/no", "--data: "), (f"glide {TRAIN} --data T/empty", "no text to learn from"), (f"glide {TRAIN} --data T/short.txt", "too few tokens"),
+    (f"glide {TRAIN} --data T/cut.jsonl", "cannot be read as text"), (f"glide {TRAIN} --data T/ids.jsonl", "holds token id 300"),
+    (f"glide {TRAIN} --template bush", "choose plain or vicuna"))]
+CASES += [
+    ("prepare.py", "T/good.jsonl --tokenizer MODEL", "required: --out"), ("prepare.py", "T/no --tokenizer MODEL --out OUT", "does not exist"),
+    ("prepare.py", "T/good.jsonl --tokenizer MODEL --out T/empty", "holds something else"),
+    ("write.py", WRITE + "--batch 0", "--batch and --length must be above 0"), ("write.py", WRITE + "--temperature -1", "--temperature 0 or above"),
+    ("write.py", WRITE + "--out T/good.jsonl", "good.jsonl exists"), ("write.py", WRITE + "--out T/good.jsonl --resume", "holds something else"),
+    ("write.py", WRITE + "--length 65", "context of 64"), ("write.py", WRITE + "--data T/unknown.jsonl", "none of the fields"),
+    ("write.py", WRITE + "--data T/long.txt", "no prompt of at most 30 tokens"), ("write.py", WRITE + "--target nowhere", "nowhere does not exist"),
+    ("bigram.py", "", "required: made"), ("bigram.py", COUNT + "--data T/no", "does not exist"), ("bigram.py", COUNT + "--data T/empty", "holds no text"),
+    ("bigram.py", AGREEMENT, "bigram.json does not exist"),
+    ("convert.py", "nowhere --out OUT", "nowhere does not exist"), ("convert.py", "DRAFTERS/glide --out T", "exists: name a new folder"),
+    ("convert.py", "T/empty --out OUT", "holds no weights"), ("convert.py", "DRAFTERS/glide --target MODEL --out OUT", "in no known layout"),
+    ("smollm2.py", "made", "invalid choice"), ("smollm2.py", "prompts --data T/good.jsonl", "prompts needs --data"),
+    ("smollm2.py", "prompts --data T/unknown.jsonl --out OUT", "asks nothing"),
+    ("smollm2.py", "prompts --data T/good.jsonl --out OUT --most 0", "--most is 0")]
+# ---------------------------------------------------------------- figures/
+CASES += [
+    ("figures/paper.py", "", "required: names"), ("figures/paper.py", "bush", "there is no table called 'bush'"), ("figures/paper.py", "main --limt 3", "--limt"),
+    ("figures/paper.py", "main --out DOCS/results", "only `paper.py write` changes docs/"), ("figures/paper.py", "write --rows T/no", "holds no measured tables"),
+    ("figures/paper.py", "main --out T/good.jsonl", "good.jsonl"), ("figures/paper.py", "main --out OUT --target nowhere", "nowhere does not exist"),
+    ("figures/probe.py", "", "no measurement called 'nothing'"), ("figures/probe.py", "walk", "no measurement called 'walk'"),
+    ("figures/probe.py", "lookup " + BENCH, "at least four prompts"),
+    ("figures/rounds.py", "--out OUT/no/a.html", "No such file or directory"), ("figures/rounds.py", f"{BENCH} --out /dev/null --prompt 3", "there are prompts 1 to 1"),
+    ("figures/costs.py", "--contexts 9 0", "a prompt has at least one token"), ("figures/costs.py", "--target nowhere --device cpu", "nowhere does not exist")]
 
-def copied(what, edit):
-    """A copy of a folder of the tiny target's, edited."""
-    def make(folder):
-        name = what.rpartition("/")[2]
-        shutil.copytree(folder.parent / "small" / what, folder / name)
-        edit(folder / name)
-    return make
-
-def about(file, **changes):
-    """Other values of keys in a JSON file, or functions of the values that are there."""
-    def edit(folder):
-        found = json.loads((folder / file).read_text())
-        for key, value in changes.items():
-            found[key] = value(found[key]) if callable(value) else value
-        (folder / file).write_text(json.dumps(found))
-    return edit
-
-def weights(change):
-    """Other weights."""
-    def edit(folder):
-        path = folder / "model.safetensors"
-        save_file({name: change(tensor).contiguous() for name, tensor in load_file(path).items()}, path)
-    return edit
-
-def written(file, content):
-    return lambda folder: (folder / file).write_bytes(content)
-
-SOURCE = (ROOT / "cape.py").read_text()
-
-def other_tokenizer(folder):
-    tokenizer_of(SOURCE, 900).save_pretrained(folder)
-
-def several(*makes):
-    """All of these."""
-    def make(folder):
-        for each in makes:
-            each(folder)
-    return make
-
-# ---------------------------------------------------------------- the table
-CASES = []
-
-def case(program, arguments, words, make=None):
-    CASES.append((program, arguments if isinstance(arguments, list) else arguments.split(), words, make))
-
-def bench_py(arguments, words, make=None):
-    case("bench.py", BASE + (arguments if isinstance(arguments, list) else arguments.split()), words, make)
-
-# Numbers and names
-for flags, words in {
-        "--nonsense": "unrecognized arguments", "--limit 0": "--limit is 0",
-        "--limit x": "invalid int value", "--temperature nan": "--temperature is nan",
-        "--top-p 7": "--top-p is 7", "--top-k 0": "--top-k is 0",
-        "--threads 99999999999": "--threads is 99999999999", "--seed -1": "invalid seed value",
-        "--dtype int8": "invalid choice", "--device x": "say cpu, cuda", "--graphs": "--graphs: ",
-        "--json /no/such/r.jsonl": "--json /no/such/r.jsonl: name a file",
-        "--json /dev/null/x": "name a file",
-        "--template lama": "--template lama: say plain vicuna, or name a file",
-        "--template T": "name a file", "--tree": "expected at least one argument",
-        "--tree bush": "there is no tree called 'bush'",
-        "--tree pct-cost pct_cost": "name each once", "--tree chain(": "closing bracket",
-        "--tree chain(gamma=0)": "gamma is 0", "--tree drawn": "give --temperature above 0",
-        "--tree cape(sizes=3)": "cape(sizes=3)", "--tree pct(depth=-1)": "depth is -1",
-        "--tree cape(sizes=(3,1))": "edges need",
-        "--tree vct(width=60,depth=60)": "more than 512 nodes",
-        "--tree chain(gamma=3)": "of its own length", "--drafter bush": "called 'bush'",
-        "--drafter maxgram(3)": "maxgram takes",
-        "--drafter maxgram(bigram='none.json')": "bigram='none.json'",
-        "--drafter cascade": "names of models",
-        "--drafter cascade(nowhere)": "the stage nowhere does not exist",
-        "--drafter cascade(maxgram,base)": "maxgram last",
-        "--drafter cascade(base,base)": "every stage once",
-        "--drafter cascade(base,k=(1,2))": "take 1 number",
-        "--drafter cascade(base,lenience=0.9)": "lenience is 0.9",
-        "--drafter cascade(base,stop='never')": "say 'own' or 'sum'",
-        "--drafter cascade(base,small,costs=(0.1,))": "a cost for each model",
-        "--drafter beside(glide)": "name one drafter of trees",
-        "--drafter beside(nowhere,maxgram)": "nowhere does not exist",
-        "--drafter beside(glide(x=3),maxgram)": "glide takes raw=False",
-        "--drafter gemma4": "the hub name or folder of one",
-        "--drafter gemma4(MODEL)": "drafts for a Gemma 4",
-        "--drafter eagle3(MODEL)": "fc.weight is missing",
-        "--target /no/such/model": "does not exist", "--target DRAFTERS/glide": "cannot be loaded",
-        "--checkpoint /no/such --drafter glide": "no drafter in /no/such",
-        "--checkpoint PROMPTS --drafter glide": "called 'glide'", "--prompts T": "cannot be read",
-        "--ask {": "does not fit a row", "--ask {x}": "KeyError"}.items():
-    bench_py(flags, words)
-bench_py(["--target", ""], "cannot be loaded")
-bench_py(["--target", "a b/c"], "no name of the hub's")
-if not torch.cuda.is_available():
-    bench_py("--device cuda:1", "no CUDA device")
-
-# Prompts
-for content, words in {
-        '{"prompt": ""}': "is empty", '{"prompt": "%s"}' % ("x y " * 200): "holds no prompt of at most 64", b"\x80\x81": "cannot be read",
-        '{"prompt": ': "cannot be read", "3": "row 1", '{"messages": [{"role": "user"}]}': "is empty"}.items():
-    bench_py("--prompts T/p.jsonl", words, text("p.jsonl", content))
-bench_py("--limit 2 --prompts T/p.jsonl", "row 2 of ", text("p.jsonl", '"a"\n{"x": 1}'))
-bench_py("--prompts T/p.parquet", "pip install datasets", text("p.parquet", b"PAR1"))
-for content, words in {"{% for": "is no Jinja template", "{{ 1 / 0 }}": "refuses the", "{{ x }}": "gives no tokens"}.items():
-    bench_py("--prompts T/p.jsonl --template T/t.jinja", words, several(text("p.jsonl", '{"turns": ["a", "b"]}'), text("t.jinja", content)))
-
-# A drafter's folder
-GLIDE = "--checkpoint T --drafter glide"
-DAMAGED = "damaged: train or copy it again"
-for changes in (dict(validation={"temperature": 0}), dict(config=lambda config: {**config, "heads": 3}), dict(kind="alien")):
-    bench_py(GLIDE, "is damaged", copied("drafters/glide", about("training.json", **changes)))
-# An older fingerprint, whose weights have no names; none; another target's
-for target in ({"probe": [0.5] * 32}, {}):
-    bench_py(GLIDE, "was made for another target", copied("drafters/glide", about("training.json", target=target)))
-bench_py("--drafter glide --target OTHER", "was made for another target: train one for this")
-bench_py(GLIDE, DAMAGED, copied("drafters/glide", weights(lambda x: x * float("nan"))))
-bench_py(GLIDE, "model.safetensors is missing", copied("drafters/glide", lambda folder: (folder / "model.safetensors").unlink()))
-
-# Models
-for edit in (written("config.json", b"{"), written("model.safetensors", b"xx"), lambda folder: (folder / "tokenizer.json").unlink(),
-             about("config.json", vocab_size=100), about("config.json", hidden_act="alien")):
-    bench_py("--target T/model", "cannot be loaded", copied("model", edit))
-bench_py("--checkpoint T --drafter cascade(base)", "the stage", copied("drafters/base", written("config.json", b"{")))
-bench_py("--target T/model --prompts T/p.txt", "vocabulary is 300", several(copied("model", other_tokenizer), text("p.txt", SOURCE[:100])))
-bench_py("--checkpoint T --drafter cascade(base)", "another tokenizer than the target", copied("drafters/base", other_tokenizer))
-bench_py("--checkpoint T --drafter beside(base,maxgram,bigram='T/b.json')", "its agreement with base is not three numbers",
-         several(copied("drafters/base", lambda folder: None),
-                 text("b.json", json.dumps({"bigram": [0] * 300, "agreement": {"base": {"weights": "abc"}}}))))
-for content, words in {"[": "cannot be read", '{"bigram": 3}': "no array of token ids", "[999]": "another vocabulary", b"\xff": "cannot be read",
-                       json.dumps({"bigram": [0] * 300, "confidence": "x"}): "its confidence"}.items():
-    bench_py("--drafter maxgram(bigram='T/b.json')", words, text("b.json", content))
-
-# The scripts of figures/
-case("figures/probe.py", "", "no measurement called 'nothing'")
-case("figures/probe.py", ["lookup", *BASE], "at least four prompts")
-case("figures/rounds.py", "--out nowhere/a.html", "name a file in a folder")
-case("figures/walltime.py", "grow --device cpu", "name a folder")
-case("figures/walltime.py", "costs --contexts 9 0 --device cpu", "a prompt has at least one token")
-case("figures/walltime.py", "first --out PROMPTS --device cpu", "name a folder")
-case("figures/walltime.py", "first --out T --device cpu", "first.json is damaged", text("first.json", "{"))
-case("figures/walltime.py", "costs --device cpu --target nowhere", "nowhere")
-case("figures/rounds.py", [*BASE, "--prompt", "3"], "--prompt is 3: there are 1 prompts")
-for arguments, words in {
-        "": "required: names", "glide-table-9": "no table called 'glide-table-9': choose among cascade-k papers main", "main --limt 3": "--limt",
-        "main --json x": "say --out FOLDER", "main --out RESULTS": "docs/ is written by `paper.py write` alone",
-        "all main": "and nothing else", "write --rows /no/such": "holds no measured tables", "main --out PROMPTS": "name a folder",
-        "main --target nowhere --out T/o": "nowhere does not exist"}.items():
-    case("figures/paper.py", arguments, words)
-case("figures/paper.py", "write --rows T", "holds no a.jsonl", text("measured.json", '{"a.jsonl": {}}'))
-
-# ---------------------------------------------------------------- the test
-def files(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-@pytest.fixture(scope="module")
-def place(small, tmp_path_factory):  # noqa: F811
-    """A folder with the tiny target's folders as small/."""
-    folder = tmp_path_factory.mktemp("bad")
-    (folder / "small").symlink_to(small)
+# ---------------------------------------------------------------- what the cases name
+def damaged(source, folder, about=None, weights=None, file="training.json", **changes):
+    """A copy of a folder: other bytes of its JSON or of its weights, or other values in the JSON."""
+    shutil.copytree(source, folder)
+    values = json.loads((folder / file).read_text())
+    (folder / file).write_text(json.dumps(values | changes) if about is None else about)
+    if weights is not None:
+        (folder / "model.safetensors").write_bytes(weights)
     return folder
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: " ".join([str(number), *CASES[number][1][-4:]]))
-def test_a_mistake_is_one_sentence(place, number, capsys, monkeypatch):
-    program, arguments, words, make = CASES[number]
-    folder, small = place / f"{number}", place / "small"  # noqa: F811
-    folder.mkdir()
-    if make:
-        make(folder)
-    names = {"MODEL": small / "model", "OTHER": small / "other", "DRAFTERS": small / "drafters", "PROMPTS": small / "prompts.jsonl",
-             "RESULTS": paper.DOCS / "results"}
-    given = []
-    for argument in arguments:
-        for name, path in names.items():
-            argument = argument.replace(name, str(path))
-        given.append(str(folder) + argument[1:] if argument[:1] == "T" and argument[1:2] in ("", "/") else argument.replace("'T/", f"'{folder}/"))
-    before = files(folder)
-    monkeypatch.chdir(folder)
-    assert PROGRAMS[program].main(given) == 2
-    said = capsys.readouterr().err
-    assert words in said and said.count("\n") == 1, said
-    assert said.startswith(f"{program}: ") or program == "figures/paper.py" and said.startswith("main: ")
-    assert files(folder) == before, "nothing is lost, and nothing half written"
+@pytest.fixture(scope="module")
+def files(small, tmp_path_factory):  # noqa: F811
+    """T, and what the other names of the table stand for."""
+    T = tmp_path_factory.mktemp("bad")
+    chat = [{"role": "user", "content": "add a"}, {"role": "assistant", "content": "a + b"}]
+    rows = {"good": [{"text": TEXT[i:i + 90], "held_out": i == 1} for i in range(4)], "chats": [{"messages": chat}], "ids": [{"ids": [1, 300]}],
+            "empty": [{"prompt": ""}], "number": [5], "unknown": [{"body": "x"}], "cut": ["a"]}
+    for name, found in rows.items():
+        (T / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
+    (T / "cut.jsonl").write_text('{"text": "a"}\n{"text": ')
+    for name, content in (("long.txt", TEXT.encode()), ("short.txt", b"a"), ("bytes.txt", b"\xff\xfe\xff"), ("bytes.gz", b"no gzip"),
+                          ("broken.jinja", b"{% for %}"), ("refuses.jinja", b"{{ raise_exception('no') }}"), ("silent.jinja", b"{{ x }}")):
+        (T / name).write_bytes(content)
+    (T / "empty" / ".git").mkdir(parents=True)
+    glide, model = small / "drafters" / "glide", small / "model"
+    weights = (glide / "model.safetensors").read_bytes()
+    damaged(glide, T / "kind" / "bush", kind="bush")
+    damaged(glide, T / "no-json" / "glide", about="{")
+    damaged(glide, T / "cut" / "glide", weights=weights[:-40])
+    damaged(glide, T / "heads" / "glide", config={})
+    damaged(glide, T / "unprobed" / "glide", target={})
+    (damaged(glide, T / "no-weights" / "glide") / "model.safetensors").unlink()
+    damaged(model, T / "config", about="{", file="config.json")
+    damaged(model, T / "weights", weights=b"xx", file="config.json")
+    damaged(model, T / "activation", file="config.json", hidden_act="bush")
+    other = damaged(model, T / "other", file="config.json") / "model.safetensors"
+    save_file({name: weight.flip(0).contiguous() for name, weight in load_file(other).items()}, other)
+    renamed = damaged(small / "drafters" / "base", T / "renamed", file="config.json")
+    tokenizer_of("another text, of other words " * 9, 290).save_pretrained(renamed)
+    return {"T": T, "MODEL": model, "DRAFTERS": small / "drafters", "PROMPTS": small / "prompts.jsonl", "DOCS": paper.DOCS}
+
+def times(folders):
+    return {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+@pytest.mark.parametrize("number", range(len(CASES)), ids=lambda number: " ".join([CASES[number][0], *CASES[number][1].split()[-3:]]))
+def test_a_mistake_is_one_sentence(files, number, tmp_path, monkeypatch, capsys):
+    program, arguments, words = CASES[number]
+    for name, path in {**files, "OUT": tmp_path / "out"}.items():
+        arguments = arguments.replace(f"{name}/", f"{path}/").replace(f" {name} ", f" {path} ")
+        arguments = arguments.removesuffix(f" {name}") + f" {path}" * arguments.endswith(f" {name}")
+    kept = files["T"], files["DRAFTERS"]
+    before = times(kept)
+    monkeypatch.chdir(tmp_path)
+    assert PROGRAMS[program].main(arguments.split()) == 2
+    err = capsys.readouterr().err
+    assert words in err and err.count("\n") == 1 and err.startswith((f"{program}: ", "main: ")), err
+    assert times(kept) == before and not (tmp_path / "out" / "o").exists()

@@ -233,7 +233,7 @@ def test_a_glimpses_rope_is_the_layers_own(name):
     torch.testing.assert_close(scores - scores[:, :1], expected, atol=1e-4, rtol=1e-3)
 
 def test_between_tables_logits_are_capped_as_the_targets():
-    """Gemma 2's; a target whose logits are made otherwise is refused, and so are rows for words."""
+    """Gemma 2's, and those of a short list of words."""
     model = made("Gemma2ForCausalLM")
     draft_model = drafters.EDDShared(drafters.config_of("edd-shared", model, hidden=2, words=4), model)
     draft_model.choose_words(torch.tensor([3, 1, 7, 5]))
@@ -242,49 +242,15 @@ def test_between_tables_logits_are_capped_as_the_targets():
         logits = draft_model.head(out.hidden_states[-1][0])
         assert logits.isfinite().sum(1).tolist() == [4] * 10
         torch.testing.assert_close(logits[:, [3, 1, 7, 5]], out.logits[0][:, [3, 1, 7, 5]])
-    scaled = family("CohereForCausalLM", num_key_value_heads=2)
-    with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's alone"):
-        drafter_for(scaled, "edd-shared")
-
-@pytest.mark.parametrize("kind", ["edd-shared", "glide-shared", "eagle"])
-def test_nothing_of_the_target_is_trained(kind):
-    """In bfloat16 the target, in float32 the drafter: its loss reaches all of its own weights and none of the target's."""
-    model = copy.deepcopy(made("Gemma2ForCausalLM")).bfloat16()
-    draft_model = drafter_for(model, kind).model.float()
-    with torch.no_grad():
-        cache = drafters.DynamicCache()
-        out = model(torch.tensor([PROMPT]), output_hidden_states=True, past_key_values=cache)
-    ids, logits = torch.tensor([PROMPT]), out.logits[0].float()
-    if kind == "eagle":
-        feature = out.hidden_states[draft_model.config.hidden].float()
-        loss = draft_model.divergence(draft_model(ids, feature)[0], feature[0, 1:], logits[1:])
-    elif kind == "edd-shared":
-        loss = draft_model.word_loss(draft_model(ids, out.hidden_states[2].float(), 5)[0], logits)
-    else:
-        kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
-        loss = draft_model.word_loss(draft_model(ids, kv)[0], logits)
-    loss.backward()
-    assert all(p.grad is None for p in model.parameters())
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in draft_model.parameters())
-    assert sum(bool(p.grad.any()) for p in draft_model.parameters()) >= len(list(draft_model.parameters())) - 1
 
 def save(folder, draft_model, kind):
     folder.mkdir()
     save_file(draft_model.state_dict(), folder / "model.safetensors")
     (folder / "training.json").write_text(drafters.json.dumps({"kind": kind, "config": vars(draft_model.config)}))
 
-@pytest.mark.parametrize("vocab", [VOCAB - 3, VOCAB + 3])
-def test_a_glide_with_another_vocabulary_size_is_cut_or_padded(vocab, tmp_path):
-    save(tmp_path / "glide", drafter_for(tiny("llama", vocab_size=vocab), "glide").model, "glide")
-    llama = shared("llama")
-    drafter, _ = drafters.load(tmp_path / "glide", llama)
-    known = min(vocab, VOCAB)
-    assert drafter.model.head.weight.shape == (VOCAB, 24) and drafter.model.head.weight[:known].any(1).all() and not drafter.model.embed.weight[known:].any()
-    assert verify.generate(AnyTarget(llama), drafter, cape.cape, PROMPT, NEW).tokens == plain(llama, PROMPT, NEW)
-
 @pytest.mark.parametrize("kind", drafters.KINDS)
 def test_a_checkpoint_loads_by_its_kind(kind, tmp_path):
-    """And what is damaged or of another target is refused."""
+    """And for another target it is refused."""
     llama = shared("llama")
     made_of = drafter_for(llama, kind, words=4) if kind.endswith("shared") else drafter_for(llama, kind)
     save(tmp_path / "x", made_of.model, f"{kind}-f8")
@@ -294,9 +260,6 @@ def test_a_checkpoint_loads_by_its_kind(kind, tmp_path):
     if kind != "vanilla":
         with pytest.raises(ValueError, match="made for another target"):
             drafters.load(tmp_path / "x", tiny("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=6))
-    (tmp_path / "x" / "training.json").write_text('{"kind": "bush"}')
-    with pytest.raises(ValueError, match="bush is no kind of drafter"):
-        drafters.load(tmp_path / "x", llama)
 
 class Int8(torch.nn.Module):
     """A linear layer, or an embedding, whose weights are integers and a scale for each row."""
@@ -320,19 +283,18 @@ def quantised(model, kinds=(torch.nn.Linear, torch.nn.Embedding)):
 
 @pytest.mark.parametrize("kind", ["glide", "edd", "eagle", "medusa", "edd-shared", "glide-shared"])
 def test_a_quantised_target(kind):
-    """Dtypes are those of what is read; decoding is lossless, and what learns gets gradients in its own dtype."""
+    """Dtypes are those of what is read; decoding is lossless."""
     model = quantised(copy.deepcopy(shared("qwen2")))
     drafter = drafter_for(model, kind)
     assert {p.dtype for p in drafter.model.parameters()} == {torch.float64}
     out = verify.generate(AnyTarget(model), drafter, cape.cape, PROMPT, NEW)
     assert out.tokens == plain(model, PROMPT, NEW)
     if kind == "edd":
-        fresh = drafters.KINDS["edd"][0](drafter.config, model)
-        x = torch.randn(3, 32, dtype=torch.float64)
-        torch.testing.assert_close(fresh.embed(torch.arange(VOCAB)), model.get_input_embeddings()(torch.arange(VOCAB)))
+        fresh, ids, x = drafters.EDD(drafter.config, model), torch.arange(VOCAB), torch.randn(3, 32, dtype=torch.float64)
+        torch.testing.assert_close(fresh.embed(ids), model.get_input_embeddings()(ids))
         torch.testing.assert_close(fresh.head(x), model.get_output_embeddings()(x))
 
-@pytest.mark.parametrize("kind", ["glide", "edd", "edd-shared"])
+@pytest.mark.parametrize("kind", ["glide", "edd"])
 def test_a_target_that_accelerate_spreads(kind, tmp_path):
     """The head and a layer lie on the disk: the same drafter proposes the same."""
     pytest.importorskip("accelerate")

@@ -1,13 +1,10 @@
-"""The house: which files lie where, who imports whom, components that work when copied alone, links that lead somewhere."""
+"""The house: which files lie where, who imports whom, components that work when copied alone, commands that exist."""
 import ast
-import dataclasses
-import importlib
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -17,11 +14,6 @@ from conftest import ROOT
 COMPONENTS = ("cape", "pct", "maxgram", "glide", "edd", "verify", "cascade")
 TOP = {*COMPONENTS, "train", "bench"}
 FOLDERS = ("beyond", "runtime", "training", "figures", "tests")
-# Fields of the papers' configs: what only a published checkpoint or another family needs is a subclass.
-FIELDS = {
-    "glide": "vocab width feed_forward layers heads block glimpse target_heads target_head_size layers_read eps norm loss",    # 4.1, Figure 2
-    "edd": "vocab width hidden encoding loss blocks",                                                    # 3.1, appendix B
-}
 # Who may import whom; every other component imports no local file.
 NEEDS = {
     "cascade": {"verify", "maxgram"},
@@ -32,8 +24,6 @@ NEEDS = {
     "train": {*COMPONENTS, "beyond", "runtime", "training"},
     "figures": {*TOP, "beyond", "runtime", "training", "figures"},
 }
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
 
 def files(*folders):
     """The scripts in these folders, as paths from the root."""
@@ -81,11 +71,6 @@ def test_no_imports_go_in_a_circle():
         assert leaves, f"a circle among {sorted(needs)}"
         needs = {name: modules for name, modules in needs.items() if name not in leaves}
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_a_papers_config_has_the_papers_fields(name):
-    config = importlib.import_module(name).Config
-    assert [field.name for field in dataclasses.fields(config)] == FIELDS[name].split()
-
 # ---------------------------------------------------------------- alone
 def run_alone(script, *argv):
     """Run a script as `python SCRIPT ARGV` would in a new process, in this one -> its exit status.
@@ -126,13 +111,7 @@ def test_what_lies_beyond_runs_its_demo(name, capsys):
     runpy.run_path(str(ROOT / name), run_name="__main__")
     assert capsys.readouterr().out.strip() and "    assert " in source(name)
 
-# ---------------------------------------------------------------- the README and the pages
-def test_the_readme_names_all_files_and_both_commands():
-    install = "pip install -r requirements.txt"
-    assert f"{install} && python bench.py --drafter glide --tree cape\n" in README
-    assert f"{install} && python -m pytest\n" in README
-    assert {f"{name}.py" for name in TOP} <= {*LINKS}
-
+# ---------------------------------------------------------------- commands
 def test_commands_name_programs():
     """`python FILE` and `python -m MODULE`, in any text: a file that is there, and does something."""
     wrong = []
@@ -142,42 +121,6 @@ def test_commands_name_programs():
             if not path.exists() or "__main__" not in source(path):
                 wrong.append((name, script or module))
     assert not wrong
-
-def slug(heading):
-    """GitHub's anchor of a heading."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-@pytest.mark.parametrize("link", sorted({link for link in LINKS if "://" not in link}))
-def test_a_link_leads_somewhere(link):
-    name, _, anchor = link.partition("#")
-    path = ROOT / (name or "README.md")
-    assert path.exists(), f"the README links to {name}, which is not there"
-    assert not re.fullmatch(r"L\d+", anchor), "a line's number is wrong after the next edit: link by name"
-    if anchor:
-        headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
-        assert anchor in [slug(heading) for heading in headings]
-
-def defined(name):
-    """What a file defines: functions, classes and constants, methods as Class.method."""
-    found = set()
-    for node in ast.parse(source(name)).body:
-        found |= {target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)} | {getattr(node, "name", None)}
-        if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
-    return found
-
-def test_names_that_link_to_a_file_stand_in_it():
-    links = [(name, file) for name, file in re.findall(r"\[`([^`]+)`\]\(([^)#\s]+\.py)\)", README) if not name.endswith(".py")]
-    wrong = [(name, file) for name, file in links if name.removesuffix("()") not in defined(file)]
-    assert not wrong
-
-@pytest.mark.parametrize("link", [link for link in LINKS if link.endswith(".svg")])
-def test_a_picture_is_well_formed_and_brings_all_it_needs(link):
-    text = source(link)
-    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
-    assert "prefers-color-scheme: dark" in text
-    # GitHub shows it as an image: nothing may come from elsewhere, no script runs
-    assert "<script" not in text and "http" not in text.replace("http://www.w3.org/2000/svg", "")
 
 # ---------------------------------------------------------------- what is committed
 def test_user_supplied_files_run_no_code():

@@ -19,7 +19,6 @@ pytestmark = pytest.mark.skipif(not linear.can_pack(torch.nn.Linear(256, 256)), 
 @pytest.fixture
 def everything(monkeypatch):
     """Also tiny models get blocks."""
-    monkeypatch.setattr(linear, "SMALLEST", 1)
     monkeypatch.setattr(linear, "CACHE", 0)
 
 def packed(*sizes, bias=True, beside=None):
@@ -53,19 +52,17 @@ def test_a_copy_has_no_blocks(everything):
     assert other.blocks is not None
 
 def test_what_is_left_alone(monkeypatch):
-    """Other types, small weights, subclasses; models within the cache, and those too large to copy."""
+    """Other types and subclasses; models within the cache, and those too large to copy."""
     module = torch.nn.Linear(256, 256)
-    assert not linear.can_pack(torch.nn.Linear(256, 255)) and not linear.can_pack(torch.nn.Linear(256, 256, device="meta"))
-    assert not linear.can_pack(type("Quantised", (torch.nn.Linear,), {})(256, 256))
-    assert not linear.can_pack(module.double())
+    assert not linear.can_pack(torch.nn.Linear(256, 256, device="meta")) and not linear.can_pack(torch.nn.Embedding(9, 9))
+    assert not linear.can_pack(type("Quantised", (torch.nn.Linear,), {})(256, 256)) and not linear.can_pack(module.double())
 
     def has_blocks(*sizes, beside=None):
         return [isinstance(part, linear.PackedLinear) for part in packed(*sizes, beside=beside)]
     size = 4 * 256 * 256
     monkeypatch.setattr(linear, "CACHE", size)
-    monkeypatch.setattr(linear, "LARGEST", 2 * size + 4 * 8 * 8)
-    assert has_blocks(256) == [False] and has_blocks(256, 256, 8) == [True, True, False]
-    assert has_blocks(256, 256, 256) == [False] * 3, "a copy would be too large"
+    monkeypatch.setattr(linear, "LARGEST", 2 * size)
+    assert has_blocks(256) == [False] and has_blocks(256, 256) == [True, True] and has_blocks(256, 256, 256) == [False] * 3
     assert has_blocks(256, beside=torch.nn.Linear(8, 8)) == [True], "the two exceed the cache together"
 
 def test_packed_models_decode_as_before(everything, monkeypatch):

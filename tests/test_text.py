@@ -2,7 +2,6 @@
 import copy
 import gzip
 import json
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -33,19 +32,17 @@ def dump(path, rows):
 def test_rows_of_files(tmp_path):
     def rows_of(content, name="rows.jsonl"):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return text.read_rows(tmp_path / name)
+        return list(text.read_rows(tmp_path / name))
     two = [{"text": "a"}, {"text": "b\u2028c"}]
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in two)
-    assert rows_of(lines) == rows_of(lines, "x.json") == two, "U+2028 ends no line"
-    assert rows_of(json.dumps(two)) == [two] and rows_of(json.dumps(two, indent=1), "x.json") == two
-    assert rows_of(json.dumps(two[0]), "y.json") == two[:1]
+    assert rows_of(lines) == rows_of(json.dumps(two, indent=1), "x.json") == two, "U+2028 ends no line"
+    assert rows_of(json.dumps(two[0]), "y.json") == two[:1] and rows_of(json.dumps(two)) == [two]
     assert rows_of(gzip.compress(lines.encode()), "x.jsonl.gz") == two
-    assert rows_of("plain\ntext\n", "x.txt") == [{"text": "plain\ntext\n"}] and rows_of(" \n", "x.txt") == []
+    assert rows_of("plain\ntext\n", "x.txt") == [{"text": "plain\ntext\n"}]
     damaged = bytearray(gzip.compress(lines.encode() * 9))
     damaged[20:30] = b"0123456789"
-    for content, name in ((b"\xff", "x.txt"), ("{", "x.jsonl"), (bytes(damaged), "x.gz"), (b"no gzip", "y.gz")):
-        with pytest.raises(UserError, match="cannot be read as"):
-            rows_of(content, name)
+    with pytest.raises(UserError, match="cannot be read as"):
+        rows_of(bytes(damaged), "x.gz")
 
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
 
@@ -65,34 +62,17 @@ def test_what_rows_mean(row, document, asks):
     if document is None or isinstance(document, str):
         assert text.question_text(row) == asks
 
-def test_what_holds_no_document_is_named(tmp_path, tokenizer):
-    """It is a mistake; or, with bad=[], counted, and so is a file of a folder that is no text."""
+def test_what_holds_no_document_is_named(tmp_path):
+    """It is a mistake; or, with bad=[], its place is noted.  Hidden files of a folder are left out."""
     rows = dump(tmp_path / "rows.jsonl", [{"text": "a"}, {"other": 1}, {"text": "b"}, {"ids": [-1]}])
-    with pytest.raises(UserError, match="--data: row 2 of .*rows.jsonl: .*none of the fields"):
+    with pytest.raises(UserError, match="--data: row 2 of .*rows.jsonl has none of the fields"):
         list(text.documents([rows]))
-    with pytest.raises(UserError, match="row 4 of .*token ids are whole numbers"):
-        list(text.documents([rows], bad=[]))
+    bad = []
+    assert [found for *_, found in text.documents([rows], bad)] == ["a", "b"] and bad == [f"row 2 of {rows}", f"row 4 of {rows}"]
     for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt"):
         (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "data" / name).write_text(name)
-    (tmp_path / "data" / "b.png").write_bytes(b"\x89PNG\xff\xfe")
-    bad = []
-    assert [document for *_, document in text.documents([tmp_path / "data"], bad=bad)] == ["a.txt", "b.txt", "d/e.txt"]
-    assert len(bad) == 1 and "b.png" in bad[0], "hidden files are none"
-    with pytest.raises(UserError, match="--data: .*nowhere does not exist"):
-        list(text.documents([tmp_path / "nowhere"]))
-
-def test_parquet_and_the_hub_by_datasets(tmp_path, monkeypatch):
-    """A sentence where the package is missing; its rows where it is there."""
-    (tmp_path / "c4.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        text.read_rows(tmp_path / "c4.parquet")
-    asked, rows = [], [{"text": "add a"}]
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=lambda *given, **more: asked.append(given) or rows))
-    for path in (tmp_path / "c4.parquet", "owner/name", "owner/name:small"):
-        assert [row for _, row, _ in text.documents([path])] == rows
-    assert asked == [("parquet",), ("owner/name", None), ("owner/name", "small")]
+    assert [document for *_, document in text.documents([tmp_path / "data"])] == ["a.txt", "b.txt", "d/e.txt"]
 
 # ---------------------------------------------------------------- chats: one template
 HIS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -132,8 +112,6 @@ def test_templates_by_name(tokenizer, tmp_path):
         assert text.template_of(None, own) == HIS
     (tmp_path / "mine.jinja").write_text(THINKS)
     assert text.template_of(str(tmp_path / "mine.jinja"), own) == THINKS
-    with pytest.raises(UserError, match="--template bush: choose plain or vicuna"):
-        text.template_of("bush", own)
     # A template that writes the first token itself: the tokenizer must not add another.
     own.bos_token, own.chat_template = "<|endoftext|>", "{{ bos_token }}" + HIS
     own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
@@ -159,8 +137,6 @@ def test_prompts_are_balanced_by_kind_and_fit_the_context(tokenizer, tmp_path):
     prompts = text.prompts_of(setup, paths, 5, 9, None)
     assert prompts == [(kind, tokenizer(row["text"])["input_ids"], 9) for kind, row, _ in found if kind != "c"]
     assert setup.notes == ["1 prompts longer than the context left out"] and text.prompts_of(setup, paths, 5, 9, None, skip=9) == []
-    with pytest.raises(UserError, match="holds no prompt of at most 10 tokens"):
-        text.prompts_of(setup, paths[1:], None, 9, None)
 
 def test_each_question_of_a_chat_is_a_prompt(tokenizer):
     """After all before it; an answer that the row leaves open is the target's."""
@@ -170,12 +146,6 @@ def test_each_question_of_a_chat_is_a_prompt(tokenizer):
     answer = lambda ids: answers.append(tokenizer.decode(ids)) or "yes"                                     # noqa: E731
     assert asked(two, answer=answer) == ["<user>one|<assistant>", "<user>one|<assistant>yes|<user>two|<assistant>"]
     assert answers == ["<user>one|<assistant>"], "the last question is not answered"
-    first = "<system>be|<user>add a|<assistant>"
-    assert asked({"messages": CHAT}, system="be") == [first, first + "a + b|<user>return|<assistant>"]
+    first = "<user>add a|<assistant>"
+    assert asked({"messages": CHAT}) == [first, first + "a + b|<user>return|<assistant>"] and asked({"messages": [ASSISTANT]}) == []
     assert asked({"question": "q"}, ask="{question}?") == ["q?"]
-    for row, ask, words in (({"question": "q"}, "{title}", "--ask '{title}' does not fit row 1"), ({"other": 1}, None, "row 1 asks nothing"),
-                            ({"messages": [ASSISTANT]}, None, "row 1 asks nothing")):
-        with pytest.raises(UserError, match=words):
-            asked(row, ask=ask)
-    with pytest.raises(UserError, match="the chat template refuses the messages"):
-        text.chat_ids(CHAT, tokenizer, "{{ raise_exception('no') }}")
