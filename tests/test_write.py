@@ -140,9 +140,9 @@ def test_the_agreement_is_found_again():
     truth = torch.tensor([-1.0, 0.3, 0.7]).double()
     x = bigram.regressors(lengths, p)
     y = torch.rand(20000, generator=g).double() < torch.sigmoid(x @ truth)
-    found = bigram.fit([*zip(lengths.tolist(), p.tolist(), y.tolist())], lambda length: 0.5)
+    found = bigram.fit([*zip(lengths.tolist(), p.tolist(), y.tolist())])
     torch.testing.assert_close(torch.tensor(found["weights"]).double(), truth, atol=0.1, rtol=0)
-    assert found["words"] == 20000 and found["ece"] < found["plain"]["ece"]
+    assert found["words"] == 20000
 
 def test_suggestions_are_judged_by_what_the_target_chooses(llama):
     """Round by round along the target's own text: length of the match, the drafter's p, right up to the first wrong one."""
