@@ -34,6 +34,9 @@ from training.prepare import is_held_out
 from training.write import prompts_in
 from verify import Tree, UserError, generate
 
+LONGEST = 384             # tokens of a prompt, at most
+NEW = 64                  # tokens that the target writes after each
+
 # ---------------------------------------------------------------- count
 def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
     """How often the first proposed token is right, by length of match -> list (lengths + 1,).
@@ -158,7 +161,7 @@ def agreement(a):
     path = Path(a.checkpoint) / "bigram.json"
     written = json.loads(path.read_text())
     prompts, kinds = [], {}
-    for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, a.length, held_out=True):
+    for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, LONGEST, held_out=True):
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= a.prompts:
             prompts.append(ids)
@@ -167,7 +170,7 @@ def agreement(a):
         drafter = load.load_drafter(setup, name)
         gram = load.load_gram(setup)
         bar = tqdm(prompts, disable=None)
-        found = suggestions(setup.target, drafter, gram, bar, a.tokens, stop)
+        found = suggestions(setup.target, drafter, gram, bar, NEW, stop)
         if not found:
             raise UserError("--data: Max-Gram suggests nothing in these texts")
         fitted = fit(found)
@@ -192,9 +195,7 @@ def parser():
     c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of --checkpoint")
     c.add_argument("--template", help="chat format, as of train.py")
     c.add_argument("--device", default="cpu", help="cpu or cuda")
-    c.add_argument("--length", type=int, default=384, help="tokens of a prompt, at most")
     c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
-    c.add_argument("--tokens", type=int, default=64, help="what the target writes after each")
     return p
 
 def main(argv):
