@@ -74,7 +74,7 @@ def test_rows_are_what_training_reads(small, tmp_path):
     assert sorted((row["prompt"], row["answer"], row["source"]) for row in rows) == sorted(expected.values()) and len(rows) == 5
     assert {row["temperature"] for row in rows} == {0.0}
     prepare.prepare([tmp_path / "written.jsonl"], tokenizer, None, 300, tmp_path / "ready")
-    data = prepare.read(tmp_path / "ready", tokenizer, None, 300)
+    data = prepare.read(tmp_path / "ready", tokenizer, None)
     for row, (start, size, _) in zip(rows, data.documents):
         assert data.tokens[start:start + size].tolist() == [~id for id in row["prompt"]] + row["answer"]
 

@@ -11,7 +11,7 @@ The idea.  A step of decoding costs a small model hardly more for 64 texts than 
 of texts is decoded together, and where a text has ended, the next prompt takes its place at once.
 All keys and values lie in one preallocated cache, a row for each text.  So nothing is concatenated
 or moved while texts of different lengths grow.  This serves targets that are built as Llama is; for
-all others transformers' generate() decodes one batch after the other.
+all others transformers' generate() decodes one text after the other.
 
 The file is only ever appended to.  --resume goes on with the prompts that it does not hold.
 """
@@ -97,11 +97,6 @@ def choose(logits, temperature):
     p = (logits.float() / temperature).softmax(-1)
     return torch.multinomial(p, 1)[:, 0]
 
-def ends_of(target):
-    """The tokens that end a text -> set."""
-    eos = target.generation_config.eos_token_id
-    return set(eos) if isinstance(eos, list) else {eos}
-
 def forward(target, cache, rows, ids, starts):
     """The forward of some texts -> logits (b, V) after the last token of each.
 
@@ -119,7 +114,8 @@ def forward(target, cache, rows, ids, starts):
 
 def write_refilling(target, prompts, lengths, batch, temperature):
     """As write, for Llama-like targets: the next prompt takes the place of a text that ended."""
-    ends = ends_of(target)
+    eos = target.generation_config.eos_token_id
+    ends = set(eos) if isinstance(eos, list) else {eos}
     cache = RowsCache(min(batch, len(prompts)), max(lengths))
     waiting = list(enumerate(prompts))[::-1]
     texts = {}                       # {row of the cache: (number of its prompt, its ids)}
@@ -143,27 +139,16 @@ def write_refilling(target, prompts, lengths, batch, temperature):
                 del texts[row]
                 yield number, ids
 
-def write_batches(target, prompts, lengths, batch, temperature):
-    """As write, for any target: a batch after the other, by transformers' generate()."""
-    ends = ends_of(target)
+def write_one_by_one(target, prompts, lengths, temperature):
+    """As write, for any target: by transformers' generate()."""
     how = {"do_sample": False}
     if temperature:
         how = {"do_sample": True, "temperature": temperature, "top_k": 0}
-    for first in range(0, len(prompts), batch):
-        some = prompts[first:first + batch]
-        longest = max(len(prompt) for prompt in some)
-        ids = torch.zeros(len(some), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for i, prompt in enumerate(some):
-            ids[i, -len(prompt):] = torch.tensor(prompt)               # padded on the left
-            mask[i, -len(prompt):] = 1
-        new = max(lengths[first + i] - len(prompt) for i, prompt in enumerate(some))
-        out = target.generate(ids.to(target.device), attention_mask=mask.to(target.device),
-                              max_new_tokens=new, pad_token_id=0, **how)
-        for i, (prompt, written) in enumerate(zip(some, out[:, longest:].tolist())):
-            ends_at = [n for n, token in enumerate(written, 1) if token in ends]
-            answer = written[:ends_at[0]] if ends_at else written
-            yield first + i, (prompt + answer)[:lengths[first + i]]
+    for number, prompt in enumerate(prompts):
+        ids = torch.tensor([prompt], device=target.device)
+        new = lengths[number] - len(prompt)
+        out = target.generate(ids, max_new_tokens=new, pad_token_id=0, **how)
+        yield number, out[0].tolist()
 
 @torch.no_grad()
 def write(target, prompts, lengths, batch, temperature=0.0):
@@ -176,7 +161,7 @@ def write(target, prompts, lengths, batch, temperature=0.0):
         return
     window = getattr(target.config, "sliding_window", None)
     if target.config.model_type not in LLAMA_LIKE or window and window < max(lengths):
-        yield from write_batches(target, prompts, lengths, batch, temperature)
+        yield from write_one_by_one(target, prompts, lengths, temperature)
         return
     attention = target.config._attn_implementation
     target.set_attn_implementation("grouped")
