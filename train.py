@@ -35,7 +35,6 @@ import math
 import os
 import sys
 import time
-import zlib
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -52,7 +51,7 @@ from runtime.targets import any_target
 from runtime.text import Parser, write_atomically
 from training import drafters, prepare
 from training.evaluate import Walks
-from training.forward import KeptForward, captured, reads_of
+from training.forward import captured, reads_of
 from training.muon import optimizers
 from training.state import claim_folders, interruptible
 from verify import UserError
@@ -108,8 +107,6 @@ def parser():
          help="of hidden matrices; everything else is optimised with AdamW")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
          help="of the drafters' products; auto: bfloat16 on CUDA, float32 on a CPU")
-    flag("--features", action="store_true",
-         help="keep what drafters read of the target on the disk for later epochs")
     flag("--seed", type=int, default=0, help="of the weights and of the order of the pieces")
     # The run
     flag("--out", default=str(ROOT / "work/drafters"), help="folder to save drafters under")
@@ -138,7 +135,7 @@ def check(a):
 
 # ---------------------------------------------------------------- tokens and pieces
 def load_data(a, tokenizer, vocab):
-    """--data -> its folder, and the tokens (n,) and documents (m, 3) in it: start, size, kind.
+    """--data -> the tokens (n,) and documents (m, 3) in it: start, size, kind (prepare.Prepared).
 
     A prompt is read, but not learned: its tokens come as ~id, the complement, which is below 0.
     """
@@ -150,7 +147,7 @@ def load_data(a, tokenizer, vocab):
             prepare.prepare(a.data, tokenizer, a.template, vocab, folder)
         if dist.is_initialized():
             dist.barrier()
-    return folder, prepare.read(folder, tokenizer, a.template, vocab)
+    return prepare.read(folder, tokenizer, a.template)
 
 def pieces_of(documents, length):
     """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 3): start, size, kind
@@ -214,24 +211,16 @@ def labels_in(tokens, pieces):
 
 # ---------------------------------------------------------------- the frozen target
 class FrozenTarget:
-    """What all drafters of a run read of the target: one forward, without gradients.
+    """What all drafters of a run, {name: draft model}, read of the target: one forward for all."""
 
-    models: {name: draft model}.  features: a folder in which it is kept for later epochs, or None.
-    tokens: the text to learn from.
-    """
-
-    def __init__(self, target, models, tokens, features=None):
+    def __init__(self, target, models):
         self.target, self.device = target, target.device
         # reads.kv, reads.hidden: which layers and indices; reads.logits: whether somebody learns
-        # them; reads.head: with --words or --features, what gives them from the last hidden state
-        self.reads = reads_of(models, target, features)
-        self.own_logits = self.reads.logits and self.reads.head is None
+        # them; reads.head: with --words, what gives those of the words from the last hidden state
+        self.reads = reads_of(models, target)
         self.vocab = target.config.get_text_config().vocab_size
         # No autocast: rounded to bfloat16, the target's best logits would often be equal.
         self.exactly = torch.autocast(self.device.type, enabled=False)
-        self.kept = None
-        if features:
-            self.kept = KeptForward(self.forward, features, len(tokens), self.reads)
 
     def forward(self, ids, logits=False):
         """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None"""
@@ -240,22 +229,15 @@ class FrozenTarget:
                               use_cache=True, logits_to_keep=0 if logits else 1)
         return found.cache.kv, found.hidden, out.logits if logits else None
 
-    def batch(self, tokens, pieces, count, keep=False):
-        """The batch of some pieces, as the top of this file has it, without block and random.
-
-        keep: whether --features keeps them; `tokens` are then the text to learn from.
-        """
+    def batch(self, tokens, pieces, count):
+        """The batch of some pieces, as the top of this file has it, without block and random."""
         ids, learn = gather(tokens, pieces)
         ids = ids.to(self.device)
-        if keep and self.kept is not None:
-            kv, hidden, logits = self.kept(ids, pieces)
-        else:
-            kv, hidden, logits = self.forward(ids, self.own_logits)
+        kv, hidden, logits = self.forward(ids, self.reads.logits and self.reads.head is None)
         if self.reads.head is not None:
             last = hidden[max(hidden)]                         # (B, T, D), after the last norm
-            last = last.to(self.target.dtype)
             with torch.no_grad(), self.exactly:
-                logits = self.reads.head(last)                 # (B, T, V), or of the words
+                logits = self.reads.head(last)                 # (B, T, words)
         predicted = self.vocab if logits is None else logits.shape[-1]
         return {
             "ids": ids,
@@ -342,7 +324,7 @@ class Gradients:
             mine = part[rank::world]
             has_none = len(mine) == 0            # fewer pieces than ranks
             mine = part[:1] if has_none else mine
-            batch = self.frozen.batch(self.tokens, mine, count, keep=True)
+            batch = self.frozen.batch(self.tokens, mine, count)
             if has_none:
                 batch["learn"].zero_()           # it only takes part in the exchange of gradients
             # Ranks exchange their gradients once, after the last part.
@@ -533,7 +515,7 @@ def run(argv):
     c = target.config.get_text_config()
     lr = a.lr or 5e-4 * math.sqrt(4096 / c.hidden_size)
     # The data
-    folder, data = load_data(a, tokenizer, c.vocab_size)
+    data = load_data(a, tokenizer, c.vocab_size)
     pieces = pieces_of(data.documents, a.length)
     step_tokens = a.batch * a.length
     if pieces[:, 1].sum() <= a.length:
@@ -547,11 +529,7 @@ def run(argv):
     models, before = {}, {}
     for name in a.what:
         models[name], before[name] = drafters.start(name, target, mine, data.tokens, a)
-    features = None
-    if a.features:
-        key = zlib.crc32(json.dumps([mine, a.length]).encode())
-        features = folder / f"features-{key:08x}"
-    frozen = FrozenTarget(target, models, data.tokens, features)
+    frozen = FrozenTarget(target, models)
     # Learn
     command = " ".join(["python train.py", *argv])
     rank, _ = rank_and_world()

@@ -23,7 +23,7 @@ def prepared(tmp_path, tokenizer, path, template=None):
     """-> [(kind, tokens of a document)] to learn from, and held out"""
     folder = tmp_path / "out"
     prepare.prepare([path], tokenizer, template, 300, folder)
-    data = prepare.read(folder, tokenizer, template, 300)
+    data = prepare.read(folder, tokenizer, template)
     found = []
     for tokens, documents in ((data.tokens, data.documents), (data.held_tokens, data.held_documents)):
         found.append([(data.kinds[kind], tokens[start:start + size].tolist()) for start, size, kind in documents])
@@ -65,7 +65,7 @@ def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, m
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "write_splits", killed)
         prepared(tmp_path, tokenizer, write_rows(tmp_path / "other.jsonl", [{"ids": [3, 4]}]))
-    data = prepare.read(tmp_path / "out", tokenizer, None, 300)
+    data = prepare.read(tmp_path / "out", tokenizer, None)
     assert data.tokens.tolist() == before[0][0][1] == [1, 2]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("precious")

@@ -21,7 +21,7 @@ def test_each_text_is_the_models_own(name):
     model = shared(name)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, 12, size).tolist() for size in (1, 5, 9, 2, 14, 1, 7, 3, 3, 20, 6)]
-    lengths = [size + len(prompt) for prompt, size in zip(prompts, (12, 9, 0, 15, 3, 1, 20, 8, 2, 13, 4))]
+    lengths = [size + len(prompt) for prompt, size in zip(prompts, (12, 9, 1, 15, 3, 1, 20, 8, 2, 13, 4))]
     expected = [(prompt + plain(model, prompt, 21))[:length] for prompt, length in zip(prompts, lengths)]
     assert write.continuations(model, prompts, lengths, batch=3) == expected
     how = model.config._attn_implementation
@@ -42,19 +42,20 @@ def test_each_text_is_the_models_own(name):
     finally:
         model.generation_config.eos_token_id = None
 
-def test_sampled_texts_have_the_models_distribution(llama):
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_sampled_texts_have_the_models_distribution(name):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
-    generator = torch.Generator().manual_seed(0)
-    writer = write.Writer(llama, [[1, 2, 3]] * 3000, [4] * 3000, 500, 1.7, generator)
-    first = torch.tensor([ids[3] for _, ids in writer.texts()])
-    p = (llama(torch.tensor([[1, 2, 3]])).logits[0, -1] / 1.7).softmax(-1)
+    model = shared(name)
+    torch.manual_seed(0)
+    first = torch.tensor([ids[3] for _, ids in write.write(model, [[1, 2, 3]] * 3000, [4] * 3000, 500, 1.7)])
+    p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1] / 1.7).softmax(-1)
     expected, seen = 3000 * p, torch.bincount(first, minlength=12)
     assert ((seen - expected) ** 2 / expected).sum() < 31, "chi-square, 11 degrees of freedom, p = .001"
 
 # ---------------------------------------------------------------- the command
 def flags(small, tmp_path, rows, *more):
     data = write_rows(tmp_path / "given.jsonl", rows)
-    return ["--target", str(small / "model"), "--device", "cpu", "--dtype", "float32", "--batch", "3", "--length", "24",
+    return ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
             "--data", str(data), "--out", str(tmp_path / "written.jsonl"), *more]
 
 def rows_of(tmp_path):
@@ -73,7 +74,7 @@ def test_rows_are_what_training_reads(small, tmp_path):
     assert sorted((row["prompt"], row["answer"], row["source"]) for row in rows) == sorted(expected.values()) and len(rows) == 5
     assert {row["temperature"] for row in rows} == {0.0}
     prepare.prepare([tmp_path / "written.jsonl"], tokenizer, None, 300, tmp_path / "ready")
-    data = prepare.read(tmp_path / "ready", tokenizer, None, 300)
+    data = prepare.read(tmp_path / "ready", tokenizer, None)
     for row, (start, size, _) in zip(rows, data.documents):
         assert data.tokens[start:start + size].tolist() == [~id for id in row["prompt"]] + row["answer"]
 
@@ -90,7 +91,7 @@ def test_a_cut_file_is_gone_on_with(small, tmp_path, capsys):
     assert out.read_bytes().startswith(b"".join(lines[:4])) and sorted(map(str, again)) == sorted(map(str, whole))
     out.write_text("a poem\n")
     refused(capsys, [*argv, "--resume"], "holds something else than write.py writes", write.main)
-    assert out.read_text() == "a poem\n" and write.main([*argv, "--overwrite", "--most", "2"]) == 0 and len(rows_of(tmp_path)) == 2
+    assert out.read_text() == "a poem\n" and write.main([*argv, "--overwrite"]) == 0 and len(rows_of(tmp_path)) == 9
 
 def test_prompts_of_chats_are_first_questions(small, tmp_path):
     _, tokenizer = load.load_target(small / "model", "float32", "cpu")
@@ -139,9 +140,9 @@ def test_the_agreement_is_found_again():
     truth = torch.tensor([-1.0, 0.3, 0.7]).double()
     x = bigram.regressors(lengths, p)
     y = torch.rand(20000, generator=g).double() < torch.sigmoid(x @ truth)
-    found = bigram.fit([*zip(lengths.tolist(), p.tolist(), y.tolist())], lambda length: 0.5)
+    found = bigram.fit([*zip(lengths.tolist(), p.tolist(), y.tolist())])
     torch.testing.assert_close(torch.tensor(found["weights"]).double(), truth, atol=0.1, rtol=0)
-    assert found["words"] == 20000 and found["ece"] < found["plain"]["ece"]
+    assert found["words"] == 20000
 
 def test_suggestions_are_judged_by_what_the_target_chooses(llama):
     """Round by round along the target's own text: length of the match, the drafter's p, right up to the first wrong one."""

@@ -24,18 +24,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
 import maxgram
-from beyond.graft import LEAST
+from beyond.graft import LEAST, Mixture
 from runtime import load, text
 from training.prepare import is_held_out
 from training.write import prompts_in
 from verify import Tree, UserError, generate
 
-BINS = 10                 # of the expected calibration error
+LONGEST = 384             # tokens of a prompt, at most
+NEW = 64                  # tokens that the target writes after each
 
 # ---------------------------------------------------------------- count
 def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
@@ -96,55 +96,34 @@ def count(a):
           f"documents; confidence by length of match: {found['confidence']}")
 
 # ---------------------------------------------------------------- agreement
-class Followed:
-    """A drafter; Max-Gram reads the same committed tokens."""
+class Unmixed(Mixture):
+    """A drafter beside Max-Gram, each with predictions of its own."""
 
-    def __init__(self, drafter, gram):
-        self.drafter, self.gram = drafter, gram
-        self.needs, self.expand, self.keep = drafter.needs, drafter.expand, drafter.keep
-        self.temperature = getattr(drafter, "temperature", 1.0)
-
-    def reset(self):
-        self.drafter.reset()
-        self.gram.reset()
-
-    def begin(self, view):
-        self.drafter.begin(view)
-        self.gram.commit(view.tokens.tolist())
-
-def suggested(gram, root):
-    """Max-Gram's chain after the root -> its tokens, and the length of the match of each."""
-    tokens, lengths = [], []
-    place = gram.after(gram.here(), root)
-    while len(tokens) < maxgram.N:
-        chunk, length = gram.chunk(place, 1)
-        if not chunk or length < LEAST:
-            break
-        tokens.append(chunk[0])
-        lengths.append(length)
-        place = gram.after(place, chunk[0])
-    return tokens, lengths
+    def adjust(self, probs):
+        return probs
 
 def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
     """Max-Gram's suggestions along the target's own greedy text -> [(length, p_draft, right)].
 
     A suggestion that the drafter has no prediction for is left out.
     """
+    both = Unmixed(drafter, gram)
     rounds, found = [], []
 
     def review(expand, root):
-        tokens, lengths = suggested(gram, root.item())
-        tokens, lengths = tokens[:expand.remaining], lengths[:expand.remaining]
+        """The chain that Max-Gram suggests after the root"""
+        most = min(maxgram.N, expand.remaining)
+        tokens, _ = both.suggest(root.item(), most=most, match=LEAST)
         nodes = root.new_tensor([root.item(), *tokens])
         parents = list(range(-1, len(tokens)))
-        probs = expand(nodes, parents)                                 # (n, V)
-        rounds.append((tokens, lengths, probs[:-1]))
+        probs = expand(nodes, parents)                                 # (n + 1, V)
+        lengths = both.predictions.lengths.tolist()
+        rounds.append((tokens, lengths, probs))
         return Tree(nodes, root.new_tensor(parents))
 
-    followed = Followed(drafter, gram)
     for ids in prompts:
         rounds.clear()
-        out = generate(target, followed, review, ids, new, stopping_criteria=stopping_criteria)
+        out = generate(target, both, review, ids, new, stopping_criteria=stopping_criteria)
         for (tokens, lengths, probs), chosen in zip(rounds, out.rounds):
             # The new tokens of a round end with the target's own, after the first wrong one.
             for token, length, row, right in zip(tokens, lengths, probs, chosen.new):
@@ -170,46 +149,19 @@ def logistic(x, y, steps=30, ridge=1e-3):
         weights = weights + torch.linalg.solve(hessian, gradient)
     return weights
 
-def scores(p, y):
-    """How good probabilities p (n,) of outcomes y (n,) are -> {"log_loss", "ece"}"""
-    loss = F.binary_cross_entropy(p.clamp(1e-4, 1 - 1e-4), y)
-    bin_of = (p * BINS).long().clamp(max=BINS - 1)
-    gaps = p.new_zeros(BINS).index_add(0, bin_of, p - y)
-    # ECE = sum_b |B_b| / n |confidence(B_b) - acceptance(B_b)|
-    ece = gaps.abs().sum() / len(p)
-    return {"log_loss": round(loss.item(), 4), "ece": round(ece.item(), 4)}
-
-def fit(found, confidence_of):
-    """suggestions() -> {"weights": [a, b, c], "words": n, "log_loss", "ece", "plain": {...}}.
-
-    Log loss and ECE are those of the suggested tokens in the mixture, with weights that were fitted
-    on the other half.  plain: in a mixture by Max-Gram's own confidence_of(length).
-    """
-    lengths, p, y = torch.tensor(found, dtype=torch.float64).T                         # (n,) each
-    x = regressors(lengths, p)
-    # Halves of a hundred in turn: neighbours are from one text.
-    half = torch.arange(len(y)) // 100 % 2 == 0
-    rho = torch.zeros_like(p)
-    for part in (half, ~half):
-        rho[part] = torch.sigmoid(x[part] @ logistic(x[~part], y[~part]))
-    w = p.new_tensor([confidence_of(int(length)) for length in lengths])
-    weights = logistic(x, y)
-    return {
-        "weights": [round(weight, 4) for weight in weights.tolist()],
-        "words": len(y),
-        **scores(torch.maximum(rho, p), y),
-        "plain": scores((1 - w) * p + w, y),
-    }
+def fit(found):
+    """suggestions() -> {"weights": [a, b, c] of rho above, "words": how many suggestions}"""
+    lengths, p, y = torch.tensor(found, dtype=torch.float64).T         # (n,) each
+    weights = logistic(regressors(lengths, p), y)
+    return {"weights": [round(weight, 4) for weight in weights.tolist()], "words": len(y)}
 
 def agreement(a):
     """`bigram.py agreement`"""
     setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
-    if not path.exists():
-        raise UserError(f"--checkpoint: {path} does not exist: write it with bigram.py count")
     written = json.loads(path.read_text())
     prompts, kinds = [], {}
-    for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, a.length, held_out=True):
+    for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, LONGEST, held_out=True):
         kinds[kind] = kinds.get(kind, 0) + 1
         if kinds[kind] <= a.prompts:
             prompts.append(ids)
@@ -218,10 +170,10 @@ def agreement(a):
         drafter = load.load_drafter(setup, name)
         gram = load.load_gram(setup)
         bar = tqdm(prompts, disable=None)
-        found = suggestions(setup.target, drafter, gram, bar, a.tokens, stop)
+        found = suggestions(setup.target, drafter, gram, bar, NEW, stop)
         if not found:
             raise UserError("--data: Max-Gram suggests nothing in these texts")
-        fitted = fit(found, gram.confidence_of)
+        fitted = fit(found)
         print(f"{name}: {json.dumps(fitted)}")
         fitted["made"] = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
         written.setdefault("agreement", {})[name] = fitted
@@ -243,9 +195,7 @@ def parser():
     c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of --checkpoint")
     c.add_argument("--template", help="chat format, as of train.py")
     c.add_argument("--device", default="cpu", help="cpu or cuda")
-    c.add_argument("--length", type=int, default=384, help="tokens of a prompt, at most")
     c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
-    c.add_argument("--tokens", type=int, default=64, help="what the target writes after each")
     return p
 
 def main(argv):

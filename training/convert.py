@@ -85,21 +85,8 @@ def read_settings(folder):
     settings = json.loads(path.read_text()) if path.exists() else {}
     return settings.get("small_cfg") or settings
 
-def rope_theta(settings):
-    rope = settings.get("rope_parameters") or settings
-    return rope.get("rope_theta") or 10000.0
-
 # ---------------------------------------------------------------- layouts -> kind, model, weights
 def from_eagle(weights, settings, target):
-    c = target.config.get_text_config()
-    # The layer is of the target's class, and has its settings.
-    for name in ("num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hidden_act"):
-        if settings.get(name) not in (None, getattr(c, name, None)):
-            raise UserError(f"config.json: {name} is {settings[name]}, and the target's is "
-                            f"{getattr(c, name, None)}: name the target that it was made for")
-    if settings and rope_theta(settings) != rope_theta(c.to_dict()):
-        raise UserError("config.json: rope_theta is not the target's: name the target that it was "
-                        "made for")
     config = eagle.Config.for_target(target, bias="fc.bias" in weights)
     renamed = {}
     for name, weight in weights.items():
@@ -126,16 +113,9 @@ def glide_config(weights, settings, target):
     config.feed_forward = len(weights["model.layers.0.mlp.gate_proj.weight"])
     config.heads = settings.get("num_attention_heads", 32)
     config.eps = settings.get("rms_norm_eps", 1e-6)
-    config.theta = rope_theta(settings)
+    config.theta = settings.get("rope_theta", 10000.0)
     config.glimpse_theta = GLIMPSE_THETA
     return config
-
-def repeated(weight, config, settings):
-    """A key or value projection (H d, D), repeated for all query heads that share its heads."""
-    heads = config.heads
-    key_heads = settings.get("num_key_value_heads") or heads
-    each = weight.unflatten(0, (key_heads, -1))                        # (H, d, D)
-    return each.repeat_interleave(heads // key_heads, 0).flatten(0, 1)
 
 def from_glide(weights, settings, target):
     config = glide_config(weights, settings, target)
@@ -147,10 +127,7 @@ def from_glide(weights, settings, target):
         for ours, theirs in GLIDE_LAYER.items():
             parts = []
             for name in theirs:
-                part = weights.pop(f"model.layers.{m}.{name}")
-                if name in ("self_attn.k_proj", "self_attn.v_proj"):
-                    part = repeated(part, config, settings)
-                parts.append(part)
+                parts.append(weights.pop(f"model.layers.{m}.{name}"))
             renamed[f"layers.{m}.{ours}.weight"] = torch.cat(parts)
     # What is left, a bias for example, is named by load_state_dict.
     return "glide", drafters.Glide.for_target(target, config, 1), {**renamed, **weights}

@@ -14,9 +14,7 @@
 All of one run learn from the same forwards of the target.
 """
 import json
-import os
 import re
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +25,7 @@ from safetensors.torch import save_file
 
 import edd
 import glide
-from beyond import eagle, medusa, shared
+from beyond import shared
 from runtime import drafters as families
 from runtime import load
 from runtime.targets import any_target
@@ -35,37 +33,35 @@ from runtime.text import write_atomically
 from verify import Target, UserError
 
 AHEAD = 64                                        # positions of a drafter beyond --length
-# What a name stands for: a family of draft models, and settings.
-DRAFTERS = {
-    "glide": ("glide", {}),
-    "glide-top": ("glide", {"layer": None, "norm": False}),
-    "vanilla": ("glide", {"glimpse": False}),
-    "base": ("language model", {"layers": 3, "width": 192}),
-    "small": ("language model", {"layers": 1, "width": 96}),
+LANGUAGE_MODELS = {
+    "base": {"layers": 3, "width": 192},
+    "small": {"layers": 1, "width": 96},
 }
-for family, variants in (
-    ("edd", edd.VARIANTS),
-    ("eagle", eagle.VARIANTS),
-    ("medusa", medusa.VARIANTS),
-    ("glide-shared", shared.GLIDE_VARIANTS),
-    ("edd-shared", shared.EDD_VARIANTS),
-):
-    for name, settings in variants.items():
-        DRAFTERS[name] = family, settings
-# What "-l13" at the end of a name stands for: the setting of a family that 13 is.
+# What a name stands for: settings of its Config
+SETTINGS = {
+    "glide": {},
+    "glide-top": {"layer": None, "norm": False},
+    "vanilla": {"glimpse": False},
+    **families.VARIANTS,
+    **LANGUAGE_MODELS,
+}
+# What "-l13" at the end of a name stands for: the setting of this class that 13 is.
 NUMBERS = {
-    "glide": {"l": "layer", "n": "layers", "w": "width"},
-    "glide-shared": {"l": "layer", "f": "feed_forward"},
-    "edd": {"h": "hidden"},
-    "edd-shared": {"h": "hidden"},
+    families.Glide: {"l": "layer", "n": "layers", "w": "width"},
+    families.GlideShared: {"l": "layer", "f": "feed_forward"},
+    families.EDD: {"h": "hidden"},
+    families.EDDShared: {"h": "hidden"},
 }
-NAMES = f"{' '.join(DRAFTERS)}, glide-lN, glide-nN, glide-wN, glide-shared-fN, edd-hN"
+NAMES = f"{' '.join(SETTINGS)}, glide-lN, glide-nN, glide-wN, glide-shared-fN, edd-hN"
 
 # ---------------------------------------------------------------- names -> modules
 def named(name):
-    """A drafter's name -> (family, settings).  UserError where it stands for nothing."""
+    """A drafter's name -> (class of its draft model, settings of its Config).
+
+    The class is None for a language model.  UserError where the name stands for nothing.
+    """
     base, found = name, {}
-    while base not in DRAFTERS:
+    while base not in SETTINGS:
         base, _, suffix = base.rpartition("-")
         numbered = re.fullmatch(r"([a-z])(\d+)", suffix)
         if suffix in ("norm", "nonorm"):
@@ -74,24 +70,27 @@ def named(name):
             found.setdefault(numbered[1], int(numbered[2]))
         else:
             raise UserError(f"cannot train {name}: name drafters among {NAMES}")
-    family, settings = DRAFTERS[base]
-    settings = dict(settings)
+    settings = dict(SETTINGS[base])
+    if base in LANGUAGE_MODELS:
+        draft_class, known = None, {}
+    else:
+        draft_class, _ = families.KINDS[families.kind_of(base)]
+        known = dict(NUMBERS.get(draft_class, {}))
+        if issubclass(draft_class, glide.Glide):
+            known["norm"] = "norm"
     for suffix, value in found.items():
-        known = NUMBERS.get(family, {})
-        if family.startswith("glide"):
-            known = {**known, "norm": "norm"}
         if suffix not in known:
             raise UserError(f"cannot train {name}: {base} has no variants -{suffix}")
         settings[known[suffix]] = value
-    return family, settings
+    return draft_class, settings
 
 def start(name, target, fingerprint, tokens, a):
     """The draft model that training starts with -> (module, training.json of --init or None).
 
     fingerprint: the target's.  tokens: the text to learn from, in which --words are counted.
     """
-    family, settings = named(name)
-    is_shared = family.endswith("shared")
+    draft_class, settings = named(name)
+    is_shared = draft_class is not None and issubclass(draft_class, shared.BetweenTables)
     if not is_shared and (a.loss == "lk" or a.words):
         flag = "--words" if a.words else "--loss lk"
         raise UserError(f"{flag} serves drafters between the target's tables alone, and {name} is "
@@ -99,7 +98,7 @@ def start(name, target, fingerprint, tokens, a):
     try:
         if a.init:
             return trained(name, target, fingerprint, a)
-        module = fresh(family, settings, target, a)
+        module = fresh(draft_class, settings, target, a)
     except ValueError as why:
         raise UserError(f"{name}: {why}") from None
     if a.words:
@@ -110,36 +109,36 @@ def start(name, target, fingerprint, tokens, a):
         module.choose_words(words)
     return module, None
 
-def fresh(family, settings, target, a):
+def fresh(draft_class, settings, target, a):
     """A draft model that has learned nothing."""
     torch.manual_seed(a.seed)                     # the same whatever else the run trains
-    if family == "language model":
+    if draft_class is None:
         return SmallLM(language_model(target, **settings).to(target.device), a.loss)
-    draft_class, _ = families.KINDS[family]
+    is_glide = issubclass(draft_class, glide.Glide)
     flags = {"loss": a.loss}
-    if family.startswith("glide"):
+    if is_glide:
         flags |= {"layer": a.layer, "norm": a.norm == "yes", "block": a.block}
     else:
         flags |= {"hidden": a.hidden}
-    if family.endswith("shared"):
+    if issubclass(draft_class, shared.BetweenTables):
         flags |= {"words": a.words or 0}
-    if family == "glide":
+    if draft_class is families.Glide:
         flags |= {"width": a.width, "layers": a.layers}
         config = families.glide_config(target, **{**flags, **settings})
     else:
         config = draft_class.config_class.for_target(target, **{**flags, **settings})
-    if not issubclass(draft_class, glide.Glide):
+    if not is_glide:
         return draft_class(config, target).float()
     module = draft_class.for_target(target, config, a.length + AHEAD).float()
-    if family == "glide":
+    if draft_class is families.Glide:
         module.start_from(target)                 # the tables, where the widths agree
     return module
 
 def trained(name, target, fingerprint, a):
     """The draft model of --init -> (module, its training.json)."""
-    family, settings = named(name)
+    draft_class, settings = named(name)
     folder = Path(a.init) / name
-    if family == "language model":
+    if draft_class is None:
         lm, _ = load.load_target(folder, "float32", a.device, role="the small model")
         module, before = SmallLM(lm), load.about_drafter(folder)
     else:
@@ -152,8 +151,8 @@ def trained(name, target, fingerprint, a):
 
 def kind_of(name):
     """What training.json calls the kind of a drafter: what it is loaded by."""
-    family, _ = named(name)
-    return name if family == "language model" else families.kind_of(name)
+    named(name)                                   # refuses what it does not know
+    return name if name in LANGUAGE_MODELS else families.kind_of(name)
 
 def drafter_of(module):
     """What decodes with a draft model, by the contract of a drafter in verify.py."""
@@ -210,7 +209,8 @@ class SmallLM(torch.nn.Module):
 def save(folder, module, tokenizer, about):
     """Save a draft model: its weights in bfloat16, and training.json, a dict of how it was made."""
     if isinstance(module, SmallLM):
-        save_language_model(folder, module.lm, tokenizer)
+        module.lm.save_pretrained(folder, state_dict=in_bfloat16(module.lm))
+        tokenizer.save_pretrained(folder)
     else:
         about = {"config": vars(module.config), **about}
         weights = in_bfloat16(module)
@@ -226,11 +226,3 @@ def in_bfloat16(module):
         dtype = torch.bfloat16 if weight.is_floating_point() else weight.dtype
         found[name] = weight.to("cpu", dtype).contiguous()
     return found
-
-def save_language_model(folder, lm, tokenizer):
-    """Save a language model as transformers does: the whole folder, or nothing."""
-    part = Path(f"{folder}.part")
-    lm.save_pretrained(part, state_dict=in_bfloat16(lm))
-    tokenizer.save_pretrained(part)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(part, folder)

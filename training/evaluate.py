@@ -13,8 +13,6 @@ decoding.  All draft models are measured by their own decoder, by the contract i
     tau             new tokens a round, with the target's own
     temperature     T for which softmax(logits / T) predicts the target's choices best, fitted on
                     chains of up to ten tokens: trees are drafted as deep
-    ece, ece_raw    expected calibration error of the drafter's confidence in its own choice, with
-                    this temperature and without (T = 1), on the same tokens
 """
 from collections import Counter, namedtuple
 
@@ -33,7 +31,6 @@ NEW = 64                                   # tokens that the target adds to each
 FITTED = 2 ** 11                           # tokens whose logits are kept, to fit a temperature,
 LOGITS = 2 ** 25                           # or as many as so many logits belong to
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
-BINS = 10                                  # of the expected calibration error
 # Of one text, lists.  Of each round how many drafted tokens were tested, and how many accepted, and
 # the latter again of the rounds that ended within the text.  Of each tested token of deep chains
 # the drafter's logits (V,) and the target's choice
@@ -96,15 +93,17 @@ def cross_entropy(logits, choice, temperature):
         total += F.cross_entropy(part / temperature, labels, reduction="sum").item()
     return total
 
-def fit_temperature(logits, choice):
+def fit_temperature(logits, choices):
     """Temperature scaling (Guo et al. 2017): the T of GRID that predicts the choices best.
 
-    logits (n, V).  Choices that a drafter cannot predict, as their logit is -inf, are left out.
+    Lists of logits (V,) and of choices.  Choices that a drafter cannot predict, as their logit is
+    -inf, are left out.
     """
-    known = logits.gather(1, choice[:, None])[:, 0] > float("-inf")
-    logits, choice = logits[known], choice[known]
-    if not len(choice):
+    known = [i for i, choice in enumerate(choices) if logits[i][choice] > float("-inf")]
+    if not known:
         return 1.0
+    choice = torch.tensor([choices[i] for i in known], device=logits[0].device)        # (n,)
+    logits = torch.stack([logits[i] for i in known]).float()                           # (n, V)
     # The cross entropy is convex in 1 / T: along the grid it falls to its minimum, then it rises.
     low, high = 0, len(GRID) - 1
     while low < high:
@@ -116,17 +115,6 @@ def fit_temperature(logits, choice):
         else:
             high = middle
     return GRID[low]
-
-def calibration_error(logits, choice, temperature):
-    """ECE of the drafter's confidence in its best token.  logits (n, V), choice (n,)"""
-    if not len(choice):
-        return 0.0
-    confidence, best = (logits / temperature).softmax(-1).max(-1)              # (n,) each
-    right = (best == choice).to(confidence)
-    # ECE = sum_b |B_b| / n |accuracy(B_b) - confidence(B_b)|
-    bin_of = (confidence * BINS).long().clamp(max=BINS - 1)
-    gaps = confidence.new_zeros(BINS).index_add(0, bin_of, right - confidence)
-    return gaps.abs().sum().item() / len(choice)
 
 # ---------------------------------------------------------------- all draft models of a run
 def prompts_of(tokens, documents, length):
@@ -179,7 +167,7 @@ class Walks:
             self.texts.append((text, len(prompt), kind))
 
     def __call__(self, models):
-        """{name: module} -> {name: {"alpha", "tau", "temperature", "ece", "ece_raw", "by_kind"}}"""
+        """{name: module} -> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
         drafters = {name: drafter_of(module) for name, module in models.items()}
         totals = {name: {} for name in models}
         logits = {name: [] for name in models}
@@ -201,20 +189,7 @@ class Walks:
         metrics = {}
         for name in models:
             metrics[name] = figures(sum(totals[name].values(), Counter()))
-            metrics[name] |= calibration(logits[name], choices[name])
+            metrics[name]["temperature"] = fit_temperature(logits[name], choices[name])
             by_kind = {kind: figures(total) for kind, total in totals[name].items()}
             metrics[name]["by_kind"] = by_kind
         return metrics
-
-def calibration(logits, choices):
-    """Lists of logits (V,) and of choices -> {"temperature", "ece", "ece_raw"}"""
-    if not choices:
-        return {"temperature": 1.0, "ece": 0.0, "ece_raw": 0.0}
-    logits = torch.stack(logits).float()                                       # (n, V)
-    choices = torch.tensor(choices, device=logits.device)                      # (n,)
-    temperature = fit_temperature(logits, choices)
-    return {
-        "temperature": temperature,
-        "ece": calibration_error(logits, choices, temperature),
-        "ece_raw": calibration_error(logits, choices, 1.0),
-    }

@@ -20,6 +20,7 @@ import shutil
 import sys
 from array import array
 from collections import namedtuple
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
@@ -32,7 +33,7 @@ from runtime.load import vocabulary_fingerprint
 from verify import UserError
 
 HELD_OUT = 50                                     # every fiftieth document
-AT_ONCE = 2 ** 18                                 # characters that are encoded at once
+AT_ONCE = 256                                     # documents that are encoded at once
 # Token ids (n,) and documents (m, 3) to train on, those that are held out, names of the kinds
 Prepared = namedtuple("Prepared", "tokens documents held_tokens held_documents kinds")
 
@@ -53,19 +54,6 @@ class Split:
     def save_index(self, path):
         np.save(path, np.array(self.index, "i8").reshape(-1, 3))
 
-def in_batches(documents):
-    """Yield lists of (place, row, document), each of about AT_ONCE characters."""
-    batch, size = [], 0
-    for entry in documents:
-        batch.append(entry)
-        _, _, document = entry
-        size += len(document) if isinstance(document, str) else len(str(document))
-        if size > AT_ONCE:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
 def is_held_out(number, row):
     """Whether document `number`, counted from 1, is held out.  Its row may decide."""
     return row.get("held_out", number % HELD_OUT == 0)
@@ -81,8 +69,8 @@ def write_splits(splits, paths, tokenizer, template, vocab):
     """
     kinds, left_out, number = [], [], 0
     documents = text.documents(paths, bad=left_out)
-    bar = tqdm(documents, unit=" documents", desc="prepare", leave=False, disable=None)
-    for batch in in_batches(bar):
+    bar = iter(tqdm(documents, unit=" documents", desc="prepare", leave=False, disable=None))
+    while batch := list(islice(bar, AT_ONCE)):
         found = [document for _, _, document in batch]
         encoded = text.encode_all(found, tokenizer, template)
         for (place, row, document), parts in zip(batch, encoded):
@@ -108,8 +96,6 @@ def write_splits(splits, paths, tokenizer, template, vocab):
 
 def check_ids(ids, vocab, place):
     """Refuse ids that the target's embedding does not have."""
-    if not len(ids):
-        return
     largest = int(np.where(ids < 0, ~ids, ids).max())
     if largest >= vocab:
         raise UserError(f"--data: {place} holds token id {largest}, and the target has {vocab} "
@@ -136,7 +122,7 @@ def prepare(paths, tokenizer, template, vocab, folder):
     if not splits["train"].tokens + splits["val"].tokens:
         raise UserError("--data has no text to learn from, or none that the chat template takes")
     fingerprint = vocabulary_fingerprint(tokenizer)
-    meta = {"vocabulary": fingerprint, "ids_below": vocab, "template": template, "kinds": kinds}
+    meta = {"vocabulary": fingerprint, "template": template, "kinds": kinds}
     (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(part, folder)
@@ -146,7 +132,7 @@ def is_prepared(folder):
     """Whether prepare() has made this folder."""
     return (Path(folder) / "meta.json").is_file() and (Path(folder) / "train.bin").is_file()
 
-def read(folder, tokenizer, template, vocab):
+def read(folder, tokenizer, template):
     """A prepared folder -> Prepared.  Other arguments: as of prepare()."""
     folder = Path(folder)
     meta = json.loads((folder / "meta.json").read_text())
@@ -154,9 +140,6 @@ def read(folder, tokenizer, template, vocab):
     if (meta["vocabulary"], meta["template"]) != wanted:
         raise UserError(f"--data: {folder} was prepared with another tokenizer or --template: "
                         "prepare it again")
-    if meta["ids_below"] > vocab:
-        raise UserError(f"--data: {folder} was prepared for {meta['ids_below']} token ids, and the "
-                        f"target has {vocab}: prepare it again")
     found = []
     for split in ("train", "val"):
         path = folder / f"{split}.bin"
@@ -164,8 +147,6 @@ def read(folder, tokenizer, template, vocab):
         if path.stat().st_size:
             tokens = np.memmap(path, "i4", "r")
         documents = np.load(folder / f"{split}.npy")
-        if documents[:, 1].sum() != len(tokens):
-            raise UserError(f"{folder} is damaged: prepare it again")
         found += [tokens, documents]
     return Prepared(*found, meta["kinds"])
 
@@ -182,7 +163,7 @@ def run(argv):
     tokenizer = transformers.AutoTokenizer.from_pretrained(a.tokenizer)
     vocab = max(tokenizer.get_vocab().values()) + 1
     prepare(a.files, tokenizer, a.template, vocab, a.out)
-    data = read(a.out, tokenizer, a.template, vocab)
+    data = read(a.out, tokenizer, a.template)
     print(f"{a.out}: {len(data.documents)} documents of {len(data.tokens)} tokens, held out "
           f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
 
