@@ -178,6 +178,11 @@ def merged(views):
     # The last view's keys and values contain those of the earlier ones.
     return views[-1]._replace(tokens=tokens, hidden=hidden, ids=ids)
 
+def to_device(device, *lists):
+    """Lists of integers as one tensor each, by one host-to-device copy."""
+    numbers = torch.tensor(sum(lists, []), dtype=torch.long, device=device)
+    return numbers.split([len(one) for one in lists])
+
 class Mixture:
     """A neural drafter mixed with Max-Gram: one drafter, by the contract at the top of verify.py.
 
@@ -195,19 +200,15 @@ class Mixture:
         self.gram = gram
         self.agreement = agreement
         self.needs = drafter.needs
+        self.temperature = getattr(drafter, "temperature", 1.0)
         self.reset()
-
-    @property
-    def temperature(self):
-        """The drafter's calibration temperature."""
-        return getattr(self.drafter, "temperature", 1.0)
 
     def reset(self):
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
         self.unread = []                         # views that the neural drafter has not been shown
-        self.announced = False                   # whether the nodes that expand is given next are
+        self.announced = None                    # predictions after the nodes given next to expand
 
     def begin(self, view):
         """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
@@ -241,11 +242,11 @@ class Mixture:
             place = self.gram.after(place, chunk[0])
         return ids, confidences
 
-    def announce(self, ids, parents, device):
-        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device.
+    def predict(self, ids, parents):
+        """What Max-Gram predicts after k of m new nodes -> three lists of k ints.
 
-        self.predictions is what Max-Gram predicts after k of these nodes, (k,) each: the indices of
-        the k nodes among the m, the predicted tokens, and the lengths of the matches.
+        They are the indices of the k nodes among the m, the predicted tokens, and the lengths of
+        the matches.
         """
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
@@ -256,11 +257,11 @@ class Mixture:
                 rows.append(row)
                 predicted += chunk
                 lengths.append(length)
-        # One tensor: one host-to-device copy
-        numbers = torch.tensor(ids + rows + predicted + lengths, device=device)
-        k = len(rows)
-        tokens, *self.predictions = numbers.split([len(ids), k, k, k])
-        self.announced = True
+        return rows, predicted, lengths
+
+    def announce(self, ids, parents, device):
+        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device."""
+        tokens, *self.announced = to_device(device, ids, *self.predict(ids, parents))
         return tokens
 
     # ------------------------------------------------ the mixture
@@ -269,12 +270,13 @@ class Mixture:
         if self.unread:
             self.drafter.begin(merged(self.unread))
             self.unread = []
-        if not self.announced:
+        self.predictions = self.announced
+        self.announced = None
+        if self.predictions is None:
             # The tokens are read before the forward starts: afterwards the host would wait for it.
             is_root = parents == [-1] and self.root is not None
             ids = [self.root] if is_root else ints(tokens)
-            self.announce(ids, parents, tokens.device)
-        self.announced = False
+            self.predictions = to_device(tokens.device, *self.predict(ids, parents))
         return self.drafter.expand(tokens, parents)
 
     def adjust(self, probs):

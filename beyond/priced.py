@@ -61,8 +61,6 @@ The first round of a sequence drafts.
     start            target steps   start: what a tree takes in addition, however small it is
     D                forwards       Candidates.drafts
     p_j              probability    Candidates.p
-    r                tokens/step    r
-    s                share          s
 
 Max-Gram alone (a cascade without models) drafts without a forward, D = 0.  Its tree is a chain, cut
 at the length with the highest E / T.
@@ -153,6 +151,7 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
     grow(frontier) runs the drafter once -> the new nodes, the layer L.
     """
     p = candidates.p
+    remaining = getattr(candidates.expand, "remaining", float("inf"))
     frontier = [0]
     r = 1.0
     while frontier and candidates.drafts < depth:
@@ -164,20 +163,15 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
         R = frontier + [j for j in layer if j in candidates.expand_index]
         kept = [p[j] for j in layer if p[j] >= price]
         s = sum(kept) / sum(p[j] for j in R)
-        # Eq. 4
-        frontier = [j for j in expandable(candidates, layer) if s * p[j] >= price]
+        # Eq. 4, of nodes that no forward has expanded yet, and whose children are not too deep
+        frontier = [j for j in layer if s * p[j] >= price and j not in candidates.expand_index]
+        frontier = [j for j in frontier if candidates.depth[j] < remaining]
         frontier = candidates.best(frontier, max_nodes)
         # Eq. 5
         gain = sum(s * p[j] - price for j in frontier)
         if gain < r * prices.cost:
             break
     return r
-
-def expandable(candidates, layer):
-    """Nodes of a layer that no forward has expanded yet, and whose children are not too deep."""
-    remaining = getattr(candidates.expand, "remaining", float("inf"))
-    nodes = [j for j in layer if j not in candidates.expand_index]
-    return [j for j in nodes if candidates.depth[j] < remaining]
 
 def rate_at(r, candidates, prices, max_nodes):
     """E / T, if drafting ended here and the nodes of Eq. 2 were verified, at most max_nodes."""
