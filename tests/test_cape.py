@@ -10,7 +10,6 @@ import pytest
 import torch
 from conftest import ROOT
 from test_house import run_alone
-from torch.overrides import TorchFunctionMode
 
 import cape
 from verify import ancestor_mask
@@ -162,22 +161,6 @@ def test_mask_is_the_printed_formula_on_figure_3():
     for i in range(1, 9):
         for j in range(1, 9):
             assert mask[i, j].item() == ((j <= gamma and pos[i] > j) or i == j), (i, j)
-
-# ---------------------------------------------------------------- syncs and copies (of all builders: test_pct.py)
-READS = {"item", "tolist", "numpy", "cpu", "nonzero", "equal", "is_nonzero", "masked_select", "unique", "__bool__", "__int__",
-         "__float__", "__index__", "__contains__", "__array__", "allclose"}
-COPIES = {"tensor", "as_tensor", "from_numpy"}
-
-class Traffic(TorchFunctionMode):
-    """Lists what makes the host wait for the device's values, and what is made on the host."""
-    def __init__(self):
-        self.reads, self.copies = [], []
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        name = getattr(func, "__name__", "")
-        self.reads += [name] if name in READS else []
-        self.copies += [name] if name in COPIES else []
-        return func(*args, **(kwargs or {}))
 
 # ---------------------------------------------------------------- drawn chains
 def test_drawn_keeps_the_distribution_of_each_token():

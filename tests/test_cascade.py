@@ -237,22 +237,11 @@ def test_encoder_decoder_chains_are_plain_decodings():
             assert verify.generate(target, drafter, cascade.proposal, prompt, 6, rule).tokens == sampled
     with pytest.raises(verify.UserError, match="chains only"):
         target.forward(torch.tensor([3, 3, 3]), torch.tensor([-1, 0, 0]))
+    drafters[0].reset()
+    drafters[0].begin(shown([0], source=[5, 6, 7, 8, 9, 10]))
+    assert drafters[0].chain(6, 3) == ([7, 8, 9], None), "Max-Gram copies from the prompt"
     # The encoder's input takes no position from the output.
     assert verify.generate(AnyEncoderDecoder(model, 10), None, verify.root_only, [5, 6, 7] * 9, 99).tokens == plain_t5(model, [5, 6, 7] * 9, 10)
-
-def test_every_stage_reads_the_whole_input():
-    """A stage's chain is what the stage itself would write, given the prompt in its own encoder; Max-Gram copies from there, too."""
-    base = t5()
-    drafter = cascade_of([base], [[6]], kind=AnyEncoderDecoder)
-    for prompt in ([5, 6, 7, 8, 5, 6, 9, 1], [9, 2, 1]):
-        wanted = plain_t5(base, prompt, 7)
-        drafter.reset()
-        with torch.inference_mode():
-            drafter.begin(shown([0], source=prompt))
-            assert drafter.chain(wanted[0], 6) == (wanted[1:], None)
-    drafter = cascade_of([], None, 1.0, MaxGram())
-    drafter.begin(shown([0], source=[5, 6, 7, 8, 9, 10]))
-    assert drafter.chain(6, 3) == ([7, 8, 9], None)
 
 # ---------------------------------------------------------------- K, and mistakes
 def test_table_2s_k_is_algorithm_1s_matrix(models):

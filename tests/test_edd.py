@@ -55,34 +55,21 @@ def test_the_soft_prompt_is_keys_and_values_alone(name):
         torch.testing.assert_close(a, b, atol=rounding(model), rtol=1e-3)
 
 # ---------------------------------------------------------------- decoding
-@pytest.mark.parametrize("target, name", [
-    ("llama-eager", "glide"), ("llama-eager", "edd"), ("llama-eager", "medusa"), ("qwen2-mixed", "edd"), ("qwen2-mixed", "eagle")])
-def test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone(target, name):
-    """Tokens that go through the layer's MLP (MEDUSA: its first head), and the logits, whatever was rejected before."""
-    model = shared(target)
-    drafter, passed = random_drafter(model, name), []
-    fresh, of_glide = type(drafter)(drafter.model), name == "glide"
-    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if of_glide else drafter.model.layer.mlp
-    tolerance = 1e-9 if of_glide else rounding(model)
-    g, batch = torch.Generator().manual_seed(5), batch_of(model, text(24, 5)[None], {2, LAST})
-    ids, t, before = batch["ids"][0], 4, 0
-    while t < 18:
-        hook = part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
+@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
+def test_a_round_costs_its_nodes(llama, name):
+    """Tokens that go through the layer's MLP (MEDUSA: its first head).  What is predicted: test_random.py."""
+    drafter, passed = random_drafter(llama, name), []
+    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if name == "glide" else drafter.model.layer.mlp
+    part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
+    batch = batch_of(llama, text(24, 5)[None], {2, LAST})
+    for before, t in ((0, 4), (4, 7), (7, 8)):
         passed.clear()
         drafter.begin(view(batch, before, t))
-        root = drafter.expand(ids[t:t + 1], [-1])
-        siblings = drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
-        lone = drafter.expand(ids[t + 2:t + 3], [2])
+        drafter.expand(batch["ids"][0, t:t + 1], [-1])
+        drafter.expand(torch.tensor([3, 5]), [0, 0])
+        drafter.expand(torch.tensor([4]), [2])
         assert passed == ([1] if name == "medusa" else [1, 2, 1]), "committed tokens cost keys and values alone, once"
-        hook.remove()
-        for calls in ([0, 3], [0, 1, 2, 3]):                    # the path at once, and one by one
-            fresh.reset()
-            fresh.begin(view(batch, 0, t))
-            alone = [fresh.expand(ids[t + i:t + j], list(range(i - 1, j - 1))) for i, j in zip(calls, calls[1:])]
-            torch.testing.assert_close(torch.cat((root, siblings[1:], lone)), torch.cat(alone), atol=tolerance, rtol=0)
-        gained = int(torch.randint(5, (1,), generator=g))
-        drafter.keep([0, 2, 3][:1 + gained])
-        before, t = t, t + 1 + gained
+        drafter.keep([0, 2, 3] if t == 4 else [])
 
 def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
     """The same logits as in one go; a builder may return the root alone without calling expand.  A gap in the text is noticed."""

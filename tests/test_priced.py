@@ -124,20 +124,6 @@ class Suggester:
         chain = self.of_path(path[1:], most)
         return list(chain), [sureness(path[1:] + chain[:i + 1]) for i in range(len(chain))]
 
-@pytest.mark.parametrize("suggested, room, forwards", [([], 9, 9), (range(1, 99), 9, 1), (range(1, 7), 9, 3), ([1, 2, 3, 9, 9], 9, 6),
-    ([5], 9, 9), (range(1, 99), 99, 10), (range(1, 99), 1, 1), (range(1, 99), 99, 0)])
-def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
-    """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; sixteen at most."""
-    expand = table_expand(torch.eye(200, dtype=torch.float64).roll(1, 1))
-    expand.root, expand.remaining = 0, room
-
-    def suggest(token, parent, most, match):
-        chain = [*suggested][:most] if token == 0 else []
-        return chain, [0.99] * len(chain)
-    expand.drafter, expand.memory = SimpleNamespace(suggest=suggest), {True: (0.0, 0.0 if forwards else 1.0)}
-    tree = graft.graft(expand, torch.tensor([0]), cost=0.05 if forwards else 0.9, node_price=0.001)
-    assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 26 if forwards else 16)))
-
 # ---------------------------------------------------------------- whether a round drafts, and Max-Gram alone
 def test_a_round_drafts_where_drafting_lately_gained_what_it_took():
     """A drafter that knows nothing: at first, then rarely.  A good one always, unless to start takes more than it gives."""
