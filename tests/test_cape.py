@@ -1,5 +1,5 @@
-"""CAPE's sets and cap against a plain reading of section 4.2 on Python lists, its mask against the printed formula, beam search
-against brute force, and docs/any_project.py: a tree builder alone with one's own models."""
+"""CAPE's sets and cap against a plain reading of section 4.2 on Python lists, beam search against brute force, and
+docs/any_project.py: a tree builder alone with one's own models."""
 import inspect
 import re
 import shutil
@@ -12,7 +12,6 @@ from conftest import ROOT
 from test_house import run_alone
 
 import cape
-from verify import ancestor_mask
 
 ROOT_0 = torch.tensor([0])
 
@@ -145,22 +144,6 @@ def test_parents_are_told_to_the_drafter():
         for gamma, width in ((4, 3), (2, 33)):                                             # and wider than the vocabulary
             expected = beams(lambda path: row_after(path).tolist(), seed, gamma, width)
             assert sequences(cape.beam(path_expand(), root, gamma, width)) == expected
-
-def test_mask_is_the_printed_formula_on_figure_3():
-    """mask_CAPE(A)_ij: A_ij if j <= gamma and pos(i) > j, or if i = j; else -inf.  1-based, the root left out."""
-    gamma, table = 4, torch.full((10, 10), 1e-3)
-    for here, (first, second) in {0: (1, 5), 1: (2, 6), 2: (3, 6), 3: (4, 7)}.items():     # one extra at each position
-        table[here, first], table[here, second] = 0.9, 0.05
-    tree = cape.cape(table_expand(table), ROOT_0, gamma)
-    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    assert tokens[:5] == [0, 1, 2, 3, 4] and len(tokens) == 9, "the chain, one extra each"
-    assert {(parent + 1, x) for parent, x in zip(parents[5:], tokens[5:])} == {(1, 5), (2, 6), (3, 6), (4, 7)}
-    pos = {i: i if i <= gamma else 1 + parents[i] for i in range(1, 9)}                    # x_i is in X_pos(i)
-    mask = ancestor_mask(tree.parents)
-    assert mask[:, 0].all() and mask[0].sum() == 1, "the root is seen by all and sees no node but itself"
-    for i in range(1, 9):
-        for j in range(1, 9):
-            assert mask[i, j].item() == ((j <= gamma and pos[i] > j) or i == j), (i, j)
 
 # ---------------------------------------------------------------- drawn chains
 def test_drawn_keeps_the_distribution_of_each_token():

@@ -73,10 +73,6 @@ def test_nothing_to_continue():
         with pytest.raises(ValueError, match="commit at least one token, or give a draft"):
             call()
     assert g.propose([1], 4) == brute_force([], [1], 4, [1, 2], [0, 2, 0]), "a draft before anything is committed"
-    g.commit([7])
-    assert g.propose([8], 5) == ([], [])
-    with pytest.raises(AssertionError, match="before the first commit"):
-        g.commit_source([1])
 
 def test_without_matching_there_is_the_bigram_alone():
     gram = MaxGram([0, 2, 3, 1, 9], matching=False)

@@ -74,13 +74,10 @@ def test_pct_equals_the_recursive_program(zeros):
         nodes = all_nodes(table, seed % 8, lambda path, joint, table=table: len(path) < 2 or table[path[-2], path[-1]] >= 0.3, 5, 4)
         assert paths(tree) == set(without_leaves(nodes, leaf))
 
-def test_ties_are_settled_without_breaking_the_tree():
-    """Equal probabilities everywhere, and certain chains (child as probable as its parent)."""
-    uniform = torch.full((4, 4), 0.25, dtype=torch.float64)
-    assert len(paths(pct.pct(table_expand(uniform), torch.tensor([0]), cost=0.25, width=4, depth=3, leaf=0.0))) == 4 + 16
+def test_a_certain_chain_is_not_broken():
+    """A child as probable as its parent comes after it, where the cap cuts, too."""
     sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
-    for build in (lambda e, r: pct.pct(e, r, cost=1.0), pct.vct, lambda e, r: pct.eagle2(e, r, total=4),
-                  lambda e, r: pct.pct(e, r, max_nodes=6), lambda e, r: priced.pct_cost(e, r, max_nodes=6)):
+    for build in (lambda e, r: pct.pct(e, r, cost=1.0), lambda e, r: pct.eagle2(e, r, total=4), lambda e, r: priced.pct_cost(e, r, max_nodes=6)):
         tree = build(table_expand(sure), torch.tensor([0]))
         assert tree.parents.tolist() == list(range(-1, len(tree.tokens) - 1)) and len(tree.tokens) > 4
 
@@ -160,10 +157,3 @@ def test_logits_are_refused(build):
         with pytest.raises(ValueError, match="probabilities, not logits"):
             build(table_expand(given), torch.tensor([0]))
     build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))
-
-@pytest.mark.parametrize("build, wrong", [
-    (cape.cape, dict(gamma=0)), (cape.cape, dict(edges=(0.3, 0.8, 0.6))), (cape.cape, dict(gamma=6, max_nodes=5)), (cape.beam, dict(width=0)),
-    (pct.pct, dict(depth=0)), (pct.pct, dict(cost=1.5)), (pct.own_confidence, dict(own=-0.1)), (pct.eagle2, dict(total=0))])
-def test_settings_that_mean_nothing_are_refused(build, wrong):
-    with pytest.raises(ValueError, match=f"{list(wrong)[-1]}|nodes"):
-        build(table_expand(random_table(0)), torch.tensor([0]), **wrong)
