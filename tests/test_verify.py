@@ -250,8 +250,29 @@ def test_a_tree_takes_one_row_of_noise_per_depth(monkeypatch):
     verify.Sampled(0.9, top_k=20, seed=3).choose(wide, torch.randn(364, 30), 100)
     assert made == list(range(100, 106))
 
-def test_a_rejection_of_what_both_are_certain_of():
-    """Rounding may reject it: nothing is left of the difference.  (The distribution of what is accepted: test_drawn.py.)"""
+def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
+    """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection what torch.multinomial draws, no statistics."""
+    def random_row(seed):
+        p = torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
+        return p / p.sum()
+    after = torch.full((6,), 1 / 6, dtype=torch.float64)
+    for seed in range(40):
+        q, x = random_row(seed + 50), seed % 6
+        u = torch.rand(1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).item()
+        tree = verify.Tree(torch.tensor([0, x]), torch.tensor([-1, 0]), q[None])
+        for ratio in (u - 1e-9, u + 1e-9, 1.0):
+            p = random_row(1000 + seed)
+            p[x] = 0
+            p *= (1 - ratio * q[x]) / p.sum()
+            p[x] = ratio * q[x]                                # min(1, p / q) is the ratio
+            choice = verify.accept_drawn(tree, torch.stack((p, after)), torch.Generator().manual_seed(seed)).tolist()
+            redrawn = []
+            for residual in ((p - q).clamp(min=0) + 1e-30, after):     # of which a round uses one
+                g = torch.Generator().manual_seed(seed)
+                torch.rand(1, generator=g, dtype=torch.float64)
+                redrawn.append(torch.multinomial(residual, 1, generator=g).item())
+            assert choice == [x if u < ratio else redrawn[0], redrawn[1]], (u, ratio)
+    # Both are certain of token 1, and rounding rejects it: nothing is left of the difference.
     sure = torch.eye(4)[[1, 1, 1]]
     tree = verify.Tree(torch.tensor([0, 1, 1]), torch.arange(-1, 2), 9 * sure[:2])
     assert verify.accept_drawn(tree, sure, torch.Generator().manual_seed(0)).tolist() == [1, 1, 1]
