@@ -26,12 +26,10 @@ Differences from the paper:
 
 The architecture is the published one: training/convert.py reads its weights.
 
-    python -m beyond.eagle     # the demo: the root's logits are those that training computes
     python train.py eagle
 """
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -116,16 +114,6 @@ class Eagle(edd.DraftModel):
         return total / batch["count"]
 
 # ---------------------------------------------------------------- decoding
-def count_ready(parents, known):
-    """How many nodes, from the first on, have a parent among the first `known` nodes.
-
-    parents: list of indices of nodes, -1 for the root's.
-    """
-    for i, parent in enumerate(parents):
-        if parent >= known:
-            return i
-    return len(parents)
-
 class Drafter(edd.Drafter):
     """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
@@ -156,8 +144,11 @@ class Drafter(edd.Drafter):
         tokens = tokens.to(self.device)
         logits = []
         while parents:
-            # These nodes' parents have features already.
-            count = count_ready(parents, len(self.paths))
+            # The first `count` nodes: their parents have features already.
+            known = len(self.paths)
+            count = 1
+            while count < len(parents) and parents[count] < known:
+                count += 1
             before = self.features[[1 + parent for parent in parents[:count]]]         # (count, D)
             x = self.model.inputs(tokens[:count], before)                              # (count, D)
             predicted = self.run_nodes(x, parents[:count])                             # (count, D)
@@ -166,27 +157,3 @@ class Drafter(edd.Drafter):
             tokens = tokens[count:]
             parents = parents[count:]
         return torch.cat(logits)
-
-# ---------------------------------------------------------------- demo
-def main():
-    """The root's logits are those that training computes; a node's are not, as f^ is not f."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
-    target = LlamaForCausalLM(config).double()
-    model = Eagle(Config.for_target(target), target)
-    for p in model.parameters():
-        p.data.normal_(0, 0.3)
-    ids = torch.arange(12)
-    feature = target(ids[None], output_hidden_states=True).hidden_states[-1].detach()
-    # Row i is that of token i + 1.
-    trained = model.logits(model(ids[None], feature))[0].detach()              # (11, V)
-    drafter = Drafter(model)
-    drafter.begin(SimpleNamespace(tokens=ids[:9], length=9, hidden={2: feature[0, :9]}))
-    drafted = drafter.expand(ids[9:11], [-1, 0])                               # (2, V)
-    error = (drafted[0] - trained[8]).abs().max()
-    assert error < 1e-6, error
-    assert (drafted[1] - trained[9]).abs().max() > 1e-3
-    print(f"at the root training = decoding: largest difference {error:.0e}")
-
-if __name__ == "__main__":
-    main()

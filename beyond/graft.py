@@ -23,7 +23,6 @@ There are two parts, and each is of use without the other:
     p                   (k, 1)     p_draft of the token that Max-Gram predicts
     w                   (k, 1)     the mixture weight of Max-Gram's prediction
     rho                 (k, 1)     the predicted token's probability in the mixture
-    D, N, E, T, r, s               as in priced.py
 
 The mixture.  At a node after which Max-Gram's match is LEAST tokens or longer, the builder sees
 
@@ -39,24 +38,21 @@ of match.  Where an agreement (a, b, c) was fitted, it also depends on the draft
 Where the drafter has no prediction, p_draft is uniform and w is the confidence by length of match:
 there is nothing to agree with.
 
-To use it, with verify.py, cape.py, pct.py, maxgram.py and beyond/priced.py:
-
     drafter = graft.Mixture(drafter, maxgram.MaxGram())
     verify.generate(target, drafter, graft.graft, ids)
 
     python -m beyond.graft        # the demo: a mixture, and one forward for a chain
 """
-from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, Announced, checked, draft_by_price, max_gram_alone, most_profitable,
+    NODE_PRICE, START, Announced, Prices, draft_by_price, max_gram_alone, most_profitable,
     priced_chain, remember, worth_drafting)
 from cape import constant
-from maxgram import LENGTHS, MaxGram, N, ints
+from maxgram import LENGTHS, MaxGram, ints
 from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
 
 CHAIN = 16              # the most suggested tokens after one node
@@ -70,7 +66,8 @@ def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WID
     depth: the most forwards.  Prices: as in pct_cost.  Returns a Tree of at most 1 + max_nodes
     nodes, no deeper than expand.remaining.
     """
-    prices = checked(cost, node_price, start)
+    prices = Prices(cost, node_price, start)
+    assert min(prices) >= 0, f"{prices}: times are not below zero"
     depth = clamp_depth(expand, width, depth, max_nodes)
     gram = max_gram_alone(expand)
     if gram is not None:
@@ -106,8 +103,7 @@ def suggested(candidates, node, most, least, match=0):
     drafter = getattr(expand, "drafter", None)
     if not hasattr(drafter, "suggest"):
         return [], []
-    remaining = expand.remaining - candidates.depth[node]
-    most = min(most, remaining)
+    most = min(most, expand.remaining - candidates.depth[node])
     index = candidates.parent_index(node)
     ids, confidences = drafter.suggest(candidates.token[node], index, most, match)
     p = candidates.p[node]
@@ -170,12 +166,6 @@ def grow_with_chain(candidates, frontier, most, least):
     return range(first_child, len(candidates.token))
 
 # ---------------------------------------------------------------- the mixture
-def to_device(device, *lists):
-    """Lists of integers as one tensor each, by one host-to-device copy."""
-    numbers = [number for one in lists for number in one]
-    lengths = [len(one) for one in lists]
-    return torch.tensor(numbers, dtype=torch.long, device=device).split(lengths)
-
 def merged(views):
     """The views of consecutive rounds as one View, of a round that committed all their tokens."""
     if len(views) == 1:
@@ -188,9 +178,10 @@ def merged(views):
     # The last view's keys and values contain those of the earlier ones.
     return views[-1]._replace(tokens=tokens, hidden=hidden, ids=ids)
 
-# What Max-Gram predicts after some nodes that expand is given, (k,) each: the indices of these
-# nodes among the given ones, the predicted tokens, the lengths of the matches.
-Predictions = namedtuple("Predictions", "rows tokens lengths")
+def to_device(device, *lists):
+    """Lists of integers as one tensor each, by one host-to-device copy."""
+    numbers = torch.tensor(sum(lists, []), dtype=torch.long, device=device)
+    return numbers.split([len(one) for one in lists])
 
 class Mixture:
     """A neural drafter mixed with Max-Gram: one drafter, by the contract at the top of verify.py.
@@ -199,7 +190,6 @@ class Mixture:
 
     expand gives the drafter's own logits, and adjust turns the probabilities that they become into
     the mixture of Eq. 1.
-    predicted: for each node given to expand, the token that Max-Gram predicts after it, or None.
 
     In rounds that do not call expand, the neural drafter does nothing.  What these rounds committed
     it reads, all at once, in the next round that does.
@@ -210,32 +200,22 @@ class Mixture:
         self.gram = gram
         self.agreement = agreement
         self.needs = drafter.needs
+        self.temperature = getattr(drafter, "temperature", 1.0)
         self.reset()
-
-    @property
-    def temperature(self):
-        """The drafter's calibration temperature."""
-        return getattr(self.drafter, "temperature", 1.0)
 
     def reset(self):
         """Forget the sequence."""
         self.drafter.reset()
         self.gram.reset()
         self.unread = []                         # views that the neural drafter has not been shown
-        self.root = None
-        self.places = []                         # by expand_index: the text's end at each node
-        self.predicted = []
-        self.announced = None                    # Predictions of nodes that expand is given next
+        self.announced = None                    # predictions after the nodes given next to expand
 
     def begin(self, view):
         """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
         self.unread.append(view)
-        # A view has its ids on the host, too: no device-to-host sync.
-        ids = getattr(view, "ids", None)
-        self.gram.commit(view.tokens if ids is None else ids)
-        self.root = getattr(view, "root", None)
-        self.places = []
-        self.predicted = []
+        self.gram.commit(view.ids)
+        self.root = view.root
+        self.places = []                         # by expand_index: the text's end at each node
 
     def keep(self, path):
         """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
@@ -249,49 +229,39 @@ class Mixture:
         before = self.gram.here() if parent < 0 else self.places[parent]
         return self.gram.after(before, token)
 
-    def prediction(self, place, match):
-        """Max-Gram's next token at a place -> (token, length of its match).
-
-        The token is None where there is none, or where its match is shorter than `match`.
-        """
-        chunk, length = self.gram.chunk(place, 1)
-        if not chunk or length < match:
-            return None, length
-        return chunk[0], length
-
-    def suggest(self, token, parent=-1, most=N, match=0):
+    def suggest(self, token, parent, most, match):
         """Max-Gram's chain after a token (priced.py) -> up to `most` ids, a confidence in each."""
         ids, confidences = [], []
         place = self.place_after(token, parent)
-        token, length = self.prediction(place, match)
-        while token is not None and len(ids) < most:
-            ids.append(token)
+        while len(ids) < most:
+            chunk, length = self.gram.chunk(place, 1)
+            if not chunk or length < match:
+                break
+            ids += chunk
             confidences.append(self.gram.confidence_of(length))
-            place = self.gram.after(place, token)
-            token, length = self.prediction(place, match)
+            place = self.gram.after(place, chunk[0])
         return ids, confidences
 
     def predict(self, ids, parents):
-        """Add nodes, ids and parents as lists -> three lists, as in Predictions."""
+        """What Max-Gram predicts after k of m new nodes -> three lists of k ints.
+
+        They are the indices of the k nodes among the m, the predicted tokens, and the lengths of
+        the matches.
+        """
         rows, predicted, lengths = [], [], []
         for row, (token, parent) in enumerate(zip(ids, parents)):
             place = self.place_after(token, parent)
-            following, length = self.prediction(place, LEAST)
+            chunk, length = self.gram.chunk(place, 1)
             self.places.append(place)
-            self.predicted.append(following)
-            if following is not None:
+            if chunk and length >= LEAST:
                 rows.append(row)
-                predicted.append(following)
+                predicted += chunk
                 lengths.append(length)
         return rows, predicted, lengths
 
     def announce(self, ids, parents, device):
-        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device.
-
-        Tokens and predictions are one host-to-device copy.
-        """
-        tokens, *predictions = to_device(device, ids, *self.predict(ids, parents))
-        self.announced = Predictions(*predictions)
+        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device."""
+        tokens, *self.announced = to_device(device, ids, *self.predict(ids, parents))
         return tokens
 
     # ------------------------------------------------ the mixture
@@ -306,7 +276,7 @@ class Mixture:
             # The tokens are read before the forward starts: afterwards the host would wait for it.
             is_root = parents == [-1] and self.root is not None
             ids = [self.root] if is_root else ints(tokens)
-            self.predictions = Predictions(*to_device(tokens.device, *self.predict(ids, parents)))
+            self.predictions = to_device(tokens.device, *self.predict(ids, parents))
         return self.drafter.expand(tokens, parents)
 
     def adjust(self, probs):
@@ -359,15 +329,14 @@ def main():
 
     drafter = SimpleNamespace(needs={}, reset=list, begin=id, expand=drafter_expand)
     mixed = Mixture(drafter, MaxGram())
-    mixed.begin(SimpleNamespace(tokens=torch.tensor(text)))
-    brown = ids["brown"]
+    mixed.begin(SimpleNamespace(ids=text, root=ids["brown"]))
 
     def expand(tokens, parents):
         logits = mixed.expand(tokens, parents)
         return mixed.adjust(logits.softmax(-1))
 
-    expand.drafter, expand.root, expand.remaining = mixed, brown, 4
-    tree = graft(expand, torch.tensor([brown]), cost=0.01, node_price=0.1)
+    expand.drafter, expand.root, expand.remaining = mixed, mixed.root, 4
+    tree = graft(expand, torch.tensor([mixed.root]), cost=0.01, node_price=0.1)
     shown = [words[i] for i in tree.tokens.tolist()]
     assert shown[:3] == ["brown", "fox", "jumps"], "the chain that Max-Gram suggests"
     assert "over" in shown, "and what the drafter expects"

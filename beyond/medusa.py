@@ -21,12 +21,10 @@ Differences from the paper:
 
 The architecture is the published one: training/convert.py reads its weights.
 
-    python -m beyond.medusa    # the demo: untrained heads predict what the target does
     python train.py medusa
 """
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -102,22 +100,3 @@ class Drafter(edd.Drafter):
         depths = [len(path) - 1 for path in self.add_paths(parents)]
         deepest = self.config.heads
         return self.table[[min(depth, deepest) for depth in depths]]
-
-def main():
-    """Untrained heads predict what the target does; beyond the last head there is no prediction."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
-    target = LlamaForCausalLM(config).double()
-    with torch.no_grad():
-        out = target(torch.arange(9)[None], output_hidden_states=True)
-    drafter = Drafter(Medusa(Config.for_target(target, heads=2), target))
-    hidden = {2: out.hidden_states[-1][0]}
-    drafter.begin(SimpleNamespace(tokens=torch.arange(9), length=9, hidden=hidden))
-    drafted = drafter.expand(torch.arange(3), [-1, 0, 1])                      # (3, V)
-    error = (drafted[:2] - out.logits[0, -1:]).abs().max()
-    assert error < 1e-6, error
-    assert drafted[2].isinf().all()
-    print(f"untrained heads = the target's head: largest difference {error:.0e}")
-
-if __name__ == "__main__":
-    main()

@@ -61,15 +61,9 @@ The first round of a sequence drafts.
     start            target steps   start: what a tree takes in addition, however small it is
     D                forwards       Candidates.drafts
     p_j              probability    Candidates.p
-    r                tokens/step    r
-    s                share          s
 
 Max-Gram alone (a cascade without models) drafts without a forward, D = 0.  Its tree is a chain, cut
 at the length with the highest E / T.
-
-To use it, beside pct.py: pct.py's own example, with this builder in the place of pct.pct.
-
-    tree = priced.pct_cost(expand, root, cost=0.07, node_price=0.012)
 
 What this folder asks of expand and drafter beyond verify.py's contract; all of it is optional:
 
@@ -85,13 +79,15 @@ What this folder asks of expand and drafter beyond verify.py's contract; all of 
 
     python -m beyond.priced       # the demo: a node is verified where it gives more than it costs
 """
-from collections import namedtuple
-from statistics import linear_regression, median, quantiles
+from collections import defaultdict, namedtuple
+from statistics import linear_regression, median
 
+import numpy as np
 import torch
 
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, Tree, clamp_depth
+from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
 
+QUARTILES = 0.25, 0.75
 NODE_PRICE = 0.01       # in target steps, where it was not measured
 START = 0.0             # in target steps, where it was not measured
 LEARN = 0.2             # how far a round that drafts moves the running means to its gain and time
@@ -109,7 +105,8 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
 
     Returns a Tree of at most 1 + max_nodes nodes.
     """
-    prices = checked(cost, node_price, start)
+    prices = Prices(cost, node_price, start)
+    assert min(prices) >= 0, f"{prices}: times are not below zero"
     depth = clamp_depth(expand, width, depth, max_nodes)
     gram = max_gram_alone(expand)
     if gram is not None:
@@ -122,41 +119,30 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
         remember(expand, PLAIN, plan)
     return candidates.tree(plan.nodes)
 
-def checked(cost, node_price, start):
-    """The prices of pct_cost, as Prices."""
-    assert cost >= 0, f"cost {cost} is s_d / s_t: not below zero"
-    assert node_price >= 0, f"node_price {node_price} is a time: not below zero"
-    assert start >= 0, f"start {start} is a time: not below zero"
-    return Prices(cost, node_price, start)
-
 # ---------------------------------------------------------------- whether a round drafts: Eq. 6
 def worth_drafting(expand, before):
     """Eq. 6 for the running means of this sequence -> bool.  before: the Plan without drafting.
 
-    Where it does not hold, the mean gain moves by FORGET.
+    Rounds with a suggested chain gain less by drafting: they have running means of their own.
     """
     memory = getattr(expand, "memory", {})
-    kind = kind_of(before)
-    gain, time = memory.get(kind, (1.0, 0.0))
+    suggested = bool(before.nodes)
+    gain, time = memory.get(suggested, (1.0, 0.0))
     worth = gain >= time * before.E / before.T
     if not worth:
-        memory[kind] = gain + FORGET * (1 - gain), time
+        memory[suggested] = gain + FORGET * (1 - gain), time
     return worth
 
 def remember(expand, before, after):
     """Move the running means by LEARN, after a round that drafted.  before, after: Plans."""
     memory = getattr(expand, "memory", {})
-    kind = kind_of(before)
+    suggested = bool(before.nodes)
     gain = after.E - before.E
     time = after.T - before.T
-    mean_gain, mean_time = memory.get(kind, (gain, time))
+    mean_gain, mean_time = memory.get(suggested, (gain, time))
     mean_gain += LEARN * (gain - mean_gain)
     mean_time += LEARN * (time - mean_time)
-    memory[kind] = mean_gain, mean_time
-
-def kind_of(before):
-    """Rounds with a suggested chain gain less by drafting: they have running means of their own."""
-    return "suggested" if before.nodes else "root alone"
+    memory[suggested] = mean_gain, mean_time
 
 # ---------------------------------------------------------------- drafting: Eq. 2 to 5
 def draft_by_price(candidates, grow, prices, depth, max_nodes):
@@ -165,6 +151,7 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
     grow(frontier) runs the drafter once -> the new nodes, the layer L.
     """
     p = candidates.p
+    remaining = getattr(candidates.expand, "remaining", float("inf"))
     frontier = [0]
     r = 1.0
     while frontier and candidates.drafts < depth:
@@ -176,20 +163,15 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
         R = frontier + [j for j in layer if j in candidates.expand_index]
         kept = [p[j] for j in layer if p[j] >= price]
         s = sum(kept) / sum(p[j] for j in R)
-        # Eq. 4
-        frontier = [j for j in expandable(candidates, layer) if s * p[j] >= price]
+        # Eq. 4, of nodes that no forward has expanded yet, and whose children are not too deep
+        frontier = [j for j in layer if s * p[j] >= price and j not in candidates.expand_index]
+        frontier = [j for j in frontier if candidates.depth[j] < remaining]
         frontier = candidates.best(frontier, max_nodes)
         # Eq. 5
         gain = sum(s * p[j] - price for j in frontier)
         if gain < r * prices.cost:
             break
     return r
-
-def expandable(candidates, layer):
-    """Nodes of a layer that no forward has expanded yet, and whose children are not too deep."""
-    remaining = getattr(candidates.expand, "remaining", float("inf"))
-    nodes = [j for j in layer if j not in candidates.expand_index]
-    return [j for j in nodes if candidates.depth[j] < remaining]
 
 def rate_at(r, candidates, prices, max_nodes):
     """E / T, if drafting ended here and the nodes of Eq. 2 were verified, at most max_nodes."""
@@ -242,35 +224,21 @@ def max_gram_alone(expand):
     alone = getattr(drafter, "stages", None) == []
     return drafter.gram if alone else None
 
-def priced_chain(expand, root, gram, prices, most):
+def priced_chain(expand, root, gram, prices, max_nodes):
     """Max-Gram's chain, cut at the length with the highest E / T, which may be 0 -> Tree"""
-    most = min(most, expand.remaining)
-    ids = []
-    best_length = 0
-    best_rate = 1.0
-    p = 1.0
-    E = 1.0
-    T = 1.0 + prices.start
+    candidates = Candidates(expand, root, width=1)
     place = gram.after(gram.here(), expand.root)
-    while len(ids) < most:
+    node = 0
+    while candidates.depth[node] < expand.remaining:
         chunk, length = gram.chunk(place, 1)
-        if not chunk:
+        # Eq. 2 at r = 1: after a token that is less probable none can raise the rate.
+        worthless = candidates.p[node] < prices.node_price
+        if worthless or not chunk:
             break
-        p *= gram.confidence_of(length)
-        # Eq. 2 at r = 1: no token from here on can raise the rate.
-        if p < prices.node_price:
-            break
-        ids += chunk
-        E += p
-        T += prices.node_price
-        if E / T > best_rate:
-            best_rate = E / T
-            best_length = len(ids)
+        node = candidates.add_child(node, gram.confidence_of(length), chunk[0])
         place = gram.after(place, chunk[0])
-    chain = torch.tensor(ids[:best_length], dtype=root.dtype, device=root.device)
-    tokens = torch.cat((root, chain))
-    parents = torch.arange(-1, best_length, device=root.device)
-    return Tree(tokens, parents)
+    plan = most_profitable(candidates, prices, max_nodes)
+    return candidates.tree(plan.nodes)
 
 # ---------------------------------------------------------------- the prices, from timed decodings
 # What one timed decoding took, summed over its rounds.  Counts: its rounds, the verified nodes
@@ -279,18 +247,18 @@ def priced_chain(expand, root, gram, prices, most):
 Spent = namedtuple("Spent", "rounds nodes forwards begin draft verify other")
 
 def prices_of(turns):
-    """Prices from short timed decodings -> {label: {"cost", "node_price", "start", "begin",
-    "cost_range", "node_price_range"}}, in target steps.
+    """Prices from short timed decodings -> {label: {"cost", "node_price", "start", "cost_range",
+    "node_price_range"}}, in target steps.
 
     turns: list of (plain, {label: [Spent, ...]}).  In each turn the target decodes plainly once,
     and with the drafter `label` in a few small trees of several sizes, some 1 to 8 nodes.
 
         s_t           mean seconds of a target forward of one token, in plain decoding
         cost          s_d / s_t: mean seconds of one forward of the drafter over s_t (EDD, 3.2)
-        begin         seconds of the drafter's begin in a round over s_t; `start` contains them
         node_price    slope of the target's seconds in a round over the nodes, divided by s_t; a
                       property of the target, so all drafters have one price
-        start         what else a round with a tree takes beyond a plain one
+        start         what else a round with a tree takes beyond a plain one, the drafter's begin
+                      included
 
     Each is computed for each turn, and the median over the turns is taken: another program disturbs
     some turns, not most.  The ranges are the quartiles over the turns.  A label whose decodings
@@ -300,29 +268,26 @@ def prices_of(turns):
     slopes = [node_slope(plain, of_label) for plain, of_label in turns]
     slopes = [slope for slope in slopes if slope is not None] or [NODE_PRICE]
     node_price = max(0.0, median(slopes))
-    labels = {label: None for _, of_label in turns for label in of_label}
-    prices = {}
-    for label in labels:
-        costs, begins, starts = [], [], []
-        for plain, of_label in turns:
-            spent = total(of_label.get(label, []))
+    costs, starts = defaultdict(list), defaultdict(list)         # by label, one for each turn
+    for plain, of_label in turns:
+        s_t = plain.verify / plain.rounds
+        plain_round = (plain.verify + plain.other) / plain.rounds
+        for label, decodings in of_label.items():
+            spent = total(decodings)
             if not spent.rounds:
                 continue
-            s_t = plain.verify / plain.rounds
-            costs.append(spent.draft / max(1, spent.forwards) / s_t)
-            begins.append(spent.begin / spent.rounds / s_t)
+            costs[label].append(spent.draft / max(1, spent.forwards) / s_t)
             besides = (spent.begin + spent.verify + spent.other) / spent.rounds
-            plain_round = (plain.verify + plain.other) / plain.rounds
             nodes = spent.nodes / spent.rounds
-            starts.append((besides - plain_round) / s_t - nodes * node_price)
-        if costs:
-            prices[label] = {
-                "cost": median(costs),
-                "node_price": node_price,
-                "start": max(0.0, median(starts)),
-                "begin": median(begins),
-                "cost_range": quartiles(costs),
-                "node_price_range": quartiles(slopes)}
+            starts[label].append((besides - plain_round) / s_t - nodes * node_price)
+    prices = {}
+    for label in costs:
+        prices[label] = {
+            "cost": median(costs[label]),
+            "node_price": node_price,
+            "start": max(0.0, median(starts[label])),
+            "cost_range": np.quantile(costs[label], QUARTILES).tolist(),
+            "node_price_range": np.quantile(slopes, QUARTILES).tolist()}
     return prices
 
 def node_slope(plain, of_label):
@@ -342,13 +307,6 @@ def total(decodings):
     """The sum of several Spent."""
     zeros = Spent(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
     return Spent(*map(sum, zip(zeros, *decodings)))
-
-def quartiles(values):
-    """The lower and the upper quartile of a list."""
-    if len(values) == 1:
-        return [values[0], values[0]]
-    low, _, high = quantiles(values, n=4, method="inclusive")
-    return [low, high]
 
 # ---------------------------------------------------------------- demo
 def main():

@@ -45,13 +45,6 @@ Differences from the drafters of glide.py and edd.py, besides the tables and the
 The words are counted once, before training.  choose_words tells them to a new draft model, which
 saves them with its weights, as the tensor `words`.  load_state_dict reads them back.
 
-To use one in a project of your own: this file, glide.py, edd.py, a Llama, Mistral or Qwen2, and a
-drafter from train.py.
-
-    drafter, _ = glide.load("my-glide-shared", model, draft_class=GlideShared)   # as in glide.py
-    drafter, _ = edd.load("my-edd-shared", model, EDDShared)                     # as in edd.py
-
-    python -m beyond.shared       # the demo: both layers, on four of twenty words
     python train.py glide-shared edd-shared
 """
 from dataclasses import dataclass
@@ -94,14 +87,7 @@ def frequent_words(tokens, k, vocab, eos=None):
 # ---------------------------------------------------------------- between the target's tables
 def is_tied(model):
     """Whether a model's embedding and head are one table."""
-    head = model.get_output_embeddings()
-    return head.weight is model.get_input_embeddings().weight
-
-def rotation(width):
-    """A linear map (D -> D) without bias that starts as a random rotation."""
-    linear = nn.Linear(width, width, bias=False)
-    nn.init.orthogonal_(linear.weight)
-    return linear
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 def linear_of(x, weight):
     """x (..., D), weight (n, D) -> (..., n)
@@ -123,7 +109,10 @@ class BetweenTables:
         if config.loss not in ("kl", "lk"):
             raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, "
                              f"not by {config.loss}")
-        self.projection = rotation(config.width) if config.projected else nn.Identity()
+        self.projection = nn.Identity()
+        if config.projected:
+            self.projection = nn.Linear(config.width, config.width, bias=False)
+            nn.init.orthogonal_(self.projection.weight)        # a random rotation
         words = torch.zeros(config.words, dtype=torch.long) if config.words else None
         self.register_buffer("words", words)
 
@@ -208,12 +197,13 @@ class GlideConfig(glide.Config):
     words: int = 0                   # k; 0: the whole vocabulary
 
     @classmethod
-    def for_target(cls, model, layer=None, **more):
-        """Sizes of a layer of the target's.  layer: which layer's KV entries to read, as
-        glide.Config.for_target takes it.  more: further settings, say feed_forward, norm, words.
+    def for_target(cls, model, layer=None, glimpse=True, **more):
+        """Sizes of a layer of the target's.  layer, glimpse: as in glide.Config.for_target.
+
+        more: further settings, say feed_forward, norm, words.
         """
         c = model.config.get_text_config()
-        config = super().for_target(model, layer=layer)
+        config = super().for_target(model, layer=layer, glimpse=glimpse)
         config.heads = c.num_attention_heads
         config.feed_forward = getattr(c, "intermediate_size", None) or config.feed_forward
         config.projected = is_tied(model)
@@ -328,46 +318,3 @@ class EDDShared(BetweenTables, edd.EDD):
     def divergence(self, x, target_logits):
         """As edd.EDD.divergence."""
         return self.word_loss(x, target_logits)
-
-# ---------------------------------------------------------------- demo
-def main():
-    """Both layers learn four of twenty words: training and decoding give the same logits."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 20, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
-    target = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2)).double()
-    ids = torch.randint(20, (15,))
-    words = frequent_words(ids, 4, vocab=20)
-    with torch.no_grad():
-        states = target(ids[None], output_hidden_states=True).hidden_states
-    kv = torch.randn(2, 1, 2, 15, 8).double()
-
-    glide_config = GlideConfig.for_target(target, window=3, words=4)
-    edd_config = EDDConfig.for_target(target, hidden=2, words=4)
-    with_glimpse = GlideShared.for_target(target, glide_config, 64)
-    with_encoding = EDDShared(edd_config, target)
-    for model in (with_glimpse, with_encoding):
-        model.choose_words(words)
-        for p in model.parameters():
-            p.data.normal_(0, 0.3)
-
-    # Training, in blocks of five
-    of_glide = with_glimpse.word_logits(with_glimpse(ids[None], {3: kv}))[0]            # (15, k)
-    of_edd = with_encoding.word_logits(with_encoding(ids[None], states[2], 5))[0]       # (15, k)
-    (of_glide.sum() + of_edd.sum()).backward()
-    assert all(p.grad is None for p in target.parameters()), "nothing of the target is trained"
-
-    # Decoding: ten tokens are committed, and the last block of five is drafted.
-    view = SimpleNamespace(tokens=ids[:10], length=10, kv={3: kv[..., :10, :]},
-                           hidden={2: states[2][0, :10]})
-    drafters = glide.Drafter(with_glimpse), edd.Drafter(with_encoding)
-    for drafter, trained in zip(drafters, (of_glide, of_edd)):
-        drafter.begin(view)
-        drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                   # (5, V)
-        assert drafted.isfinite().sum() == 5 * 4, "other tokens are never drafted"
-        error = (drafted[:, words] - trained[10:]).abs().max().item()
-        assert error < 1e-6, error
-        print(f"{drafter.config.kind}: training = decoding, largest difference {error:.0e}")
-
-if __name__ == "__main__":
-    main()

@@ -29,11 +29,6 @@ CLASSES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4))
     "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2, use_sliding_window=True, sliding_window=7, max_window_layers=1)),
 }
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if item.get_closest_marker("long") and not LONG:
-            item.add_marker(pytest.mark.skip(reason="LONG=1 runs it"))
-
 def tiny(name, seed=0, **more):
     """A random model of the class, with weights large enough that its distributions are far from uniform."""
     model_class, config_class, own = CLASSES[name]

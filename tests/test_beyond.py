@@ -45,8 +45,6 @@ def test_the_most_frequent_words():
         ranked = sorted(range(9), key=lambda token: (-count[token], token))
         assert frequent_words(tokens, 5, 9).tolist() == ranked[:5]
         assert frequent_words(tokens, 5, 9, eos=8).tolist() == [8, *(token for token in ranked if token != 8)][:5]
-    with pytest.raises(ValueError, match="take 1 to 9"):
-        frequent_words(tokens, 10, 9)
 
 @pytest.mark.parametrize("name", ["glide", "edd"])
 @pytest.mark.parametrize("target", [lambda: shared("qwen2"), tied_llama])
@@ -125,24 +123,8 @@ def test_words_lie_in_the_checkpoint_and_the_output_stays(name, tmp_path):
         assert out.tokens == plain(model, prompt, 8)
         assert {token for one in out.rounds for token in one.tokens[1:]} <= set(WORDS)
 
-def test_a_half_precision_target_loses_no_gradients():
-    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
-    keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
-    gradients = []
-    for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
-        model = tiny("llama").half().to(target_type)
-        torch.manual_seed(0)
-        module = GlideShared.for_target(model, GlideConfig.for_target(model, words=4), 40).to(torch.float32).to(own_type)
-        module.choose_words(torch.tensor(WORDS))
-        x = module(text(40)[None], {2: (keys.to(target_type), values.to(target_type))})[0]
-        (module.word_loss(x, torch.eye(4).repeat(10, 1)) / 2 ** 17).backward()
-        gradients.append(module.layers[0].glimpse_q.weight.grad.double())
-    exact, found = gradients
-    assert 0 < (found - exact).norm() < 1e-3 * exact.norm()
-
-def test_what_it_cannot_be_is_said():
+def test_what_it_reads_and_what_it_cannot_be():
     model = shared("llama")
+    assert made(model, "glide", glimpse=False)[1].needs == {"kv": ()}, "without the glimpse nothing is captured"
     with pytest.raises(ValueError, match="not by ce"):
         EDDShared(EDDConfig.for_target(model, 2, loss="ce"), model)
-    with pytest.raises(ValueError, match="RoPE covers 8 entries of a head, and the drafter's heads have 4"):
-        GlideShared.for_target(tiny("llama", head_dim=8, hidden_size=16), GlideConfig.for_target(tiny("llama", head_dim=8, hidden_size=16)), 64)

@@ -75,9 +75,9 @@ DRAWN, CHAIN = partial(cape.drawn, gamma=2), partial(cascade.proposal, drawn=Tru
 CASES = {
     "glide": (lambda: Drafter(table(2, VOCAB)), DRAWN),
     "cascade": (lambda: cascade_of([2, 3], [[1, 1], [0, 1]]), CHAIN),
-    "lenient cascade with Max-Gram": (lambda: cascade_of([2], [[1, 2], [0, 2]], 3.0, MaxGram([1, 2, 1])), CHAIN),
     # Lenience acts where one neural stage reviews another.
     "lenient cascade": (lambda: cascade_of([2, 3], [[2, 2], [0, 2]], 2.0), CHAIN),
+    "lenient cascade of three stages": (lambda: cascade_of([2, 3], [[1, 1, 2], [0, 1, 1], [0, 0, 2]], 2.0, MaxGram([1, 2, 1])), CHAIN),
 }
 
 class Rule(verify.Sampled):

@@ -1,11 +1,9 @@
 """EDD: the mask of Figure 3(a), Eq. 4, training equals decoding, each KV entry computed once, nothing stale; EAGLE and MEDUSA-1."""
-import json
-
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, family, random_drafter, random_edd, random_named, shared, tiny, weighty
-from test_glide import batch_of, save, text, view
+from conftest import random_drafter, random_edd, random_named, shared, tiny, weighty
+from test_glide import batch_of, text, view
 
 import edd
 from beyond import eagle, medusa
@@ -55,34 +53,21 @@ def test_the_soft_prompt_is_keys_and_values_alone(name):
         torch.testing.assert_close(a, b, atol=rounding(model), rtol=1e-3)
 
 # ---------------------------------------------------------------- decoding
-@pytest.mark.parametrize("target, name", [
-    ("llama-eager", "glide"), ("llama-eager", "edd"), ("llama-eager", "medusa"), ("qwen2-mixed", "edd"), ("qwen2-mixed", "eagle")])
-def test_a_round_costs_its_nodes_and_drafts_as_their_paths_alone(target, name):
-    """Tokens that go through the layer's MLP (MEDUSA: its first head), and the logits, whatever was rejected before."""
-    model = shared(target)
-    drafter, passed = random_drafter(model, name), []
-    fresh, of_glide = type(drafter)(drafter.model), name == "glide"
-    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if of_glide else drafter.model.layer.mlp
-    tolerance = 1e-9 if of_glide else rounding(model)
-    g, batch = torch.Generator().manual_seed(5), batch_of(model, text(24, 5)[None], {2, LAST})
-    ids, t, before = batch["ids"][0], 4, 0
-    while t < 18:
-        hook = part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
+@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "medusa"])
+def test_a_round_costs_its_nodes(llama, name):
+    """Tokens that go through the layer's MLP (MEDUSA: its first head).  What is predicted: test_random.py."""
+    drafter, passed = random_drafter(llama, name), []
+    part = drafter.model.heads[0] if name == "medusa" else drafter.model.layers[0].up if name == "glide" else drafter.model.layer.mlp
+    part.register_forward_pre_hook(lambda module, args: passed.append(args[0].numel() // args[0].shape[-1]))
+    batch = batch_of(llama, text(24, 5)[None], {2, LAST})
+    for before, t in ((0, 4), (4, 7), (7, 8)):
         passed.clear()
         drafter.begin(view(batch, before, t))
-        root = drafter.expand(ids[t:t + 1], [-1])
-        siblings = drafter.expand(torch.stack(((ids[t + 1] + 1) % VOCAB, ids[t + 1])), [0, 0])
-        lone = drafter.expand(ids[t + 2:t + 3], [2])
+        drafter.expand(batch["ids"][0, t:t + 1], [-1])
+        drafter.expand(torch.tensor([3, 5]), [0, 0])
+        drafter.expand(torch.tensor([4]), [2])
         assert passed == ([1] if name == "medusa" else [1, 2, 1]), "committed tokens cost keys and values alone, once"
-        hook.remove()
-        for calls in ([0, 3], [0, 1, 2, 3]):                    # the path at once, and one by one
-            fresh.reset()
-            fresh.begin(view(batch, 0, t))
-            alone = [fresh.expand(ids[t + i:t + j], list(range(i - 1, j - 1))) for i, j in zip(calls, calls[1:])]
-            torch.testing.assert_close(torch.cat((root, siblings[1:], lone)), torch.cat(alone), atol=tolerance, rtol=0)
-        gained = int(torch.randint(5, (1,), generator=g))
-        drafter.keep([0, 2, 3][:1 + gained])
-        before, t = t, t + 1 + gained
+        drafter.keep([0, 2, 3] if t == 4 else [])
 
 def test_the_cache_grows_and_rounds_without_expand_lose_nothing(llama):
     """The same logits as in one go; a builder may return the root alone without calling expand.  A gap in the text is noticed."""
@@ -146,7 +131,6 @@ def test_it_is_the_targets_own_layer_with_its_embedding_and_head():
     assert torch.equal(draft_model.head.weight, own.get_output_embeddings().weight)
     draft_model.head.weight.data += 1
     assert not torch.allclose(draft_model.head.weight, own.get_output_embeddings().weight), "a copy"
-    assert [p.shape for p in draft_model.layer.parameters()] == [p.shape for p in layer.parameters()]
     assert all(0.045 < p.std() < 0.055 for p in draft_model.layer.parameters() if p.ndim == 2)
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
     for wrong in (0, 7, -7):
@@ -194,23 +178,3 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     drafter.begin(view(batch, 0, 8))
     logits = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
     assert torch.equal(logits[1], logits[2]) and (logits[6:] == float("-inf")).all(), "whatever the path; nothing beyond the last head"
-
-# ---------------------------------------------------------------- checkpoints
-def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(llama, tmp_path):
-    save(tmp_path, random_edd(llama), validation={"temperature": 0.7})
-    about = json.loads((tmp_path / "training.json").read_text())
-    older = about["config"] | {"kind": "edd", "heads": 5, "bias": True}            # as older checkpoints have it
-    (tmp_path / "training.json").write_text(json.dumps(about | {"config": older}))
-    assert edd.load(tmp_path, llama)[0].temperature == 0.7
-    for target in (tiny("llama", hidden_size=64), tiny("llama", num_hidden_layers=1), tiny("llama", vocab_size=11)):
-        refused("another target", tmp_path, target)
-    save(tmp_path / "medusa", random_named(llama, "medusa"))
-    refused("does not hold the weights", tmp_path / "medusa", llama)
-    with pytest.raises(ValueError, match="edd.py serves llama, mistral, qwen2, not GemmaForCausalLM"):
-        gemma = family("GemmaForCausalLM", num_key_value_heads=2, head_dim=8)
-        edd.EDD(edd.Config.for_target(gemma, 2), gemma)
-
-def refused(sentence, folder, target):
-    with pytest.raises(ValueError, match=sentence) as error:
-        edd.load(folder, target)
-    assert "\n" not in str(error.value)

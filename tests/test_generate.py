@@ -1,12 +1,9 @@
 """verify.speculative inside transformers' own generate(): each of its arguments against generate() without it."""
-from threading import Thread
-
 import pytest
 import torch
 from conftest import ROOT
 from test_verify import HandMade
-from transformers import (AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, StopStringCriteria, TextIteratorStreamer,
-                          TextStreamer, pipeline)
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, StopStringCriteria, pipeline
 
 import cape
 import pct
@@ -54,14 +51,6 @@ class Constant:
     def expand(self, tokens, parents):
         return self.logits.repeat(len(parents), 1)
 
-def chi_square_p(counts, expected):
-    """Upper tail of Pearson's statistic; cells that expect under 5 are pooled."""
-    small = expected < 5
-    counts = torch.cat((counts[~small], counts[small].sum()[None]))
-    expected = torch.cat((expected[~small], expected[small].sum()[None]))
-    x = ((counts - expected) ** 2 / expected).sum()
-    return torch.special.gammaincc(torch.tensor((len(counts) - 1) / 2, dtype=torch.float64), x / 2).item()
-
 def pairs(model):
     """A callable for each of three builders."""
     return [verify.speculative(HalfRight(model, max_new_tokens=20), build) for build in (cape.chain, cape.cape, pct.pct)]
@@ -76,12 +65,13 @@ def test_greedy_is_generates_own(model, how):
         target = fast.target
         model.generate(PROMPT, custom_generate=fast, **how)
         assert fast.target is target, "the model is wrapped once"
-    if not how:
-        assert fast.last.tau > 1, "drafts are accepted"
-        ready = verify.Target(model, 32)
-        fast = verify.speculative(fast.drafter, cape.cape, ready)
-        out = model.generate(PROMPT, custom_generate=fast, return_dict_in_generate=True)
-        assert torch.equal(out.sequences, expected) and fast.target is ready
+    assert how or fast.last.tau > 1, "drafts are accepted"
+
+def test_a_target_may_be_given(model):
+    ready = verify.Target(model, 32)
+    fast = verify.speculative(HalfRight(model), cape.cape, ready)
+    out = model.generate(PROMPT, custom_generate=fast, return_dict_in_generate=True)
+    assert torch.equal(out.sequences, model.generate(PROMPT)) and fast.target is ready
 
 def test_sampling_repeats_by_seed_whatever_drafts(model):
     """And ends as generate() does; other seeds give other texts."""
@@ -95,31 +85,14 @@ def test_sampling_repeats_by_seed_whatever_drafts(model):
     assert len({tuple(text) for text in expected}) == 4
     for fast in pairs(model):
         assert [sampled(fast, seed) for seed in range(4)] == expected
+    how = dict(do_sample=True, top_k=1)
+    assert sampled(plain, 0) == model.generate(PROMPT)[0].tolist(), "the rule warps by generate()'s processors"
 
 @pytest.mark.parametrize("how", [dict(temperature=0.6), dict(top_k=4), dict(temperature=0.5, top_p=0.7), dict(temperature=1.7, top_k=5, top_p=0.8)])
 def test_the_rules_distribution_is_generates_own(model, how):
     own = model.generate(PROMPT, do_sample=True, output_scores=True, return_dict_in_generate=True, **{"top_k": None, **how})
     logits = model(own.sequences).logits[0, 2:-1]
     torch.testing.assert_close(verify.Sampled(**how).warp(logits), torch.cat(own.scores).softmax(-1), atol=1e-5, rtol=1e-4)
-
-def test_sampled_tokens_follow_generates_own_distribution():
-    """Two tokens by generate()'s processors, over a vocabulary of 5, against all 25 probabilities; a sampled chain, too."""
-    model, prompt, n = random_llama(5), torch.tensor([[1, 2]]), 250
-    how = dict(do_sample=True, temperature=0.7, top_k=3, min_p=0.02, max_new_tokens=2)
-    exact = torch.zeros(5, 5)
-
-    def processed(ids):
-        out = model.generate(ids, **{**how, "max_new_tokens": 1}, output_scores=True, return_dict_in_generate=True)
-        return out.scores[0][0].softmax(-1)
-    first = processed(prompt)
-    for a in range(5):
-        exact[a] = first[a] * processed(torch.cat((prompt, torch.tensor([[a]])), 1))
-    for build in (cape.cape, cape.drawn):
-        fast, counts = verify.speculative(Constant(torch.zeros(5)), build), torch.zeros(5, 5)
-        torch.manual_seed(1)
-        for _ in range(n):
-            counts[tuple(model.generate(prompt, custom_generate=fast, **how)[0, 2:].tolist())] += 1
-        assert counts[exact == 0].sum() == 0 and chi_square_p(counts.flatten(), exact.flatten() * n) > 1e-6
 
 class Listener:
     def __init__(self):
@@ -131,22 +104,11 @@ class Listener:
     def end(self):
         self.ended += 1
 
-def test_a_streamer_is_shown_everything_once(model, speaker, tokenizer, capsys):
+def test_a_streamer_is_shown_everything_once(model):
     fast, own, ours = pairs(model)[1], Listener(), Listener()
     model.generate(PROMPT, streamer=own)
     model.generate(PROMPT, streamer=ours, custom_generate=fast)
     assert ours.ids == own.ids and ours.ended == own.ended == 1
-    for more in ({}, {"custom_generate": verify.speculative(None, verify.root_only)}):
-        speaker.generate(PROMPT, streamer=TextStreamer(tokenizer, skip_prompt=True), **more)
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[:len(lines) // 2] == lines[len(lines) // 2:] and "".join(lines)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    more["streamer"] = streamer
-    thread = Thread(target=speaker.generate, args=(PROMPT,), kwargs=more)
-    thread.start()
-    text = "".join(streamer)
-    thread.join()
-    assert text == tokenizer.decode(speaker.generate(PROMPT)[0, 3:])
 
 def test_stop_strings_and_criteria_end_the_text(speaker, tokenizer):
     expected = speaker.generate(PROMPT)[0, 3:].tolist()
@@ -167,16 +129,11 @@ def test_a_pipeline(speaker, tokenizer):
 
 def test_what_cannot_be_right_is_refused_in_a_sentence(model):
     fast = verify.speculative(None, verify.root_only)
-    two = PROMPT.repeat(2, 1)
-    for ids, how, says in ((two, {}, "2 sequences"), (PROMPT, dict(num_return_sequences=2, do_sample=True), "2 sequences"),
-            (PROMPT, dict(num_beams=2), "beam_search"), (PROMPT, dict(prompt_lookup_num_tokens=3), "assisted_generation"),
+    for ids, how, says in ((PROMPT.repeat(2, 1), {}, "2 sequences"), (PROMPT, dict(num_beams=2), "beam_search"),
             (PROMPT, dict(assistant_model=model), "assisted_generation"), (PROMPT, dict(repetition_penalty=1.2), "RepetitionPenalty"),
-            (PROMPT, dict(no_repeat_ngram_size=2), "NoRepeatNGram"), (PROMPT, dict(bad_words_ids=[[1, 2]]), "NoBadWords"),
-            (PROMPT, dict(min_new_tokens=4, eos_token_id=1), "MinLength"),
             (PROMPT, dict(logits_processor=[lambda ids, scores: scores]), "function"),
             (PROMPT, dict(attention_mask=torch.tensor([[0, 1, 1]])), "padding"),
             (PROMPT, dict(output_scores=True, return_dict_in_generate=True), "output_scores"),
             (PROMPT.repeat(1, 30), {}, "context of 64")):
-        with pytest.raises(verify.UserError, match=says) as caught:
+        with pytest.raises(verify.UserError, match=says):
             model.generate(ids, custom_generate=fast, **how)
-        assert "\n" not in str(caught.value)

@@ -63,18 +63,15 @@ def test_a_stranger_uses_it_alone(name, draft_model_of, tmp_path, monkeypatch):
     ids = ast.literal_eval((tmp_path / "ids").read_text())
     assert len(ids) >= 30 and ids[3:] == plain(model, ids[:3], len(ids) - 3)
 
-def test_a_checkpoint_that_does_not_fit_is_refused_in_one_sentence(llama, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused(llama, tmp_path):
     save(tmp_path, random_glide(llama), validation={"temperature": 0.7})
     drafter, _ = glide.load(tmp_path, llama, 40)
     assert drafter.temperature == 0.7 and not drafter.store.requires_grad
-    foreign = [dict(num_hidden_layers=1), dict(num_attention_heads=2, num_key_value_heads=2), dict(vocab_size=11)]
-    cases = [(tiny("llama", **sizes), "made for another target") for sizes in foreign]
-    (tmp_path / "training.json").write_text((tmp_path / "training.json").read_text().replace('"layers": 1', '"layers": 2').replace("[2]", "[1, 2]"))
-    cases += [(llama, "does not hold the weights"), (tiny("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)), "is not Llama's")]
-    for target, sentence in cases:
-        with pytest.raises(ValueError, match=sentence) as error:
-            glide.load(tmp_path, target, 40)
-        assert "\n" not in str(error.value)
+    for sizes in (dict(num_hidden_layers=1), dict(num_attention_heads=2, num_key_value_heads=2), dict(vocab_size=11)):
+        with pytest.raises(ValueError, match="made for another target"):
+            glide.load(tmp_path, tiny("llama", **sizes), 40)
+    with pytest.raises(ValueError, match="is not Llama's"):
+        glide.load(tmp_path, tiny("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)), 40)
 
 # ---------------------------------------------------------------- training equals decoding
 @pytest.mark.parametrize("name, layers, glimpse, norm", [
@@ -105,16 +102,6 @@ def test_queries_have_the_rope_of_the_target_s_keys(llama):
         keys.append(cache.layers[0].keys)
     cos, sin = glide.target_angles(llama, 6)
     torch.testing.assert_close(glide.apply_rope(keys[0], cos[5], sin[5]), keys[1], atol=1e-6, rtol=0)
-
-def test_a_query_sees_target_keys_of_earlier_blocks_alone(llama):
-    """The printed Mask_Block by gradients: in blocks of 5, query j reads the target's keys before its own block, and no others."""
-    draft_model, batch = random_glide(llama), batch_of(llama, text(12)[None])
-    kv = {m: [x.clone().requires_grad_() for x in pair] for m, pair in batch["kv"].items()}
-    logits = logits_of(draft_model, batch["ids"], kv)[0]
-    for j in range(12):
-        gradient, = torch.autograd.grad(logits[j].square().sum(), kv[2][0], retain_graph=True)
-        seen = gradient.abs().sum((0, 1, 3)) > 0
-        assert seen.tolist() == [k < j // 5 * 5 for k in range(12)]
 
 def test_no_entry_is_staler_than_in_training(llama):
     """Of a chain of five that is all accepted the last token, six behind the round's keys, begins a block of its own."""
@@ -199,14 +186,3 @@ def test_the_papers_settings_are_the_defaults():
     for wrong in (dict(layers=2, layer=0), dict(layer=6)):
         with pytest.raises(ValueError, match="cannot be read"):
             glide.Config.for_target(model, 16, **wrong)
-    first = glide.Glide(glide.Config(99, 64, 128, glimpse=False), glide.angles(8, 16))
-    assert all(p.ndim != 2 or 0.018 < p.std().item() < 0.022 for p in first.parameters()), "small first weights"
-
-def test_the_shipped_drafters_read_what_the_docstrings_say():
-    """The layers of GLIDE and EDD's hidden states (differences 3 and 4 there, 2 here), the paper's own beside them."""
-    def config(name):
-        return json.loads((ROOT / "checkpoints" / name / "training.json").read_text())["config"]
-    target = json.loads((ROOT / "checkpoints" / "target" / "config.json").read_text())
-    assert target["num_hidden_layers"] == 24 and config("edd")["hidden"] == 10
-    assert (config("glide")["layers_read"], config("glide")["norm"]) == ([13], True)
-    assert (config("glide-top")["layers_read"], config("glide-top")["norm"]) == ([23], False)

@@ -1,6 +1,5 @@
 """Max-Gram against a definition by brute force; its index against sets of places; the bigram; the file alone."""
 import random
-import re
 from collections import Counter
 
 import pytest
@@ -45,21 +44,6 @@ def cases(count, seed):
         yield generation, draft, rng.choice([0, 1, 2, 5, 10, 25]), source, bigram
 
 # ---------------------------------------------------------------- proposals
-def test_the_picture_of_ababb():
-    """The table in Index's docstring, row by row: substrings lead to their state, at that time."""
-    row = r"^        (?:[ab]+)? +(\d)   +([ab ]+?)   +([\d ]+?)   +(\d)$"
-    rows = re.findall(row, maxgram.Index.__doc__, re.MULTILINE)
-    for whole, (number, substrings, places, link) in zip("a ab aba abab ababb ababb".split(), rows, strict=True):
-        index = maxgram.Index()
-        index.extend(map(ord, whole))
-        for text in substrings.split():
-            state = 0
-            for letter in map(ord, text):
-                state = index.next[state][letter]
-            assert state == int(number)
-            assert places == " ".join(str(i) for i in range(len(whole)) if whole[:i + 1].endswith(text))
-        assert index.link[int(number)] == int(link)
-
 def test_index_and_tensors_equal_brute_force():
     """With commits in pieces.  Proposals leave no trace: the index is what it is where all is committed at once."""
     rng = random.Random(1)
@@ -89,17 +73,11 @@ def test_nothing_to_continue():
         with pytest.raises(ValueError, match="commit at least one token, or give a draft"):
             call()
     assert g.propose([1], 4) == brute_force([], [1], 4, [1, 2], [0, 2, 0]), "a draft before anything is committed"
-    g.commit([7])
-    assert g.propose([8], 5) == ([], [])
-    with pytest.raises(AssertionError, match="before the first commit"):
-        g.commit_source([1])
 
 def test_without_matching_there_is_the_bigram_alone():
     gram = MaxGram([0, 2, 3, 1, 9], matching=False)
     gram.commit([1, 4, 4, 1, 4, 4, 1])
     assert gram.propose([], 5) == ([2, 3, 1, 2, 3], [0] * 5)
-    gram.matching = True
-    assert gram.propose([], 2)[0] == [4, 4]
 
 # ---------------------------------------------------------------- the index
 class CountingList(list):

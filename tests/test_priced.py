@@ -61,7 +61,7 @@ def best_rate(alone, price, start):
     return {*list(alone)[:n]}, sum(p[:n + 1]), 1 + n * price + start * (n > 0)
 
 def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
-    """Of small trees: against all connected subtrees of what was drafted none gives more expected tokens for its time."""
+    """Of what was drafted no other set gives more expected tokens for its time."""
     silent = [0, 0]
     for seed in range(260):
         small = seed < 60
@@ -84,7 +84,7 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         if seed % 5 == 0 and most == 99:
             # Drafting gained and took this much lately, in rounds of either kind.
             alone, E, T = best_rate(hung((), 1.0, suggest, price, room) if suggest else {}, price, start)
-            expand.memory = {(kind := "suggested" if alone else "root alone"): (gain := [0.1, 0.6][seed // 5 % 2], took := 0.3)}
+            expand.memory = {(kind := bool(alone)): (gain := [0.1, 0.6][seed // 5 % 2], took := 0.3)}
             if gain < took * E / T:
                 assert {*paths(build(expand, torch.tensor([0]), **settings))} == alone and not expand.calls
                 assert expand.memory == {kind: (pytest.approx(gain + 0.003 * (1 - gain)), took)}
@@ -100,9 +100,8 @@ def test_pct_cost_drafts_by_its_rule_and_keeps_the_most_profitable_subtree():
         def rate(some):
             return (1 + sum(nodes[n] for n in some)) / (1 + start * (len(some) > 0) + cost * drafts + price * len(some))            # noqa: B023
         assert len(kept) <= most
-        some = itertools.chain(*(itertools.combinations(nodes, k) for k in range(min(most, len(nodes)) + 1))) if small and not suggest else []
-        assert all(rate(some) <= rate(kept) + 1e-12 for some in some if all(n[:-1] == () or n[:-1] in some for n in some))
-        assert all(rate(kept ^ {n}) <= rate(kept) + 1e-12 for n in nodes if len(kept ^ {n}) <= most), "none of them is too many, and none is missing"
+        ranked = sorted(nodes, key=nodes.get, reverse=True)
+        assert rate(kept) >= max(rate(ranked[:n]) for n in range(min(most, len(nodes)) + 1)) - 1e-12, "of each number the most probable are the best"
     assert min(silent) > 3, "the root alone, and chains that are good enough alone"
 
 def suggesting(seed, table):
@@ -125,20 +124,6 @@ class Suggester:
         chain = self.of_path(path[1:], most)
         return list(chain), [sureness(path[1:] + chain[:i + 1]) for i in range(len(chain))]
 
-@pytest.mark.parametrize("suggested, room, forwards", [([], 9, 9), (range(1, 99), 9, 1), (range(1, 7), 9, 3), ([1, 2, 3, 9, 9], 9, 6),
-    ([5], 9, 9), (range(1, 99), 99, 10), (range(1, 99), 1, 1), (range(1, 99), 99, 0)])
-def test_a_suggested_chain_costs_one_forward(suggested, room, forwards):
-    """A drafter that is sure: a chain down to the room, or of ten forwards.  A chain ends where the drafter knows better; sixteen at most."""
-    expand = table_expand(torch.eye(200, dtype=torch.float64).roll(1, 1))
-    expand.root, expand.remaining = 0, room
-
-    def suggest(token, parent, most, match):
-        chain = [*suggested][:most] if token == 0 else []
-        return chain, [0.99] * len(chain)
-    expand.drafter, expand.memory = SimpleNamespace(suggest=suggest), {"suggested": (0.0, 0.0 if forwards else 1.0)}
-    tree = graft.graft(expand, torch.tensor([0]), cost=0.05 if forwards else 0.9, node_price=0.001)
-    assert expand.calls == forwards and tree.tokens.tolist() == list(range(1 + min(room, 26 if forwards else 16)))
-
 # ---------------------------------------------------------------- whether a round drafts, and Max-Gram alone
 def test_a_round_drafts_where_drafting_lately_gained_what_it_took():
     """A drafter that knows nothing: at first, then rarely.  A good one always, unless to start takes more than it gives."""
@@ -155,7 +140,7 @@ def test_a_round_drafts_where_drafting_lately_gained_what_it_took():
             else:
                 assert n == 0 and means[0] < means[1]
                 means[0] += 0.003 * (1 - means[0])
-            assert expand.memory == {"root alone": pytest.approx(means.tolist())}
+            assert expand.memory == {False: pytest.approx(means.tolist())}
         assert drafted == 400 if worth else 0 < drafted < 30, (c, drafted)
 
 def test_max_grams_chain_has_the_length_of_the_highest_rate():
@@ -183,58 +168,43 @@ def test_max_grams_chain_has_the_length_of_the_highest_rate():
     assert 40 < lengths.count(0) < 160 and max(lengths) > 6
 
 # ---------------------------------------------------------------- the prices
-# Seconds of a target forward over 1, 2 ... 9 rows: a straight line, and the tables of runtime/linear.py, F.linear's and oneDNN's
-VERIFY = {"a line": [0.1, *(0.1 * (1.3 + 0.02 * n) for n in range(1, 9))], "F.linear": [227, 510, 490, 470, 445, 420, 395, 370, 380],
-          "oneDNN": [113, 114, 118, 123, 131, 140, 148, 156, 162]}
+# Seconds of a target forward over 1, 2 ... 9 rows: a straight line, and a table of runtime/linear.py
+VERIFY = {"a line": [0.1, *(0.1 * (1.3 + 0.02 * n) for n in range(1, 9))], "F.linear": [227, 510, 490, 470, 445, 420, 395, 370, 380]}
 SHAPES = [(1, 1), (4, 4), (6, 2), (8, 1)]                                # nodes, forwards of a round
 
-def spent(verify, nodes, forwards, cost, begin=0.0, other=0.1, rounds=12):
-    """One decoding; cost, begin and other in target steps."""
-    s_t = verify[0]
-    return priced.Spent(rounds, nodes * rounds, forwards * rounds, begin * s_t * rounds, forwards * cost * s_t * rounds, verify[nodes] * rounds, other * s_t * rounds)
-
-def turn(verify, begin=0.02, **costs):
-    """Plain decoding, and each drafter in all shapes: it has cost s_d / s_t."""
-    return spent(verify, 0, 0, 0.0), {label: [spent(verify, *shape, cost, begin, 0.15) for shape in SHAPES] for label, cost in costs.items()}
-
-def disturbed(a_turn, rng):
-    """A turn in which another program made each part up to nine times as slow."""
-    plain, of_label = a_turn
-
-    def slow(one):
-        return one._replace(**{what: getattr(one, what) * rng.uniform(1, 9) for what in ("begin", "draft", "verify", "other")})
-    return slow(plain), {label: [slow(one) for one in many] for label, many in of_label.items()}
+def spent(verify, nodes, forwards, cost, rng, begin=0.02, other=0.15):
+    """Twelve rounds; cost, begin and other in target steps.  rng: where another program slows each part by a factor of its own."""
+    seconds = [begin * verify[0], forwards * cost * verify[0], verify[nodes], other * verify[0]]
+    slowed = [12 * second * (rng.uniform(1, 9) if rng else 1) for second in seconds]
+    return priced.Spent(12, nodes * 12, forwards * 12, *slowed)
 
 @pytest.mark.parametrize("name", VERIFY)
 def test_prices_in_closed_form(name):
     """s_d / s_t is the mean of the drafter's forwards, whatever shape the target's time has; a third of the turns is disturbed."""
-    verify, rng = VERIFY[name], random.Random(0)
-    costs = {"a": 0.005, "b": 0.05, "c": 0.1, "d": 0.25, "slow": 1.7}
-    turns = [turn(verify, **costs) for _ in range(8)] + [disturbed(turn(verify, **costs), rng) for _ in range(4)]
-    rng.shuffle(turns)
+    verify, rng, turns = VERIFY[name], random.Random(0), []
+    costs = {"gram": 0.0, "a": 0.005, "b": 0.05, "c": 0.25, "slow": 1.7}
+    for number in range(12):
+        slow = rng if number % 3 == 0 else None
+        of_label = {label: [spent(verify, nodes, D * (label != "gram"), cost, slow) for nodes, D in SHAPES] for label, cost in costs.items()}
+        turns.append((spent(verify, 0, 0, 0.0, slow, 0, 0.1), {**of_label, "ended": [priced.Spent(0, 0, 0, 0.0, 0.0, 0.0, 0.0)]}))
     found = priced.prices_of(turns)
+    assert set(found) == {*costs}, "a text that ended at once says nothing"
     nodes = [n for n, _ in SHAPES]
-    rise = sum((n - 4.75) * verify[n] for n in nodes) / sum((n - 4.75) ** 2 for n in nodes) / verify[0]
+    rise = max(0, sum((n - 4.75) * verify[n] for n in nodes) / sum((n - 4.75) ** 2 for n in nodes) / verify[0])
     for label, cost in costs.items():
-        assert found[label]["cost"] == pytest.approx(cost) and found[label]["begin"] == pytest.approx(0.02)
-        assert found[label]["node_price"] == pytest.approx(max(0, rise))
         # begin, .05 of other, and the step from one row to a few
-        step = sum(verify[n] for n in nodes) / 4 / verify[0] - 1
-        assert found[label]["start"] == pytest.approx(max(0, 0.07 + step - 4.75 * max(0, rise)))
+        start = 0.07 + sum(verify[n] for n in nodes) / 4 / verify[0] - 1 - 4.75 * rise
+        expected = {"cost": cost, "node_price": rise, "start": max(0, start)}
+        assert {key: found[label][key] for key in expected} == pytest.approx(expected, abs=1e-9)
         assert found[label]["cost_range"][0] <= cost + 1e-9 and cost <= found[label]["cost_range"][1] + 1e-9
     if name == "a line":
-        assert found["a"]["node_price"] == pytest.approx(0.02) and found["a"]["start"] == pytest.approx(0.37)
+        assert rise == pytest.approx(0.02) and start == pytest.approx(0.37)
 
 def test_what_was_not_measured():
-    """Max-Gram has no forwards; a text may end at once, or have trees of one size; no price is below zero."""
-    line = VERIFY["a line"]
-    gram = [spent(line, nodes, 0, 0.0) for nodes in (1, 4, 8)]
-    ended = [priced.Spent(0, 0, 0, 0.0, 0.0, 0.0, 0.0)]
-    found = priced.prices_of([(spent(line, 0, 0, 0.0), {"gram": gram, "ended": ended})])
-    assert set(found) == {"gram"} and found["gram"]["cost"] == 0 and found["gram"]["cost_range"] == [0, 0]
-    assert found["gram"]["node_price"] == pytest.approx(0.02) and found["gram"]["start"] == pytest.approx(0.3)
-    falling = [0.1, 0.08, 0.07, 0.06, 0.05]
-    found = priced.prices_of([(spent(falling, 0, 0, 0.0), {"x": [spent(falling, n, 1, 0.1) for n in (1, 4)], "y": [spent(falling, 1, 1, 0.1)]})])
-    assert found["x"]["node_price"] == found["y"]["node_price"] == found["y"]["start"] == 0
-    found = priced.prices_of([(spent(line, 0, 0, 0.0), {"x": [spent(line, 1, 1, 0.1)]})])
+    """Trees of one size have no slope, and no price is below zero."""
+    one_size = [spent(VERIFY["a line"], 1, 1, 0.1, None)]
+    found = priced.prices_of([(spent(VERIFY["a line"], 0, 0, 0.0, None), {"x": one_size})])
     assert found["x"]["node_price"] == priced.NODE_PRICE and priced.prices_of([]) == {}
+    falling = [0.1, 0.08, 0.07, 0.06, 0.05]
+    found = priced.prices_of([(spent(falling, 0, 0, 0.0, None), {"x": [spent(falling, n, 1, 0.1, None) for n in (1, 4)]})])
+    assert found["x"]["node_price"] == found["x"]["start"] == 0

@@ -1,11 +1,10 @@
 """Whatever is combined, the output is plain decoding's: targets, drafters, trees and settings drawn at random.
 
 A case is a number.  It draws the class and sizes of a target, a drafter, a tree builder and its settings, how tokens
-are chosen, static shapes, the prompt, the limits and end-of-text tokens; then it decodes, and compares with the model's
-own uncached forward over the whole text, of which every token must follow: its argmax, or its draw by the keyed noise.
-Of a drawn chain, whose tokens may be any that the target can draw, the invariants are checked, as for every case: what
-the cache holds, what each round gave, that a second run is the same, and that the drafter's state is that of a fresh
-one which is shown all at once.
+are chosen, the prompt, the limits and end-of-text tokens; then it decodes, and compares with the model's own uncached
+forward over the whole text, of which every token must follow: its argmax, or its draw by the keyed noise.  Of a drawn
+chain, whose tokens may be any that the target can draw, the invariants are checked, as for every case: what the cache
+holds, that a second run is the same, and that the drafter's state is that of a fresh one which is shown all at once.
 
     LONG=10000 python -m pytest tests/test_random.py            # so many cases
     python -m pytest "tests/test_random.py::test_a_random_case_equals_plain_decoding[12]"     # this one again
@@ -27,7 +26,6 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from runtime.static import static
 from runtime.targets import AnyTarget
 
 COUNT = 100                      # cases of the quick run; with LONG=1 thirty times as many
@@ -138,7 +136,6 @@ def drawn_case(number):
     case["checked"] = rng.choice([1, 1, 1, 2])
     case["slice"] = rng.choice([512, 512, rng.randint(4, 20)])
     case["twice"] = rng.random() < 0.4
-    case["static"] = rng.choice([None, None, None, {"keys": 8}, {"rows": 64}, {"rows": 2, "keys": 1}])
     return case
 
 # ---------------------------------------------------------------- what is watched while it decodes
@@ -148,12 +145,10 @@ class Watched:
     text, rate: in so many places it is told the token that comes next, so that much of what it drafts is accepted.
     """
 
-    def __init__(self, make, checked, text, rate, shapes):
+    def __init__(self, make, checked, text, rate):
         self.make, self.inner, self.checked = make, make(), checked
         self.text, self.rate = text, rate
         self.needs, self.temperature = self.inner.needs, getattr(self.inner, "temperature", 1.0)
-        if shapes:
-            static(getattr(self.inner, "drafter", self.inner), **shapes)
         for name in ("adjust", "suggest"):
             if hasattr(self.inner, name):
                 setattr(self, name, getattr(self.inner, name))
@@ -253,21 +248,18 @@ def run(case):
             text = prompt + verify.generate(target, None, verify.root_only, prompt, case["new"], rule).tokens
         # The KV entries of a second layer depend on when they were drafted: a fresh drafter, shown the same text, has others.
         checked = None if case["drafter"] == "glide 2" else case["checked"]
-        drafter = Watched(drafter_of(case), checked, text, case["rate"], case["static"])
+        drafter = Watched(drafter_of(case), checked, text, case["rate"])
     drawn = build is cape.drawn or settings.get("drawn", False)
-    target = static(target, **case["static"]) if case["static"] else target
     criteria = [EosTokenCriteria(eos)] if eos else []
     decode = partial(verify.generate, target, drafter, partial(build, **settings), prompt, case["new"], rule, criteria)
     out = decode()
     tokens, whole = out.tokens, prompt + out.tokens
 
-    # Lengths, ends, the path of each round
+    # Lengths and ends
     assert 1 <= len(tokens) <= limit, f"{len(tokens)} tokens, the limit is {limit}"
     assert not {*tokens[:-1]} & {*eos}, f"{tokens} go on after an end of text"
     assert len(tokens) == limit or tokens[-1] in eos, f"{tokens} end before the limit, {limit}"
     assert sum(len(step.new) for step in out.rounds) == len(tokens) - 1 and all(step.new for step in out.rounds)
-    for step in out.rounds:
-        assert step.path[0] == 0 and [step.parents[node] for node in step.path[1:]] == step.path[:-1], "a path from the root"
 
     # Every token is what the model's own forward gives after those before it, to rounding.
     kept = DynamicCache()

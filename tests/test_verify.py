@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import CLASSES, CONTEXT, LONG, VOCAB, family, plain, random_drafter, shared, target_of
+from conftest import CLASSES, CONTEXT, VOCAB, family, plain, random_drafter, shared, target_of
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 import cape
@@ -65,13 +65,13 @@ def generate(model, drafter, build, prompt=PROMPT, new=12, rule=None, **how):
 
 @pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
 def test_greedy_output_is_plain_decoding(number, name, length):
-    """Every drafter x tree: with LONG=1 at each class and length, else at one of them."""
+    """Every drafter x tree, at one class and length or more.  (At all of them: test_random.py.)"""
     model, new = shared(name), min(14, CONTEXT - length + 1)
     prompt = torch.randint(VOCAB, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected, target = plain(model, prompt, new), target_of(model)
     out = verify.generate(target, None, verify.root_only, prompt, 14)
     assert out.tokens == expected and len(out.rounds) == new - 1, "the baseline: one token a forward"
-    for drafter, tree in PAIRS if LONG else PAIRS[number::12]:
+    for drafter, tree in PAIRS[number::12]:
         made = HandMade(prompt + expected, RATES[drafter]) if drafter in RATES else random_drafter(model, drafter)
         out = verify.generate(target, made, BUILDS[tree], prompt, 14)
         assert out.tokens == expected, f"{drafter} x {tree}"
@@ -95,13 +95,6 @@ def path_to(node, parents):
     while parents[path[0]] >= 0:
         path.insert(0, parents[path[0]])
     return path
-
-def test_ancestor_mask_against_walking_up():
-    for n in range(1, 31):
-        _, parents = random_tree(n, n)
-        mask = verify.ancestor_mask(torch.tensor(parents))
-        for i in range(n):
-            assert mask[i].nonzero().flatten().tolist() == sorted(path_to(i, parents))
 
 @pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
@@ -132,8 +125,6 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     assert sum((view.tokens.tolist() for view in views), []) == sum((view.ids for view in views), []) == text and views[1].length == n
     for k in (0, 1, 3):
         torch.testing.assert_close(torch.cat([view.hidden[k] for view in views]), states[k][0], **TOLERANCE)
-    more, upper = random_tree(5, seed + 100)
-    torch.testing.assert_close(target.forward(more, torch.tensor(upper)), fresh.forward(more, torch.tensor(upper)), **TOLERANCE)
 
 @torch.inference_mode()
 def test_sync_keeps_the_common_prefix(model):
@@ -169,7 +160,7 @@ def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
         for build in (cape.beam, oracle(target, PROMPT + expected)):
             out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria(eos)])
             assert out.tokens == expected[:end] and sum(len(step.new) for step in out.rounds) == end - 1
-    for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1), (MaxTimeCriteria(60), 24)):
+    for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1)):
         assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[criterion]).tokens == expected[:end]
     for limit in (1, 2, 5, 6, 7, 12):
         for build in (cape.chain, oracle(target, PROMPT + expected)):
@@ -223,17 +214,6 @@ def test_what_a_builder_sees(llama):
             generate(llama, drafter, build, [1, 2], 3, rule)
             torch.testing.assert_close(seen[0][1], drafter.adjust(expected))
 
-@pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, top_k=5)])
-def test_a_row_of_minus_infinity_is_never_followed(llama, rule):
-    """A dead cell becomes token 0 elsewhere and is accepted (Medusa): here plain decoding must come out."""
-    class Dead(HandMade):
-        def expand(self, tokens, parents):
-            return super().expand(tokens, parents) - float("inf")
-    expected = generate(llama, None, verify.root_only, [0, 0, 0], rule=rule).tokens
-    for build in BUILDS.values():
-        out = generate(llama, Dead([], 0.0), build, [0, 0, 0], rule=rule)
-        assert out.tokens == expected and all(step.parents == [-1] for step in out.rounds)
-
 @pytest.mark.parametrize("rule", [None, verify.Sampled(0.8, seed=3)])
 def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
     """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
@@ -243,51 +223,32 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
         assert len(expected) == 17 - len(prompt) and (rule or expected == plain(model, prompt, len(expected)))
         for target in (verify.Target(model), verify.Target(model, capacity=100)):
             build = oracle(target, prompt + expected + [1] * 9)
-            drafter = HandMade(prompt + expected, 1.0)
-
-            def one_row(expand, root, build=build):
-                expand(root, [-1])
-                return build(expand, root)
             assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
-            assert verify.generate(target, drafter, one_row, prompt, 20, rule).tokens == expected
 
-def test_mistakes_are_named_in_one_sentence(llama):
-    for prompt, new, words in (([], 4, r"shape \(0,\)"), (5, 4, r"shape \(\)"), (torch.ones(2, 3, dtype=torch.long), 4, r"\(2, 3\).*one sequence"),
-            (torch.ones(1, 2, 3, dtype=torch.long), 4, "one sequence"), ([1] * (CONTEXT + 2), 4, f"context of {CONTEXT}"), ([1], 0, "at least one")):
-        with pytest.raises(verify.UserError, match=words):
-            generate(llama, None, verify.root_only, prompt, new)
+def test_a_prompt_of_another_shape_is_refused(llama):
+    for prompt in ([], torch.ones(2, 3, dtype=torch.long), torch.ones(1, 2, 3, dtype=torch.long)):
+        with pytest.raises(verify.UserError, match="one sequence"):
+            generate(llama, None, verify.root_only, prompt, 4)
     with pytest.raises(verify.UserError, match="full attention.*any_target"):
         verify.Target(shared("qwen2-mixed"))
-    for wrong in (dict(temperature=0), dict(top_k=-1), dict(top_p=7)):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            verify.Sampled(**wrong)
 
 # ---------------------------------------------------------------- sampling
 def test_plain_sampling_is_keyed_by_position(llama):
-    """Token i is argmax p / noise(seed, its position), by the model's own forward; in half precision p is float32."""
+    """Token i is argmax p / noise(seed, its position), by the model's own forward."""
     rule, ids = verify.Sampled(0.8, top_k=7, seed=5), list(PROMPT)
     for _ in range(9):
         with torch.no_grad():
             p = rule.warp(llama(torch.tensor([ids]), use_cache=False).logits[0, -1:])[0]
         ids.append((p / verify.keyed_noise(5, len(ids), VOCAB, torch.device("cpu"))).argmax().item())
     assert generate(llama, None, verify.root_only, new=9, rule=rule).tokens == ids[len(PROMPT):]
-    logits = torch.randn(3, VOCAB).bfloat16()
-    assert torch.equal(rule.warp(logits), rule.warp(logits.float())) and rule.warp(logits).dtype == torch.float32
 
 def test_a_tree_takes_one_row_of_noise_per_depth(monkeypatch):
-    """Each node as if it were sampled alone, at its own position; of 364 nodes in six depths, six rows are made."""
+    """Of 364 nodes in six depths six rows are made.  (That each node's token is its own draw: test_random.py.)"""
     own, made = verify.keyed_noise, []
     monkeypatch.setattr(verify, "keyed_noise", lambda seed, position, *more: made.append(position) or own(seed, position, *more))
     wide = pct.vct(lambda tokens, parents: torch.full((len(parents), 9), 1 / 9), torch.tensor([0]), 3, 5)
-    deep = random_tree(40, 3)
-    for tree in (wide, verify.Tree(deep[0], torch.tensor(deep[1])), verify.Tree(torch.tensor([4]), torch.tensor([-1]))):
-        parents, n = tree.parents.tolist(), len(tree.tokens)
-        logits, rule = torch.randn(n, 30, generator=torch.Generator().manual_seed(n)), verify.Sampled(0.9, top_k=20, seed=3)
-        depths = [len(path_to(node, parents)) - 1 for node in range(n)]
-        del made[:]
-        choice = rule.choose(tree, logits, 100)
-        assert made == list(range(100, 100 + max(depths) + 1))
-        assert choice.tolist() == [(p / own(3, 100 + d, 30, torch.device("cpu"))).argmax().item() for p, d in zip(rule.warp(logits), depths)]
+    verify.Sampled(0.9, top_k=20, seed=3).choose(wide, torch.randn(364, 30), 100)
+    assert made == list(range(100, 106))
 
 def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
     """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection what torch.multinomial draws, no statistics."""
