@@ -30,15 +30,6 @@ def rectangle(x, y, width, height, classes, radius=4):
 def stroke(points, classes):
     return f'<path d="{points}" class="{classes}"/>'
 
-def legend(x, y, items):
-    """A row of swatches with their meaning: [(class, meaning)]"""
-    body = []
-    for swatch, meaning in items:
-        body.append(rectangle(x, y - 11, 20, 14, swatch))
-        body.append(label(x + 26, y, meaning, "small"))
-        x += 44 + 6.6 * len(meaning)           # about 6.6 px a letter
-    return body
-
 def picture(height, title, body):
     """The whole file: card, style, the elements of the body."""
     size = f'viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}"'
@@ -84,8 +75,11 @@ def bar_chart(chart, folder):
             stroke(f"M{low:.1f} {y - 4}v8m0 -4H{high:.1f}m0 -4v8", "ink-line"),
             label(max(high, middle) + 8, y + 4, f"{row['mean_speedup']:.2f}×", "bold"),
         ]
-    papers = dict.fromkeys(paper for _, paper, _ in bars)
-    body += legend(MARGIN, bottom + 44, [(f"bar-{paper}", paper) for paper in papers])
+    x = MARGIN
+    for paper in dict.fromkeys(paper for _, paper, _ in bars):
+        body.append(rectangle(x, bottom + 33, 20, 14, f"bar-{paper}"))
+        body.append(label(x + 26, bottom + 44, paper, "small"))
+        x += 44 + 6.6 * len(paper)             # about 6.6 px a letter
     meaning = "bar: geometric mean; line: quartiles"
     body.append(label(WIDTH - MARGIN, bottom + 44, meaning, "small dim end"))
     return picture(bottom + 62, chart["title"], body)
@@ -98,12 +92,11 @@ def curves(rows):
     """
     lines = {}                                               # {drafter: [(tokens, α)]}
     for row in rows:
-        if row["group"] == "all":
-            points = lines.setdefault(row["drafter"], [])
-            start = points[-1][0] if row["init"] and points else 0
-            points += [(start + tokens, alpha) for tokens, alpha in row["curve"]]
+        points = lines.setdefault(row["drafter"], [])
+        start = points[-1][0] if row["init"] and points else 0
+        points += [(start + tokens, alpha) for tokens, alpha in row["curve"]]
     left, right, top, bottom = 56, WIDTH - 170, 72, 412
-    most = max(points[-1][0] for points in lines.values()) or 1
+    most = max(points[-1][0] for points in lines.values())
     ticks = int(10 * max(alpha for points in lines.values() for _, alpha in points)) + 1
     body = [
         label(MARGIN, 34, "How the drafters learn", "bold"),
@@ -134,18 +127,13 @@ def curves(rows):
     return picture(max(bottom, lowest) + 36, "Held-out α of the drafters against tokens seen", body)
 
 # ---------------------------------------------------------------- both
-def drawings(docs):
-    """{file: SVG} of each chart whose rows are there."""
+def drawings(docs, content):
+    """{file: SVG} of each chart that tables.json (content) names."""
     found = {}
     folder = docs / "results"
-    content = tables.read_specs(folder)
-    chart = content.get("chart")
-    if chart and (folder / chart["file"]).exists():
-        found[docs / "arms.svg"] = bar_chart(chart, folder)
-    rows = []
-    for file in content.get("curves", ()):
-        if (folder / file).exists():
-            rows += tables.read_rows(folder / file)
-    if rows:
+    if "chart" in content:
+        found[docs / "arms.svg"] = bar_chart(content["chart"], folder)
+    if "curves" in content:
+        rows = [row for file in content["curves"] for row in tables.read_rows(folder / file)]
         found[docs / "curves.svg"] = curves(rows)
     return found
