@@ -1,12 +1,9 @@
-"""Two charts as SVG: bars of speedups, and curves of training.
+"""The chart of speedups as SVG, drawn from docs/results/: the rows that "chart" of tables.json names.
 
-    python figures/paper.py write          # draws them, with the pages
+    python figures/paper.py write          # draws docs/arms.svg, with the pages
 
-    arms.svg      from docs/results/: the rows that "chart" of tables.json names, all of one run
-    curves.svg    from docs/results/: the rows of train.py's logs that "curves" of tables.json names
-
-Each chart brings its own card and both colour schemes (charts.css), so that it reads on a white
-and on a dark page.  docs/continuation.svg and docs/round.svg are illustrations, drawn once from
+It brings its own card and both colour schemes (charts.css), so that it reads on a white and on a
+dark page.  docs/continuation.svg and docs/round.svg are illustrations, drawn once from
 docs/rounds.html.
 """
 from pathlib import Path
@@ -15,8 +12,7 @@ from xml.sax.saxutils import escape, quoteattr
 import tables
 
 STYLE = Path(__file__).with_suffix(".css")
-WIDTH, MARGIN = 880, 24                    # of each chart, in px
-COLOURS = 10                               # of curves, in charts.css
+WIDTH, MARGIN = 880, 24                    # of the chart, in px
 
 # ---------------------------------------------------------------- SVG by hand
 def label(x, y, string, classes=""):
@@ -29,15 +25,6 @@ def rectangle(x, y, width, height, classes, radius=4):
 
 def stroke(points, classes):
     return f'<path d="{points}" class="{classes}"/>'
-
-def legend(x, y, items):
-    """A row of swatches with their meaning: [(class, meaning)]"""
-    body = []
-    for swatch, meaning in items:
-        body.append(rectangle(x, y - 11, 20, 14, swatch))
-        body.append(label(x + 26, y, meaning, "small"))
-        x += 44 + 6.6 * len(meaning)           # about 6.6 px a letter
-    return body
 
 def picture(height, title, body):
     """The whole file: card, style, the elements of the body."""
@@ -84,68 +71,11 @@ def bar_chart(chart, folder):
             stroke(f"M{low:.1f} {y - 4}v8m0 -4H{high:.1f}m0 -4v8", "ink-line"),
             label(max(high, middle) + 8, y + 4, f"{row['mean_speedup']:.2f}×", "bold"),
         ]
-    papers = dict.fromkeys(paper for _, paper, _ in bars)
-    body += legend(MARGIN, bottom + 44, [(f"bar-{paper}", paper) for paper in papers])
+    x = MARGIN
+    for paper in dict.fromkeys(paper for _, paper, _ in bars):
+        body.append(rectangle(x, bottom + 33, 20, 14, f"bar-{paper}"))
+        body.append(label(x + 26, bottom + 44, paper, "small"))
+        x += 44 + 6.6 * len(paper)             # about 6.6 px a letter
     meaning = "bar: geometric mean; line: quartiles"
     body.append(label(WIDTH - MARGIN, bottom + 44, meaning, "small dim end"))
     return picture(bottom + 62, chart["title"], body)
-
-# ---------------------------------------------------------------- the curves
-def curves(rows):
-    """Held-out α against tokens seen, a line a drafter, its name and last α at the end -> SVG.
-
-    A drafter that went on in a second run has one line: the second begins where the first ended.
-    """
-    lines = {}                                               # {drafter: [(tokens, α)]}
-    for row in rows:
-        if row["group"] == "all":
-            points = lines.setdefault(row["drafter"], [])
-            start = points[-1][0] if row["init"] and points else 0
-            points += [(start + tokens, alpha) for tokens, alpha in row["curve"]]
-    left, right, top, bottom = 56, WIDTH - 170, 72, 412
-    most = max(points[-1][0] for points in lines.values()) or 1
-    ticks = int(10 * max(alpha for points in lines.values() for _, alpha in points)) + 1
-    body = [
-        label(MARGIN, 34, "How the drafters learn", "bold"),
-        label(MARGIN, 54, "α of chains of five on held-out text, against tokens seen", "small dim"),
-    ]
-
-    def at(tokens, alpha):
-        return left + tokens / most * (right - left), bottom - 10 * alpha / ticks * (bottom - top)
-
-    for tick in range(ticks + 1):
-        _, y = at(0, tick / 10)
-        body.append(stroke(f"M{left} {y:.1f}H{right}", "grid"))
-        body.append(label(left - 8, y + 4, f"{tick / 10:.1f}", "small dim end"))
-    for tokens in range(0, most + 1, 10 ** (len(str(most)) - 1)):
-        body.append(label(at(tokens, 0)[0], bottom + 18, f"{tokens / 1e6:g}M", "small dim middle"))
-    lowest = 0
-    # From the top down, so that no name lies on another
-    for name, points in sorted(lines.items(), key=lambda line: -line[1][-1][1]):
-        colour = f"curve-{[*lines].index(name) % COLOURS}"
-        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in [at(*point) for point in points])
-        x, y = at(*points[-1])
-        lowest = max(y, lowest + 14)
-        body += [
-            stroke(f"M{path}", f"curve {colour}"),
-            stroke(f"M{x + 3:.1f} {y:.1f}L{right + 8} {lowest:.1f}", "grid"),
-            label(right + 12, lowest + 4, f"{name} {points[-1][1]:.3f}", f"small {colour}"),
-        ]
-    return picture(max(bottom, lowest) + 36, "Held-out α of the drafters against tokens seen", body)
-
-# ---------------------------------------------------------------- both
-def drawings(docs):
-    """{file: SVG} of each chart whose rows are there."""
-    found = {}
-    folder = docs / "results"
-    content = tables.read_specs(folder)
-    chart = content.get("chart")
-    if chart and (folder / chart["file"]).exists():
-        found[docs / "arms.svg"] = bar_chart(chart, folder)
-    rows = []
-    for file in content.get("curves", ()):
-        if (folder / file).exists():
-            rows += tables.read_rows(folder / file)
-    if rows:
-        found[docs / "curves.svg"] = curves(rows)
-    return found

@@ -29,11 +29,13 @@ lookup       Which layer of the target should a drafter read?  For GLIDE one wit
 Other flags are bench.py's.
 """
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from ewif import ewif_of, ewif_vertical, geometric, table_1  # noqa: E402
@@ -60,7 +62,7 @@ def about(run, label):
     return {"target": a.target, "drafter": label, "temperature": a.temperature, "seed": a.seed}
 
 def each_prompt(run, work):
-    """-> [work(ids, limit)] of each prompt"""
+    """-> [work(ids, limit) of each prompt]"""
     bar = tqdm(run.prompts, unit="prompt", leave=False, disable=None)
     return [work(ids, limit) for _, ids, limit in bar]
 
@@ -76,27 +78,24 @@ def scored_tokens(run, drafter, ids, limit):
     temperature = getattr(drafter, "temperature", 1.0)
     build = listening(partial(cape.chain, gamma=CHAIN), drafts)
     out = run.decode(drafter, build, ids, limit)
-    for one, (_, calls) in zip(out.rounds, drafts):
+    for one, (_, rows, _) in zip(out.rounds, drafts):
         # one.new: the accepted tokens, then the target's own, where the first draft was rejected.
-        # A chain calls expand with one node after the other.
-        for drafted, true, (_, _, probs) in zip(one.tokens[1:], one.new, calls):
+        # rows: the probabilities after the root, after the first drafted token, and so on.
+        for drafted, true, probs in zip(one.tokens[1:], one.new, rows.values()):
             # softmax(z / T) gives log p = z / T - constant, so softmax(T log p) = softmax(z).
             raw = (temperature * probs.log()).softmax(-1)
             scored.append((probs.max().item(), raw.max().item(), drafted == true))
     return scored
 
-def bin_of(confidence):
-    """The number of a confidence's bin.  Bins are closed on the right, the first on both sides."""
-    for b in range(BINS):
-        if confidence * BINS <= b + 1:
-            return b
-
 def reliability(scored):
-    """[(confidence, accepted?)] -> ([share accepted in each bin, or None], calibration error)"""
+    """[(confidence, accepted?)] -> ([share accepted in each bin, or None], calibration error)
+
+    Bins are closed on the right, (0, .1] ... (.9, 1].
+    """
     shares = []
     error = 0.0
     for b in range(BINS):
-        inside = [pair for pair in scored if bin_of(pair[0]) == b]
+        inside = [pair for pair in scored if b < pair[0] * BINS <= b + 1]
         confidence = mean([confidence for confidence, _ in inside])
         acceptance = mean([accepted for _, accepted in inside])
         shares.append(acceptance)
@@ -123,21 +122,16 @@ def calibration(run):
     return rows, columns
 
 # ---------------------------------------------------------------- acceptance by position
-def position_counts(rounds):
-    """verify.Rounds of chains -> [[drafted, accepted]] by position."""
-    counts = []
+def position_shares(rounds):
+    """verify.Rounds of chains -> [share of the tokens drafted at a position that were accepted]"""
+    drafted, accepted = Counter(), Counter()
     for one in rounds:
-        drafted = len(one.tokens) - 1
-        accepted = min(len(one.path) - 1, len(one.new))
+        count = min(len(one.path) - 1, len(one.new))
         # Where the output ended within the accepted tokens, the target did not score the rest.
-        ended = len(one.new) == accepted
-        scored = accepted if ended else drafted
-        for i in range(scored):
-            if i == len(counts):
-                counts.append([0, 0])
-            counts[i][0] += 1
-            counts[i][1] += i < accepted
-    return counts
+        ended = len(one.new) == count
+        drafted.update(range(count if ended else len(one.tokens) - 1))
+        accepted.update(range(count))
+    return [accepted[i] / drafted[i] for i in range(len(drafted))]
 
 def positions(run):
     """"position 5": the share of fifth tokens accepted, together with those before them."""
@@ -147,16 +141,12 @@ def positions(run):
         if hasattr(drafter, "chain"):
             build = cascade.proposal           # it writes a chain of its own
         outs = each_prompt(run, partial(run.decode, drafter, build))
-        rounds = [out.rounds for out in outs]
+        each = [position_shares(out.rounds) for out in outs]
         row = {**about(run, label), "by_prompt": {}}
-        for i, (drafted, accepted) in enumerate(position_counts(sum(rounds, [])), 1):
-            row[f"position {i}"] = accepted / drafted
-            row["by_prompt"][f"position {i}"] = []
-        for of_prompt in rounds:
-            counts = dict(enumerate(position_counts(of_prompt), 1))
-            for name, values in row["by_prompt"].items():
-                drafted, accepted = counts.get(int(name.removeprefix("position ")), (0, 0))
-                values.append(accepted / drafted if drafted else None)
+        for i, share in enumerate(position_shares(sum([out.rounds for out in outs], []))):
+            row[f"position {i + 1}"] = share
+            shares = [of_prompt[i] if i < len(of_prompt) else None for of_prompt in each]
+            row["by_prompt"][f"position {i + 1}"] = shares
         rows.append(row)
     return rows, ["arm", *(f"position {i}=position {i}:.2f" for i in (1, 2, 3, 5, 10, 20))]
 
@@ -184,30 +174,19 @@ def ewif_of_row(row, counts, alone):
         return None                            # its acceptance depends on the length of a match
     alphas = {name: of_one["alpha"] for name, of_one in alone.items()}
     costs = {name: of_one["c"] for name, of_one in alone.items()}
-    reviews = any(any(drafted) for drafted in row["K"][1:])
-    if not reviews:
+    if not any(any(drafted) for drafted in row["K"][1:]):
         return ewif_of(counts, alphas, costs)
-    if len(counts) == 2 and row["K"][0][1] == 0:
-        first, second = row["stages"]
-        k = row["K"][1][1]
-        target_runs, first_runs, _ = row["runs"]
-        n = round(first_runs / target_runs)
-        # The tokens of an inner round are 1 + alpha' + ... + alpha'^k, from which follows alpha'.
-        tokens = row["nodes"] * target_runs / first_runs
-        alpha_inner = inverse(lambda alpha: geometric(alpha, k), tokens)
-        return ewif_vertical(alphas[first], alpha_inner, costs[first], costs[second], n, k)
-    return None
-
-def inverse(increasing, value):
-    """x in [0, 1] with increasing(x) = value, by bisection; 0 or 1 where there is none."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        middle = (low + high) / 2
-        if increasing(middle) < value:
-            low = middle
-        else:
-            high = middle
-    return low
+    if len(counts) != 2 or row["K"][0][1]:
+        return None                            # a cascade both vertical and horizontal
+    first, second = row["stages"]
+    k = row["K"][1][1]
+    target_runs, first_runs, _ = row["runs"]
+    # The tokens of an inner round are 1 + alpha' + ... + alpha'^k, from which follows alpha'.
+    tokens = row["nodes"] * target_runs / first_runs
+    grid_of_alphas = np.linspace(0, 1, 1001)
+    alpha_inner = np.interp(tokens, geometric(grid_of_alphas, k), grid_of_alphas)
+    n = round(first_runs / target_runs)
+    return ewif_vertical(alphas[first], alpha_inner, costs[first], costs[second], n, k)
 
 def ewif(run):
     for label, drafter in run.drafters.items():

@@ -43,14 +43,22 @@ PARTS = {"begin": "draft", "draft": "draft", "verify": "verify", "other": "other
 
 # ---------------------------------------------------------------- one decoding, noted down
 class Listener:
-    """The loop's expand, with a note of each call: (tokens (m,), parents [m], probs (m, V))."""
+    """The loop's expand, with a note of all its nodes.  A node's path: the tokens from the root to it.
+
+    paths    [path], in the order in which nodes were given to expand
+    rows     {path: the drafter's probabilities (V,) after that node}
+    """
     def __init__(self, expand):
         self.expand = expand
-        self.calls = []
+        self.paths, self.rows = [], {}
 
     def __call__(self, tokens, parents):
         probs = self.expand(tokens, parents)
-        self.calls.append((tokens, parents, probs))
+        for token, parent, row in zip(tokens.tolist(), parents, probs):
+            above = self.paths[parent] if parent >= 0 else ()
+            path = (*above, token)
+            self.paths.append(path)
+            self.rows[path] = row
         return probs
 
     def __getattr__(self, name):
@@ -58,62 +66,48 @@ class Listener:
         return getattr(self.expand, name)
 
 def listening(build, noted):
-    """A builder like `build` that appends (its tree, expand's calls) to `noted` in each round."""
+    """A builder like `build` that appends (its tree, rows, predicted) to `noted` in each round.
+
+    predicted: {path: Max-Gram's token after it} in a mixture with Max-Gram, else None.
+    """
     def listened(expand, root):
         listener = Listener(expand)
         tree = build(listener, root)
-        noted.append((tree, listener.calls))
+        predicted = getattr(expand.drafter, "predicted", None)
+        if predicted is not None:
+            predicted = dict(zip(listener.paths, predicted))
+        noted.append((tree, listener.rows, predicted))
         return tree
     return listened
 
-def nodes_of(tree, calls, predicted=None):
-    """A round's nodes, the verified ones first -> lists.
-
-    predicted: Max-Gram's token after each of the nodes given to expand, or None.
-    """
+def nodes_of(tree, rows, predicted=None):
+    """A round's nodes, the verified ones first -> lists.  rows, predicted: see listening."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    nodes = {"tokens": tokens, "parents": parents, "p": [None], "gram": [], "verified": len(tokens)}
-    if not calls:
-        # A cascade wrote the chain by itself; there is p_draft where its tokens were sampled.
-        drafted = tokens[1:]
-        rows = [None] * len(drafted) if tree.p_draft is None else tree.p_draft
-        for row, token in zip(rows, drafted):
-            nodes["p"].append(None if row is None else row[token].item())
-        nodes["gram"] = [] if predicted is None else list(range(1, len(tokens)))
-        return nodes
-    # {(expand_index of the parent, token): expand_index}; rows: the probabilities after each
-    expand_index, rows = {}, []
-    for new, above, found in calls:
-        for token, parent, row in zip(new.tolist(), above, found):
-            expand_index[parent, token] = len(rows)
-            rows.append(row)
-    add_left_out(nodes, expand_index, rows)
-    index = [0]                                # of each node its expand_index, or None
-    for node, (token, parent) in enumerate(zip(tokens[1:], parents[1:]), 1):
-        above = index[parent]
-        nodes["p"].append(None if above is None else rows[above][token].item())
-        index.append(expand_index.get((above, token)))
-        if above is None or predicted and predicted[above] == token:
-            nodes["gram"].append(node)
-    return nodes
-
-def add_left_out(nodes, expand_index, rows):
-    """Append the nodes that the drafter continued, but that the verified tree does not hold."""
-    tokens, parents = nodes["tokens"], nodes["parents"]
-    child = verify.children(tokens, parents)
-    node_of = {-1: -1}                         # expand_index -> node
-    for (above, token), index in expand_index.items():
-        if above not in node_of:
-            continue
-        node = child.get((node_of[above], token))
-        if node is None:
-            # A builder may continue padding, a token of probability zero.
-            if above < 0 or not rows[above][token] > 0:
-                continue
-            node = len(tokens)
+    verified = len(tokens)
+    paths = []
+    for token, parent in zip(tokens, parents):
+        above = paths[parent] if parent >= 0 else ()
+        paths.append((*above, token))
+    # Then those that the drafter read, but that the builder left out
+    for path in rows:
+        above, token = path[:-1], path[-1]
+        # A builder may continue padding, a token of probability zero.
+        if path not in paths and above in paths and rows[above][token] > 0:
             tokens.append(token)
-            parents.append(node_of[above])
-        node_of[index] = node
+            parents.append(paths.index(above))
+            paths.append(path)
+    p, gram = [None], []
+    for node in range(1, len(paths)):
+        above, token = paths[parents[node]], tokens[node]
+        chance = None
+        if above in rows:
+            chance = rows[above][token].item()
+        elif tree.p_draft is not None:
+            chance = tree.p_draft[node - 1][token].item()      # a sampled chain of a cascade's own
+        p.append(chance)
+        if predicted is not None and (above not in rows or predicted.get(above) == token):
+            gram.append(node)
+    return {"tokens": tokens, "parents": parents, "p": p, "gram": gram, "verified": verified}
 
 def milliseconds(parts):
     """Record.parts -> {"draft", "verify", "other"} of each round.
@@ -133,17 +127,17 @@ def milliseconds(parts):
     return rounds
 
 # ---------------------------------------------------------------- texts
-def speller(tokenizer):
-    """-> spell(tokens) -> the text that they add; incomplete UTF-8 is held back."""
-    made, said = [], ""
+class Speller:
+    """Spells a sequence: each call returns the text that further tokens add to it."""
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens, self.text = tokenizer, [], ""
 
-    def spell(tokens):
-        nonlocal said
-        made.extend(tokens)
-        text = tokenizer.decode(made, skip_special_tokens=True).rstrip("\ufffd")
-        new, said = text[len(said):], text
-        return new
-    return spell
+    def __call__(self, tokens):
+        self.tokens += tokens
+        before = self.text
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        self.text = text.rstrip("\ufffd")                    # incomplete UTF-8 is held back
+        return self.text[len(before):]
 
 def namer(tokenizer):
     """-> name(token), its text after another token: some tokenizers drop a first space."""
@@ -158,17 +152,16 @@ def namer(tokenizer):
     return name
 
 # ---------------------------------------------------------------- what the page is told
-def rounds_of(run, out, noted, predicted, ids):
-    """A Record, what `listening` noted, Max-Gram's tokens -> (text of the first token, rounds)"""
-    name, spell = namer(run.tokenizer), speller(run.tokenizer)
+def rounds_of(run, out, noted, ids):
+    """A Record, what `listening` noted, the prompt -> (text of the first token, rounds)"""
+    name, spell = namer(run.tokenizer), Speller(run.tokenizer)
     # The text continues the prompt.
     if not run.target.encoder_decoder:
         spell(ids)
     first = spell(out.tokens[:1])
     rounds = []
-    spent = milliseconds(out.parts)
-    for one, (tree, calls), gram, ms in zip(out.rounds, noted, predicted, spent):
-        nodes = nodes_of(tree, calls, gram)
+    for one, note, ms in zip(out.rounds, noted, milliseconds(out.parts)):
+        nodes = nodes_of(*note)
         nodes["p"] = [p if p is None else round(p, 4) for p in nodes["p"]]
         accepted = min(len(one.path) - 1, len(one.new))
         nodes["path"] = one.path[:1 + accepted]
@@ -196,18 +189,12 @@ def decoded(run, number, drafter, build):
 
 def arm_data(run, number, label, tree, plain):
     """Decode a prompt with one drafter and tree.  plain: plain decoding's Record."""
-    drafter = run.drafters[label]
-    noted, predicted = [], []
-    listened = listening(bench.builder(run, label, tree), noted)
-
-    def build(expand, root):
-        made = listened(expand, root)
-        predicted.append(getattr(drafter, "predicted", None))
-        return made
-    out = decoded(run, number, drafter, build)
+    noted = []
+    build = listening(bench.builder(run, label, tree), noted)
+    out = decoded(run, number, run.drafters[label], build)
     # The warm-up was noted, too.
-    first, rounds = rounds_of(run, out, noted[-len(out.rounds):], predicted[-len(out.rounds):],
-                              run.prompts[number][1])
+    _, ids, _ = run.prompts[number]
+    first, rounds = rounds_of(run, out, noted[-len(out.rounds):], ids)
     total = out.total
     return {
         "name": f"{label} × {tree.label}",

@@ -15,16 +15,14 @@ all prompts.
 import fnmatch
 import functools
 import json
-import math
 import re
 import statistics
-from collections import namedtuple
+from dataclasses import dataclass
 
 import numpy as np
 
 SIGNIFICANT = 0.05
 SPEEDS = ("speedup", "expected_speedup", "swi_measured", "swi_ms", "ewif")    # compared by ratios
-MILLION = 1_000_000                        # tokens over which a drafter's gain is measured
 # What is kept of each prompt, for comparisons
 BY_PROMPT = ("speedup", "tau", "alpha", "alpha_overlap", "alpha_depth", "nodes", "c",
              "expected_speedup", "draft_ms", "swi_ms", "swi_measured")
@@ -34,9 +32,9 @@ DRAWS = 10_000                             # the smallest p there can be is 1 / 
 def read_rows(path):
     """JSON lines -> rows.  mean_speedup: the geometric mean over the prompts."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines if line.strip()]
+    rows = [json.loads(line) for line in lines]
     for row in rows:
-        speeds = values_by_prompt(rows, name_of(row), "speedup", row.get("group"))
+        speeds = by_prompt(rows, name_of(row), "speedup", row.get("group"))
         row["mean_speedup"] = statistics.geometric_mean(speeds) if speeds else row.get("speedup")
     return rows
 
@@ -48,15 +46,15 @@ def name_of(row):
 
 def whole(rows):
     """The rows over all prompts, without those of one kind of text -> {arm: row}"""
-    return {name_of(row): row for row in rows if row.get("group") in (None, "all")}
+    return {name_of(row): row for row in rows if row.get("group", "all") == "all"}
 
-def values_by_prompt(rows, arm, key, group=None):
-    """An arm's value on each prompt, of one kind or of all; None where rows do not have them."""
-    row = whole(rows).get(arm, {})
-    kept = row.get("by_prompt", {})
-    if group in (None, "all") or key not in kept:
-        return kept.get(key)
-    return [value for value, kind in zip(kept[key], kept["group"]) if kind == group]
+def by_prompt(rows, arm, key, group="all"):
+    """An arm's value on each prompt, of one kind of text or of all; [] where it has none."""
+    kept = whole(rows).get(arm, {}).get("by_prompt", {})
+    values = kept.get(key, [])
+    if group in (None, "all"):
+        return values
+    return [value for value, kind in zip(values, kept.get("group", [])) if kind == group]
 
 def with_by_prompt(rows, prompts):
     """bench.py's rows, with "by_prompt" as {key: values}, and in the rows of all prompts alone.
@@ -73,45 +71,26 @@ def with_by_prompt(rows, prompts):
                     row["by_prompt"][key] = values
     return rows
 
-def rows_of_log(path, drafters=("*",)):
-    """train.py's log.jsonl -> rows of its last evaluation, for each drafter, over all and by kind.
+def rows_of_log(path, drafters):
+    """train.py's log.jsonl -> a row for each drafter whose name fits one of the patterns.
 
-    drafters: patterns of names.  curve: [[tokens seen, alpha]] of all evaluations; alpha_first: at
-    the first one; gain: of alpha, over the last MILLION tokens, None where they were fewer; init:
-    whether the run began with trained drafters.
+    Of the last run: its last evaluation, and alpha_first of its first one.
     """
-    found = {}                                 # {(drafter, kind): {tokens: figures}}
-    init = False
+    found = {}                                 # {drafter: {tokens seen: its evaluation}}
     for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "command" in row:
-            init = "--init" in row["command"]
-            if "--resume" not in row["command"]:
-                found = {}                     # what stands before is an earlier run's
-        for name, evaluation in row.items():
-            is_evaluation = isinstance(evaluation, dict)
-            if is_evaluation and any(fnmatch.fnmatch(name, pattern) for pattern in drafters):
-                for kind, figures in {"all": evaluation, **evaluation["by_kind"]}.items():
-                    found.setdefault((name, kind), {})[row["tokens_seen"]] = figures
+        logged = json.loads(line)
+        if "--resume" not in logged.get("command", "--resume"):
+            found = {}                         # what stands before is an earlier run's
+        for name, value in logged.items():
+            fits = any(fnmatch.fnmatch(name, pattern) for pattern in drafters)
+            if fits and isinstance(value, dict):
+                found.setdefault(name, {})[logged["tokens_seen"]] = value
     rows = []
-    for (name, kind), points in found.items():
-        curve = [[tokens, points[tokens]["alpha"]] for tokens in sorted(points)]
-        first = curve[0][1]
-        last, alpha = curve[-1]
-        gain = None
-        if last >= MILLION:
-            gain = alpha - np.interp(last - MILLION, *zip(*curve))
-        rows.append({
-            "drafter": name,
-            "tree": "chain",
-            "group": kind,
-            "alpha": alpha,
-            "alpha_first": first,
-            "tau": points[last]["tau"],
-            "gain": gain,
-            "tokens_trained": last,
-            "init": init,
-            "curve": curve})
+    for name, evaluations in found.items():
+        tokens = max(evaluations)
+        first, last = evaluations[min(evaluations)], evaluations[tokens]
+        rows.append({"drafter": name, "tree": "chain", "group": "all", "alpha": last["alpha"],
+                     "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens})
     return rows
 
 def unique(values):
@@ -144,7 +123,6 @@ COLUMNS = {
 }
 # {key of a row: its heading}
 WORDS = {re.match(r"{(\w+)", form)[1]: heading for heading, form in COLUMNS.values()}
-WORDS["speedup"] = "speedup"
 DEFAULT = ["arm", "tok/s", "speedup", "tau", "alpha", "nodes", "draft ms", "verify ms", "other ms"]
 OF_ROUNDS = ("draft_ms", "verify_ms", "other_ms")
 
@@ -171,36 +149,7 @@ def cells_of(row, columns):
             cells.append("–")
     return cells
 
-# ---------------------------------------------------------------- the paper's values beside ours
-def with_the_papers(rows, columns, paper):
-    """A grid of strings, the headings first: our rows, and the paper's values left of our own.
-
-    Rows of the paper that have no counterpart among ours come last, with dashes for our values.
-    """
-    headings = headings_of(columns)
-    both = [heading for heading in headings if any(heading in row for row in paper["rows"])]
-
-    def line(cells, printed):
-        found = [cells[0], printed.get("as", "–")]
-        for heading, cell in zip(headings[1:], cells[1:]):
-            if heading in both:
-                found.append(printed.get(heading, "–"))
-            found.append(cell)
-        return found
-
-    top = [headings[0], "in the paper"]
-    for heading in headings[1:]:
-        top += [f"{heading}, paper", f"{heading}, ours"] if heading in both else [heading]
-    printed = {row["arm"]: row for row in paper["rows"]}
-    lines = [top]
-    for row in rows:
-        lines.append(line(cells_of(row, columns), printed.get(name_of(row), {})))
-    ours = [name_of(row) for row in rows]
-    for row in paper["rows"]:
-        if row["arm"] not in ours:
-            lines.append(line([row["arm"] or "–"] + ["–"] * len(headings[1:]), row))
-    return lines
-
+# ---------------------------------------------------------------- Markdown
 def markdown(lines, words=1):
     """A grid of strings, the headings first -> Markdown, with `words` columns set to the left."""
     align = ["---"] * words + ["---:"] * (len(lines[0]) - words)
@@ -211,23 +160,34 @@ def markdown(lines, words=1):
     return "\n".join(found)
 
 def grid(rows, columns, paper=None):
-    """Rows as a Markdown table, beside the paper's values where there are any."""
-    if paper:
-        return markdown(with_the_papers(rows, columns, paper), 2)
+    """Rows as a Markdown table.  paper: the paper's values, which stand left of our own."""
+    headings = headings_of(columns)
     lines = [cells_of(row, columns) for row in rows]
-    return markdown([headings_of(columns), *lines])
+    if not paper:
+        return markdown([headings, *lines])
+    printed = {row["arm"]: row for row in paper["rows"]}
+    both = [heading for heading in headings if any(heading in row for row in paper["rows"])]
+    top = ["arm", "in the paper"]
+    for heading in headings[1:]:
+        top += [f"{heading}, paper", f"{heading}, ours"] if heading in both else [heading]
+    found = [top]
+    for name, *cells in lines:
+        theirs = printed.get(name, {})
+        line = [name, theirs.get("as", "–")]
+        for heading, cell in zip(headings[1:], cells):
+            if heading in both:
+                line.append(theirs.get(heading, "–"))
+            line.append(cell)
+        found.append(line)
+    return markdown(found, 2)
 
-def by_kind(rows, columns):
-    """A folded table, a row for each drafted arm, a column for each kind of text -> paragraphs"""
-    kinds = unique(row["group"] for row in rows if row.get("group") not in (None, "all"))
-    if not kinds or not columns:
-        return []
+def by_kind(rows, names, columns):
+    """A folded table, a row for each named arm, a column for each kind of text -> paragraphs"""
+    kinds = unique(row["group"] for row in rows if row["group"] != "all")
     cells = {(name_of(row), row["group"]): ", ".join(cells_of(row, columns)) for row in rows}
     lines = [["arm", *kinds]]
-    for name in unique(name_of(row) for row in rows if row.get("tree")):
-        of_kinds = [cells[name, kind] for kind in kinds]
-        if any(cell.strip("–, ") for cell in of_kinds):
-            lines.append([name, *of_kinds])
+    for name in names:
+        lines.append([name, *(cells[name, kind] for kind in kinds)])
     what = ", ".join(headings_of(columns))
     summary = f"<details><summary>By kind of text: {what}</summary>"
     return [summary, markdown(lines), "</details>"]
@@ -250,18 +210,17 @@ def sign_flips(differences):
     rejects in 12 to 15 % of cases without a difference, not in 5 %.  So speeds are compared by
     logarithms, and a p close to 0.05 decides nothing.
     """
-    sampled = signs(len(differences)) @ np.array(differences, dtype=float)               # (DRAWS,)
-    as_far = int((np.abs(sampled) >= abs(sum(differences)) - 1e-9).sum())
+    sampled = signs(len(differences)) @ differences                                      # (DRAWS,)
+    as_far = (np.abs(sampled) >= abs(sum(differences)) - 1e-9).sum()
     # The observed signs are one of the possible ways.
     return (1 + as_far) / (1 + DRAWS)
 
 def interval(values):
-    """95 % of the means of DRAWS bootstrap samples of the values (n,) -> (low, high)"""
+    """95 % of the means of DRAWS bootstrap samples of the values (n,) -> [low, high]"""
     n = len(values)
     picked = np.random.RandomState(0).randint(0, n, (DRAWS, n))                  # (DRAWS, n)
-    means = np.array(values, dtype=float)[picked].mean(1)
-    low, high = np.percentile(means, [2.5, 97.5])
-    return float(low), float(high)
+    means = values[picked].mean(1)
+    return np.percentile(means, [2.5, 97.5]).tolist()
 
 def holm(ps):
     """p-values adjusted for their number m (Holm 1979): the smallest times m, the next m - 1 ..."""
@@ -274,42 +233,44 @@ def holm(ps):
     return adjusted
 
 # ---------------------------------------------------------------- comparisons
-# claim: the entry of tables.json; first, second: Sides; effect: a ratio or a difference of their
-# means; low, high: its interval; above: "30/36", on how many prompts the first is higher; p, and
-# adjusted: p by Holm, over the page.  All but the effect are None without values of each prompt.
-Comparison = namedtuple("Comparison", "claim first second effect low high above p adjusted",
-                        defaults=[None] * 5)
-# words: the arm, with its key or file where the other side has another; values: of each prompt, or
-# None; mean: of these, or else the value over all prompts, None where it was not measured
-Side = namedtuple("Side", "words mean values")
+@dataclass
+class Comparison:
+    """What was measured of a claim.  Of a total, without values of each prompt, there is no p."""
+    claim: dict                                # its entry of tables.json
+    first: str                                 # the arms, with their key or file where it is theirs
+    second: str
+    effect: float                              # a ratio of their means, or a difference
+    low: float = None                          # its interval
+    high: float = None
+    above: str = "–"                           # "30/36": on how many prompts the first is higher
+    p: float = None
+    adjusted: float = None                     # p by Holm, over the page
 
-def is_ratio(claim):
-    """Whether a claim is about speeds, which are compared by their ratios."""
-    return claim["key"] in SPEEDS
+    @property
+    def is_ratio(self):
+        return self.claim["key"] in SPEEDS
 
-def mean_of(claim, values):
-    """The mean of the prompts' values; of speeds the geometric one."""
-    values = [value for value in values if value is not None]
-    if not values:
-        return None
-    return statistics.geometric_mean(values) if is_ratio(claim) else statistics.fmean(values)
+def values_of(tables, own, claim, given):
+    """One arm of a claim -> (its words, its values: an array, of speeds their logarithms)
 
-def side_of(tables, own, claim, side):
-    """One side of a claim: an arm, or {"arm", and "key" or "file" of its own} -> Side"""
-    given = side if isinstance(side, dict) else {"arm": side}
-    arm, key, file = given["arm"], given.get("key", claim["key"]), given.get("file", own)
-    group = claim.get("group", "all")
+    given: its name, or {"arm", and a "key" or "file" of its own}.  The values are those of each
+    prompt, NaN where it has none; or one, where only a total is known; or none of an arm that was
+    not measured.
+    """
+    side = given if isinstance(given, dict) else {"arm": given}
+    arm, key = side["arm"], side.get("key", claim["key"])
     words = f"`{arm}`"
-    if "key" in given:
+    if "key" in side:
         words += f" ({WORDS.get(key, key)})"
-    if "file" in given:
-        words += f" ({file})"
-    rows = tables.get(file, [])
-    values = values_by_prompt(rows, arm, key, group)
-    if values:
-        return Side(words, mean_of(claim, values), values)
-    found = [row for row in rows if name_of(row) == arm and row.get("group", "all") == group]
-    return Side(words, found[0].get(key) if found else None, None)
+    if "file" in side:
+        words += f" ({side['file']})"
+    rows = tables.get(side.get("file", own), [])
+    values = by_prompt(rows, arm, key, claim.get("group", "all"))
+    total = whole(rows).get(arm, {}).get(key)
+    if not values and total is not None:
+        values = [total]
+    values = np.array(values, dtype=float)
+    return words, np.log(values) if claim["key"] in SPEEDS else values
 
 def compare(tables, own, claim):
     """One claim -> Comparison, None where an arm was not measured.
@@ -318,49 +279,41 @@ def compare(tables, own, claim):
     names several second arms, it is about the best of those measured, by its mean.
     """
     one, others = claim["arms"]
-    first = side_of(tables, own, claim, one)
     others = others if isinstance(others, list) else [others]
-    rivals = [side_of(tables, own, claim, other) for other in others]
-    rivals = [each for each in rivals if each.mean is not None]
-    if first.mean is None or not rivals:
+    first, x = values_of(tables, own, claim, one)
+    rivals = [values_of(tables, own, claim, other) for other in others]
+    rivals = [rival for rival in rivals if len(rival[1])]
+    if not len(x) or not rivals:
         return None
-    second = max(rivals, key=lambda rival: rival.mean)
-    if not first.values and not second.values:
-        effect = first.mean / second.mean if is_ratio(claim) else first.mean - second.mean
-        return Comparison(claim, first, second, effect)
-    # A value that is predicted, not measured, is the same for each prompt.
-    mine = first.values or [first.mean] * len(second.values)
-    its = second.values or [second.mean] * len(mine)
-    assert len(mine) == len(its), f"{first.words}, {second.words}: measured on different prompts"
-    differences = []
-    for x, y in zip(mine, its):
-        if x is not None and y is not None:
-            differences.append(math.log(x / y) if is_ratio(claim) else x - y)
-    numbers = [statistics.fmean(differences), *interval(differences)]
-    if is_ratio(claim):
-        numbers = [math.exp(number) for number in numbers]
-    above = f"{sum(difference > 0 for difference in differences)}/{len(differences)}"
-    return Comparison(claim, first, second, *numbers, above, sign_flips(differences))
+    second, y = max(rivals, key=lambda rival: np.nanmean(rival[1]))
+    # A total, and what is predicted rather than measured, stands for each prompt.
+    differences = x - y                                                               # (n,)
+    differences = differences[~np.isnan(differences)]
+    numbers = [differences.mean()]
+    if len(differences) > 1:
+        numbers += interval(differences)
+    if claim["key"] in SPEEDS:
+        numbers = np.exp(numbers)
+    made = Comparison(claim, first, second, *numbers)
+    if len(differences) > 1:
+        made.above = f"{(differences > 0).sum()}/{len(differences)}"
+        made.p = sign_flips(differences)
+    return made
 
 def compare_all(specs, tables):
     """All comparisons of a page, p adjusted by Holm -> {name of the table: [Comparison]}"""
-    made = []
+    by_table = {}
     for spec in specs:
-        for claim in spec.get("compare", []):
-            found = compare(tables, spec["file"], claim)
-            if found:
-                made.append((spec["name"], found))
-    adjusted = iter(holm([each.p for _, each in made if each.p is not None]))
-    by_table = {spec["name"]: [] for spec in specs}
-    for name, each in made:
-        if each.p is not None:
-            each = each._replace(adjusted=next(adjusted))
-        by_table[name].append(each)
+        made = [compare(tables, spec["file"], claim) for claim in spec.get("compare", [])]
+        by_table[spec["name"]] = [each for each in made if each]
+    tested = [each for made in by_table.values() for each in made if each.p is not None]
+    for each, adjusted in zip(tested, holm([each.p for each in tested])):
+        each.adjusted = adjusted
     return by_table
 
 def verdict(each):
     """A Comparison in a word or two.  That two arms are equal can be refuted, but not shown."""
-    above = each.effect > (1 if is_ratio(each.claim) else 0)
+    above = each.effect > (1 if each.is_ratio else 0)
     if each.adjusted is None:
         return "as claimed, untested" if above else "**not held**, untested"
     if each.claim.get("equal"):
@@ -369,43 +322,28 @@ def verdict(each):
         return "undecided"
     return "held" if above else "**not held**"
 
+def key_in_words(each):
+    """What a Comparison compares, and on which kind of text: "speedup on story", "τ"."""
+    key, group = each.claim["key"], each.claim.get("group")
+    words = WORDS.get(key, key)
+    return f"{words} on {group}" if group else words
+
 def effect_in_words(each):
-    """A Comparison's effect with its interval: "1.28× [1.15, 1.42]", "+0.173 [0.120, 0.221]" """
-    form = ".2f" if is_ratio(each.claim) or abs(each.effect) >= 1 else ".3f"
-    words = f"{each.effect:{form}}×" if is_ratio(each.claim) else f"{each.effect:+{form}}"
-    if each.low is None:
-        return words
-    return f"{words} [{each.low:{form}}, {each.high:{form}}]"
+    """A Comparison's effect: "1.28×" of a ratio, "+0.173" of a difference"""
+    return f"{each.effect:.2f}×" if each.is_ratio else f"{each.effect:+.3f}"
 
 def comparisons_table(made):
     """[Comparison] -> a Markdown table"""
     lines = [["claim", "compared", "ours [95 %]", "above", "p", "verdict"]]
     for each in made:
-        key, group = each.claim["key"], each.claim.get("group")
-        kind = f" on {group}" if group else ""
-        compared = f"{WORDS.get(key, key)}{kind}: {each.first.words} over {each.second.words}"
-        p = "–" if each.adjusted is None else f"{each.adjusted:.2g}"
-        numbers = [effect_in_words(each), each.above or "–", p]
-        lines.append([each.claim["claim"], compared, *numbers, verdict(each)])
+        compared = f"{key_in_words(each)}: {each.first} over {each.second}"
+        effect, p = effect_in_words(each), "–"
+        if each.p is not None:
+            form = ".2f" if each.is_ratio else ".3f"
+            effect += f" [{each.low:{form}}, {each.high:{form}}]"
+            p = f"{each.adjusted:.2g}"
+        lines.append([each.claim["claim"], compared, effect, each.above, p, verdict(each)])
     return markdown(lines, 2)
-
-# ---------------------------------------------------------------- tables.json
-def read_specs(folder, tuned=None):
-    """docs/results/tables.json, with drafters in the place of @names.
-
-    "best" is {"@name": [drafters]}.  @name becomes the fastest of them in the rows of "tuned by",
-    which were measured on prompts of their own, or else the first.  tuned: the folder of those
-    rows, by default `folder`.
-    """
-    text = (folder / "tables.json").read_text(encoding="utf-8")
-    content = json.loads(text)
-    path = (tuned or folder) / content.get("tuned by", "")
-    rows = whole(read_rows(path)) if path.is_file() else {}
-    speeds = {row["drafter"]: row["tokens_per_second"] for row in rows.values()}
-    for at, drafters in content.get("best", {}).items():
-        best = max(drafters, key=lambda drafter: speeds.get(drafter, 0))
-        text = re.sub(at + r"\b", best, text)
-    return json.loads(text)
 
 # ---------------------------------------------------------------- one table of a page
 def setting(rows):
@@ -420,6 +358,11 @@ def setting(rows):
     versions = [f"{package} {version}" for package, version in first["versions"].items()]
     return [f"target `{first['target']}`", first["dtype"], where, temperature, *versions]
 
+def measured(row):
+    """When, where and with which further flags a row was measured."""
+    flags = f"with {row['flags']}" if row.get("flags") else None
+    return [part for part in (row.get("machine"), row.get("date"), flags) if part]
+
 def remarks(rows):
     """Sentences about the baseline, and about outputs that differ from it."""
     base = next((row for row in rows if row.get("baseline")), None)
@@ -430,34 +373,33 @@ def remarks(rows):
     if tested and not differ:
         yield f"Lossless: {len(tested)} of {len(tested)} arms."
     for row in differ:
-        found = row.get("first_divergence")
-        where = ""
-        if found:
-            where = f" at token {found['token']} of prompt {found['prompt'] + 1}"
-        if found and found["logit_gap"] is not None:
+        found = row["first_divergence"]
+        where = f"at token {found['token']} of prompt {found['prompt'] + 1}"
+        if found["logit_gap"] is not None:
             where += f", where the logits differ by {found['logit_gap']:.2g}"
-        yield f"**Not lossless**: {name_of(row)} leaves plain decoding{where}."
+        yield f"**Not lossless**: {name_of(row)} leaves plain decoding {where}."
 
-def table(spec, rows, made, measured, common=()):
-    """One table -> paragraphs.  made: its Comparisons; measured: when and where; common: settings
-    that the head of the page names."""
+def table(spec, rows, made, head=""):
+    """One table -> paragraphs.  made: its Comparisons; head: the page's, which may name settings"""
     sentences = [spec.get("shows", "")]
-    if spec.get("paper"):
+    if "paper" in spec:
         sentences.append(f"In the paper: {spec['paper']['where']}.")
     parts = [f"### {spec['title']}", " ".join(filter(None, sentences))]
     if "command" in spec:
         parts.append(f"```\n{spec['command']}\n```")
-    if "shown" in spec:
-        rows = [row for row in rows if name_of(row) in spec["shown"]]
-        rows.sort(key=lambda row: spec["shown"].index(name_of(row)))
-    shown = list(whole(rows).values())
-    about = [f"{shown[0]['prompts']} prompts"] if shown and "prompts" in shown[0] else []
-    about += [*measured, *(part for part in setting(shown) if part not in common)]
-    if "curve" in shown[0]:
+    arms = whole(rows)
+    names = [name for name in spec.get("shown", arms) if name in arms]
+    shown = [arms[name] for name in names]
+    about = [f"{shown[0]['prompts']} prompts"] if "prompts" in shown[0] else []
+    about += measured(shown[0])
+    about += [part for part in setting(shown) if part not in head]
+    if "tokens_trained" in shown[0]:
         about.append("from the log of this training, which `paper.py` does not start")
     parts.append("; ".join(about) + "." if about else "")
     parts.append(grid(shown, spec.get("columns", DEFAULT), spec.get("paper")))
     parts.append(" ".join([*remarks(shown), spec.get("note", "")]).strip())
     parts.append(comparisons_table(made) if made else "")
-    parts += by_kind(rows, spec.get("kinds", []))
+    if "kinds" in spec:
+        drafted = [name for name in names if arms[name]["tree"]]
+        parts += by_kind(rows, drafted, spec["kinds"])
     return [part for part in parts if part]

@@ -1,15 +1,20 @@
-"""figures/probe.py: calibration, acceptance by position, each against a count by hand; figures/batches.py, costs.py."""
+"""figures/probe.py, each measurement against a count by hand; figures/batches.py, costs.py."""
+from functools import partial
+from itertools import product
 from types import SimpleNamespace
 
 import batches
 import costs
+import numpy as np
 import probe
 import pytest
 import torch
-from conftest import plain, shared
-from test_bench import args, check_mistake, rows_of, small  # noqa: F401 (small: a fixture)
+from conftest import plain, shared, target_of, tiny
+from test_bench import args, rows_of, small  # noqa: F401 (small: a fixture)
+from transformers import MambaConfig, MambaForCausalLM
 
 import bench
+import glide
 import verify
 from runtime import measure
 
@@ -32,18 +37,18 @@ class Guesser:
         """Nothing is kept."""
     begin = keep = reset
 
+def decode(target, drafter, build, ids, limit):
+    """What bench.Run.decode gives, without a clock."""
+    out = verify.generate(target, drafter, build, ids, limit)
+    return measure.Record(out.tokens, out.rounds)
+
 @pytest.fixture(scope="module")
 def run():
     """What a measurement asks of bench.Run: prompts, drafters, and a way to decode."""
     model = shared("llama")
-    target = verify.Target(model)
     made = SimpleNamespace(model=model, prompts=[("x", [3, 1, 4, 1], 16), ("x", [5, 9, 2], 1), ("y", [2, 6, 5], 11)])
     made.a = SimpleNamespace(target="tiny", temperature=0.0, seed=0)
-
-    def decode(drafter, build, ids, limit):
-        out = verify.generate(target, drafter, build, ids, limit)
-        return measure.Record(out.tokens, out.rounds)
-    made.decode = decode
+    made.decode = partial(decode, verify.Target(model))
     made.drafters = {"guesser": Guesser(made)}
     return made
 
@@ -88,17 +93,13 @@ def test_calibration_scores_up_to_the_first_rejection(run, monkeypatch):
         together = sum(inside, [])
         assert row[f"bin {10 * b}"] == (pytest.approx(sum(together) / len(together)) if together else None)
 
-def test_bins_are_closed_on_the_right():
-    assert [probe.bin_of(p) for p in (0.0, 0.05, 0.1, 0.10001, 0.95, 1.0)] == [0, 0, 0, 1, 9, 9]
-    assert probe.reliability([]) == ([None] * 10, 0)
-
 def test_positions_against_a_count_by_hand(run):
     """Rounds of chains made up: which positions were drafted, scored, accepted."""
     chain = verify.Round([], [], [9, 5, 6, 7], [-1, 0, 1, 2])
     ends = [([5, 6, 9], 2), ([4], 0), ([5, 6, 7, 8], 3), ([5, 6], 3)]
     rounds = [chain._replace(new=new, path=list(range(1 + accepted))) for new, accepted in ends]
     # Position 3 of the last round was never scored: the output ended before it.
-    assert probe.position_counts(rounds) == [[4, 3], [4, 3], [3, 1]]
+    assert probe.position_shares(rounds) == [3 / 4, 3 / 4, 1 / 3]
     (row,), _ = probe.positions(run)
     values = row["by_prompt"]["position 2"]
     assert len(values) == 3 and 0 <= row["position 2"] <= 1 and values[1] is None, "one token has no second one"
@@ -107,50 +108,96 @@ def test_positions_against_a_count_by_hand(run):
     ("calibration", ["glide"], ["glide"], "ece_raw"), ("positions", ["cascade(base, k=4)"], ["cascade(base, k=4)"], "position 1"),
     ("ewif", ["cascade(base, k=2)"], [row["drafter"] for row in probe.table_1()] + ["cascade(base, k=2)"], "ewif"),
     ("lookup", ["maxgram"], ["0", "1", "2", "3"], "before")])
-def test_a_measurement_takes_the_benchmarks_flags(name, more, labels, key, small, tmp_path, capsys):  # noqa: F811
+def test_a_measurement_takes_the_benchmarks_flags(name, more, labels, key, small, tmp_path):  # noqa: F811
     rows, prompts = tmp_path / "r.jsonl", tmp_path / "p.jsonl"
     prompts.write_text(4 * '{"prompt": "return a + b"}\n')
     assert probe.main([name, *args(small, "--prompts", str(prompts), "--json", str(rows), "--max-new-tokens", "4", "--drafter", *more)]) == 0
     rows = rows_of(rows)
     assert [row["drafter"] for row in rows] == labels and all(key in row for row in rows)
     assert all(len(values) == 4 for values in rows[-1].get("by_prompt", {}).values())
-    assert f"|{rows[-1]['drafter']}" in capsys.readouterr().out
 
-def test_an_unknown_measurement_and_a_drafter_that_is_no_cascade(small, capsys):  # noqa: F811
-    check_mistake(["walk"], "there is no measurement called 'walk'", capsys, probe, "figures/probe.py")
-    check_mistake(["ewif", *args(small, "--drafter", "glide")], "glide is no cascade", capsys, probe, "figures/probe.py")
+# ---------------------------------------------------------------- lookup: which layer to read
+def by_queries_and_keys(model, texts, new, window):
+    """The mean mass of each head of each layer on what followed a continued token before, and uniform attention's."""
+    mass, alike, found = {}, [], {}
+    for layer, block in enumerate(model.model.layers):
+        for name in ("q_proj", "k_proj"):
+            getattr(block.self_attn, name).register_forward_hook(lambda module, x, out, at=(layer, name): found.update({at: out[0]}))
+    for ids in texts:
+        model(torch.tensor([ids]))
+        angles = glide.target_angles(model, len(ids))
+        for layer, head in product(range(len(model.model.layers)), range(4)):
+            q, k = (glide.apply_rope(found[layer, name].unflatten(-1, (-1, 8)).transpose(0, 1), *angles) for name in ("q_proj", "k_proj"))
+            for i in range(len(ids) - new, len(ids)):
+                after = [j for j in range(1, i + 1) if ids[j - 1] == ids[i]]
+                if after:
+                    scores = {j: (q[head, i] @ k[head * len(k) // len(q), j]).item() / 8 ** 0.5 for j in range(max(0, i + 1 - window), i + 1)}
+                    total = sum(map(np.exp, scores.values()))
+                    mass.setdefault((layer, head), []).append(sum(np.exp(scores[j]) for j in after if j in scores) / total)
+                    alike.append(len(after) / (i + 1))
+    return {at: np.mean(values) for at, values in mass.items()}, np.mean(alike)
 
-# ---------------------------------------------------------------- copies of a prompt
+def test_the_mass_of_each_layer_against_queries_and_keys():
+    """Of a model whose queries share keys, and whose layers see a window."""
+    model = tiny("mistral", seed=3)
+    prompts = [("x", [i, 3, 1, 4, 1, i + 2], 10) for i in range(4)]
+    run = SimpleNamespace(model=model, prompts=prompts, a=SimpleNamespace(target="tiny"), target=SimpleNamespace(encoder_decoder=False))
+    run.decode = partial(decode, target_of(model))
+    rows, _ = probe.lookup(run)
+    model = tiny("mistral", seed=3)
+    expected, alike = by_queries_and_keys(model, [ids + plain(model, ids, limit) for _, ids, limit in prompts], 10, window=9)
+    assert len(rows) == 4 and "head" not in rows[3]
+    for layer, row in enumerate(rows[:3]):
+        heads = [expected[layer, head] for head in range(4)]
+        assert (row["head"], row["mass"], row["uniform"]) == (np.argmax(heads), pytest.approx(max(heads), abs=1e-5), pytest.approx(alike))
+    best = max(range(3), key=lambda layer: rows[layer]["mass"])
+    assert run.notes[0].startswith(f"GLIDE: --layer {best}, whose head {rows[best]['head']} puts {rows[best]['mass']:.3f} there")
+
+def test_the_linear_map_is_least_squares_with_a_ridge():
+    torch.manual_seed(0)
+    texts = [torch.randint(5, (30,)) for _ in range(8)]
+    table = torch.randn(5, 6, dtype=torch.float64)
+    told = [torch.cat((table[:1], table[ids[:-1]])) for ids in texts]        # each state names the token before, in a code of its own
+    noisy = [each + 1.5 * torch.randn(each.shape) for each in told]
+    assert probe.named_before(told, texts) == 1.0
+
+    def pairs(some):
+        """States, and the token that each should name."""
+        return torch.cat([noisy[i][1:] for i in some]), torch.cat([texts[i][:-1] for i in some])
+    (x, y), (held_out, truth) = pairs([0, 1, 2, 4, 5, 6]), pairs([3, 7])
+    mean, std, hot = x.mean(0), x.std(0), torch.eye(5, dtype=torch.float64)[y]
+    x = torch.cat(((x - mean) / std, (probe.RIDGE * len(x)) ** 0.5 * torch.eye(6)))
+    weights = torch.linalg.lstsq(x, torch.cat((hot - hot.mean(0), torch.zeros(6, 5)))).solution
+    share = (((held_out - mean) / std @ weights + hot.mean(0)).argmax(1) == truth).double().mean().item()
+    assert probe.named_before(noisy, texts) == pytest.approx(share) and 0.3 < share < 0.95
+
+def test_a_family_whose_attention_cannot_be_read_is_refused():
+    config = MambaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=2)
+    with pytest.raises(verify.UserError, match="MambaForCausalLM does not say what each of its layers attends to"):
+        probe.layers_of(MambaForCausalLM(config), torch.tensor([1, 2, 3]))
+
+# ---------------------------------------------------------------- copies of a prompt, and what a forward costs
 def test_copies_of_a_prompt_are_computed_and_decode_as_one_does(small, tmp_path, monkeypatch):  # noqa: F811
-    """The target and the drafter compute each copy; tokens and rounds are those of a batch of one; what does not fit is None."""
-    shapes, own = set(), batches.Copies.compare
+    """The target and the drafter compute each copy; tokens and rounds are those of a batch of one; what does not fit has no row."""
+    sizes = {32: [], 16: []}                   # {width of the target, of the drafter: the batch of each forward's logits}
 
-    def compare(copies, logits):
-        shapes.add((copies.count, *logits.shape[::2]))
-        own(copies, logits)
-    monkeypatch.setattr(batches.Copies, "compare", compare)
+    def note(module, given, out):
+        if isinstance(module, torch.nn.Linear) and module.out_features == 300:
+            sizes[module.in_features].append(len(out))
     argv = args(small, "--batches", "3", "1", "--limit", "1", "--max-new-tokens", "6", "--json", str(tmp_path / "r.jsonl"))
+    hook = torch.nn.modules.module.register_module_forward_hook(note)
     assert batches.main([*argv, "--tree", "cape"]) == 0
+    hook.remove()
     one, three = rows_of(tmp_path / "r.jsonl")
-    assert shapes == {(1, 1, 300), (3, 3, 300)} and (one["batch"], three["batch"]) == (1, 3)
-    assert one["lossless"] is three["lossless"] is True and one["tau"] == three["tau"] >= 1
-    assert one["speedup"] == one["glide"] / one["plain"] == pytest.approx(one["by_prompt"]["speedup"][0])
+    assert all({*made} == {1, 3} and made == sorted(made) for made in sizes.values())
+    assert (one["batch"], three["batch"]) == (1, 3) and one["lossless"] is three["lossless"] is True and one["tau"] == three["tau"] >= 1
+    assert one["glide"] / one["plain"] == pytest.approx(one["by_prompt"]["speedup"][0])
 
-    def full(*given):
+    def full(run, arms):
         raise torch.OutOfMemoryError
     monkeypatch.setattr(bench, "measure_all", full)
-    assert batches.main(argv) == 0 and [row["glide"] for row in rows_of(tmp_path / "r.jsonl")] == [None, None]
+    assert batches.main(argv) == 0 and rows_of(tmp_path / "r.jsonl") == []
 
-def test_copies_that_differ_are_refused(small, monkeypatch, capsys):  # noqa: F811
-    def another(copies, logits):
-        own(copies, torch.cat((logits[:-1], logits[-1:].roll(1, -1))))
-    own = batches.Copies.compare
-    monkeypatch.setattr(batches.Copies, "compare", another)
-    assert batches.main(args(small, "--batches", "2", "--limit", "1", "--max-new-tokens", "4")) == 2
-    assert "figures/batches.py: 2 copies of a prompt chose different tokens" in capsys.readouterr().err.splitlines()[-1]
-    check_mistake(args(small, "--drafter", "edd"), "edd is no GLIDE drafter", capsys, batches, "figures/batches.py")
-
-# ---------------------------------------------------------------- what a forward costs
 def test_the_bytes_of_a_step_and_a_row_for_each_size(small, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(costs, "NODES", (1, 4))
     argv = args(small, "--contexts", "20", "--limit", "1", "--json", str(tmp_path / "r.jsonl"))

@@ -1,5 +1,6 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
 import re
+from types import SimpleNamespace
 
 import pytest
 import rounds
@@ -66,25 +67,40 @@ def test_an_output_that_ends_within_an_accepted_run_has_no_choice(run, data, tok
     assert last["own"] is last["choice"] is None and last["bonus"] == ""
     assert last["tokens"][last["path"][-1]] == end and arm["tokens"] == tokens.index(end) + 1
 
+row = torch.tensor
+CALLS = [(row([7]), [-1], row([[0.5, 0.3, 0.2, 0.0]])),
+         (row([0, 1, 3]), [0, 0, 0], row([[0.0, 0.25, 0.75, 0.0], [0.0, 0.0, 0.9, 0.1], [1.0, 0.0, 0.0, 0.0]])),
+         (row([2, 0]), [2, 3], row([[1.0, 0.0, 0.0, 0.0]] * 2))]
+
+def nodes_of(tokens, parents, calls=CALLS, predicted=None, p_draft=None):
+    """The nodes of a tree whose builder made these calls of expand, beside a Max-Gram that predicted these tokens after their nodes."""
+    answers, noted = iter(calls), []
+
+    def expand(tokens, parents):
+        return next(answers)[2]
+
+    def build(expand, root):
+        for call in calls:
+            expand(*call[:2])
+        return verify.Tree(row(tokens), row(parents), p_draft)
+    expand.drafter = SimpleNamespace(predicted=predicted)
+    rounds.listening(build, noted)(expand, None)
+    return rounds.nodes_of(*noted[0])
+
 def test_nodes_by_hand():
-    """Two nodes verified, one left out with its child, and what was asked behind no probability."""
-    row = torch.tensor
-    calls = [(row([7]), [-1], row([[0.5, 0.3, 0.2, 0.0]])),
-             (row([0, 1, 3]), [0, 0, 0], row([[0.0, 0.25, 0.75, 0.0], [0.0, 0.0, 0.9, 0.1], [1.0, 0.0, 0.0, 0.0]])),
-             (row([2, 0]), [2, 3], row([[1.0, 0.0, 0.0, 0.0]] * 2))]
-    nodes = rounds.nodes_of(verify.Tree(row([7, 0, 2]), row([-1, 0, 1])), calls)
+    """Two nodes verified, one left out with its child, and what was continued after no probability."""
+    nodes = nodes_of([7, 0, 2], [-1, 0, 1])
     assert nodes["tokens"] == [7, 0, 2, 1, 2] and nodes["parents"] == [-1, 0, 1, 0, 3] and nodes["verified"] == 3
-    assert nodes["p"] == pytest.approx([None, 0.5, 0.75, 0.3, 0.9], abs=1e-4)
-    # what Max-Gram says behind the root and the nodes asked after it
-    assert rounds.nodes_of(verify.Tree(row([7, 0, 2]), row([-1, 0, 1])), calls, [1, 9, 2, None, None, None])["gram"] == [3, 4] and nodes["gram"] == []
-    # Max-Gram's, behind a node that the drafter did not read, and where it read none
-    more = rounds.nodes_of(verify.Tree(row([7, 1, 2, 0, 1]), row([-1, 0, 1, 2, 3])), calls, [0] * 6)
+    assert nodes["p"] == pytest.approx([None, 0.5, 0.75, 0.3, 0.9], abs=1e-4) and nodes["gram"] == []
+    # Max-Gram's: after the root and the nodes given to expand; after a node that the drafter did not read; where it read none
+    assert nodes_of([7, 0, 2], [-1, 0, 1], predicted=[1, 9, 2, None, None, None])["gram"] == [3, 4]
+    more = nodes_of([7, 1, 2, 0, 1], [-1, 0, 1, 2, 3], predicted=[0] * 6)
     assert more["p"][3:5] == [1, None] and more["gram"] == [3, 4, 5], "5: the 0 that was left out"
-    assert rounds.nodes_of(verify.Tree(row([7, 1]), row([-1, 0])), [], [])["gram"] == [1]
-    # a cascade's own chain, drawn and not
-    chain, drawn = verify.Tree(row([7, 1, 2]), row([-1, 0, 1])), row([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
-    assert rounds.nodes_of(chain, [])["p"] == [None, None, None]
-    assert rounds.nodes_of(chain._replace(p_draft=drawn), [])["p"] == pytest.approx([None, 0.2, 0.3])
+    assert nodes_of([7, 1], [-1, 0], [], predicted=[])["gram"] == [1]
+    # a cascade's own chain, sampled and not
+    assert nodes_of([7, 1, 2], [-1, 0, 1], [])["p"] == [None, None, None]
+    sampled = row([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
+    assert nodes_of([7, 1, 2], [-1, 0, 1], [], p_draft=sampled)["p"] == pytest.approx([None, 0.2, 0.3])
     assert [rounds.leaves([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [1, 2])] == [None, 2, 3]
 
 def test_milliseconds_are_those_of_the_round(data):
