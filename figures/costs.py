@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 import bench  # noqa: E402
-from runtime import load, text  # noqa: E402
+from runtime import text  # noqa: E402
 from verify import UserError  # noqa: E402
 
 NODES = 1, 2, 4, 8, 16, 32, 64              # of a forward
