@@ -1,4 +1,5 @@
 """The cascade: Algorithm 1 against a plain recursion, a lenient review against the paper's rule, limits, T5.  (Sampled: test_drawn.py.)"""
+from functools import partial
 from itertools import product
 
 import pytest
@@ -204,6 +205,21 @@ def test_one_lenient_review_exactly(vocab, l):
         assert reviewed_by_the_papers_rule(one, one_q, 1.0) == pytest.approx(one, abs=1e-12)
         assert all(x <= l * y + 1e-12 for x, y in zip(one, one_p)), "no token is more than l times as likely"
         assert l > 1 or one == pytest.approx(one_p, abs=1e-12)
+
+def test_a_sampled_review_is_lenient_with_models_and_strict_with_max_gram(monkeypatch):
+    """What the tokens will follow, is handed to speculative sampling: q' for a model's draft, p for Max-Gram's, p for the next token."""
+    calls = []
+    monkeypatch.setattr(cascade, "accept_drawn", lambda *given: (calls.append(given), given[0].tokens)[1])
+    p, q = pairs_of_all_kinds(4, 7)
+    for one_p, one_q in zip(p, q):
+        gen = cascade.Gen()
+        gen.replace(0, [0, 1, 2], [None, one_q, 0.5])
+        cascade.review_drawn(one_p.log().repeat(3, 1), gen, 1, partial(torch.softmax, dim=-1), 2.5, None)
+        tree, p_new, _ = calls[-1]
+        lenient = torch.tensor(reviewed_by_the_papers_rule(one_p.tolist(), one_q.tolist(), 2.5), dtype=torch.float64)
+        torch.testing.assert_close(p_new, torch.stack((lenient, one_p, one_p)), atol=2e-6, rtol=0)
+        torch.testing.assert_close(tree.p_draft, torch.stack((one_q, torch.eye(4)[2])).float())
+        assert tree.tokens.tolist() == [0, 1, 2] and tree.parents.tolist() == [-1, 0, 1]
 
 # ---------------------------------------------------------------- encoder and decoder
 def t5():
