@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 from runtime import load, text
 from runtime.targets import any_target
 from training import prepare
+from training.state import exit_status
 from verify import UserError
 
 # ---------------------------------------------------------------- attention and cache
@@ -287,16 +288,7 @@ def run(argv):
     print(f"saved {out}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"write.py: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("write.py: interrupted; the same with --resume goes on", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("write.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
