@@ -17,7 +17,7 @@ import glide
 import train
 import verify
 from runtime import load
-from training import bigram, drafters, evaluate, muon, prepare, write
+from training import bigram, drafters, evaluate, muon, write
 from training.forward import captured, reads_of
 
 KINDS = ["glide", "edd", "eagle", "medusa", "small"]

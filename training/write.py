@@ -219,8 +219,8 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
             kind = text.kind_of_text(row, prepare.file_name(place))
             found.setdefault(tuple(ids), kind)
     if not found:
-        raise UserError(f"--data has no prompt of at most {most} tokens: give more --length, or "
-                        "more text")
+        raise UserError(f"--data has no prompt of at most {most} tokens: give more text, or "
+                        "shorter prompts")
     return [(kind, list(ids)) for ids, kind in found.items()]
 
 # ---------------------------------------------------------------- command line
