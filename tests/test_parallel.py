@@ -12,6 +12,7 @@ from test_train import about_of, brief, flags, interrupt, small, state_of  # noq
 import train
 
 NAMES = ["glide", "edd", "eagle"]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
 
 def leave(argv):
     """Run train.py in this process, a fork of the test's, and end with it, whatever happens."""

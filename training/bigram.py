@@ -32,6 +32,7 @@ from beyond.graft import LEAST, Mixture
 from runtime import load, text
 from training.prepare import is_held_out
 from training.write import prompts_in
+from training.state import exit_status
 from verify import Tree, UserError, generate
 
 LONGEST = 384             # tokens of a prompt, at most
@@ -159,6 +160,8 @@ def agreement(a):
     """`bigram.py agreement`"""
     setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
+    if not path.exists():
+        raise UserError(f"--checkpoint: {path} does not exist: write it with bigram.py count")
     written = json.loads(path.read_text())
     prompts, kinds = [], {}
     for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, LONGEST, held_out=True):
@@ -198,16 +201,13 @@ def parser():
     c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
     return p
 
+def run(argv):
+    a = parser().parse_args(argv)
+    a.command = " ".join(["python training/bigram.py", *argv])
+    {"count": count, "agreement": agreement}[a.made](a)
+
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        a = parser().parse_args(argv)
-        a.command = " ".join(["python training/bigram.py", *argv])
-        {"count": count, "agreement": agreement}[a.made](a)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"bigram.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("bigram.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Published drafters become checkpoints of this project: GLIDE, EAGLE-1, MEDUSA-1 (docs/public.md).
 
-    python training/convert.py yuhuili/EAGLE-Vicuna-7B-v1.3 --target lmsys/vicuna-7b-v1.3 \\
-        --out my-eagle
+    hf download yuhuili/EAGLE-Vicuna-7B-v1.3 --local-dir published
+    python training/convert.py published --target lmsys/vicuna-7b-v1.3 --out my-eagle
     python bench.py --target lmsys/vicuna-7b-v1.3 --checkpoint my-eagle --drafter eagle
 
 The idea.  The published architectures are those of glide.py, beyond/eagle.py and beyond/medusa.py,
@@ -23,11 +23,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors.torch import load_file, save_file
 
 from beyond import eagle, medusa
 from runtime import drafters, load, text
+from training.state import exit_status
 from verify import UserError
 
 PREFIXES = ("small_model.", "medusa_head.")
@@ -50,16 +50,6 @@ GLIDE_LAYER = {
 GLIMPSE_THETA = 10000.0                            # of the queries' RoPE in GLIDE's official code
 
 # ---------------------------------------------------------------- reading
-def folder_of(source):
-    """A folder as it is; of a name on the hub its files, downloaded."""
-    if Path(source).is_dir():
-        return Path(source)
-    if Path(source).is_absolute() or source.count("/") != 1:
-        raise UserError(f"{source} does not exist: give a folder, or OWNER/NAME on the hub")
-    local = load.is_offline(source, None, "the drafter")
-    patterns = ["*.json", "*.safetensors", "*.bin", "*.pt"]
-    return Path(snapshot_download(source, allow_patterns=patterns, local_files_only=local))
-
 def read_weights(folder):
     """{name: tensor} of all files of weights in a folder, without prefixes."""
     files = sorted(folder.glob("*.safetensors"))
@@ -146,7 +136,7 @@ def layout_of(weights, source):
 # ---------------------------------------------------------------- command line
 def run(argv):
     p = text.Parser(description="Convert a published drafter.")
-    p.add_argument("source", help="folder or hub name of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
+    p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
     p.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name of its target")
     p.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -154,7 +144,10 @@ def run(argv):
     out = Path(a.out)
     if out.exists():
         raise UserError(f"--out {out} exists: name a new folder")
-    folder = folder_of(a.source)
+    folder = Path(a.source)
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: `hf download OWNER/NAME --local-dir {folder}` "
+                        "fetches a drafter from the hub")
     weights = read_weights(folder)
     convert = layout_of(weights, a.source)
     target, tokenizer = load.load_target(a.target, "auto", a.device)
@@ -181,13 +174,7 @@ def run(argv):
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"convert.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("convert.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

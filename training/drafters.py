@@ -187,23 +187,23 @@ class SmallLM(torch.nn.Module):
         self.lm = lm
         self.config = SimpleNamespace(loss=loss)
 
-    def divergence(self, x, target_logits):
-        """D_KL(P_t || P), summed over n tokens.  x (n, D), target_logits (n, V) -> ()"""
-        p_target = target_logits.float().softmax(-1)
-        return edd.kl(p_target, self.lm.lm_head(x))
-
-    def cross_entropy(self, x, labels):
-        """Of the next token, summed over n tokens.  x (n, D), labels (n,) -> ()"""
-        return F.cross_entropy(self.lm.lm_head(x).float(), labels, reduction="sum")
+    def loss_of(self, x, labels):
+        """Summed over n tokens.  x (n, D).  labels: the target's logits (n, V);
+        with the loss "ce" the next tokens (n,).
+        """
+        logits = self.lm.lm_head(x)
+        if self.config.loss == "ce":
+            return F.cross_entropy(logits.float(), labels, reduction="sum")
+        p_target = labels.float().softmax(-1)
+        return edd.kl(p_target, logits)
 
     def loss(self, batch):
         """The mean over the loss mask; see train.py for the batch."""
         out = self.lm.model(input_ids=batch["ids"], use_cache=False)
         x = out.last_hidden_state                                            # (B, T, D)
-        loss, labels = self.divergence, batch["logits"]
-        if self.config.loss == "ce":
-            loss, labels = self.cross_entropy, batch["ids"].roll(-1, 1)
-        return batch["sum"](loss, batch["learn"], x, labels) / batch["count"]
+        next_tokens = batch["ids"].roll(-1, 1)
+        labels = next_tokens if self.config.loss == "ce" else batch["logits"]
+        return batch["sum"](self.loss_of, batch["learn"], x, labels) / batch["count"]
 
 # ---------------------------------------------------------------- modules -> folders
 def save(folder, module, tokenizer, about):

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from runtime import text
 from runtime.load import vocabulary_fingerprint
+from training.state import exit_status
 from verify import UserError
 
 HELD_OUT = 50                                     # every fiftieth document
@@ -168,13 +169,7 @@ def run(argv):
           f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError) as why:
-        print(f"prepare.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("prepare.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

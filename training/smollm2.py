@@ -32,6 +32,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from runtime import load, text
+from training.state import exit_status
 from verify import UserError
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -151,13 +152,7 @@ def run(argv):
     {"model": get_model, "prompts": write_prompts}[a.made](a)
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError) as why:
-        print(f"smollm2.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("smollm2.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

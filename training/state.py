@@ -1,13 +1,15 @@
-"""How a training run begins and ends: what it may replace, how it is interrupted.
+"""How a program begins and ends: what a run may replace, how it is interrupted, its exit status.
 
     claim_folders(a)                   a used --out or --work needs --resume or --overwrite
     interruptible()                    Ctrl-C and SIGTERM let the current step end
+    exit_status(program, run, argv)    a user's mistake is one sentence
 """
 import contextlib
 import signal
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from verify import UserError
@@ -53,3 +55,15 @@ def interruptible():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+def exit_status(program, run, argv):
+    """Call run(argv) -> 0, or 2 after one sentence about a user's mistake.
+
+    Other exceptions are faults of ours and keep their traceback.
+    """
+    try:
+        run(argv)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        print(f"{program}: {why}", file=sys.stderr)
+        return 2
+    return 0

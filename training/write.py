@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 from runtime import load, text
 from runtime.targets import any_target
 from training import prepare
+from training.state import exit_status
 from verify import UserError
 
 # ---------------------------------------------------------------- attention and cache
@@ -218,8 +219,8 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
             kind = text.kind_of_text(row, prepare.file_name(place))
             found.setdefault(tuple(ids), kind)
     if not found:
-        raise UserError(f"--data has no prompt of at most {most} tokens: give more --length, or "
-                        "more text")
+        raise UserError(f"--data has no prompt of at most {most} tokens: give more text, or "
+                        "shorter prompts")
     return [(kind, list(ids)) for ids, kind in found.items()]
 
 # ---------------------------------------------------------------- command line
@@ -287,16 +288,7 @@ def run(argv):
     print(f"saved {out}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"write.py: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("write.py: interrupted; the same with --resume goes on", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status("write.py", run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
