@@ -69,8 +69,8 @@ def written(model, ids, new):
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name, build", [
-    ("glide", cape.chain), ("glide", cape.cape), ("glide", pct.pct), ("glide", priced.pct_cost), ("edd", cape.chain), ("edd", cape.cape), ("edd", pct.pct),
-    ("edd", pct.eagle2), ("maxgram", cascade.proposal), ("mixture(glide, maxgram)", graft.graft), ("mixture(edd, maxgram)", graft.graft)])
+    ("glide-shared", cape.chain), ("glide-shared", cape.cape), ("glide-shared", pct.pct), ("glide-shared", priced.pct_cost), ("edd-shared", cape.chain), ("edd-shared", cape.cape), ("edd-shared", pct.pct),
+    ("edd-shared", pct.eagle2), ("maxgram", cascade.proposal), ("mixture(glide-shared, maxgram)", graft.graft), ("mixture(edd-shared, maxgram)", graft.graft)])
 def test_the_shipped_drafters_write_what_the_model_writes(setup, name, build):
     """To the end of its turn; after some 6 000 tokens; sampled, with one seed."""
     drafter = load.called(setup, read_call(name, load.loaders(setup.checkpoint), "drafter"))
