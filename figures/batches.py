@@ -26,7 +26,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from tables import grid, with_by_prompt  # noqa: E402
+from probe import show  # noqa: E402
+from tables import with_by_prompt  # noqa: E402
 
 import bench  # noqa: E402
 from runtime import text  # noqa: E402
@@ -101,9 +102,7 @@ def rows_of(argv):
         except torch.OutOfMemoryError:
             run.notes.append(f"a batch of {batch} does not fit into the device's memory")
             break
-    print(f"\n{grid(rows, COLUMNS)}\n", *run.notes, sep="\n")
-    if run.a.json:
-        bench.write_json(run.a.json, rows)
+    show(run, rows, COLUMNS)
     return rows
 
 def work(argv):

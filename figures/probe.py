@@ -32,6 +32,7 @@ import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -56,19 +57,22 @@ TEXTS, LONGEST = "36", 512                 # lookup: texts, and tokens of each
 RIDGE = 0.01                               # lookup: of the linear map, over the number of tokens
 NEAR = 0.02                                # lookup: shares that are as good as the best
 
-def about(run, label):
-    """What every row of these measurements tells about its run."""
-    a = run.a
-    return {"target": a.target, "drafter": label, "temperature": a.temperature, "seed": a.seed}
-
 def each_prompt(run, work):
     """-> [work(ids, limit) of each prompt]"""
     bar = tqdm(run.prompts, unit="prompt", leave=False, disable=None)
     return [work(ids, limit) for _, ids, limit in bar]
 
-def mean(values):
-    """The mean, or None of nothing."""
-    return sum(values) / len(values) if values else None
+def row_of(run, label, each, figures):
+    """A drafter's row: the figures of all prompts together, and as "by_prompt" of each.
+
+    each: [what was measured of a prompt, a list]; figures(a list) -> {key: value}
+    """
+    found = figures(sum(each, []))
+    of_prompts = [figures(one) for one in each]
+    by_prompt = {key: [one.get(key) for one in of_prompts] for key in found}
+    a = run.a
+    about = {"target": a.target, "drafter": label, "temperature": a.temperature, "seed": a.seed}
+    return {**about, **found, "by_prompt": by_prompt}
 
 # ---------------------------------------------------------------- calibration
 def scored_tokens(run, drafter, ids, limit):
@@ -87,43 +91,40 @@ def scored_tokens(run, drafter, ids, limit):
             scored.append((probs.max().item(), raw.max().item(), drafted == true))
     return scored
 
-def reliability(scored):
-    """[(confidence, accepted?)] -> ([share accepted in each bin, or None], calibration error)
+def reliability(pairs):
+    """[(confidence, accepted?)] -> [share accepted in each bin, or None], calibration error
 
     Bins are closed on the right, (0, .1] ... (.9, 1].
     """
     shares = []
     error = 0.0
     for b in range(BINS):
-        inside = [pair for pair in scored if b < pair[0] * BINS <= b + 1]
-        confidence = mean([confidence for confidence, _ in inside])
-        acceptance = mean([accepted for _, accepted in inside])
-        shares.append(acceptance)
+        inside = [pair for pair in pairs if b < pair[0] * BINS <= b + 1]
+        shares.append(None)
         if inside:
+            confidence = fmean(confidence for confidence, _ in inside)
+            shares[b] = fmean(accepted for _, accepted in inside)
             # ECE = sum_b |B_b| / n |acc(B_b) - conf(B_b)|
-            error += len(inside) / len(scored) * abs(acceptance - confidence)
+            error += len(inside) / len(pairs) * abs(shares[b] - confidence)
     return shares, error
 
-def calibration(run):
+def calibration_of(scored):
     """"bin 90": the share accepted of the tokens with a confidence above .9, and so on."""
-    names = [f"bin {100 * b // BINS}" for b in range(BINS)]
+    shares, error = reliability([(p, accepted) for p, _, accepted in scored])
+    _, raw_error = reliability([(p, accepted) for _, p, accepted in scored])
+    bins = {f"bin {100 * b // BINS}": share for b, share in enumerate(shares)}
+    return {"ece": error, "ece_raw": raw_error, **bins}
+
+def calibration(run):
     rows = []
     for label, drafter in run.drafters.items():
-        by_text = each_prompt(run, partial(scored_tokens, run, drafter))
-        calibrated = [[(p, accepted) for p, _, accepted in scored] for scored in by_text]
-        raw = [(p, accepted) for scored in by_text for _, p, accepted in scored]
-        shares, error = reliability(sum(calibrated, []))
-        row = {**about(run, label), "ece": error, "ece_raw": reliability(raw)[1]}
-        row |= dict(zip(names, shares))
-        of_texts = [reliability(scored)[0] for scored in calibrated]
-        row["by_prompt"] = dict(zip(names, map(list, zip(*of_texts))))
-        rows.append(row)
-    columns = ["arm", "ECE, raw", "ECE", *(f"{name}={name}:.2f" for name in names)]
-    return rows, columns
+        each = each_prompt(run, partial(scored_tokens, run, drafter))
+        rows.append(row_of(run, label, each, calibration_of))
+    return rows, ["arm", "ECE, raw", "ECE", *(f"bin {b}=bin {b}:.2f" for b in (10, 30, 50, 70, 90))]
 
 # ---------------------------------------------------------------- acceptance by position
-def position_shares(rounds):
-    """verify.Rounds of chains -> [share of the tokens drafted at a position that were accepted]"""
+def positions_of(rounds):
+    """verify.Rounds of chains -> {"position 5": the share of fifth tokens that were accepted}"""
     drafted, accepted = Counter(), Counter()
     for one in rounds:
         count = min(len(one.path) - 1, len(one.new))
@@ -131,23 +132,16 @@ def position_shares(rounds):
         ended = len(one.new) == count
         drafted.update(range(count if ended else len(one.tokens) - 1))
         accepted.update(range(count))
-    return [accepted[i] / drafted[i] for i in range(len(drafted))]
+    return {f"position {i + 1}": accepted[i] / drafted[i] for i in range(len(drafted))}
 
 def positions(run):
-    """"position 5": the share of fifth tokens accepted, together with those before them."""
     rows = []
     for label, drafter in run.drafters.items():
         build = partial(cape.chain, gamma=LONG_CHAIN)
         if hasattr(drafter, "chain"):
             build = cascade.proposal           # it writes a chain of its own
         outs = each_prompt(run, partial(run.decode, drafter, build))
-        each = [position_shares(out.rounds) for out in outs]
-        row = {**about(run, label), "by_prompt": {}}
-        for i, share in enumerate(position_shares(sum([out.rounds for out in outs], []))):
-            row[f"position {i + 1}"] = share
-            shares = [of_prompt[i] if i < len(of_prompt) else None for of_prompt in each]
-            row["by_prompt"][f"position {i + 1}"] = shares
-        rows.append(row)
+        rows.append(row_of(run, label, [out.rounds for out in outs], positions_of))
     return rows, ["arm", *(f"position {i}=position {i}:.2f" for i in (1, 2, 3, 5, 10, 20))]
 
 # ---------------------------------------------------------------- expected walltime improvement
@@ -284,38 +278,37 @@ def lookup(run):
             heads = torch.cat([mass[layer] for mass in masses], 1).mean(1)      # (h,)
             row |= {"mass": heads.max().item(), "head": heads.argmax().item(), "uniform": uniform}
         rows.append(row)
-    run.notes = advice(rows, readable)
-    return rows, ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
-                  "hidden_states[layer] names the token before=before:.2f"]
-
-def advice(rows, readable):
-    """lookup's rows -> the layer for GLIDE, those for EDD, a sentence each."""
     best = max(rows[:readable], key=lambda row: row["mass"])
     most = max(row["before"] for row in rows[1:])
     near = [row["drafter"] for row in rows[1:] if row["before"] > most - NEAR]
-    return [
+    run.notes = [
         f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} there"
         f" (uniform attention: {best['uniform']:.3f})",
         f"EDD: --hidden, one of {' '.join(near)}: there the token before is still named; from the "
         f"token itself one can tell {rows[0]['before']:.2f} (hidden_states[0], the embedding)"]
+    return rows, ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
+                  "hidden_states[layer] names the token before=before:.2f"]
 
 # ---------------------------------------------------------------- the command line
 MEASUREMENTS = {"calibration": calibration, "positions": positions, "ewif": ewif, "lookup": lookup}
 
+def show(run, rows, columns):
+    """Print rows as a table, with the run's notes, and write them to --json."""
+    print(f"\n{grid(rows, columns)}\n", *run.notes, sep="\n")
+    if run.a.json:
+        bench.write_json(run.a.json, rows)
+
 def rows_of(argv):
     """["calibration", bench.py's flags ...] -> rows, printed as a table"""
-    name = argv[0] if argv else "nothing"
+    name, flags = argv[0] if argv else "nothing", argv[1:]
     if name not in MEASUREMENTS:
         known = " ".join(MEASUREMENTS)
         raise UserError(f"there is no measurement called {name!r}: choose among {known}")
-    flags = argv[1:]
     if name == "lookup":                       # it needs no drafter; Max-Gram goes with any target
         flags = ["--limit", TEXTS, *flags, "--drafter", "maxgram"]
     run = bench.Run(flags)
     rows, columns = MEASUREMENTS[name](run)
-    print(f"\n{grid(rows, columns)}\n", *run.notes, sep="\n")
-    if run.a.json:
-        bench.write_json(run.a.json, rows)
+    show(run, rows, columns)
     return rows
 
 def work(argv):

@@ -99,7 +99,7 @@ def test_positions_against_a_count_by_hand(run):
     ends = [([5, 6, 9], 2), ([4], 0), ([5, 6, 7, 8], 3), ([5, 6], 3)]
     rounds = [chain._replace(new=new, path=list(range(1 + accepted))) for new, accepted in ends]
     # Position 3 of the last round was never scored: the output ended before it.
-    assert probe.position_shares(rounds) == [3 / 4, 3 / 4, 1 / 3]
+    assert probe.positions_of(rounds) == {"position 1": 3 / 4, "position 2": 3 / 4, "position 3": 1 / 3}
     (row,), _ = probe.positions(run)
     values = row["by_prompt"]["position 2"]
     assert len(values) == 3 and 0 <= row["position 2"] <= 1 and values[1] is None, "one token has no second one"
