@@ -263,16 +263,11 @@ def is_done(spec, flags, a):
     return path.exists() and tables.read_rows(path)[0]["flags"] == shlex.join(flags)
 
 def show_list(specs, flags, a):
-    """Print each table with its minutes; of further tables of a run, the name of that run."""
+    """Print each table with the time it takes; of further tables of a run, the name of that run."""
     for spec in specs:
-        if "command" not in spec:
-            took = run_of(spec, specs)["name"]
-        elif spec["command"].startswith("python train.py"):
-            took = "a log"
-        else:
-            took = f"{spec['minutes']} min"
+        takes = spec.get("takes") or run_of(spec, specs)["name"]
         done = " (measured)" if is_done(spec, flags, a) else ""
-        print(f"{spec['name']:22} {took:>9}  {spec['title']}{done}")
+        print(f"{spec['name']:22} {takes:>9}  {spec['title']}{done}")
 
 def measure_all(names, specs, flags, a):
     """Measure the named tables, except those that are done -> exit status."""

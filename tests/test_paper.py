@@ -3,7 +3,6 @@ import json
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import batches
 import numpy as np
@@ -161,12 +160,6 @@ def test_a_cascades_k_is_the_fastest_on_prompts_that_are_not_reported():
     (shown,) = [spec["shown"] for spec in SPECS if spec["name"] == "cascade-table-2"]
     assert {name for name in shown if name.startswith("cascade")} == {name for _, name in best.values()}
 
-def test_flags_given_here_win():
-    command = 'python bench.py --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
-    script, arguments = paper.arguments_of(command, ["--limit", "4"])
-    a = bench.parser().parse_args(arguments)
-    assert (script, a.limit, a.drafter) == ("bench.py", 4, ["cascade(base, k=5)", "glide"])
-
 # ---------------------------------------------------------------- a training's log
 def test_a_training_log_is_rows(tmp_path):
     """Its last run alone, each step once."""
@@ -194,11 +187,11 @@ def made_up(tmp_path, monkeypatch, specs):
     monkeypatch.setattr(paper, "DOCS", tmp_path / "docs")
 
 def test_a_table_is_measured_goes_on_and_is_written(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """An interrupted table keeps its prompts; a larger --limit measures the further ones alone; --again measures all."""
+    """An interrupted table keeps its prompts; a larger --limit measures the further ones alone; --again, or other settings, all."""
     flags = " ".join(args(small, "--drafter", "glide", "--tree", "chain", "cape"))
     compared = [claim("glide × cape", "glide × chain", "tau")]
     made_up(tmp_path, monkeypatch, [
-        {"name": "a", "section": "S", "title": "A", "file": "a.jsonl", "command": f"python bench.py {flags}", "minutes": 1,
+        {"name": "a", "section": "S", "title": "A", "file": "a.jsonl", "command": f"python bench.py {flags} \\\n --limit 9", "takes": "1 min",
          "shown": ["plain", "glide × cape"], "compare": compared},
         {"name": "b", "section": "S", "title": "B", "file": "a.jsonl", "shown": ["glide × chain"], "columns": ["arm", "tau"]},
         {"name": "c", "section": "S", "title": "C", "file": "c.jsonl", "command": "python train.py edd --work work/none", "drafters": ["*"]}])
@@ -222,6 +215,8 @@ def test_a_table_is_measured_goes_on_and_is_written(small, tmp_path, monkeypatch
     assert run(2) == 0 and decoded == [] and "--again measures it again" in capsys.readouterr().out
     assert run(3) == 0 and len(decoded) == 4
     assert run(3, "--again") == 0 and len(decoded) == 12
+    assert run(2, "--seed", "1") == 0 and len(decoded) == 8, "other settings: anew"
+    assert run(3, "--again") == 0
     rows = tables.read_rows(out / "a.jsonl")
     arm = tables.whole(rows)["glide × cape"]
     assert len(arm["by_prompt"]["tau"]) == 3 and arm["mean_speedup"] == pytest.approx(np.prod(arm["by_prompt"]["speedup"]) ** (1 / 3))
@@ -237,28 +232,6 @@ def test_a_table_is_measured_goes_on_and_is_written(small, tmp_path, monkeypatch
     page.write_text(text.replace("Lossless: 2", "Lossless: 3"))
     assert paper.main(["check"]) == 1 and "out of date: results.md" in capsys.readouterr().err
     assert paper.main(["write"]) == 0 and page.read_text() == text
-
-def test_a_table_of_other_settings_begins_anew(tmp_path):
-    run = SimpleNamespace(a=SimpleNamespace(limit=1, seed=0), prompts=[("x", [1, 2], 5)], prices={})
-    record = SimpleNamespace(tokens=[3, 4], stage_runs=[2], total={"rounds": 2, "draft": 0.5}, seconds=0.25)
-    arm = SimpleNamespace(name="a", results={0: record})
-    path = tmp_path / "t.json"
-    finished = paper.Finished(path, run)
-    run.prices["glide"] = {"cost": 0.1}
-    finished.keep([arm], 0)
-
-    def kept():
-        run.prices = {}
-        fresh = SimpleNamespace(name="a", results={})
-        paper.Finished(path, run).give([fresh])
-        return fresh.results, run.prices
-    results, prices = kept()
-    assert prices == {"glide": {"cost": 0.1}} and len(results[0].rounds) == 2
-    assert all(getattr(results[0], key) == getattr(record, key) for key in ("tokens", "stage_runs", "total", "seconds"))
-    run.a.limit = 2
-    assert kept()[0]
-    run.a.seed = 1
-    assert kept() == ({}, {})
 
 # ---------------------------------------------------------------- Markdown beside the paper's values
 def test_the_papers_values_by_hand():
