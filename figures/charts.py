@@ -1,4 +1,4 @@
-"""The chart of speedups as SVG, drawn from docs/results/: the rows that "chart" of tables.json names.
+"""The chart of speedups as SVG, drawn from the rows that "chart" of docs/results/tables.json names.
 
     python figures/paper.py write          # draws docs/arms.svg, with the pages
 

@@ -107,7 +107,7 @@ def record_of(found):
 
 # ---------------------------------------------------------------- one table
 def arguments_of(command, flags):
-    """`python bench.py --limit 9` -> ("bench.py", its arguments, then `flags`, which override them)"""
+    """`python bench.py --limit 9` -> ("bench.py", its arguments, and then flags, which override)"""
     _, script, *arguments = shlex.split(command.replace("\\\n", " "))
     return script, arguments + flags
 

@@ -120,7 +120,8 @@ def calibration(run):
     for label, drafter in run.drafters.items():
         each = each_prompt(run, partial(scored_tokens, run, drafter))
         rows.append(row_of(run, label, each, calibration_of))
-    return rows, ["arm", "ECE, raw", "ECE", *(f"bin {b}=bin {b}:.2f" for b in (10, 30, 50, 70, 90))]
+    bins = [f"bin {b}=bin {b}:.2f" for b in (10, 30, 50, 70, 90)]
+    return rows, ["arm", "ECE, raw", "ECE", *bins]
 
 # ---------------------------------------------------------------- acceptance by position
 def positions_of(rounds):
@@ -142,7 +143,8 @@ def positions(run):
             build = cascade.proposal           # it writes a chain of its own
         outs = each_prompt(run, partial(run.decode, drafter, build))
         rows.append(row_of(run, label, [out.rounds for out in outs], positions_of))
-    return rows, ["arm", *(f"position {i}=position {i}:.2f" for i in (1, 2, 3, 5, 10, 20))]
+    columns = [f"position {i}=position {i}:.2f" for i in (1, 2, 3, 5, 10, 20)]
+    return rows, ["arm", *columns]
 
 # ---------------------------------------------------------------- expected walltime improvement
 def predicted(rows):
@@ -278,16 +280,21 @@ def lookup(run):
             heads = torch.cat([mass[layer] for mass in masses], 1).mean(1)      # (h,)
             row |= {"mass": heads.max().item(), "head": heads.argmax().item(), "uniform": uniform}
         rows.append(row)
+    run.notes = advice(rows, readable)
+    columns = ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
+               "hidden_states[layer] names the token before=before:.2f"]
+    return rows, columns
+
+def advice(rows, readable):
+    """lookup's rows -> the layer for GLIDE, those for EDD, a sentence each."""
     best = max(rows[:readable], key=lambda row: row["mass"])
     most = max(row["before"] for row in rows[1:])
     near = [row["drafter"] for row in rows[1:] if row["before"] > most - NEAR]
-    run.notes = [
+    return [
         f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} there"
         f" (uniform attention: {best['uniform']:.3f})",
         f"EDD: --hidden, one of {' '.join(near)}: there the token before is still named; from the "
         f"token itself one can tell {rows[0]['before']:.2f} (hidden_states[0], the embedding)"]
-    return rows, ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
-                  "hidden_states[layer] names the token before=before:.2f"]
 
 # ---------------------------------------------------------------- the command line
 MEASUREMENTS = {"calibration": calibration, "positions": positions, "ewif": ewif, "lookup": lookup}

@@ -43,7 +43,9 @@ PARTS = {"begin": "draft", "draft": "draft", "verify": "verify", "other": "other
 
 # ---------------------------------------------------------------- one decoding, noted down
 class Listener:
-    """The loop's expand, with a note of all its nodes.  A node's path: the tokens from the root to it.
+    """The loop's expand, with a note of all its nodes.
+
+    A node's path is the tokens from the root to it.
 
     paths    [path], in the order in which nodes were given to expand
     rows     {path: the drafter's probabilities (V,) after that node}
