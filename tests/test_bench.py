@@ -163,9 +163,8 @@ def test_figures_of_a_row_by_hand():
     row = bench.row_of(made_up_run(), base, base, library, "all", [0, 1])
     assert row["baseline"] is True and row["tau"] is row["round_ms"] is row["c"] is None and row["runs"] == [20 + 2]
 
-@pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
-                                                (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
-def test_stages_and_repetitions_by_hand(names, runs, costs):
+@pytest.mark.parametrize("names, runs", [(["base"], [3]), (["base", "maxgram"], [2, 5])])
+def test_stages_and_repetitions_by_hand(names, runs):
     """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs; 4-grams of 1 2 3 1 2 3 1: three of four."""
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
     record = made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs))
@@ -173,14 +172,14 @@ def test_stages_and_repetitions_by_hand(names, runs, costs):
     for arm in (base, ours):
         arm.results[0].tokens = [1, 2, 3, 1, 2, 3, 1]
     drafter = cascade.Cascade.__new__(cascade.Cascade)
-    drafter.names, drafter.K, drafter.costs = names, [[2]], costs
+    drafter.names, drafter.K, drafter.costs = names, [[2]], [0.5]
     row = bench.row_of(made_up_run(drafters={"x": drafter}), ours, base, base, "all", [0])
     assert row["distinct_4grams"] == 3 / 4 and row["runs"] == [3, *runs] and row["stages"] == names
     assert row["swi_ms"] == 7 / (3 + 0.5 * runs[0]) and row["swi_measured"] == pytest.approx(7 / (3 + 0.3 / 0.1))
     if len(names) == 1:
         assert row["c"] == pytest.approx(1) and row["alpha"] == 1 and row["expected_speedup"] == pytest.approx(3 / (2 + 1))
     else:
-        assert row["swi_given"] == 7 / (3 + 0.25 * 2) and row["c"] is row["expected_speedup"] is None
+        assert row["c"] is row["expected_speedup"] is None
 
 def test_what_is_printed(capsys, monkeypatch):
     """One table for all prompts, then one for each kind; averages, what differs, the prices that were used, why an arm is slow."""
@@ -203,7 +202,6 @@ def test_what_is_printed(capsys, monkeypatch):
     assert re.search(r"generate\(\): .*first_divergence {'prompt': 1, 'from': \[100, ", out)
     assert "x x pct 2.67x" in out, "10 tokens in 0.375 s, beside 10 in 1"
     assert re.search("^x x pct: .*cost 0.0625", out, re.MULTILINE) and "s_d / s_t 0.062 [0.060-0.070]" in out
-    assert "x x chain is slower than plain decoding" in out
 
 def test_what_counts_as_lossless(monkeypatch):
     """The reference arm is plain decoding.  Under sampling a sampled chain and the library's arms may differ, other arms may not."""
@@ -470,11 +468,11 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
     """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
-    drafter = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))"
+    drafter = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2)"
     assert bench.main(args(small, "--drafter", drafter, "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
                            "--limit", "2", "--max-new-tokens", "6")) == 0
     rows = rows_of(tmp_path / "r.jsonl")
-    assert all(r["lossless"] for r in rows) and "swi_given" in capsys.readouterr().out
+    assert all(r["lossless"] for r in rows) and "swi_ms" in capsys.readouterr().out
     assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
     r, _ = (r for r in rows if r["stages"] and r["group"] == "all")
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and r["settings"] == {"drawn": False}
@@ -482,4 +480,3 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
     rounds = target - r["prompts"]
     assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
     assert r["draft_forwards"] == pytest.approx(sum(r["runs"][1:]) / rounds)
-    assert r["swi_given"] == pytest.approx(r["tokens"] / (target + 0.5 * base + 0.25 * second))
