@@ -486,10 +486,9 @@ def runs_and_costs(drafter, settings, records, total, step, alpha):
     if is_cascade:
         tokens = sum(len(record.tokens) for record in records)
         found["swi_measured"] = tokens / (target_runs + total["draft"] / step)
-        # costs: of the models, by their weights ("ms") or as given.  Max-Gram's cost is 0.
-        for how, costs in drafter.costs.items():
-            runs = [target_runs, *stage_runs[:len(costs)]]
-            found[f"swi_{how}"] = swi(tokens, runs, [1, *costs])
+        # costs: of the models, by their weights.  Max-Gram's is 0.
+        runs = [target_runs, *stage_runs[:len(drafter.costs)]]
+        found["swi_ms"] = swi(tokens, runs, [1, *drafter.costs])
     return found
 
 def losslessness(run, arm, base, which):
@@ -597,8 +596,8 @@ def tables(run, arms, finished):
     for group, which in groups.items():
         fresh = [row_of(run, arm, base, generate, group, which) for arm in arms]
         print(f"\n{group}: {len(which)} prompts\n{report.table(names, fresh)}")
-        for line in report.notes(run, names, fresh):
-            print(line)
+        if group == "all":
+            print(*report.notes(run, names, fresh), sep="\n")
         rows += fresh
     return rows
 

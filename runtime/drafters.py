@@ -17,7 +17,7 @@ and, beside such a target, the same results.  What they do beside other targets:
  3. Embedding and LM head are copied by what they compute, so they may be quantised.  Scales and
     soft caps that the target applies outside of them are not copied: the copies are trained.
  4. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the
-    target does.
+    target does.  It is refused where a small forward shows that they are not the target's.
 
 Device and dtype of a drafter are those of what it reads: KV entries or hidden states.
 """
@@ -206,13 +206,21 @@ class AnyTables:
     """How a drafter between the target's tables uses them; see beyond.shared.BetweenTables."""
 
     def take_tables(self, model):
-        """Remember the target's embedding and LM head."""
+        """Remember the target's embedding and LM head, which alone must give its logits."""
         target = self.target
         target.model = model
         target.embed = model.get_input_embeddings()
         target.lm_head = model.get_output_embeddings()
         target.cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         target.head = lambda x: soft_capped(frozen_linear(x, target.lm_head), target.cap)
+        ids = torch.arange(4, device=device_of(model))[None]
+        with torch.no_grad():
+            out = model(ids, use_cache=False, output_hidden_states=True)
+            logits = target.head(out.hidden_states[-1])
+        error = (logits - out.logits).float().norm() / out.logits.float().norm()
+        if not error < torch.finfo(logits.dtype).eps ** 0.5:
+            raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
+                             "take a drafter with tables of its own (glide, edd)")
 
     def head_of_words(self, words):
         """The target's head for words (k,) alone -> a function: x (..., D) -> logits (..., k)"""

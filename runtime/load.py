@@ -266,31 +266,25 @@ def stage_of(setup, name):
     setup.stages[name] = model
     return model
 
-def numbers_in(value, kind=(int, float)):
-    """A number, or a tuple of numbers -> list"""
-    found = value if isinstance(value, (tuple, list)) else [value]
-    if not all(isinstance(number, kind) for number in found):
-        raise UserError(f"{value!r} is no number and no tuple of numbers")
-    return list(found)
-
-def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True, bigram=None):
+def load_cascade(setup, *names, k=None, lenience=1.0, matching=True, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
-    first; maxgram last.  k: Table 2's k11, or (k11, k12, k22).  costs: of one run of each model,
-    in runs of the target, for the standardised walltime improvement.  matching: False lets
-    Max-Gram predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
+    first; maxgram last.  k: Table 2's k11, or (k11, k12, k22).  matching: False lets Max-Gram
+    predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
-    misplaced = "maxgram" in names[:-1] or len(set(names)) < len(names)
-    costs = None if costs is None else numbers_in(costs)
-    if misplaced or costs and len(costs) != len(neural):
+    if "maxgram" in names[:-1] or len(set(names)) < len(names):
         raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
-                        "maxgram last; give a cost for each model, or none")
+                        "maxgram last")
+    if not isinstance(lenience, (int, float)):
+        raise UserError(f"lenience={lenience!r} is no number")
     K = None
     if k is not None:
-        K = cascade.table2(numbers_in(k, int), len(neural), "maxgram" in names)
-    numbers_in(lenience)
+        counts = list(k) if isinstance(k, (tuple, list)) else [k]
+        if not all(isinstance(count, int) for count in counts):
+            raise UserError(f"k={k!r} is no whole number, and no tuple of them")
+        K = cascade.table2(counts, len(neural), "maxgram" in names)
     gram = None
     if "maxgram" in names:
         gram = load_gram(setup, bigram)
@@ -302,10 +296,8 @@ def load_cascade(setup, *names, k=None, lenience=1.0, costs=None, matching=True,
         stages.append(setup.wrap(model, setup.target.context, setup.target.vocab))
         weights.append(model.num_parameters() / setup.model.num_parameters())
     drafter = cascade.Cascade(stages, K, lenience, gram, setup.target.vocab)
-    # For SWI: a stage costs its share of the target's weights, or what is given.
-    drafter.names, drafter.costs = list(names), {"ms": weights}
-    if costs:
-        drafter.costs["given"] = costs
+    # For SWI: a stage costs its share of the target's weights.
+    drafter.names, drafter.costs = list(names), weights
     return drafter
 
 class Stage:

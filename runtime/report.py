@@ -33,13 +33,11 @@ alpha          accepted / tested drafted tokens; for chains only
 nodes          drafted tokens that are verified per round
 draft, verify, other (all the rest)   shares of a round's time, ms/round
 lossless       every token is that of plain decoding (-: sampled with other noise)"""
-GRAPHS = "vs generate() compares CUDA graphs with transformers' eager forwards"
 LOSSLESS = {True: "yes", False: "NO", None: "-"}
 # Keys of a row that are printed below the table
 DETAILS = ("c", "expected_speedup", "alpha_overlap", "K", "runs", "swi_measured", "swi_ms",
-           "swi_given", "first_divergence")
+           "first_divergence")
 MEASURED = ("cost", "node_price", "start", "size")       # settings that bench.py may have measured
-SLOWER = 0.995                                           # a speedup below this does not round to 1
 
 # ---------------------------------------------------------------- the table
 def cell(form, row):
@@ -75,17 +73,11 @@ def headline(run):
 
 # ---------------------------------------------------------------- below a table
 def notes(run, names, rows):
-    """Lines below a table.  The first one, of all prompts, gets a legend and details, too."""
-    lines = []
-    if rows[0]["group"] == "all":
-        lines.append(LEGEND)
-        if run.a.graphs:
-            lines.append(GRAPHS)
-        lines += ["", totals(names, rows), baseline(rows[0])]
-        for name, row in zip(names, rows):
-            lines += details(name, row)
-        lines += prices(run)
-    return lines + slower(names, rows)
+    """Lines below the table of all prompts: a legend, and figures that have no column."""
+    lines = [LEGEND, "", totals(names, rows), baseline(rows[0])]
+    for name, row in zip(names, rows):
+        lines += details(name, row)
+    return lines + prices(run)
 
 def totals(names, rows):
     """Another average than the median: all tokens over all seconds."""
@@ -128,21 +120,6 @@ def prices(run):
         node = f"{price['node_price']:.3f} [{low:.3f}-{high:.3f}]"
         lines.append(f"{label}: {drafting}; in plain decoding steps, a verified node takes {node}, "
                      f"and all else that a round with a tree adds {price['start']:.3f}")
-    return lines
-
-def slower(names, rows):
-    """A note for each drafted arm that is slower than plain decoding: why, and what to try."""
-    lines = []
-    for name, row in zip(names, rows):
-        if not row["tree"] or row["speedup"] >= SLOWER or not row["round_ms"]:
-            continue
-        steps = row["round_ms"] / row["target_ms"]
-        advice = "fewer nodes (a shorter chain, --tree pct-cost)"
-        if row["share_draft"] > row["share_verify"]:
-            advice = "a smaller drafter"
-        lines.append(f"{name} is slower than plain decoding: a round takes {steps:.1f} plain steps "
-                     f"and gives {row['tau']:.1f} tokens.  Try {advice}, or a drafter that knows "
-                     "such text")
     return lines
 
 # ---------------------------------------------------------------- a continuation as it is made

@@ -48,14 +48,13 @@ def windows_of(config):
     """{kind of layer: its sliding window, or None for full attention}"""
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [default]
+    kinds = set(getattr(config, "layer_types", None) or [default])
     # GPT-Neo's "local" layers add a window of their own to the mask that they are given.
     others = set(getattr(config, "attention_layers", None) or []) - {"global"}
-    unknown = sorted(others | set(kinds) - {"full_attention", "sliding_attention"})
+    unknown = others | kinds - {"full_attention", "sliding_attention"}
     if unknown:
-        raise UserError(f"the target has layers of kind {', '.join(unknown)}, which take no mask "
-                        "of a tree or keep no KV entries: take a target with full or sliding "
-                        "attention")
+        raise UserError(f"the target has layers of kind {', '.join(unknown)}: take a target with "
+                        "full or sliding attention")
     return {kind: window if kind == "sliding_attention" else None for kind in kinds}
 
 def device_of(model):
@@ -112,10 +111,6 @@ class AnyTarget(Target):
     chunk_size = CHUNK               # tokens of a prompt in one forward
 
     def __init__(self, model, capacity=None, vocab=None):
-        attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
-            raise UserError(f"attn_implementation {attention} takes no tree mask: load the target "
-                            "with 'sdpa' or 'eager'")
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
         self.windows = windows_of(self.config)

@@ -149,7 +149,7 @@ def test_figures_of_a_row_by_hand():
     assert row["round_ms"] == pytest.approx(2000 / 7) and row["draft_ms"] == pytest.approx(750 / 7)
     assert row["begin_ms"] == pytest.approx(150 / 7)
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
-    assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
+    assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3}
     of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in ("speedup", "tau", "alpha", "nodes")}
     assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "nodes": [10 / 4, 3]}
     for record in ours.results.values():
@@ -163,9 +163,8 @@ def test_figures_of_a_row_by_hand():
     row = bench.row_of(made_up_run(), base, base, library, "all", [0, 1])
     assert row["baseline"] is True and row["tau"] is row["round_ms"] is row["c"] is None and row["runs"] == [20 + 2]
 
-@pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
-                                                (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
-def test_stages_and_repetitions_by_hand(names, runs, costs):
+@pytest.mark.parametrize("names, runs", [(["base"], [3]), (["base", "maxgram"], [2, 5])])
+def test_stages_and_repetitions_by_hand(names, runs):
     """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs; 4-grams of 1 2 3 1 2 3 1: three of four."""
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
     record = made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs))
@@ -173,37 +172,29 @@ def test_stages_and_repetitions_by_hand(names, runs, costs):
     for arm in (base, ours):
         arm.results[0].tokens = [1, 2, 3, 1, 2, 3, 1]
     drafter = cascade.Cascade.__new__(cascade.Cascade)
-    drafter.names, drafter.K, drafter.costs = names, [[2]], costs
+    drafter.names, drafter.K, drafter.costs = names, [[2]], [0.5]
     row = bench.row_of(made_up_run(drafters={"x": drafter}), ours, base, base, "all", [0])
     assert row["distinct_4grams"] == 3 / 4 and row["runs"] == [3, *runs] and row["stages"] == names
     assert row["swi_ms"] == 7 / (3 + 0.5 * runs[0]) and row["swi_measured"] == pytest.approx(7 / (3 + 0.3 / 0.1))
     if len(names) == 1:
         assert row["c"] == pytest.approx(1) and row["alpha"] == 1 and row["expected_speedup"] == pytest.approx(3 / (2 + 1))
     else:
-        assert row["swi_given"] == 7 / (3 + 0.25 * 2) and row["c"] is row["expected_speedup"] is None
+        assert row["c"] is row["expected_speedup"] is None
 
-def test_what_is_printed(capsys, monkeypatch):
-    """One table for all prompts, then one for each kind; averages, what differs, the prices that were used, why an arm is slow."""
+def test_a_table_for_all_prompts_then_one_for_each_kind(capsys, monkeypatch):
     monkeypatch.setattr(bench, "divergence", lambda target, ids, ours, plain: {"from": plain})
     base, slow = (arm_of(name, *(made_up([(0, 0)] * 4, seconds, prompt=i) for i in range(2)))
                   for name, seconds in (("plain", 0.5), ("generate()", 1.0)))
     slow.results[1].tokens = [7] * 5
-    more = {"draft": 0.25, "verify": 0.5, "other": 0.0}
-    ours = arm_of("x", made_up([(1, 1), (1, 1)], 0.25, **more), made_up([(1, 1), (1, 1)], 0.125, prompt=1, **more),
-                  tree="pct", settings={"cost": 0.0625})
-    late = arm_of("x", *(made_up([(1, 1), (1, 1)], 5.0, prompt=i, **more) for i in range(2)), tree="chain")
-    price = {"cost": 0.0625, "node_price": 0.01, "start": 0.1, "cost_range": [0.06, 0.07], "node_price_range": [0.01, 0.02]}
-    rows = bench.tables(made_up_run(prices={"x": price}), [base, slow, ours, late], 2)
-    assert [row["speedup"] for row in rows if row["group"] == "all"] == [1, 0.5, 3, 0.1]
+    ours = arm_of("x", *(made_up([(1, 1), (1, 1)], seconds, i, draft=0.25, verify=0.5, other=0.0) for i, seconds in enumerate((0.25, 0.125))), tree="pct")
+    rows = bench.tables(made_up_run(), [base, slow, ours], 2)
+    assert [row["speedup"] for row in rows if row["group"] == "all"] == [1, 0.5, 3]
     assert [row["prompts"] for row in rows if row["tree"] == "pct"] == [2, 1, 1], "all, and each kind"
-    assert all(row["prices"] == price for row in rows if row["drafter"] == "x")
     out = capsys.readouterr().out
     assert re.findall(r"^(\w+): (\d) prompts$", out, re.MULTILINE) == [("all", "2"), ("a", "1"), ("b", "1")]
     assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True]
     assert re.search(r"generate\(\): .*first_divergence {'prompt': 1, 'from': \[100, ", out)
     assert "x x pct 2.67x" in out, "10 tokens in 0.375 s, beside 10 in 1"
-    assert re.search("^x x pct: .*cost 0.0625", out, re.MULTILINE) and "s_d / s_t 0.062 [0.060-0.070]" in out
-    assert "x x chain is slower than plain decoding" in out
 
 def test_what_counts_as_lossless(monkeypatch):
     """The reference arm is plain decoding.  Under sampling a sampled chain and the library's arms may differ, other arms may not."""
@@ -382,14 +373,6 @@ def test_the_whole_grid(small, tmp_path, monkeypatch):
     assert found["pct(width=1, cost=0.01)"].items() >= {"width": 1, "cost": 0.01}.items() and found["chain"] == {"gamma": 5}
     assert found["pct"]["cost"] == found["pct-cost"]["cost"] == 0.125
 
-def test_sampling_runs_and_says_what_it_can_say(small, tmp_path):
-    flags = "--tree cape drawn --drafter glide --temperature 0.8 --top-k 20 --limit 1 --max-new-tokens 8".split()
-    assert bench.main(args(small, *flags, "--json", str(tmp_path / "r.jsonl"))) == 0
-    rows = {(r["drafter"], r["tree"]): r for r in rows_of(tmp_path / "r.jsonl")}
-    cape, drawn = rows["glide", "cape"], rows["glide", "drawn"]
-    assert cape["lossless"] is True and cape["alpha_overlap"] is None, "keyed noise: plain sampling's tokens"
-    assert drawn["lossless"] is rows["generate()", None]["lossless"] is None and 0 < drawn["alpha_overlap"] <= 1
-
 def test_an_interruption_reports_what_was_measured(small, tmp_path, monkeypatch, capsys):
     generate, calls, path = verify.generate, [], tmp_path / "r.jsonl"
 
@@ -470,11 +453,11 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
 
 def test_cascades_in_one_run(small, tmp_path, capsys):
     """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
-    drafter = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2, costs=(0.5, 0.25))"
+    drafter = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2)"
     assert bench.main(args(small, "--drafter", drafter, "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
                            "--limit", "2", "--max-new-tokens", "6")) == 0
     rows = rows_of(tmp_path / "r.jsonl")
-    assert all(r["lossless"] for r in rows) and "swi_given" in capsys.readouterr().out
+    assert all(r["lossless"] for r in rows) and "swi_ms" in capsys.readouterr().out
     assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
     r, _ = (r for r in rows if r["stages"] and r["group"] == "all")
     assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and r["settings"] == {"drawn": False}
@@ -482,4 +465,3 @@ def test_cascades_in_one_run(small, tmp_path, capsys):
     rounds = target - r["prompts"]
     assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
     assert r["draft_forwards"] == pytest.approx(sum(r["runs"][1:]) / rounds)
-    assert r["swi_given"] == pytest.approx(r["tokens"] / (target + 0.5 * base + 0.25 * second))

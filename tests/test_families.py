@@ -124,12 +124,6 @@ def test_a_target_without_kv_entries_of_its_own_is_refused(name, more, words):
         AnyTarget(family(name, **more))
     assert "\n" not in str(caught.value)
 
-def test_an_attention_that_takes_no_mask_is_refused():
-    model = tiny("llama")
-    model.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(verify.UserError, match="flash_attention_2 takes no tree mask.*sdpa"):
-        AnyTarget(model)
-
 def test_the_proof_tries_a_short_window_and_restores_the_configuration(monkeypatch):
     model = tiny("qwen2-mixed", sliding_window=30)
     before = dict(vars(model.config))
@@ -233,7 +227,7 @@ def test_a_glimpses_rope_is_the_layers_own(name):
     torch.testing.assert_close(scores - scores[:, :1], expected, atol=1e-4, rtol=1e-3)
 
 def test_between_tables_logits_are_capped_as_the_targets():
-    """Gemma 2's, and those of a short list of words."""
+    """Gemma 2's, and those of a short list of words; a target whose logits are made otherwise is refused."""
     model = made("Gemma2ForCausalLM")
     draft_model = drafters.EDDShared(drafters.config_of("edd-shared", model, hidden=2, words=4), model)
     draft_model.choose_words(torch.tensor([3, 1, 7, 5]))
@@ -242,6 +236,8 @@ def test_between_tables_logits_are_capped_as_the_targets():
         logits = draft_model.head(out.hidden_states[-1][0])
         assert logits.isfinite().sum(1).tolist() == [4] * 10
         torch.testing.assert_close(logits[:, [3, 1, 7, 5]], out.logits[0][:, [3, 1, 7, 5]])
+    with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's alone"):
+        drafter_for(family("CohereForCausalLM", num_key_value_heads=2), "edd-shared")
 
 def save(folder, draft_model, kind):
     folder.mkdir()

@@ -100,11 +100,6 @@ def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree, monkeyp
     name = ("llama", "llama-eager", "mistral", "qwen2-mixed")[number % 4]
     check(model_of(name), kind, BUILDS[tree])
 
-def test_sampled_output_is_plain_samplings():
-    rule = verify.Sampled(0.8, top_k=7, seed=3)
-    check(model_of("llama"), "glide", cape.cape, rule=rule)
-    check(model_of("llama"), "vdm", cape.drawn, rule=rule)
-
 def test_recordings_serve_other_lengths_and_no_other_needs():
     """Few recordings: one for each size of tree, and of the cache; a drafter that reads hidden states finds them after plain decoding."""
     llama = model_of("llama")

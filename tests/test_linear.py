@@ -41,15 +41,12 @@ def test_products_are_f_linears(everything):
 
 @torch.no_grad()
 def test_a_copy_has_no_blocks(everything):
-    """A drafter may be made of copies of the target's modules, and gets other weights; then it is packed itself."""
+    """A drafter may be made of copies of the target's modules, and gets other weights."""
     module, x = packed(24)[0], torch.randn(3, 24)
     other = copy.deepcopy(module)
     assert module.blocks is not None and other.blocks is None
     other.load_state_dict(torch.nn.Linear(24, 24).state_dict())
-    for _ in range(2):
-        torch.testing.assert_close(other(x), torch.nn.functional.linear(x, other.weight, other.bias), rtol=1e-5, atol=1e-5)
-        linear.pack(other)
-    assert other.blocks is not None
+    torch.testing.assert_close(other(x), torch.nn.functional.linear(x, other.weight, other.bias))
 
 def test_what_is_left_alone(monkeypatch):
     """Other types and subclasses; models within the cache, and those too large to copy."""

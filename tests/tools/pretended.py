@@ -224,7 +224,6 @@ def decodings():
     greedy, sampled = verify.Greedy(), measure.Overlap(0.8, None, None, 0)
     return [("glide x chain", cape.chain, glides, greedy),
             ("glide x cape, sampled", cape.cape, glides, sampled),
-            ("glide x drawn", cape.drawn, glides, sampled),
             ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
             ("cascade", cascade.proposal, cascades, greedy),
             ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy),
