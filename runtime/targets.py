@@ -7,7 +7,6 @@ verify.Target serves models that are built as Llama is.  AnyTarget adds
     vocabularies    logits padded or cut to another model's vocabulary size
     contexts        other names for their length in a configuration; longrope's short table alone
     chains          a model that ignores a tree's mask or position_ids verifies chains only
-    long prompts    prefill in chunks
 
 and AnyEncoderDecoder serves T5 and its relatives.
 
@@ -109,13 +108,8 @@ class AnyTarget(Target):
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()     # {model: verifies_trees}: a model is tried once
-    chunk_size = CHUNK               # tokens of a prompt in one forward
 
     def __init__(self, model, capacity=None, vocab=None):
-        attention = getattr(model.config, "_attn_implementation", None)
-        if attention not in (None, "sdpa", "eager"):
-            raise UserError(f"attn_implementation {attention} takes no tree mask: load the target "
-                            "with 'sdpa' or 'eager'")
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
         self.windows = windows_of(self.config)
@@ -170,20 +164,6 @@ class AnyTarget(Target):
             masks[kind] = of_kind["attention_mask"]
         found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
-
-    def sync(self, ids, logits_to_keep=1):
-        """As Target.sync, in chunks: one forward over a long prompt would fill the memory."""
-        chunks = []
-        for end in range(self.chunk_size, len(ids) - logits_to_keep + 1, self.chunk_size):
-            if self.ids[:end] != ids[:end]:
-                super().sync(ids[:end])
-                chunks.append(self.committed)
-        logits = super().sync(ids, logits_to_keep)
-        if chunks:
-            # The next view shows the tokens and hidden states of all chunks.
-            chunks.append(self.committed)
-            self.committed = [torch.cat(of_chunks) for of_chunks in zip(*chunks)]
-        return logits
 
     # ------------------------------------------------ the proof
     @torch.no_grad()

@@ -196,10 +196,3 @@ def test_the_hub_is_asked_once_and_says_why_a_model_cannot_be_loaded(monkeypatch
             load.load_target("some/model", "float32", "cpu", revision="v9")
         assert "\n" not in str(why.value)
     assert asked == 2 * [("some/model", "v9")]
-
-def test_spread_by_accelerate(folder):
-    pytest.importorskip("accelerate", reason="accelerate is not installed: models cannot be spread over devices")
-    setup = load.Setup(str(folder / "model"), str(folder / "drafters"), device="auto")
-    alone = verify.generate(setup.target, None, verify.root_only, PROMPT, 8).tokens
-    for name in ("my-glide", "edd"):
-        assert verify.generate(setup.target, load.load_drafter(setup, name), cape.cape, PROMPT, 8).tokens == alone
