@@ -570,9 +570,6 @@ def row_of(run, arm, base, generate, group, which):
     row["by_prompt"] = []
     for i, speedup in zip(which, arm.speedups(base, which)):
         row["by_prompt"].append({"speedup": speedup, **figures(run, arm, base, [i])})
-    # Low where texts repeat themselves: then any drafter is fast.
-    shares = [record.distinct_4grams() for record in records if len(record.tokens) > 3]
-    row["distinct_4grams"] = ratio(sum(shares), len(shares))
     row |= losslessness(run, arm, base, which)
     row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
                        "transformers": transformers.__version__}

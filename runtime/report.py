@@ -77,16 +77,12 @@ def notes(run, names, rows):
     """Lines below a table.  The first one, of all prompts, gets a legend and details, too."""
     lines = []
     if rows[0]["group"] == "all":
-        lines += [LEGEND, "", baseline(rows[0])]
+        step = rows[0]["target_ms"]
+        lines += [LEGEND, "", f"baseline: plain decoding, {step:.2f} ms per token"]
         for name, row in zip(names, rows):
             lines += details(name, row)
         lines += prices(run)
     return lines + slower(names, rows)
-
-def baseline(row):
-    repeats = row["distinct_4grams"] or 0
-    return (f"baseline: plain decoding, {row['target_ms']:.2f} ms per token; {repeats:.0%} of the "
-            "4-grams of its output are distinct")
 
 def details(name, row):
     """A line with the figures of an arm that have no column."""

@@ -252,13 +252,6 @@ class AnyEncoderDecoder(AnyTarget):
         """Positions in the decoder follow the cache, not the depth in a tree."""
         return False
 
-    def capture(self, needs):
-        """As Target.capture; the decoder's hidden states are not available."""
-        if needs.get("hidden"):
-            raise UserError(f"{type(self.model).__name__} is an encoder-decoder, and this drafter "
-                            "reads hidden states of a decoder-only target: take a cascade")
-        super().capture(needs)
-
     def remaining(self, ids):
         """The prompt takes no position of the decoder; its start token takes one."""
         return self.capacity

@@ -144,7 +144,7 @@ def test_figures_of_a_row_by_hand():
     assert row["round_ms"] == pytest.approx(2000 / 7) and row["draft_ms"] == pytest.approx(750 / 7)
     assert row["begin_ms"] == pytest.approx(150 / 7)
     assert [row[f"share_{key}"] for key in ("draft", "verify", "other")] == pytest.approx([0.375, 0.375, 0.25])
-    assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3} and row["distinct_4grams"] == 1
+    assert row["runs"] == [7 + 2] and row["settings"] == {"gamma": 3}
     of_each = {key: [figures[key] for figures in row["by_prompt"]] for key in ("speedup", "tau", "alpha", "nodes")}
     assert of_each == {"speedup": pytest.approx([2, 5]), "tau": [2, 4], "alpha": [4 / 7, 1], "nodes": [10 / 4, 3]}
     for record in ours.results.values():
@@ -160,8 +160,8 @@ def test_figures_of_a_row_by_hand():
 
 @pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
                                                 (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
-def test_stages_and_repetitions_by_hand(names, runs, costs):
-    """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs; 4-grams of 1 2 3 1 2 3 1: three of four."""
+def test_stages_by_hand(names, runs, costs):
+    """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs."""
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
     record = made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs))
     ours = arm_of("x", record, tree="chain")
@@ -170,7 +170,7 @@ def test_stages_and_repetitions_by_hand(names, runs, costs):
     drafter = cascade.Cascade.__new__(cascade.Cascade)
     drafter.names, drafter.K, drafter.costs = names, [[2]], costs
     row = bench.row_of(made_up_run(drafters={"x": drafter}), ours, base, base, "all", [0])
-    assert row["distinct_4grams"] == 3 / 4 and row["runs"] == [3, *runs] and row["stages"] == names
+    assert row["runs"] == [3, *runs] and row["stages"] == names
     assert row["swi_ms"] == 7 / (3 + 0.5 * runs[0]) and row["swi_measured"] == pytest.approx(7 / (3 + 0.3 / 0.1))
     if len(names) == 1:
         assert row["c"] == pytest.approx(1) and row["alpha"] == 1 and row["expected_speedup"] == pytest.approx(3 / (2 + 1))
@@ -441,3 +441,6 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
     target, *stages = r["runs"]
     rounds = target - r["prompts"]
     assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]) and r["draft_forwards"] == pytest.approx(sum(stages) / rounds)
+    for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
+        with pytest.raises(verify.UserError, match="it takes --"):
+            bench.Run(argv + more)

@@ -79,10 +79,6 @@ def test_what_a_call_names_is_lossless(setup, name, words, settings):
     if "maxgram" in (name, *words):
         assert drafter.gram.bigram == [1, 2] + [0] * (VOCAB - 2) and drafter.gram.confidence == [0.1, 0.2]
 
-def test_the_folder_of_one_drafter_is_called_by_its_kind(folder):
-    for name, kind in (("my_glide", "glide"), ("edd", "edd")):
-        assert load.drafters_in(folder / "drafters" / name) == {kind: folder / "drafters" / name}
-
 def test_a_cascade_of_padded_vocabularies(llama):
     """A target of 12 ids beside stages with fewer and with more: lossless, and no token that only one of them knows is drafted."""
     text, seen, stages = plain(llama, PROMPT, 16), [], []
