@@ -165,8 +165,6 @@ def test_stages_by_hand(names, runs, costs):
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
     record = made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs))
     ours = arm_of("x", record, tree="chain")
-    for arm in (base, ours):
-        arm.results[0].tokens = [1, 2, 3, 1, 2, 3, 1]
     drafter = cascade.Cascade.__new__(cascade.Cascade)
     drafter.names, drafter.K, drafter.costs = names, [[2]], costs
     row = bench.row_of(made_up_run(drafters={"x": drafter}), ours, base, base, "all", [0])

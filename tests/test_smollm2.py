@@ -1,9 +1,8 @@
-"""SmolLM2: what a fingerprint says of rounded and tuned weights; the questions; the real model, where it is.
+"""SmolLM2: the questions; the real model, where it is.
 
     python training/smollm2.py; python -m pytest tests/test_smollm2.py        # a minute, once it is there
     SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2          # or somewhere else
 """
-import copy
 import json
 import os
 import sys
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny
 from transformers.generation import EosTokenCriteria
 
 import cape
@@ -22,39 +20,6 @@ from beyond import graft, priced
 from runtime import load
 from runtime.calls import read_call
 from training import smollm2
-
-def changed(model, change):
-    """A copy of the model, change(weight) in the place of each matrix."""
-    other = copy.deepcopy(model)
-    for weight in other.parameters():
-        if weight.ndim == 2:
-            weight.data = change(weight.data)
-    return other
-
-def four_bits(weight):
-    """A matrix, rounded to some 16 levels."""
-    step = 0.4 * weight.std()
-    return (weight / step).round() * step
-
-def tuned(weight, share):
-    """A matrix, each weight moved by about `share` of its size."""
-    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0), dtype=weight.dtype)
-    return weight + share * weight.std() * noise
-
-def test_a_fingerprint_tells_rounded_weights_from_another_models():
-    model = tiny("llama")
-    mine = load.fingerprint(model)
-    others = {
-        "the same": [model, changed(model, lambda weight: weight.bfloat16().double())],
-        "a relative": [changed(model, four_bits), changed(model, lambda weight: tuned(weight, 0.05))],
-        "another": [tiny("llama", seed=1), changed(model, lambda weight: tuned(weight, 0.5)), tiny("llama", num_hidden_layers=2)],
-    }
-    for expected, models in others.items():
-        for other in models:
-            its = load.fingerprint(other)
-            assert load.relation(mine, its) == load.relation(its, mine) == expected
-    near = load.fingerprint(others["a relative"][0])
-    assert load.relation(mine | {"vocabulary": "a"}, near | {"vocabulary": "b"}) == "another", "tokens mean something else"
 
 # ---------------------------------------------------------------- the command
 def test_questions_keep_their_category(tmp_path):
