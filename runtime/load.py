@@ -410,8 +410,9 @@ def load_mixture(setup, *names, bigram=None):
         folder = Path(setup.checkpoint) / name
         if (folder / "training.json").exists():
             drafter.temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
-    agreement = gram_of(setup, bigram).get("agreement", {}).get(name)
-    return Mixture(drafter, load_gram(setup, bigram), agreement)
+    found = gram_of(setup, bigram)
+    gram = MaxGram(found.get("bigram"), found.get("confidence"))
+    return Mixture(drafter, gram, found.get("agreement", {}).get(name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):
