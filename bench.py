@@ -73,8 +73,6 @@ def parser():
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help="read this many rows, balanced by kind (default: all; of the "
          f"project's own {FEW})")
-    flag("--ask", help='the question of a row, written with its fields: "{question} Think step by '
-         'step." (default: by the fields that the row has)')
     flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
          "(default: the tokenizer's own, or plain)")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt (default: 128)")
@@ -181,7 +179,7 @@ class Run(load.Setup):
         """Prompts of the flags' files: of `limit` rows after the first `skip`."""
         a = self.a
         return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
-                               self.answer, a.template, a.ask, skip)
+                               self.answer, a.template, skip)
 
     @cached_property
     def unmeasured(self):
@@ -571,9 +569,6 @@ def row_of(run, arm, base, generate, group, which):
     row["by_prompt"] = []
     for i, speedup in zip(which, arm.speedups(base, which)):
         row["by_prompt"].append({"speedup": speedup, **figures(run, arm, base, [i])})
-    # Low where texts repeat themselves: then any drafter is fast.
-    shares = [record.distinct_4grams() for record in records if len(record.tokens) > 3]
-    row["distinct_4grams"] = ratio(sum(shares), len(shares))
     row |= losslessness(run, arm, base, which)
     row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
                        "transformers": transformers.__version__}

@@ -152,8 +152,7 @@ class Setup:
 
 # ---------------------------------------------------------------- fingerprints
 PROBES = 32              # weights of a model in its fingerprint
-HALF = 1 / 128           # twice the relative rounding error of bfloat16
-NEAR = 0.25              # the relative difference up to which models are relatives
+NEAR = 0.25              # the relative difference up to which a drafter serves another model
 
 def vocabulary_fingerprint(tokenizer):
     """16 hex digits of a hash of all tokens and their ids."""
@@ -182,27 +181,24 @@ def fingerprint(model, tokenizer=None):
         about["vocabulary"] = vocabulary_fingerprint(tokenizer)
     return about
 
-def relation(a, b):
-    """How the models of two fingerprints are related: "the same", "a relative" or "another".
+def fits(a, b):
+    """Whether a drafter for a target of fingerprint a serves one of fingerprint b.
 
-    A drafter serves the model that it was trained for in any precision ("the same"), and it serves
-    a relative: one of the same architecture and vocabulary whose weights were rounded to 4 bits
-    (their relative difference ||a - b|| / ||b|| is .08 to .16 then) or lightly tuned.  Between
-    models that were trained from different seeds the difference is some 1.4.
+    It serves the model that it was trained for, and one of the same architecture and vocabulary
+    whose weights were rounded to 4 bits (the relative difference ||a - b|| / ||b|| is .08 to .16
+    then) or lightly tuned.  Between models that were trained from different seeds it is some 1.4.
     """
     probe_a, probe_b = a.get("probe", {}), b.get("probe", {})
     for key in a.keys() & b.keys():
         if key != "probe" and a[key] != b[key]:
-            return "another"
+            return False
     names = [name for name in probe_a if name in probe_b]
     if not names:
-        return "another"
+        return False
     of_a = np.array([probe_a[name] for name in names])
     of_b = np.array([probe_b[name] for name in names])
-    if np.allclose(of_a, of_b, rtol=HALF, atol=1e-6):
-        return "the same"
     difference = np.linalg.norm(of_a - of_b) / max(np.linalg.norm(of_b), 1e-30)
-    return "a relative" if difference < NEAR else "another"
+    return bool(difference < NEAR)
 
 # ---------------------------------------------------------------- trained drafters
 def about_drafter(folder):
@@ -231,12 +227,8 @@ def load_drafter(setup, name):
     folder = drafters_in(setup.checkpoint)[name]
     about = about_drafter(folder)
     # Checked first: a drafter for another target may read layers that this one does not have.
-    related = relation(about["target"], fingerprint(setup.model, setup.tokenizer))
-    if related == "another":
+    if not fits(about["target"], fingerprint(setup.model, setup.tokenizer)):
         raise UserError(f"the drafter in {folder} was made for another target: train one for this")
-    if related == "a relative":
-        setup.notes.append(f"{name} was trained for a relative of this target (rounded in another "
-                           "way, or tuned)")
     try:
         drafter, _ = drafters.load(folder, setup.model)
     except (ValueError, LookupError, TypeError, SafetensorError) as why:
@@ -410,8 +402,9 @@ def load_mixture(setup, *names, bigram=None):
         folder = Path(setup.checkpoint) / name
         if (folder / "training.json").exists():
             drafter.temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
-    agreement = gram_of(setup, bigram).get("agreement", {}).get(name)
-    return Mixture(drafter, load_gram(setup, bigram), agreement)
+    found = gram_of(setup, bigram)
+    gram = MaxGram(found.get("bigram"), found.get("confidence"))
+    return Mixture(drafter, gram, found.get("agreement", {}).get(name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

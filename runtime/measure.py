@@ -140,11 +140,6 @@ class Record:
         """Tokens per second, prefill included."""
         return len(self.tokens) / self.seconds
 
-    def distinct_4grams(self):
-        """The share of the output's 4-grams that are distinct."""
-        grams = list(zip(*(self.tokens[i:] for i in range(4))))
-        return len(set(grams)) / len(grams)
-
 def counts_of(rounds, overlaps=()):
     """Sums over the rounds of a decoding -> Counter
 

@@ -36,8 +36,9 @@ lossless       every token is that of plain decoding (-: sampled with other nois
 LOSSLESS = {True: "yes", False: "NO", None: "-"}
 # Keys of a row that are printed below the table
 DETAILS = ("c", "expected_speedup", "alpha_overlap", "K", "runs", "swi_measured", "swi_ms",
-           "first_divergence")
+           "swi_given", "first_divergence")
 MEASURED = ("cost", "node_price", "start", "size")       # settings that bench.py may have measured
+SLOWER = 0.995                                           # a speedup below this does not round to 1
 
 # ---------------------------------------------------------------- the table
 def cell(form, row):
@@ -73,22 +74,15 @@ def headline(run):
 
 # ---------------------------------------------------------------- below a table
 def notes(run, names, rows):
-    """Lines below the table of all prompts: a legend, and figures that have no column."""
-    lines = [LEGEND, "", totals(names, rows), baseline(rows[0])]
-    for name, row in zip(names, rows):
-        lines += details(name, row)
-    return lines + prices(run)
-
-def totals(names, rows):
-    """Another average than the median: all tokens over all seconds."""
-    plain = rows[0]["tokens_per_second"]
-    ratios = [f"{name} {row['tokens_per_second'] / plain:.2f}x" for name, row in zip(names, rows)]
-    return f"speedup of the totals, all tokens over all seconds: {', '.join(ratios)}"
-
-def baseline(row):
-    repeats = row["distinct_4grams"] or 0
-    return (f"baseline: plain decoding, {row['target_ms']:.2f} ms per token; {repeats:.0%} of the "
-            "4-grams of its output are distinct")
+    """Lines below a table.  The first one, of all prompts, gets a legend and details, too."""
+    lines = []
+    if rows[0]["group"] == "all":
+        step = rows[0]["target_ms"]
+        lines += [LEGEND, "", f"baseline: plain decoding, {step:.2f} ms per token"]
+        for name, row in zip(names, rows):
+            lines += details(name, row)
+        lines += prices(run)
+    return lines + slower(names, rows)
 
 def details(name, row):
     """A line with the figures of an arm that have no column."""
@@ -120,6 +114,16 @@ def prices(run):
         node = f"{price['node_price']:.3f} [{low:.3f}-{high:.3f}]"
         lines.append(f"{label}: {drafting}; in plain decoding steps, a verified node takes {node}, "
                      f"and all else that a round with a tree adds {price['start']:.3f}")
+    return lines
+
+def slower(names, rows):
+    """A note for each drafted arm that is slower than plain decoding."""
+    lines = []
+    for name, row in zip(names, rows):
+        if row["tree"] and row["speedup"] < SLOWER and row["round_ms"]:
+            steps = row["round_ms"] / row["target_ms"]
+            lines.append(f"{name} is slower than plain decoding: a round takes {steps:.1f} plain "
+                         f"steps and gives {row['tau']:.1f} tokens; see docs/speed.md")
     return lines
 
 # ---------------------------------------------------------------- a continuation as it is made

@@ -7,7 +7,6 @@ verify.Target serves models that are built as Llama is.  AnyTarget adds
     vocabularies    logits padded or cut to another model's vocabulary size
     contexts        other names for their length in a configuration; longrope's short table alone
     chains          a model that ignores a tree's mask or position_ids verifies chains only
-    long prompts    prefill in chunks
 
 and AnyEncoderDecoder serves T5 and its relatives.
 
@@ -108,7 +107,6 @@ class AnyTarget(Target):
     """
     encoder_decoder = False
     proven = WeakKeyDictionary()     # {model: verifies_trees}: a model is tried once
-    chunk_size = CHUNK               # tokens of a prompt in one forward
 
     def __init__(self, model, capacity=None, vocab=None):
         self.model, self.device = model.eval(), device_of(model)
@@ -165,20 +163,6 @@ class AnyTarget(Target):
             masks[kind] = of_kind["attention_mask"]
         found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
-
-    def sync(self, ids, logits_to_keep=1):
-        """As Target.sync, in chunks: one forward over a long prompt would fill the memory."""
-        chunks = []
-        for end in range(self.chunk_size, len(ids) - logits_to_keep + 1, self.chunk_size):
-            if self.ids[:end] != ids[:end]:
-                super().sync(ids[:end])
-                chunks.append(self.committed)
-        logits = super().sync(ids, logits_to_keep)
-        if chunks:
-            # The next view shows the tokens and hidden states of all chunks.
-            chunks.append(self.committed)
-            self.committed = [torch.cat(of_chunks) for of_chunks in zip(*chunks)]
-        return logits
 
     # ------------------------------------------------ the proof
     @torch.no_grad()
@@ -266,13 +250,6 @@ class AnyEncoderDecoder(AnyTarget):
     def prove(self):
         """Positions in the decoder follow the cache, not the depth in a tree."""
         return False
-
-    def capture(self, needs):
-        """As Target.capture; the decoder's hidden states are not available."""
-        if needs.get("hidden"):
-            raise UserError(f"{type(self.model).__name__} is an encoder-decoder, and this drafter "
-                            "reads hidden states of a decoder-only target: take a cascade")
-        super().capture(needs)
 
     def remaining(self, ids):
         """The prompt takes no position of the decoder; its start token takes one."""

@@ -37,7 +37,6 @@ from pathlib import Path
 
 import jinja2
 import numpy as np
-from safetensors import SafetensorError
 from tqdm import tqdm
 
 from verify import UserError
@@ -94,8 +93,6 @@ def write_atomically(path, write):
     try:
         write(part)
         os.replace(part, path)
-    except SafetensorError as why:
-        raise UserError(f"{path} cannot be written ({first_line(why)})") from None
     finally:
         part.unlink(missing_ok=True)
 
@@ -296,14 +293,14 @@ def encode_all(found, tokenizer, template):
         yield [ids for ids in parts if len(ids)]
 
 # ---------------------------------------------------------------- rows as prompts
-def question_text(row, form=None):
-    """What a row asks -> text, or None.  form: --ask, in place of the forms of QUESTIONS."""
+def question_text(row):
+    """What a row asks -> text, or None."""
     if not isinstance(row, dict):
         return row if isinstance(row, str) else None
-    for names, known in QUESTIONS:
-        if form is None and all(row.get(name) for name in names.split()):
-            form = known
-    return form and form.format_map(row)
+    for names, form in QUESTIONS:
+        if all(row.get(name) for name in names.split()):
+            return form.format_map(row)
+    return None
 
 def prompt_rows(paths, limit=None, skip=0):
     """Rows of files of prompts, balanced by kind -> [(kind, row, place)]
@@ -321,23 +318,18 @@ def prompt_rows(paths, limit=None, skip=0):
     end = None if limit is None else skip + limit
     return [row[1:] for row in rows[skip:end]]
 
-def questions_of(row, place, tokenizer, template, ask=None, answer=None):
+def questions_of(row, place, tokenizer, template, answer=None):
     """Yield the token ids of each prompt of a row: for a chat, of each question.
 
-    place: of the row, for the message of a UserError.  ask: see question_text.  answer(ids) ->
-    text: answers a question that the row leaves open.
+    place: of the row, for the message of a UserError.  answer(ids) -> text: answers a question that
+    the row leaves open.
     """
     chat = conversation(row)
     if not chat:
-        try:
-            text = question_text(row, ask)
-        except (LookupError, ValueError, AttributeError) as why:
-            raise UserError(f"--ask {ask!r} does not fit {place} ({type(why).__name__}: {why}): "
-                            "name fields that all rows have, as {question}") from None
+        text = question_text(row)
         if not text:
             known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
-            raise UserError(f"{place} asks nothing: it has none of the fields {known}; describe "
-                            "its question with --ask")
+            raise UserError(f"{place} asks nothing: it has none of the fields {known}")
         yield encode(text, tokenizer)
         return
     messages = []
@@ -350,18 +342,18 @@ def questions_of(row, place, tokenizer, template, ask=None, answer=None):
             ids = chat_ids(messages, tokenizer, template)
             yield ids
 
-def prompts_of(setup, paths, limit, most, answer, form=None, ask=None, skip=0):
+def prompts_of(setup, paths, limit, most, answer, form=None, skip=0):
     """Files of prompts -> [(kind, ids, new tokens)]: at most `most` of them, as the context allows.
 
-    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form, ask: the flags --template and
-    --ask.  answer: see questions_of.
+    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form: --template.  answer: see
+    questions_of.
     """
     template = template_of(form, setup.tokenizer)
     vocab = setup.target.config.vocab_size
     prompts, too_long = [], 0
     rows = prompt_rows(paths, limit, skip)
     for kind, row, place in tqdm(rows, "prompts", leave=False, disable=None):
-        for ids in questions_of(row, place, setup.tokenizer, template, ask, answer):
+        for ids in questions_of(row, place, setup.tokenizer, template, answer):
             if not ids or max(ids) >= vocab:
                 raise UserError(f"{place} gives no tokens, or others than the target's {vocab}: "
                                 "correct the row or --template")

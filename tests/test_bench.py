@@ -83,11 +83,6 @@ def args(small, *more):
 def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
-def check_mistake(argv, words, capsys, script=bench, name="bench.py"):
-    assert script.main(argv) == 2
-    err = capsys.readouterr().err
-    assert words in err and err.count("\n") == 1 and err.startswith(f"{name}: ")
-
 # ---------------------------------------------------------------- figures by hand
 def a_round(accepted, drafted, first=0):
     """A round of a chain: `accepted` of `drafted` tokens."""
@@ -163,38 +158,44 @@ def test_figures_of_a_row_by_hand():
     row = bench.row_of(made_up_run(), base, base, library, "all", [0, 1])
     assert row["baseline"] is True and row["tau"] is row["round_ms"] is row["c"] is None and row["runs"] == [20 + 2]
 
-@pytest.mark.parametrize("names, runs", [(["base"], [3]), (["base", "maxgram"], [2, 5])])
-def test_stages_and_repetitions_by_hand(names, runs):
-    """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs; 4-grams of 1 2 3 1 2 3 1: three of four."""
+@pytest.mark.parametrize("names, runs, costs", [(["base"], [3], {"ms": [0.5]}),
+                                                (["base", "maxgram"], [2, 5], {"ms": [0.5], "given": (0.25,)})])
+def test_stages_by_hand(names, runs, costs):
+    """One model alone (k = 2) has a cost and an expected speedup, a cascade has SWIs."""
     base = arm_of("plain", made_up([(0, 0)] * 6, 0.85))
     record = made_up([(2, 2), (2, 2)], 0.5, stage_runs=runs, draft=0.3, draft_forwards=sum(runs))
     ours = arm_of("x", record, tree="chain")
-    for arm in (base, ours):
-        arm.results[0].tokens = [1, 2, 3, 1, 2, 3, 1]
     drafter = cascade.Cascade.__new__(cascade.Cascade)
-    drafter.names, drafter.K, drafter.costs = names, [[2]], [0.5]
+    drafter.names, drafter.K, drafter.costs = names, [[2]], costs
     row = bench.row_of(made_up_run(drafters={"x": drafter}), ours, base, base, "all", [0])
-    assert row["distinct_4grams"] == 3 / 4 and row["runs"] == [3, *runs] and row["stages"] == names
+    assert row["runs"] == [3, *runs] and row["stages"] == names
     assert row["swi_ms"] == 7 / (3 + 0.5 * runs[0]) and row["swi_measured"] == pytest.approx(7 / (3 + 0.3 / 0.1))
     if len(names) == 1:
         assert row["c"] == pytest.approx(1) and row["alpha"] == 1 and row["expected_speedup"] == pytest.approx(3 / (2 + 1))
     else:
-        assert row["c"] is row["expected_speedup"] is None
+        assert row["swi_given"] == 7 / (3 + 0.25 * 2) and row["c"] is row["expected_speedup"] is None
 
-def test_a_table_for_all_prompts_then_one_for_each_kind(capsys, monkeypatch):
+def test_what_is_printed(capsys, monkeypatch):
+    """One table for all prompts, then one for each kind; averages, what differs, the prices that were used, why an arm is slow."""
     monkeypatch.setattr(bench, "divergence", lambda target, ids, ours, plain: {"from": plain})
     base, slow = (arm_of(name, *(made_up([(0, 0)] * 4, seconds, prompt=i) for i in range(2)))
                   for name, seconds in (("plain", 0.5), ("generate()", 1.0)))
     slow.results[1].tokens = [7] * 5
-    ours = arm_of("x", *(made_up([(1, 1), (1, 1)], seconds, i, draft=0.25, verify=0.5, other=0.0) for i, seconds in enumerate((0.25, 0.125))), tree="pct")
-    rows = bench.tables(made_up_run(), [base, slow, ours], 2)
-    assert [row["speedup"] for row in rows if row["group"] == "all"] == [1, 0.5, 3]
+    more = {"draft": 0.25, "verify": 0.5, "other": 0.0}
+    ours = arm_of("x", made_up([(1, 1), (1, 1)], 0.25, **more), made_up([(1, 1), (1, 1)], 0.125, prompt=1, **more),
+                  tree="pct", settings={"cost": 0.0625})
+    late = arm_of("x", *(made_up([(1, 1), (1, 1)], 5.0, prompt=i, **more) for i in range(2)), tree="chain")
+    price = {"cost": 0.0625, "node_price": 0.01, "start": 0.1, "cost_range": [0.06, 0.07], "node_price_range": [0.01, 0.02]}
+    rows = bench.tables(made_up_run(prices={"x": price}), [base, slow, ours, late], 2)
+    assert [row["speedup"] for row in rows if row["group"] == "all"] == [1, 0.5, 3, 0.1]
     assert [row["prompts"] for row in rows if row["tree"] == "pct"] == [2, 1, 1], "all, and each kind"
+    assert all(row["prices"] == price for row in rows if row["drafter"] == "x")
     out = capsys.readouterr().out
     assert re.findall(r"^(\w+): (\d) prompts$", out, re.MULTILINE) == [("all", "2"), ("a", "1"), ("b", "1")]
     assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True]
     assert re.search(r"generate\(\): .*first_divergence {'prompt': 1, 'from': \[100, ", out)
-    assert "x x pct 2.67x" in out, "10 tokens in 0.375 s, beside 10 in 1"
+    assert re.search("^x x pct: .*cost 0.0625", out, re.MULTILINE) and "s_d / s_t 0.062 [0.060-0.070]" in out
+    assert "x x chain is slower than plain decoding" in out
 
 def test_what_counts_as_lossless(monkeypatch):
     """The reference arm is plain decoding.  Under sampling a sampled chain and the library's arms may differ, other arms may not."""
@@ -414,20 +415,7 @@ def test_stand_in_end_to_end_as_a_script(tmp_path, monkeypatch, capsys):
     shown, tau = re.search(r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*)\n--- tau ([\d.]+)\n", done.out, re.DOTALL).groups()
     assert "[" in shown and float(tau) == round(ours["by_prompt"][0]["tau"], 2)
 
-# ---------------------------------------------------------------- prompts
-def test_a_second_turn_continues_the_first(small, tmp_path):
-    """It holds the first, plain decoding's answer, and the second question.  --limit takes rows, evenly over categories."""
-    rows = [{"category": category, "turns": ["def add(", "return"]} for category in "aabb"]
-    (tmp_path / "mt.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "form.jinja").write_text("{% for turn in messages %}{{ turn.content }};{% endfor %}")
-    flags = f"--drafter maxgram --prompts {tmp_path}/mt.jsonl --template {tmp_path}/form.jinja --limit 2"
-    run = bench.Run(args(small, *flags.split(), "--max-new-tokens", "5"))
-    assert [group for group, _, _ in run.prompts] == ["a", "a", "b", "b"]
-    first, second = (ids for _, ids, _ in run.prompts[:2])
-    answer = run.tokenizer.decode(plain(run.model, first, 5), skip_special_tokens=True)
-    assert run.tokenizer.decode(first) == "def add(;" and run.tokenizer.decode(second) == f"def add(;{answer};return;"
-
-# ---------------------------------------------------------------- cascades, encoders
+# ---------------------------------------------------------------- an encoder-decoder target and its cascade
 @pytest.fixture(scope="module")
 def t5(tmp_path_factory):
     """A small random T5 target and a stage of the real class, with a tokenizer, saved as Hugging Face does."""
@@ -440,28 +428,17 @@ def t5(tmp_path_factory):
     return folder
 
 def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
-    """And an encoder's input takes no room from the output."""
+    """An encoder's input takes no room from the output; a prefill and the rounds are all runs of the target."""
     (tmp_path / "p.txt").write_text("def add(a, b): return " * 80)
     argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"), "--max-new-tokens", "5")
     assert bench.main([*argv, "--prompts", str(tmp_path / "p.txt"), "--drafter", "cascade(base, maxgram)", "--tree", "chain"]) == 0
     rows = rows_of(tmp_path / "r.jsonl")
     assert [r["drafter"] for r in rows] == ["plain", "generate()", "assisted generation (base)", "cascade(base, maxgram)"]
     assert all(r["lossless"] and r["tokens"] == 5 and r["prompt_tokens"] > 512 for r in rows)
+    r = rows[3]
+    target, *stages = r["runs"]
+    rounds = target - r["prompts"]
+    assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]) and r["draft_forwards"] == pytest.approx(sum(stages) / rounds)
     for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         with pytest.raises(verify.UserError, match="it takes --"):
             bench.Run(argv + more)
-
-def test_cascades_in_one_run(small, tmp_path, capsys):
-    """Rows of every cascade with the runs of each stage, beside transformers' assisted generation and prompt lookup."""
-    drafter = "cascade(base, small, maxgram, k=(2, 4, 1), lenience=2)"
-    assert bench.main(args(small, "--drafter", drafter, "--tree", "chain", "cape", "--json", str(tmp_path / "r.jsonl"),
-                           "--limit", "2", "--max-new-tokens", "6")) == 0
-    rows = rows_of(tmp_path / "r.jsonl")
-    assert all(r["lossless"] for r in rows) and "swi_ms" in capsys.readouterr().out
-    assert {"assisted generation (base)", "assisted generation (small)", "prompt lookup"} <= {r["drafter"] for r in rows}
-    r, _ = (r for r in rows if r["stages"] and r["group"] == "all")
-    assert r["K"] == [[2, 2, 10], [0, 1, 10], [0, 0, 10]] and r["stages"] == ["base", "small", "maxgram"] and r["settings"] == {"drawn": False}
-    target, base, second, _ = r["runs"]
-    rounds = target - r["prompts"]
-    assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]), "a prefill and the rounds of each prompt"
-    assert r["draft_forwards"] == pytest.approx(sum(r["runs"][1:]) / rounds)

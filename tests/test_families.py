@@ -15,7 +15,7 @@ import pct
 import verify
 from beyond import eagle, medusa
 from runtime import drafters, targets
-from runtime.targets import AnyEncoderDecoder, AnyTarget, any_target
+from runtime.targets import AnyTarget, any_target
 
 ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "original_max_position_embeddings": 36}
 # One class for each kept family.  What a small configuration must say beside conftest's sizes.
@@ -64,10 +64,9 @@ def drafter_for(model, name, **more):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_is_proven_and_its_output_is_plain_decodings(name):
-    """By chains and trees that are half right, across windows and chunks of a prompt; a tree's logits are its paths'."""
+    """By chains and trees that are half right, across windows; a tree's logits are its paths'."""
     model, expected = made(name), text_of(name)
     target = AnyTarget(model)
-    target.chunk_size = 4
     assert target.verifies_trees and target.context == (36 if name == "Phi3ForCausalLM" else CONTEXT)
     for build in (cape.chain, cape.cape, partial(pct.pct, cost=0.05)):
         assert verify.generate(target, HandMade(PROMPT + expected, 0.6), build, PROMPT, NEW).tokens == expected
@@ -148,27 +147,6 @@ def test_a_sequence_ends_with_longropes_short_table():
     for build in (cape.cape, oracle(target, prompt + expected + [1] * 9)):
         assert verify.generate(target, HandMade(prompt + expected, 0.6), build, prompt, 30).tokens == expected
 
-def test_a_vocabulary_is_padded_or_cut_to_anothers():
-    llama = shared("llama")
-    with torch.inference_mode():
-        own = AnyTarget(llama).prefill([1, 2, VOCAB - 1])
-        longer = AnyTarget(llama, vocab=VOCAB + 3).prefill([1, 2, VOCAB + 2])
-        shorter = AnyTarget(llama, vocab=VOCAB - 2).prefill([1, 2, VOCAB - 1])
-    assert torch.equal(longer[:VOCAB], own) and longer[VOCAB:].isneginf().all() and torch.equal(shorter, own[:-2])
-
-def test_any_target_picks_the_class():
-    assert type(any_target(shared("llama"), 7, VOCAB + 1)) is AnyTarget
-    model = family("T5ForConditionalGeneration", d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0)
-    target = any_target(model, capacity=CONTEXT, vocab=VOCAB + 2)
-    assert type(target) is AnyEncoderDecoder and not target.verifies_trees
-    with torch.inference_mode():
-        logits = target.prefill([3, 1, 4])
-        alone = model(torch.tensor([[3, 1, 4]]), decoder_input_ids=torch.tensor([[0]])).logits[0, -1]
-    torch.testing.assert_close(logits[:VOCAB], alone)
-    assert logits[VOCAB:].isneginf().all() and target.view().source == [3, 1, 4] and target.view().source is None
-    with pytest.raises(verify.UserError, match="verifies chains only"):
-        verify.generate(target, HandMade([0] * 20, 0.6), cape.cape, [3, 1, 4], 12)
-
 # ---------------------------------------------------------------- drafters beside other families
 def test_beside_llama_the_classes_give_what_the_files_alone_give(llama):
     """The same weights under the same names, the same logits."""
@@ -181,10 +159,9 @@ def test_beside_llama_the_classes_give_what_the_files_alone_give(llama):
         for x, y in zip(ours(*inputs), theirs(*inputs)):
             assert torch.equal(x, y)
 
-@pytest.mark.parametrize("name", ["Gemma3ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_an_edd_with_a_layer_of_llamas_class_decodes_as_it_is_trained(name):
-    """Training under the mask and decoding give the same logits; the copies are what the target's tables compute."""
-    model, ids = made(name), torch.arange(VOCAB)
+def test_an_edd_with_a_layer_of_llamas_class_decodes_as_it_is_trained():
+    """Training under the mask and decoding give the same logits."""
+    model, ids = made("Gemma3ForCausalLM"), torch.arange(VOCAB)
     draft_model = drafter_for(model, "edd").model
     assert type(draft_model.layer).__name__ == "LlamaDecoderLayer"
     with torch.no_grad():
@@ -193,9 +170,6 @@ def test_an_edd_with_a_layer_of_llamas_class_decodes_as_it_is_trained(name):
         drafter = edd.Drafter(draft_model)
         drafter.begin(verify.View(ids[:8], 8, {}, {2: hidden[0, :8]}, ids[:8].tolist()))
         torch.testing.assert_close(drafter.expand(ids[8:], [-1, 0, 1, 2]), trained[8:], atol=1e-6, rtol=1e-5)
-        fresh = drafters.EDD(draft_model.config, model)
-        torch.testing.assert_close(fresh.embed(ids), model.get_input_embeddings()(ids))
-        torch.testing.assert_close(fresh.head(hidden), model.get_output_embeddings()(hidden))
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_glimpses_rope_is_the_layers_own(name):

@@ -3,7 +3,6 @@ import ast
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -53,10 +52,8 @@ def test_the_top_level_holds_exactly_these_modules():
     assert not files("checkpoints", "data") and not [path for folder in FOLDERS for path in (ROOT / folder).glob("__init__.py")]
 
 @pytest.mark.parametrize("name", files(".", *FOLDERS[:-1]))
-def test_a_file_has_a_hundred_columns_and_imports_what_it_may(name):
+def test_a_file_imports_what_it_may(name):
     """Nothing upward; a component takes torch and transformers (which brings safetensors) and at most its leaves."""
-    if not name.startswith("figures/"):
-        assert not [f"{name}:{number}" for number, line in enumerate(source(name).splitlines(), 1) if len(line) > 100]
     place = Path(name).stem if "/" not in name else name.split("/")[0]
     wrong = {module for module in local(name) if module.split(".")[0] not in NEEDS.get(place, set())}
     assert not wrong
@@ -135,11 +132,3 @@ def test_user_supplied_files_run_no_code():
             if given.get("allow_pickle") not in (None, "False"):
                 wrong.append(f"{name}:{node.lineno}")
     assert not wrong
-
-def test_no_file_names_a_path_of_one_machine():
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
-    if listed.returncode:
-        pytest.skip("not a git checkout")
-    one_machine = re.compile(rb"(?<![\w.])/(?:work|root|home/\w+|Users/\w+)/\w")
-    paths = [ROOT / name for name in filter(None, listed.stdout.split("\0")) if not name.endswith(".safetensors")]
-    assert not [path for path in paths if path.is_file() and one_machine.search(path.read_bytes())]

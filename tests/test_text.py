@@ -148,4 +148,3 @@ def test_each_question_of_a_chat_is_a_prompt(tokenizer):
     assert answers == ["<user>one|<assistant>"], "the last question is not answered"
     first = "<user>add a|<assistant>"
     assert asked({"messages": CHAT}) == [first, first + "a + b|<user>return|<assistant>"] and asked({"messages": [ASSISTANT]}) == []
-    assert asked({"question": "q"}, ask="{question}?") == ["q?"]

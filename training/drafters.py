@@ -144,7 +144,7 @@ def trained(name, target, fingerprint, a):
     else:
         drafter, before = families.load(folder, target, a.length)
         module = drafter.model.float()
-    if load.relation(before["target"], fingerprint) == "another":
+    if not load.fits(before["target"], fingerprint):
         raise UserError(f"--init: the drafter {name} in {a.init} was made for another target")
     module.config.loss = settings.get("loss", a.loss)
     return module, before
