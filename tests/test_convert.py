@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import SIZES, plain, tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 from torch import nn
 
@@ -200,22 +200,6 @@ def test_drafts_are_those_of_the_published_forward(folders, tmp_path, files, for
     drafter.reset()
     prompt = [3, 1, 4, 1, 5, 9, 2]
     assert verify.generate(any_target(model), drafter, cape.cape, prompt, 8).tokens == plain(model, prompt, 8)
-
-def test_pickled_weights_are_as_good(folders, tmp_path):
-    """In several files, without what is no weight; dtypes stay."""
-    weights, config = eagle_files()
-    half = {key: weight.half() for key, weight in weights.items()}
-    keys = sorted(half)
-    written(tmp_path / "pickled", {key: half[key] for key in keys[::2]}, config, "a.pt")
-    rest = {key: half[key] for key in keys[1::2]} | {"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    written(tmp_path / "pickled", rest, config, "pytorch_model.bin")
-    written(tmp_path / "safe", half, config)
-    made = []
-    for kind in ("pickled", "safe"):
-        converted(tmp_path / kind, folders["llama"], tmp_path / f"{kind}-out")
-        made.append(load_file(tmp_path / f"{kind}-out" / "model.safetensors"))
-    assert made[0].keys() == made[1].keys() and all(torch.equal(weight, made[1][key]) for key, weight in made[0].items())
-    assert {weight.dtype for weight in made[0].values()} == {torch.float16}
 
 class Code:
     """A pickle that would run something."""

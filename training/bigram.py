@@ -31,6 +31,7 @@ import maxgram
 from beyond.graft import LEAST, Mixture
 from runtime import load, text
 from training.prepare import is_held_out
+from training.state import status_of
 from training.write import prompts_in
 from verify import Tree, UserError, generate
 
@@ -83,13 +84,7 @@ def count(a):
         "bigram": bigram,
         "confidence": measure_confidence(tqdm(held_out, disable=None), bigram),
         "fingerprint": load.vocabulary_fingerprint(tokenizer),
-        "about": {
-            "command": a.command,
-            "documents": len(learned),
-            "held_out": len(held_out),
-            "tokens": sum(map(len, learned)),
-            "date": time.strftime("%Y-%m-%d"),
-        },
+        "about": {"command": a.command, "date": time.strftime("%Y-%m-%d")},
     }
     text.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
@@ -113,12 +108,13 @@ def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
     def review(expand, root):
         """The chain that Max-Gram suggests after the root"""
         most = min(maxgram.N, expand.remaining)
-        tokens, _ = both.suggest(root.item(), most=most, match=LEAST)
+        tokens, _ = both.suggest(root.item(), parent=-1, most=most, match=LEAST)
         nodes = root.new_tensor([root.item(), *tokens])
         parents = list(range(-1, len(tokens)))
         probs = expand(nodes, parents)                                 # (n + 1, V)
-        lengths = both.predictions.lengths.tolist()
-        rounds.append((tokens, lengths, probs))
+        # The chain's tokens are Max-Gram's first predictions: after the root, after the next node ...
+        _, _, lengths = both.predictions
+        rounds.append((tokens, lengths.tolist(), probs))
         return Tree(nodes, root.new_tensor(parents))
 
     for ids in prompts:
@@ -198,16 +194,13 @@ def parser():
     c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
     return p
 
+def run(argv):
+    a = parser().parse_args(argv)
+    a.command = " ".join(["python training/bigram.py", *argv])
+    {"count": count, "agreement": agreement}[a.made](a)
+
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        a = parser().parse_args(argv)
-        a.command = " ".join(["python training/bigram.py", *argv])
-        {"count": count, "agreement": agreement}[a.made](a)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"bigram.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from beyond import eagle, medusa
 from runtime import drafters, load, text
+from training.state import status_of
 from verify import UserError
 
 PREFIXES = ("small_model.", "medusa_head.")
@@ -181,13 +182,7 @@ def run(argv):
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"convert.py: {why}", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -4,7 +4,6 @@
     glide-top               GLIDE as in the paper: it reads the top layer, without a norm
     glide-l13               GLIDE that reads layer 13 (Figure 7)
     glide-n2, glide-w256    GLIDE with 2 layers, or of width 256 (Figures 8 and 9)
-    glide-l13-nonorm, glide-top-norm      -norm and -nonorm decide what else --norm decides
     edd, edd-top, vdm ...   edd.VARIANTS; edd-h9 reads hidden_states[9] (EDD, Figure 5)
     eagle, medusa           the baselines of the EDD paper
     glide-shared, edd-shared ...          between the target's tables (beyond/shared.py);
@@ -64,20 +63,15 @@ def named(name):
     while base not in SETTINGS:
         base, _, suffix = base.rpartition("-")
         numbered = re.fullmatch(r"([a-z])(\d+)", suffix)
-        if suffix in ("norm", "nonorm"):
-            found.setdefault("norm", suffix == "norm")
-        elif numbered:
-            found.setdefault(numbered[1], int(numbered[2]))
-        else:
+        if not numbered:
             raise UserError(f"cannot train {name}: name drafters among {NAMES}")
+        found.setdefault(numbered[1], int(numbered[2]))
     settings = dict(SETTINGS[base])
     if base in LANGUAGE_MODELS:
         draft_class, known = None, {}
     else:
         draft_class, _ = families.KINDS[families.kind_of(base)]
-        known = dict(NUMBERS.get(draft_class, {}))
-        if issubclass(draft_class, glide.Glide):
-            known["norm"] = "norm"
+        known = NUMBERS.get(draft_class, {})
     for suffix, value in found.items():
         if suffix not in known:
             raise UserError(f"cannot train {name}: {base} has no variants -{suffix}")

@@ -1,5 +1,6 @@
-"""How a training run begins and ends: what it may replace, how it is interrupted.
+"""How the programs of training/ begin and end: what is replaced, interrupted, and said of mistakes.
 
+    status_of(run, argv)               the exit status of a program
     claim_folders(a)                   a used --out or --work needs --resume or --overwrite
     interruptible()                    Ctrl-C and SIGTERM let the current step end
 """
@@ -8,9 +9,21 @@ import signal
 import sys
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from verify import UserError
+
+
+def status_of(run, argv):
+    """Run a program -> its exit status: 0; 2 after one sentence about a user's mistake."""
+    try:
+        run(argv)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        program = Path(run.__code__.co_filename).name
+        print(f"{program}: {why}", file=sys.stderr)
+        return 2
+    return 0
 
 def claim_folders(a):
     """Refuse to replace anything unasked, then make --work and remove an older run from it.

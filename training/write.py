@@ -26,14 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import sdpa_mask
 
 from runtime import load, text
 from runtime.targets import any_target
 from training import prepare
+from training.state import status_of
 from verify import UserError
+
 
 # ---------------------------------------------------------------- attention and cache
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **more):
@@ -57,7 +58,6 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, *
 # Models whose attention is no more than this
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
 
 class RowsCache(Cache):
     """Keys and values of a batch of texts: kv[layer] = [K, V], (rows, H, capacity, d) each."""
@@ -82,12 +82,6 @@ class RowsCache(Cache):
             read = kept[:, :, :self.end]                                       # a view
             found.append(read if len(self.at) == self.rows else read[self.at])
         return found
-
-    def get_seq_length(self, layer_idx=0):
-        return 0
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        return self.end, 0
 
 # ---------------------------------------------------------------- decoding
 def choose(logits, temperature):
@@ -287,16 +281,7 @@ def run(argv):
     print(f"saved {out}")
 
 def main(argv):
-    """Exit status: 0; 2 after one sentence about a user's mistake."""
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"write.py: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("write.py: interrupted; the same with --resume goes on", file=sys.stderr)
-        return 2
-    return 0
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
