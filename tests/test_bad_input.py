@@ -70,7 +70,8 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--prompts T/chats.jsonl --template T/silent.jinja", "gives no tokens"))]
 # ---------------------------------------------------------------- train.py, training/
 CASES += [("train.py", flags, words) for flags, words in (
-    ("", "required: what"), ("glide", "required: --data"), ("glid " + TRAIN, "cannot train glid"), ("glide --width x", "invalid int value"),
+    ("", "required: what"), ("glide", "required: --data"), ("glid " + TRAIN, "cannot train glid"), ("glide-top edd-l3 " + TRAIN, "edd has no variants -l"),
+    ("glide --width x", "invalid int value"),
     *((f"glide {TRAIN} {flag} {value}", f"{flag} is {value}") for flag, value in (
         ("--steps", "-1"), ("--lr", "0.0"), ("--lr", "inf"), ("--lr", "nan"), ("--every", "0"), ("--block", "-2"), ("--words", "0"))),
     (f"glide {TRAIN} --length 6", "longer than a block"), (f"glide {TRAIN} --length 65", "more than the target's context of 64"),

@@ -84,7 +84,8 @@ def count(a):
         "bigram": bigram,
         "confidence": measure_confidence(tqdm(held_out, disable=None), bigram),
         "fingerprint": load.vocabulary_fingerprint(tokenizer),
-        "about": {"command": a.command, "date": time.strftime("%Y-%m-%d")},
+        "command": a.command,
+        "date": time.strftime("%Y-%m-%d"),
     }
     text.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
@@ -112,7 +113,7 @@ def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
         nodes = root.new_tensor([root.item(), *tokens])
         parents = list(range(-1, len(tokens)))
         probs = expand(nodes, parents)                                 # (n + 1, V)
-        # The chain's tokens are Max-Gram's first predictions: after the root, after the next node ...
+        # Max-Gram's first predictions: after the root, after the chain's first token, ...
         _, _, lengths = both.predictions
         rounds.append((tokens, lengths.tolist(), probs))
         return Tree(nodes, root.new_tensor(parents))

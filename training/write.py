@@ -96,7 +96,9 @@ def forward(target, cache, rows, ids, starts):
 
     rows: of the cache, ascending.  ids: T tokens of each text.  starts: the position of the first.
     """
-    rows, ids, starts = (torch.tensor(x, device=target.device) for x in (rows, ids, starts))
+    rows = torch.tensor(rows, device=target.device)
+    ids = torch.tensor(ids, device=target.device)
+    starts = torch.tensor(starts, device=target.device)
     positions = starts[:, None] + torch.arange(ids.shape[1], device=target.device)     # (b, T)
     end = int(positions.max()) + 1
     key_position = torch.arange(end, device=target.device)
@@ -269,8 +271,9 @@ def run(argv):
     prompts = [(kind, ids) for kind, ids in prompts if tuple(ids) not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(a.seed)
-    texts = write(target, [ids for _, ids in prompts], [a.length] * len(prompts), a.batch,
-                  a.temperature)
+    given = [ids for _, ids in prompts]
+    lengths = [a.length] * len(prompts)
+    texts = write(target, given, lengths, a.batch, a.temperature)
     with open(out, "a", encoding="utf-8") as file:
         for number, ids in tqdm(texts, total=len(prompts), unit="text", disable=None):
             kind, prompt = prompts[number]
