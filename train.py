@@ -51,7 +51,7 @@ from runtime.targets import any_target
 from runtime.text import Parser, write_atomically
 from training import drafters, prepare
 from training.evaluate import Walks
-from training.forward import captured, reads_of
+from training.forward import SomeLayersCache, reads_of
 from training.muon import optimizers
 from training.state import claim_folders, interruptible
 from verify import UserError
@@ -224,10 +224,13 @@ class FrozenTarget:
 
     def forward(self, ids, logits=False):
         """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None"""
-        with torch.no_grad(), self.exactly, captured(self.target, self.reads) as found:
-            out = self.target(input_ids=ids.to(self.device), past_key_values=found.cache,
-                              use_cache=True, logits_to_keep=0 if logits else 1)
-        return found.cache.kv, found.hidden, out.logits if logits else None
+        cache = SomeLayersCache(self.reads.kv)
+        with torch.no_grad(), self.exactly:
+            out = self.target(input_ids=ids.to(self.device), past_key_values=cache, use_cache=True,
+                              output_hidden_states=bool(self.reads.hidden),
+                              logits_to_keep=0 if logits else 1)
+        hidden = {index: out.hidden_states[index] for index in self.reads.hidden}
+        return cache.kv, hidden, out.logits if logits else None
 
     def batch(self, tokens, pieces, count):
         """The batch of some pieces, as the top of this file has it, without block and random."""

@@ -60,7 +60,7 @@ def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, m
     before = prepared(tmp_path, tokenizer, path)
 
     def killed(splits, *given):
-        splits["train"].file.write(b"half")
+        splits["train"].write(b"half")
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(prepare, "write_splits", killed)

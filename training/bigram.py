@@ -31,8 +31,8 @@ import maxgram
 from beyond.graft import LEAST, Mixture
 from runtime import load, text
 from training.prepare import is_held_out
+from training.state import status_of
 from training.write import prompts_in
-from training.state import exit_status
 from verify import Tree, UserError, generate
 
 LONGEST = 384             # tokens of a prompt, at most
@@ -84,13 +84,8 @@ def count(a):
         "bigram": bigram,
         "confidence": measure_confidence(tqdm(held_out, disable=None), bigram),
         "fingerprint": load.vocabulary_fingerprint(tokenizer),
-        "about": {
-            "command": a.command,
-            "documents": len(learned),
-            "held_out": len(held_out),
-            "tokens": sum(map(len, learned)),
-            "date": time.strftime("%Y-%m-%d"),
-        },
+        "command": a.command,
+        "date": time.strftime("%Y-%m-%d"),
     }
     text.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
@@ -114,12 +109,13 @@ def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
     def review(expand, root):
         """The chain that Max-Gram suggests after the root"""
         most = min(maxgram.N, expand.remaining)
-        tokens, _ = both.suggest(root.item(), most=most, match=LEAST)
+        tokens, _ = both.suggest(root.item(), parent=-1, most=most, match=LEAST)
         nodes = root.new_tensor([root.item(), *tokens])
         parents = list(range(-1, len(tokens)))
         probs = expand(nodes, parents)                                 # (n + 1, V)
-        lengths = both.predictions.lengths.tolist()
-        rounds.append((tokens, lengths, probs))
+        # Max-Gram's first predictions: after the root, after the chain's first token, ...
+        _, _, lengths = both.predictions
+        rounds.append((tokens, lengths.tolist(), probs))
         return Tree(nodes, root.new_tensor(parents))
 
     for ids in prompts:
@@ -160,8 +156,6 @@ def agreement(a):
     """`bigram.py agreement`"""
     setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
-    if not path.exists():
-        raise UserError(f"--checkpoint: {path} does not exist: write it with bigram.py count")
     written = json.loads(path.read_text())
     prompts, kinds = [], {}
     for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, LONGEST, held_out=True):
@@ -207,7 +201,7 @@ def run(argv):
     {"count": count, "agreement": agreement}[a.made](a)
 
 def main(argv):
-    return exit_status("bigram.py", run, argv)
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

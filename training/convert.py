@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from beyond import eagle, medusa
 from runtime import drafters, load, text
-from training.state import exit_status
+from training.state import status_of
 from verify import UserError
 
 PREFIXES = ("small_model.", "medusa_head.")
@@ -174,7 +174,7 @@ def run(argv):
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 def main(argv):
-    return exit_status("convert.py", run, argv)
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

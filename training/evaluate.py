@@ -28,8 +28,8 @@ CHAIN = 5                                  # drafted tokens a round, of alpha an
 DEEP = 10                                  # drafted tokens a round, of the temperature
 PROMPTS = 96                               # held-out prompts
 NEW = 64                                   # tokens that the target adds to each
-FITTED = 2 ** 11                           # tokens whose logits are kept, to fit a temperature,
-LOGITS = 2 ** 25                           # or as many as so many logits belong to
+FITTED = 2 ** 11                           # tokens whose logits are kept, to fit a temperature
+LOGITS = 2 ** 25                           # so many of them are divided by a temperature at a time
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
 # Of one text, lists.  Of each round how many drafted tokens were tested, and how many accepted, and
 # the latter again of the rounds that ended within the text.  Of each tested token of deep chains
@@ -182,10 +182,9 @@ class Walks:
                 total["accepted"] += sum(found.accepted)
                 total["rounds"] += len(found.accepted)
                 # The texts come in turns of their kinds, so the first ones are an even sample.
-                vocab = len(found.logits[0]) if found.logits else 1
-                most = max(FITTED, LOGITS // vocab) - len(choices[name])
-                logits[name] += found.logits[:max(0, most)]
-                choices[name] += found.choice[:max(0, most)]
+                most = FITTED - len(choices[name])
+                logits[name] += found.logits[:most]
+                choices[name] += found.choice[:most]
         metrics = {}
         for name in models:
             metrics[name] = figures(sum(totals[name].values(), Counter()))

@@ -20,7 +20,6 @@ import shutil
 import sys
 from array import array
 from collections import namedtuple
-from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
@@ -30,31 +29,14 @@ from tqdm import tqdm
 
 from runtime import text
 from runtime.load import vocabulary_fingerprint
-from training.state import exit_status
+from training.state import status_of
 from verify import UserError
 
 HELD_OUT = 50                                     # every fiftieth document
-AT_ONCE = 256                                     # documents that are encoded at once
 # Token ids (n,) and documents (m, 3) to train on, those that are held out, names of the kinds
 Prepared = namedtuple("Prepared", "tokens documents held_tokens held_documents kinds")
 
 # ---------------------------------------------------------------- documents -> token ids
-class Split:
-    """The documents of one split, as they are written to an open file."""
-
-    def __init__(self, file):
-        self.file = file
-        self.index = array("q")                   # start, size, kind of each document
-        self.tokens = 0
-
-    def add(self, ids, kind):
-        self.file.write(ids.astype("i4").tobytes())
-        self.index.extend((self.tokens, len(ids), kind))
-        self.tokens += len(ids)
-
-    def save_index(self, path):
-        np.save(path, np.array(self.index, "i8").reshape(-1, 3))
-
 def is_held_out(number, row):
     """Whether document `number`, counted from 1, is held out.  Its row may decide."""
     return row.get("held_out", number % HELD_OUT == 0)
@@ -63,37 +45,38 @@ def file_name(place):
     """"row 3 of questions.jsonl" -> "questions.jsonl"."""
     return place.partition(" of ")[2]
 
-def write_splits(splits, paths, tokenizer, template, vocab):
-    """Encode all documents into splits {name: Split} -> the names of the kinds of text.
+def write_splits(files, paths, tokenizer, template, vocab):
+    """Encode all documents into open files {split: file} -> {split: documents}, names of the kinds
 
-    Rows that hold no text, or from which nothing can be learned, are left out and reported.
+    documents: an array with start, size and kind of each.  Rows that hold no text, or from which
+    nothing can be learned, are left out and reported.
     """
-    kinds, left_out, number = [], [], 0
+    index = {split: array("q") for split in files}
+    kinds, left_out = [], []
     documents = text.documents(paths, bad=left_out)
-    bar = iter(tqdm(documents, unit=" documents", desc="prepare", leave=False, disable=None))
-    while batch := list(islice(bar, AT_ONCE)):
-        found = [document for _, _, document in batch]
-        encoded = text.encode_all(found, tokenizer, template)
-        for (place, row, document), parts in zip(batch, encoded):
-            number += 1
-            kind = text.kind_of_text(row, file_name(place))
-            if kind not in kinds:
-                kinds.append(kind)
-            split = splits["val" if is_held_out(number, row) else "train"]
-            learned = [ids for ids in parts if (ids >= 0).any()]
-            if not learned:
-                left_out.append(place)
-            for ids in learned:
-                check_ids(ids, vocab, place)
-                if isinstance(document, str) and tokenizer.eos_token_id is not None:
-                    # A chat ends as its template says, and token ids end as they are.
-                    ids = np.append(ids, tokenizer.eos_token_id)
-                split.add(ids, kinds.index(kind))
+    bar = tqdm(documents, unit=" documents", desc="prepare", leave=False, disable=None)
+    for number, (place, row, document) in enumerate(bar, 1):
+        parts = next(text.encode_all([document], tokenizer, template))
+        kind = text.kind_of_text(row, file_name(place))
+        if kind not in kinds:
+            kinds.append(kind)
+        split = "val" if is_held_out(number, row) else "train"
+        learned = [ids for ids in parts if (ids >= 0).any()]
+        if not learned:
+            left_out.append(place)
+        for ids in learned:
+            check_ids(ids, vocab, place)
+            if isinstance(document, str) and tokenizer.eos_token_id is not None:
+                # A chat ends as its template says, and token ids end as they are.
+                ids = np.append(ids, tokenizer.eos_token_id)
+            start = files[split].tell() // 4              # an int32 has four bytes
+            files[split].write(ids.astype("i4").tobytes())
+            index[split].extend((start, len(ids), kinds.index(kind)))
     if left_out:
         first = ", ".join(left_out[:9])
         print(f"left out, {len(left_out)} rows without text to learn from: {first}",
               file=sys.stderr)
-    return kinds
+    return index, kinds
 
 def check_ids(ids, vocab, place):
     """Refuse ids that the target's embedding does not have."""
@@ -116,11 +99,11 @@ def prepare(paths, tokenizer, template, vocab, folder):
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     with open(part / "train.bin", "wb") as train, open(part / "val.bin", "wb") as val:
-        splits = {"train": Split(train), "val": Split(val)}
-        kinds = write_splits(splits, paths, tokenizer, template, vocab)
-    for name, split in splits.items():
-        split.save_index(part / f"{name}.npy")
-    if not splits["train"].tokens + splits["val"].tokens:
+        files = {"train": train, "val": val}
+        index, kinds = write_splits(files, paths, tokenizer, template, vocab)
+    for split, documents in index.items():
+        np.save(part / f"{split}.npy", np.array(documents, "i8").reshape(-1, 3))
+    if not any(index.values()):
         raise UserError("--data has no text to learn from, or none that the chat template takes")
     fingerprint = vocabulary_fingerprint(tokenizer)
     meta = {"vocabulary": fingerprint, "template": template, "kinds": kinds}
@@ -169,7 +152,7 @@ def run(argv):
           f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
 
 def main(argv):
-    return exit_status("prepare.py", run, argv)
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -32,7 +32,7 @@ import transformers
 from tokenizers import pre_tokenizers
 
 from runtime import load, text
-from training.state import exit_status
+from training.state import status_of
 from verify import UserError
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -147,12 +147,10 @@ def run(argv):
     flag("--held-out", action="store_true",
          help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
-    if a.most < 1:
-        raise UserError(f"--most is {a.most}: it must be above 0")
     {"model": get_model, "prompts": write_prompts}[a.made](a)
 
 def main(argv):
-    return exit_status("smollm2.py", run, argv)
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

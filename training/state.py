@@ -1,8 +1,8 @@
-"""How a program begins and ends: what a run may replace, how it is interrupted, its exit status.
+"""How the programs of training/ begin and end: what is replaced, interrupted, and said of mistakes.
 
+    status_of(run, argv)               the exit status of a program
     claim_folders(a)                   a used --out or --work needs --resume or --overwrite
     interruptible()                    Ctrl-C and SIGTERM let the current step end
-    exit_status(program, run, argv)    a user's mistake is one sentence
 """
 import contextlib
 import signal
@@ -13,6 +13,17 @@ import torch
 import torch.distributed as dist
 
 from verify import UserError
+
+
+def status_of(run, argv):
+    """Run a program -> its exit status: 0; 2 after one sentence about a user's mistake."""
+    try:
+        run(argv)
+    except (UserError, OSError, torch.OutOfMemoryError) as why:
+        program = Path(run.__code__.co_filename).name
+        print(f"{program}: {why}", file=sys.stderr)
+        return 2
+    return 0
 
 def claim_folders(a):
     """Refuse to replace anything unasked, then make --work and remove an older run from it.
@@ -55,15 +66,3 @@ def interruptible():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-
-def exit_status(program, run, argv):
-    """Call run(argv) -> 0, or 2 after one sentence about a user's mistake.
-
-    Other exceptions are faults of ours and keep their traceback.
-    """
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"{program}: {why}", file=sys.stderr)
-        return 2
-    return 0

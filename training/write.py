@@ -26,15 +26,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import sdpa_mask
 
 from runtime import load, text
 from runtime.targets import any_target
 from training import prepare
-from training.state import exit_status
+from training.state import status_of
 from verify import UserError
+
 
 # ---------------------------------------------------------------- attention and cache
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **more):
@@ -58,7 +58,6 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, *
 # Models whose attention is no more than this
 LLAMA_LIKE = ("llama", "mistral", "qwen2")
 AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
 
 class RowsCache(Cache):
     """Keys and values of a batch of texts: kv[layer] = [K, V], (rows, H, capacity, d) each."""
@@ -84,12 +83,6 @@ class RowsCache(Cache):
             found.append(read if len(self.at) == self.rows else read[self.at])
         return found
 
-    def get_seq_length(self, layer_idx=0):
-        return 0
-
-    def get_mask_sizes(self, query_length, layer_idx):
-        return self.end, 0
-
 # ---------------------------------------------------------------- decoding
 def choose(logits, temperature):
     """The next token of each text, greedy at temperature 0.  logits (B, V) -> (B,)"""
@@ -103,7 +96,9 @@ def forward(target, cache, rows, ids, starts):
 
     rows: of the cache, ascending.  ids: T tokens of each text.  starts: the position of the first.
     """
-    rows, ids, starts = (torch.tensor(x, device=target.device) for x in (rows, ids, starts))
+    rows = torch.tensor(rows, device=target.device)
+    ids = torch.tensor(ids, device=target.device)
+    starts = torch.tensor(starts, device=target.device)
     positions = starts[:, None] + torch.arange(ids.shape[1], device=target.device)     # (b, T)
     end = int(positions.max()) + 1
     key_position = torch.arange(end, device=target.device)
@@ -219,8 +214,8 @@ def prompts_in(paths, tokenizer, template, most, held_out=False):
             kind = text.kind_of_text(row, prepare.file_name(place))
             found.setdefault(tuple(ids), kind)
     if not found:
-        raise UserError(f"--data has no prompt of at most {most} tokens: give more text, or "
-                        "shorter prompts")
+        raise UserError(f"--data has no prompt of at most {most} tokens: give more --length, or "
+                        "more text")
     return [(kind, list(ids)) for ids, kind in found.items()]
 
 # ---------------------------------------------------------------- command line
@@ -276,8 +271,9 @@ def run(argv):
     prompts = [(kind, ids) for kind, ids in prompts if tuple(ids) not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(a.seed)
-    texts = write(target, [ids for _, ids in prompts], [a.length] * len(prompts), a.batch,
-                  a.temperature)
+    given = [ids for _, ids in prompts]
+    lengths = [a.length] * len(prompts)
+    texts = write(target, given, lengths, a.batch, a.temperature)
     with open(out, "a", encoding="utf-8") as file:
         for number, ids in tqdm(texts, total=len(prompts), unit="text", disable=None):
             kind, prompt = prompts[number]
@@ -288,7 +284,7 @@ def run(argv):
     print(f"saved {out}")
 
 def main(argv):
-    return exit_status("write.py", run, argv)
+    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
