@@ -145,7 +145,6 @@ def test_parents_are_told_to_the_drafter():
             expected = beams(lambda path: row_after(path).tolist(), seed, gamma, width)
             assert sequences(cape.beam(path_expand(), root, gamma, width)) == expected
 
-
 # ---------------------------------------------------------------- the file alone
 BEFORE = """
 import torch

@@ -162,20 +162,6 @@ def test_losses_are_what_their_names_say(llama, loss):
             total += ce if loss == "ce" else (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).sum()
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
 
-def test_a_half_precision_target_loses_no_gradients():
-    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
-    keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
-    gradients = []
-    for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
-        model = tiny("llama").half().to(target_type)
-        torch.manual_seed(0)
-        draft_model = glide.Glide.for_target(model, glide.Config.for_target(model), 40).to(torch.float32).to(own_type)
-        batch = batch_of(model, text(40)[None]) | {"kv": {2: (keys.to(target_type), values.to(target_type))}, "count": 2 ** 17}
-        draft_model.loss(batch).backward()
-        gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
-    exact, found = gradients
-    assert (found - exact).norm() < 1e-3 * exact.norm()
-
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults():
     """Section 4.1: L = 5, l = N_T - N_D + m; 5.1: one layer; no norm before the glimpse."""

@@ -150,7 +150,6 @@ def test_sync_keeps_the_common_prefix(model):
         before = list(ids)
 
 # ---------------------------------------------------------------- the loop: trees, what a builder and a drafter see
-
 @pytest.mark.parametrize("off, tokens, parents", [(0, [3, 4], [-1, 2, 0]), (0, [3, 4], [-1, 1, 0]), (0, [3], [0, 0]), (0, [3], [-1, 5]), (0, [3], [-1]), (1, [], [-1])])
 def test_a_tree_that_breaks_the_contract_is_refused(llama, off, tokens, parents):
     """A child before its parent, no root, a parent that is no node, lengths that differ; another root."""
@@ -211,7 +210,6 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
             assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
 
 # ---------------------------------------------------------------- sampling
-
 def test_a_tree_takes_one_row_of_noise_per_depth(monkeypatch):
     """Of 364 nodes in six depths six rows are made.  (That each node's token is its own draw: test_random.py.)"""
     own, made = verify.keyed_noise, []
