@@ -67,14 +67,14 @@ def check(model, kind, build, prompt=PROMPT, new=NEW, rule=None, static=None):
     return static
 
 @pytest.mark.parametrize("number, kind, tree", [
-    (0, "hand-made", "chain"), (1, "glide", "cape"), (2, "glide 2", "pct"), (3, "glide", "pct"), (4, "edd", "chain"), (5, "vdm", "cape"), (6, "eagle", "pct")])
+    (0, "hand-made", "chain"), (1, "glide", "cape"), (2, "glide 2", "pct"), (3, "glide", "chain"), (4, "edd", "chain"), (5, "vdm", "cape"), (6, "eagle", "pct")])
 def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree, monkeypatch):
     monkeypatch.setattr(graphs, "KEYS", (16, 256, 1)[number % 3])
     name = ("llama", "llama-eager", "mistral", "qwen2-mixed")[number % 4]
     record = number == 3                                       # tracing takes its time
-    static = record and [graphs.static(x) for x in (target_of(model_of(name)), random_drafter(model_of(name), kind))]
+    static = record and [graphs.static(target_of(model_of(name))), random_drafter(model_of(name), kind)]
     check(model_of(name), kind, BUILDS[tree], static=static)
-    assert not record or static[0].run.recorded and static[1].run.recorded
+    assert not record or static[0].run.recorded
 
 def test_recordings_serve_other_lengths_and_no_other_needs():
     """Few recordings: one for each size of tree, and of the cache; a drafter that reads hidden states finds them after plain decoding."""
