@@ -22,6 +22,7 @@ import edd
 import glide
 import verify
 from runtime import load, measure
+from training import state
 
 TEXT = "def add(a, b):\n    return a + b\n\n" * 100
 
@@ -441,3 +442,17 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
     for more in (["--tree", "chain", "--checkpoint", str(small / "drafters")], ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         with pytest.raises(verify.UserError, match="it takes --"):
             bench.Run(argv + more)
+
+@pytest.mark.parametrize("why", [RuntimeError("CUDA error: an illegal memory access was encountered"), ValueError("memory")])
+def test_a_defect_keeps_its_traceback(why, capsys):
+    """Memory that does not suffice is a sentence; a fault of CUDA's is no user's mistake."""
+    def work(argv):
+        raise why
+    for program in (partial(bench.main, [], work), partial(state.status_of, work, [])):
+        with pytest.raises(type(why), match="memory"):
+            program()
+
+    def full(argv):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    assert bench.main([], full) == state.status_of(full, []) == 2
+    assert capsys.readouterr().err.count("CUDA out of memory") == 2

@@ -122,9 +122,3 @@ def test_words_lie_in_the_checkpoint_and_the_output_stays(name, tmp_path):
         out = verify.generate(verify.Target(model), drafters[0], build, prompt, 8)
         assert out.tokens == plain(model, prompt, 8)
         assert {token for one in out.rounds for token in one.tokens[1:]} <= set(WORDS)
-
-def test_what_it_reads_and_what_it_cannot_be():
-    model = shared("llama")
-    assert made(model, "glide", glimpse=False)[1].needs == {"kv": ()}, "without the glimpse nothing is captured"
-    with pytest.raises(ValueError, match="not by ce"):
-        EDDShared(EDDConfig.for_target(model, 2, loss="ce"), model)

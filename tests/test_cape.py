@@ -145,20 +145,6 @@ def test_parents_are_told_to_the_drafter():
             expected = beams(lambda path: row_after(path).tolist(), seed, gamma, width)
             assert sequences(cape.beam(path_expand(), root, gamma, width)) == expected
 
-# ---------------------------------------------------------------- drawn chains
-def test_drawn_keeps_the_distribution_of_each_token():
-    """And takes expand's generator, where none is given.  (The distribution of the draws: test_drawn.py.)"""
-    table = random_table(1, zeros=0.6)
-    tree = cape.drawn(table_expand(table), torch.tensor([1]), 5, torch.Generator().manual_seed(0))
-    assert torch.equal(tree.p_draft, table[tree.tokens[:-1]]) and (tree.p_draft.gather(1, tree.tokens[1:, None]) > 0).all()
-    assert len(sequences(tree)) == 6 or table[tree.tokens[-1]].sum() == 0, "it ends where nothing is possible"
-
-    def drawn(seed, **given):
-        expand = table_expand(random_table(2))
-        expand.generator = torch.Generator().manual_seed(seed)
-        return cape.drawn(expand, ROOT_0, 20, **given).tokens.tolist()
-    assert drawn(1) == drawn(1) != drawn(2) == drawn(1, generator=torch.Generator().manual_seed(2))
-
 # ---------------------------------------------------------------- the file alone
 BEFORE = """
 import torch

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, VOCAB, plain, random_edd, random_glide, shared, tiny
+from conftest import ROOT, VOCAB, plain, random_drafter, random_edd, random_glide, shared, tiny
 from safetensors.torch import save_file
 from test_house import run_alone
 
@@ -63,13 +63,10 @@ def test_a_stranger_uses_it_alone(name, draft_model_of, tmp_path, monkeypatch):
     ids = ast.literal_eval((tmp_path / "ids").read_text())
     assert len(ids) >= 30 and ids[3:] == plain(model, ids[:3], len(ids) - 3)
 
-def test_a_checkpoint_that_does_not_fit_is_refused(llama, tmp_path):
+def test_a_checkpoint_brings_its_temperature_and_needs_llamas_rope(llama, tmp_path):
     save(tmp_path, random_glide(llama), validation={"temperature": 0.7})
     drafter, _ = glide.load(tmp_path, llama, 40)
     assert drafter.temperature == 0.7 and not drafter.store.requires_grad
-    for sizes in (dict(num_hidden_layers=1), dict(num_attention_heads=2, num_key_value_heads=2), dict(vocab_size=11)):
-        with pytest.raises(ValueError, match="made for another target"):
-            glide.load(tmp_path, tiny("llama", **sizes), 40)
     with pytest.raises(ValueError, match="is not Llama's"):
         glide.load(tmp_path, tiny("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)), 40)
 
@@ -127,20 +124,23 @@ def test_no_entry_is_staler_than_in_training(llama):
         torch.testing.assert_close(drafter.store[1, 0, 0, :, :t], second_keys(starts)[:, :t], **EXACT)
         assert (second_keys(starts) - second_keys([s for s in starts if s != 12]))[:, 12].abs().max() > 0.01, "the block matters"
 
-def test_a_long_prompt_is_encoded_in_chunks(llama, monkeypatch):
-    """A context longer than the first capacity, too: the same logits as in one go."""
-    batch, logits = {"ids": text(1100, 6)[None], "hidden": {}}, []
+@pytest.mark.parametrize("name", ["glide 2", "edd"])
+def test_a_long_text_in_pieces_gives_the_logits_of_one_go(llama, name, monkeypatch):
+    """GLIDE's prompt in chunks; contexts that outgrow the first capacity; a round that asks for nothing."""
     torch.manual_seed(6)
-    batch["kv"] = {m: torch.randn(2, 1, 4, 1100, 8, dtype=torch.float64) for m in (1, 2)}
-    for chunk, steps in ((2000, (1050,)), (400, (500, 1050))):
+    batch, logits = {"ids": text(1300, 6)[None], "hidden": {2: torch.randn(1, 1300, 32, dtype=torch.float64)}}, []
+    batch["kv"] = {m: torch.randn(2, 1, 4, 1300, 8, dtype=torch.float64) for m in (1, 2)}
+    for chunk, steps in ((2000, (1200,)), (400, (500, 505, 1200))):
         monkeypatch.setattr(glide, "CHUNK", chunk)
-        drafter, before = glide.Drafter(random_glide(llama, 2, length=1100)), 0
+        drafter, before = random_drafter(llama, name, **({"hidden": 2} if name == "edd" else {"length": 1300})), 0
         for t in steps:
             drafter.begin(view(batch, before, t))
-            logits.append(drafter.expand(batch["ids"][0, t:t + 1], [-1]))
+            if t != 505:
+                found = drafter.expand(batch["ids"][0, t:t + 1], [-1])
+            drafter.keep([])
             before = t
-    torch.testing.assert_close(logits[0], logits[2], **EXACT)
-    assert drafter.store.shape[-2] > 1050
+        logits.append(found)
+    torch.testing.assert_close(*logits, atol=1e-9 if name != "edd" else 1e-6, rtol=0)
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -161,20 +161,6 @@ def test_losses_are_what_their_names_say(llama, loss):
             ce = -log_p[b, j, batch["ids"][b, j + 1]]
             total += ce if loss == "ce" else (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).sum()
     assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
-
-def test_a_half_precision_target_loses_no_gradients():
-    """The mean over 131 072 tokens has gradients below float16's smallest number: none passes through the target's type."""
-    keys, values = torch.randn(2, 1, 4, 40, 8, generator=torch.Generator().manual_seed(0)).half()
-    gradients = []
-    for target_type, own_type in ((torch.float64, torch.float64), (torch.float16, torch.float32)):
-        model = tiny("llama").half().to(target_type)
-        torch.manual_seed(0)
-        draft_model = glide.Glide.for_target(model, glide.Config.for_target(model), 40).to(torch.float32).to(own_type)
-        batch = batch_of(model, text(40)[None]) | {"kv": {2: (keys.to(target_type), values.to(target_type))}, "count": 2 ** 17}
-        draft_model.loss(batch).backward()
-        gradients.append(draft_model.layers[0].glimpse_q.weight.grad.double())
-    exact, found = gradients
-    assert (found - exact).norm() < 1e-3 * exact.norm()
 
 # ---------------------------------------------------------------- settings
 def test_the_papers_settings_are_the_defaults():

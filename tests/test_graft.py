@@ -5,14 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import plain, random_drafter, shared, target_of, tiny
+from conftest import tiny
 from test_maxgram import brute_force
 
-import cape
 import verify
 from beyond.graft import Mixture
 from maxgram import MaxGram
-from runtime import load
 
 class Paths:
     """A drafter with logits of its own after each path; some are -inf, and some rows as a whole."""
@@ -105,21 +103,3 @@ def test_the_mixture_is_eq_1_for_the_builder_whatever_the_temperatures(temperatu
     row, drawn = [1.0, 0.0, -1.0, 0.5], verify.Sampled(0.7)
     assert seen(row, 0.6, drawn, temperature) == pytest.approx(0.6 + 0.4 * (torch.tensor(row) / 0.7).softmax(-1)[2].item())
     assert seen(row, 0.6, verify.Sampled(0.7, top_k=2), temperature) == pytest.approx(0.6), "a token that the target cannot draw"
-
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["glide", "edd", "eagle", "a language model"])
-def test_a_drafter_that_was_not_asked_reads_what_it_missed_at_once(name):
-    """Three rounds of four draft nothing: the predictions are those of a drafter that reads every round."""
-    model, found = shared("llama"), []
-    for wrap in (lambda drafter: Mixture(drafter, MaxGram(confidence=[0])), lambda drafter: drafter):
-        inner = load.Stage(target_of(model)) if name == "a language model" else random_drafter(model, name)
-        rows, begun, rounds = [], [], iter(range(99))
-        begin, expand = inner.begin, inner.expand
-        inner.begin = lambda view: begun.append(view) or begin(view)                                       # noqa: B023
-        inner.expand = lambda *given: rows.append(expand(*given)) or rows[-1]                              # noqa: B023
-        build = lambda *given: (verify.root_only if next(rounds) % 4 else cape.chain)(*given)              # noqa: B023, E731
-        out = verify.generate(target_of(model), wrap(inner), build, [3, 1, 4, 1, 5], 25)
-        assert out.tokens == plain(model, [3, 1, 4, 1, 5], 25)
-        found.append((torch.cat(rows), len(begun)))
-    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-5)
-    assert found[0][1] < found[1][1] / 2

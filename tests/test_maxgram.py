@@ -66,14 +66,6 @@ def test_index_and_tensors_equal_brute_force():
     g.commit([1, 2, 3] * 9)
     assert len(g.propose()[0]) == 10, "section 5.2"
 
-def test_nothing_to_continue():
-    empty, g = torch.tensor([], dtype=torch.long), MaxGram([0, 2, 0])
-    g.commit_source([1, 2])
-    for call in (lambda: g.propose([], 5), lambda: max_gram_tensor(empty)):
-        with pytest.raises(ValueError, match="commit at least one token, or give a draft"):
-            call()
-    assert g.propose([1], 4) == brute_force([], [1], 4, [1, 2], [0, 2, 0]), "a draft before anything is committed"
-
 def test_without_matching_there_is_the_bigram_alone():
     gram = MaxGram([0, 2, 3, 1, 9], matching=False)
     gram.commit([1, 4, 4, 1, 4, 4, 1])

@@ -148,12 +148,3 @@ def test_no_tree_is_deeper_than_what_remains(build):
         expand.remaining = remaining
         tree = build(expand, torch.tensor([0]))
         assert len(tree.tokens) == 1 + min(remaining, deepest) == 1 + expand.calls
-
-@pytest.mark.parametrize("build", [build for build in BUILDERS if build is not cape.beam])
-def test_logits_are_refused(build):
-    """Also logarithms of probabilities, and what is no number."""
-    logits = 3 * torch.randn(9, 9, generator=torch.Generator().manual_seed(0))
-    for given in (logits, logits.log_softmax(-1), logits / 0 * 0):
-        with pytest.raises(ValueError, match="probabilities, not logits"):
-            build(table_expand(given), torch.tensor([0]))
-    build(table_expand(logits.softmax(-1).bfloat16()), torch.tensor([0]))

@@ -1,7 +1,5 @@
 """Prepared data is what was written; pieces, steps and parts of train.py."""
 # ruff: noqa: F811
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from test_train import brief, small, write_rows  # noqa: F401
 import train
 from runtime import load
 from training import prepare
-from verify import UserError
 
 HIS = "{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 USER, ASSISTANT = {"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}
@@ -67,18 +64,6 @@ def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, m
         prepared(tmp_path, tokenizer, write_rows(tmp_path / "other.jsonl", [{"ids": [3, 4]}]))
     data = prepare.read(tmp_path / "out", tokenizer, None)
     assert data.tokens.tolist() == before[0][0][1] == [1, 2]
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("precious")
-    with pytest.raises(UserError, match="holds something else"):
-        prepare.prepare([path], tokenizer, None, 300, tmp_path / "mine")
-
-def test_the_command(small, tmp_path, capsys):
-    argv = [str(small / "rows.jsonl"), "--tokenizer", str(small / "model"), "--out", str(tmp_path / "out")]
-    assert prepare.main(argv) == 0 and "kinds a b" in capsys.readouterr().out
-    meta = json.loads((tmp_path / "out" / "meta.json").read_text())
-    assert meta["kinds"] == ["a", "b"]
-    assert prepare.main([*argv[:-1], str(small / "model")]) == 2
-    assert capsys.readouterr().err.endswith("name another folder\n")
 
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_parts_of_them():

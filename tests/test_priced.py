@@ -199,12 +199,3 @@ def test_prices_in_closed_form(name):
         assert found[label]["cost_range"][0] <= cost + 1e-9 and cost <= found[label]["cost_range"][1] + 1e-9
     if name == "a line":
         assert rise == pytest.approx(0.02) and start == pytest.approx(0.37)
-
-def test_what_was_not_measured():
-    """Trees of one size have no slope, and no price is below zero."""
-    one_size = [spent(VERIFY["a line"], 1, 1, 0.1, None)]
-    found = priced.prices_of([(spent(VERIFY["a line"], 0, 0, 0.0, None), {"x": one_size})])
-    assert found["x"]["node_price"] == priced.NODE_PRICE and priced.prices_of([]) == {}
-    falling = [0.1, 0.08, 0.07, 0.06, 0.05]
-    found = priced.prices_of([(spent(falling, 0, 0, 0.0, None), {"x": [spent(falling, n, 1, 0.1, None) for n in (1, 4)]})])
-    assert found["x"]["node_price"] == found["x"]["start"] == 0

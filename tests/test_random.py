@@ -149,11 +149,9 @@ class Watched:
         self.make, self.inner, self.checked = make, make(), checked
         self.text, self.rate = text, rate
         self.needs, self.temperature = self.inner.needs, getattr(self.inner, "temperature", 1.0)
-        for name in ("adjust", "suggest"):
+        for name in ("adjust", "suggest", "chain"):
             if hasattr(self.inner, name):
                 setattr(self, name, getattr(self.inner, name))
-        if hasattr(self.inner, "chain"):
-            self.chain = self.own_chain
 
     def reset(self):
         self.round, self.tokens, self.hidden = -1, [], []
@@ -179,13 +177,6 @@ class Watched:
             if at < len(self.text) and rng.random() < self.rate and own.max() > -torch.inf:
                 new[self.text[at]] = own.max() + rng.choice([-0.5, -0.1, 0.5, 3.0])
         return told
-
-    def own_chain(self, root, most, warp=None, generator=None):
-        tokens, p_draft = self.inner.chain(root, most, warp, generator)
-        assert len(tokens) <= most
-        if self.round == self.checked and generator is None:
-            assert tokens == self.fresh().chain(root, most, warp)[0], "the chain is a fresh drafter's"
-        return tokens, p_draft
 
     def keep(self, path):
         if self.round == self.checked and self.nodes:
@@ -266,7 +257,7 @@ def run(case):
     own = model(torch.tensor([whole[:-1]]), past_key_values=kept, use_cache=True)
     score = own.logits[0, len(prompt) - 1:].double()                     # (tokens, V)
     if sampling:
-        p_target = rule.warp(score).double()                             # (an oracle of its own is in test_verify.py)
+        p_target = rule.warp(score).double()                             # (an oracle of its own is in test_generate.py)
         assert (p_target[range(len(tokens)), tokens] > 0).all(), "a token that the target cannot draw"
         noise = [verify.keyed_noise(sampling["seed"], len(prompt) + i, score.shape[1], score.device) for i in range(len(tokens))]
         score = p_target.log() - torch.stack(noise).log()

@@ -5,7 +5,6 @@ from itertools import product
 import pytest
 import torch
 from conftest import CLASSES, CONTEXT, VOCAB, family, plain, random_drafter, shared, target_of
-from transformers.generation import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 import cape
 import pct
@@ -150,22 +149,7 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(view.hidden[1], own.hidden_states[1][0, n - new:], **TOLERANCE)
         before = list(ids)
 
-# ---------------------------------------------------------------- the loop: ends, trees, what a builder and a drafter see
-def test_eos_and_the_length_limit_inside_an_accepted_path(llama):
-    """Any of transformers' criteria ends the text at the token where it holds (stop strings: test_generate.py)."""
-    expected, target = plain(llama, PROMPT, 24), verify.Target(llama)
-    drafter = HandMade(PROMPT + expected, 1.0)
-    for eos in sorted(set(expected))[:4]:
-        end = expected.index(eos) + 1
-        for build in (cape.beam, oracle(target, PROMPT + expected)):
-            out = verify.generate(target, drafter, build, PROMPT, 24, stopping_criteria=[EosTokenCriteria(eos)])
-            assert out.tokens == expected[:end] and sum(len(step.new) for step in out.rounds) == end - 1
-    for criterion, end in ((MaxLengthCriteria(len(PROMPT) + 8), 8), (MaxTimeCriteria(-1), 1)):
-        assert generate(llama, drafter, cape.chain, new=24, stopping_criteria=[criterion]).tokens == expected[:end]
-    for limit in (1, 2, 5, 6, 7, 12):
-        for build in (cape.chain, oracle(target, PROMPT + expected)):
-            assert verify.generate(target, drafter, build, PROMPT, limit).tokens == expected[:limit]
-
+# ---------------------------------------------------------------- the loop: trees, what a builder and a drafter see
 @pytest.mark.parametrize("off, tokens, parents", [(0, [3, 4], [-1, 2, 0]), (0, [3, 4], [-1, 1, 0]), (0, [3], [0, 0]), (0, [3], [-1, 5]), (0, [3], [-1]), (1, [], [-1])])
 def test_a_tree_that_breaks_the_contract_is_refused(llama, off, tokens, parents):
     """A child before its parent, no root, a parent that is no node, lengths that differ; another root."""
@@ -225,23 +209,7 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
             build = oracle(target, prompt + expected + [1] * 9)
             assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
 
-def test_a_prompt_of_another_shape_is_refused(llama):
-    for prompt in ([], torch.ones(2, 3, dtype=torch.long), torch.ones(1, 2, 3, dtype=torch.long)):
-        with pytest.raises(verify.UserError, match="one sequence"):
-            generate(llama, None, verify.root_only, prompt, 4)
-    with pytest.raises(verify.UserError, match="full attention.*any_target"):
-        verify.Target(shared("qwen2-mixed"))
-
 # ---------------------------------------------------------------- sampling
-def test_plain_sampling_is_keyed_by_position(llama):
-    """Token i is argmax p / noise(seed, its position), by the model's own forward."""
-    rule, ids = verify.Sampled(0.8, top_k=7, seed=5), list(PROMPT)
-    for _ in range(9):
-        with torch.no_grad():
-            p = rule.warp(llama(torch.tensor([ids]), use_cache=False).logits[0, -1:])[0]
-        ids.append((p / verify.keyed_noise(5, len(ids), VOCAB, torch.device("cpu"))).argmax().item())
-    assert generate(llama, None, verify.root_only, new=9, rule=rule).tokens == ids[len(PROMPT):]
-
 def test_a_tree_takes_one_row_of_noise_per_depth(monkeypatch):
     """Of 364 nodes in six depths six rows are made.  (That each node's token is its own draw: test_random.py.)"""
     own, made = verify.keyed_noise, []
