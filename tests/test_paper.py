@@ -143,7 +143,7 @@ def test_a_table_shows_and_compares_arms_of_its_run(spec):
 
 def test_every_file_of_rows_has_a_table_and_a_date():
     files = {path.relative_to(RESULTS).as_posix(): tables.read_rows(path) for path in RESULTS.rglob("*.jsonl")}
-    assert files.keys() <= {*(spec["file"] for spec in SPECS), *CONTENT["curves"]}
+    assert files.keys() <= {spec["file"] for spec in SPECS}
     assert all({"date", "machine", "flags"} <= row.keys() for rows in files.values() for row in rows)
     findings = {finding["name"] for finding in CONTENT["findings"]}
     assert findings == {each["finding"] for spec in SPECS for each in spec.get("compare", []) if "finding" in each}
@@ -180,7 +180,7 @@ def test_a_training_log_is_rows(tmp_path):
              {"step": 9, "tokens_seen": 1250, "glide": logged(0.75), "edd": logged(0.5)}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     glide, edd = tables.rows_of_log(tmp_path / "log.jsonl", ["*"])
-    assert glide["curve"] == [[0, 0.0], [500, 0.5], [1250, 0.75]] and glide["tau"] == 2.5 and glide["init"]
+    assert (glide["alpha"], glide["alpha_first"], glide["tau"]) == (0.75, 0.0, 2.5)
     assert (edd["drafter"], edd["alpha"], edd["alpha_first"], edd["tokens_trained"]) == ("edd", 0.5, 0.125, 1250)
     assert [each["drafter"] for each in tables.rows_of_log(tmp_path / "log.jsonl", ["g*"])] == ["glide"]
 
