@@ -1,6 +1,5 @@
 """The papers' tables and figures: one command measures them, one writes docs/ from the rows.
 
-    python figures/paper.py list                       # the tables, and about how long each takes
     python figures/paper.py glide-table-1 papers       # measure: rows go to work/results/
     python figures/paper.py all                        # all tables that are not there yet
     python figures/paper.py write --rows work/results  # take those rows in, and write docs/
@@ -12,9 +11,8 @@ here override a command's own.  A table without a command shows further arms of 
 A table whose command is train.py's is made from that run's log, and the training itself is not
 started here.
 
-A table is written when all of its prompts are done.  An interrupted one keeps its finished prompts
-in work/results/kept/, so that the same command goes on; with a larger --limit it measures the
-further prompts alone.  Flags other than --out, --again and --rows are bench.py's.
+A table is written when all of its prompts are done, and is not measured again with the same flags.
+Flags other than --out, --again and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
 import json
@@ -25,7 +23,6 @@ import shlex
 import shutil
 import sys
 import time
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -37,17 +34,15 @@ import charts  # noqa: E402
 import probe  # noqa: E402
 import tables  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
 
 import bench  # noqa: E402
 from runtime import text  # noqa: E402
-from runtime.measure import Record  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
 PUBLIC = "smollm2"                         # folder of a public model's rows, and name of its page
 
-# ---------------------------------------------------------------- a table that goes on
+# ---------------------------------------------------------------- one table
 def machine():
     """The machine in words: its processor, cores and GPU."""
     cpuinfo = Path("/proc/cpuinfo")
@@ -56,56 +51,6 @@ def machine():
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"{os.cpu_count()} cores of {name}, {gpu}"
 
-class Finished:
-    """The prompts that a table has measured so far, in a file.
-
-    A table of other settings or packages, or on another machine, begins anew; a larger --limit does
-    not.  A drafter that was trained anew, or code that was changed, is not noticed: --again
-    discards what is kept.
-    """
-    def __init__(self, path, run):
-        self.path, self.run = path, run
-        versions = [torch.__version__, transformers.__version__, torch.get_num_threads()]
-        about = {**vars(run.a), "limit": None, "versions": versions, "machine": machine()}
-        self.kept = {"about": json.loads(json.dumps(about)), "prices": {}, "prompts": {}}
-        if path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if found["about"] == self.kept["about"]:
-                self.kept = found
-        # With other prices the same names would stand for other trees.
-        run.prices.update(self.kept["prices"])
-
-    def give(self, arms):
-        """Give the arms their results of the prompts that all of them have finished."""
-        for i, prompt in enumerate(self.run.prompts):
-            found = self.kept["prompts"].get(json.dumps(prompt), {})
-            # All arms of a prompt are measured together, or their speeds could not be compared.
-            if all(arm.name in found for arm in arms):
-                for arm in arms:
-                    arm.results[i] = record_of(found[arm.name])
-
-    def keep(self, arms, i):
-        """All arms have decoded prompt i: write down what rows are made of."""
-        found = {}
-        for arm in arms:
-            record = arm.results[i]
-            found[arm.name] = {"tokens": record.tokens, "stage_runs": record.stage_runs,
-                               "total": record.total, "seconds": record.seconds}
-        self.kept["prompts"][json.dumps(self.run.prompts[i])] = found
-        self.kept["prices"] = self.run.prices
-        content = json.dumps(self.kept)
-        text.write_atomically(self.path, lambda part: part.write_text(content))
-
-def record_of(found):
-    """What was kept of a decoding -> Record"""
-    record = Record(found["tokens"], stage_runs=found["stage_runs"])
-    record.total = Counter(found["total"])
-    record.seconds = found["seconds"]
-    # Rows are made of the sums in `total`, and only ask whether there were rounds.
-    record.rounds = [None] * record.total["rounds"]
-    return record
-
-# ---------------------------------------------------------------- one table
 def arguments_of(command, flags):
     """`python bench.py --limit 9` -> ("bench.py", its arguments, then `flags`, which override them)"""
     _, script, *arguments = shlex.split(command.replace("\\\n", " "))
@@ -121,7 +66,7 @@ def wanted_arms(file, specs):
             names += spec["shown"]
     return names
 
-def rows_of_bench(arguments, spec, specs, a):
+def rows_of_bench(arguments, spec, specs):
     """Run bench.py's command in this process, with the arms that tables show -> rows"""
     run = bench.Run(arguments)
     wanted = wanted_arms(spec["file"], specs)
@@ -130,14 +75,12 @@ def rows_of_bench(arguments, spec, specs, a):
         name = tables.name_of({"drafter": arm.drafter, "tree": arm.tree})
         if not arm.tree or wanted is None or name in wanted:
             arms.append(arm)
-    finished = Finished(kept_file(spec, a), run)
-    finished.give(arms)
-    done = bench.measure_all(run, arms, after=partial(finished.keep, arms))
+    done = bench.measure_all(run, arms)
     if done < len(run.prompts):
         raise KeyboardInterrupt
     return tables.with_by_prompt(bench.tables(run, arms, done), run.prompts)
 
-def rows_of(spec, specs, flags, a):
+def rows_of(spec, specs, flags):
     """Run the command of a table, or read its log -> rows"""
     script, arguments = arguments_of(spec["command"], flags)
     if script == "train.py":
@@ -150,12 +93,12 @@ def rows_of(spec, specs, flags, a):
         return probe.rows_of(arguments)
     if script == "figures/batches.py":
         return batches.rows_of(arguments)
-    return rows_of_bench(arguments, spec, specs, a)
+    return rows_of_bench(arguments, spec, specs)
 
 def measure(spec, specs, flags, a):
     """Measure a table, write its rows, print it."""
     where = {"machine": machine(), "date": time.strftime("%Y-%m-%d"), "flags": shlex.join(flags)}
-    rows = [row | where for row in rows_of(spec, specs, flags, a)]
+    rows = [row | where for row in rows_of(spec, specs, flags)]
     # Six digits are enough: by_prompt holds thousands of figures.
     rows = json.loads(json.dumps(rows), parse_float=lambda figure: float(f"{float(figure):.6g}"))
     path = a.out / spec["file"]
@@ -254,25 +197,10 @@ def run_of(spec, specs):
     """The table whose command makes the rows of a table: of those of the same file."""
     return next(each for each in specs if each["file"] == spec["file"] and "command" in each)
 
-def kept_file(spec, a):
-    return a.out / "kept" / f"{spec['name']}.json"
-
 def is_done(spec, flags, a):
     """Whether --out holds the table's rows, measured with the same flags."""
     path = a.out / spec["file"]
     return path.exists() and tables.read_rows(path)[0]["flags"] == shlex.join(flags)
-
-def show_list(specs, flags, a):
-    """Print each table with its minutes; of further tables of a run, the name of that run."""
-    for spec in specs:
-        if "command" not in spec:
-            took = run_of(spec, specs)["name"]
-        elif spec["command"].startswith("python train.py"):
-            took = "a log"
-        else:
-            took = f"{spec['minutes']} min"
-        done = " (measured)" if is_done(spec, flags, a) else ""
-        print(f"{spec['name']:22} {took:>9}  {spec['title']}{done}")
 
 def measure_all(names, specs, flags, a):
     """Measure the named tables, except those that are done -> exit status."""
@@ -282,15 +210,13 @@ def measure_all(names, specs, flags, a):
         spec = runs[name]
         if a.again:
             (a.out / spec["file"]).unlink(missing_ok=True)
-            kept_file(spec, a).unlink(missing_ok=True)
         if is_done(spec, flags, a):
             print(f"{name}: {a.out / spec['file']} is there; --again measures it again")
             continue
         try:
             measure(spec, specs, flags, a)
         except KeyboardInterrupt:
-            print(f"interrupted: without --again the same command goes on with {name}",
-                  file=sys.stderr)
+            print(f"interrupted: the same command begins again with {name}", file=sys.stderr)
             return 130
         except (UserError, OSError, torch.OutOfMemoryError) as why:
             # The other tables are measured all the same.
@@ -300,11 +226,11 @@ def measure_all(names, specs, flags, a):
 
 def parser():
     p = text.Parser(description="Measure the papers' tables; write docs/ from measured rows.",
-                    usage="paper.py NAME ... | all | list | write | check, then flags",
+                    usage="paper.py NAME ... | all | write | check, then flags",
                     epilog="Other flags are bench.py's: --target, --checkpoint, --limit ...",
                     allow_abbrev=False)
     flag = p.add_argument
-    flag("names", nargs="+", help="tables; or all, list, write, check")
+    flag("names", nargs="+", help="tables; or all, write, check")
     flag("--out", type=Path, default=ROOT / "work" / "results",
          help="folder of measured rows (default: work/results)")
     flag("--again", action="store_true", help="measure what --out holds once more")
@@ -319,9 +245,6 @@ def work(argv):
         if a.rows:
             take_in(a.rows, specs)
         return write(check=a.names == ["check"])
-    if a.names == ["list"]:
-        show_list(specs, flags, a)
-        return 0
     known = [spec["name"] for spec in specs]
     names = known if a.names == ["all"] else a.names
     for name in names:
@@ -329,7 +252,7 @@ def work(argv):
             raise UserError(f"there is no table called {name!r}: choose among {' '.join(known)}")
     if a.out.resolve().is_relative_to(DOCS):
         raise UserError(f"--out {a.out}: only `paper.py write` changes docs/; name another folder")
-    (a.out / "kept").mkdir(parents=True, exist_ok=True)
+    a.out.mkdir(parents=True, exist_ok=True)
     return measure_all(names, specs, flags, a)
 
 main = partial(bench.main, work=work, name="figures/paper.py")

@@ -3,7 +3,6 @@ import json
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import batches
 import numpy as np
@@ -193,35 +192,18 @@ def made_up(tmp_path, monkeypatch, specs):
     (folder / "results.head.md").write_text("# Results, temperature 0 @FINDINGS@\n")
     monkeypatch.setattr(paper, "DOCS", tmp_path / "docs")
 
-def test_a_table_is_measured_goes_on_and_is_written(small, tmp_path, monkeypatch, capsys):  # noqa: F811
-    """An interrupted table keeps its prompts; a larger --limit measures the further ones alone; --again measures all."""
+def test_a_table_is_measured_and_written(small, tmp_path, monkeypatch, capsys):  # noqa: F811
     flags = " ".join(args(small, "--drafter", "glide", "--tree", "chain", "cape"))
     compared = [claim("glide × cape", "glide × chain", "tau")]
     made_up(tmp_path, monkeypatch, [
-        {"name": "a", "section": "S", "title": "A", "file": "a.jsonl", "command": f"python bench.py {flags}", "minutes": 1,
+        {"name": "a", "section": "S", "title": "A", "file": "a.jsonl", "command": f"python bench.py {flags}",
          "shown": ["plain", "glide × cape"], "compare": compared},
         {"name": "b", "section": "S", "title": "B", "file": "a.jsonl", "shown": ["glide × chain"], "columns": ["arm", "tau"]},
         {"name": "c", "section": "S", "title": "C", "file": "c.jsonl", "command": "python train.py edd --work work/none", "drafters": ["*"]}])
     out = tmp_path / "rows"
-    decoded, interrupts = [], [5]
-
-    def measure_one(run, arm, number):
-        decoded.append(arm.name)
-        if [len(decoded)] == interrupts:
-            interrupts.clear()
-            raise KeyboardInterrupt
-        return real(run, arm, number)
-    real = bench.measure_one
-    monkeypatch.setattr(bench, "measure_one", measure_one)
-
-    def run(limit, *more):
-        decoded.clear()
-        return paper.main(["b", "--limit", str(limit), "--out", str(out), *more])
-    assert run(2) == 130 and "goes on with a" in capsys.readouterr().err and not (out / "a.jsonl").exists()
-    assert run(2) == 0 and len(decoded) == 4, "the first prompt of four arms was kept"
-    assert run(2) == 0 and decoded == [] and "--again measures it again" in capsys.readouterr().out
-    assert run(3) == 0 and len(decoded) == 4
-    assert run(3, "--again") == 0 and len(decoded) == 12
+    command = ["b", "--limit", "3", "--out", str(out)]
+    assert paper.main(command) == 0
+    assert paper.main(command) == 0 and "--again measures it again" in capsys.readouterr().out
     rows = tables.read_rows(out / "a.jsonl")
     arm = tables.whole(rows)["glide × cape"]
     assert len(arm["by_prompt"]["tau"]) == 3 and arm["mean_speedup"] == pytest.approx(np.prod(arm["by_prompt"]["speedup"]) ** (1 / 3))
@@ -237,28 +219,6 @@ def test_a_table_is_measured_goes_on_and_is_written(small, tmp_path, monkeypatch
     page.write_text(text.replace("Lossless: 2", "Lossless: 3"))
     assert paper.main(["check"]) == 1 and "out of date: results.md" in capsys.readouterr().err
     assert paper.main(["write"]) == 0 and page.read_text() == text
-
-def test_a_table_of_other_settings_begins_anew(tmp_path):
-    run = SimpleNamespace(a=SimpleNamespace(limit=1, seed=0), prompts=[("x", [1, 2], 5)], prices={})
-    record = SimpleNamespace(tokens=[3, 4], stage_runs=[2], total={"rounds": 2, "draft": 0.5}, seconds=0.25)
-    arm = SimpleNamespace(name="a", results={0: record})
-    path = tmp_path / "t.json"
-    finished = paper.Finished(path, run)
-    run.prices["glide"] = {"cost": 0.1}
-    finished.keep([arm], 0)
-
-    def kept():
-        run.prices = {}
-        fresh = SimpleNamespace(name="a", results={})
-        paper.Finished(path, run).give([fresh])
-        return fresh.results, run.prices
-    results, prices = kept()
-    assert prices == {"glide": {"cost": 0.1}} and len(results[0].rounds) == 2
-    assert all(getattr(results[0], key) == getattr(record, key) for key in ("tokens", "stage_runs", "total", "seconds"))
-    run.a.limit = 2
-    assert kept()[0]
-    run.a.seed = 1
-    assert kept() == ({}, {})
 
 # ---------------------------------------------------------------- Markdown beside the paper's values
 def test_the_papers_values_by_hand():
