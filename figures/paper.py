@@ -12,7 +12,7 @@ A table whose command is train.py's is made from that run's log, and the trainin
 started here.
 
 A table is written when all of its prompts are done, and is not measured again with the same flags.
-Flags other than --out, --again and --rows are bench.py's.
+Flags other than --out and --rows are bench.py's.
 Exit status: 0; 1 where `check` found a difference; 2 after a mistake; 130 after an interruption.
 """
 import json
@@ -208,16 +208,11 @@ def measure_all(names, specs, flags, a):
     runs = {spec["name"]: run_of(spec, specs) for spec in specs}
     for name in tables.unique(runs[name]["name"] for name in names):
         spec = runs[name]
-        if a.again:
-            (a.out / spec["file"]).unlink(missing_ok=True)
         if is_done(spec, flags, a):
-            print(f"{name}: {a.out / spec['file']} is there; --again measures it again")
+            print(f"{name}: {a.out / spec['file']} is there; delete it to measure it again")
             continue
         try:
             measure(spec, specs, flags, a)
-        except KeyboardInterrupt:
-            print(f"interrupted: the same command begins again with {name}", file=sys.stderr)
-            return 130
         except (UserError, OSError, torch.OutOfMemoryError) as why:
             # The other tables are measured all the same.
             print(f"{name}: {why}", file=sys.stderr)
@@ -233,7 +228,6 @@ def parser():
     flag("names", nargs="+", help="tables; or all, write, check")
     flag("--out", type=Path, default=ROOT / "work" / "results",
          help="folder of measured rows (default: work/results)")
-    flag("--again", action="store_true", help="measure what --out holds once more")
     flag("--rows", type=Path, help="write: first take this folder's rows into docs/results/")
     return p
 

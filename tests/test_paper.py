@@ -203,7 +203,7 @@ def test_a_table_is_measured_and_written(small, tmp_path, monkeypatch, capsys): 
     out = tmp_path / "rows"
     command = ["b", "--limit", "3", "--out", str(out)]
     assert paper.main(command) == 0
-    assert paper.main(command) == 0 and "--again measures it again" in capsys.readouterr().out
+    assert paper.main(command) == 0 and "delete it to measure it again" in capsys.readouterr().out
     rows = tables.read_rows(out / "a.jsonl")
     arm = tables.whole(rows)["glide × cape"]
     assert len(arm["by_prompt"]["tau"]) == 3 and arm["mean_speedup"] == pytest.approx(np.prod(arm["by_prompt"]["speedup"]) ** (1 / 3))
