@@ -160,12 +160,6 @@ def test_a_cascades_k_is_the_fastest_on_prompts_that_are_not_reported():
     (shown,) = [spec["shown"] for spec in SPECS if spec["name"] == "cascade-table-2"]
     assert {name for name in shown if name.startswith("cascade")} == {name for _, name in best.values()}
 
-def test_flags_given_here_win():
-    command = 'python bench.py --drafter "cascade(base, k=5)" \\\n    glide --limit 9'
-    script, arguments = paper.arguments_of(command, ["--limit", "4"])
-    a = bench.parser().parse_args(arguments)
-    assert (script, a.limit, a.drafter) == ("bench.py", 4, ["cascade(base, k=5)", "glide"])
-
 # ---------------------------------------------------------------- a training's log
 def test_a_training_log_is_rows(tmp_path):
     """Its last run alone, each step once."""
