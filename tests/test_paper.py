@@ -162,19 +162,18 @@ def test_a_cascades_k_is_the_fastest_on_prompts_that_are_not_reported():
 
 # ---------------------------------------------------------------- a training's log
 def test_a_training_log_is_rows(tmp_path):
-    """Its last run alone, each step once."""
-    def logged(alpha):
-        return {"loss": 1.0, "alpha": alpha, "tau": 1 + 2 * alpha, "by_kind": {}}
-    lines = [{"command": "python train.py old"}, {"step": 0, "tokens_seen": 0, "old": logged(0.9)},
-             {"command": "python train.py glide edd --init x"}, {"step": 0, "tokens_seen": 0, "glide": logged(0.0), "edd": logged(0.125)},
-             {"step": 5, "tokens_seen": 500, "glide": logged(0.25), "edd": logged(0.25)},
-             {"command": "python train.py glide edd --init x --resume"},
-             {"step": 5, "tokens_seen": 500, "glide": logged(0.5), "edd": logged(0.25)},
-             {"step": 9, "tokens_seen": 1250, "glide": logged(0.75), "edd": logged(0.5)}]
+    """Its last run alone, which was resumed; of a step that is there twice the later line."""
+    lines = [{"command": "python train.py old"},
+             {"tokens_seen": 0, "old": {"alpha": 0.9, "tau": 2.8}},
+             {"command": "python train.py glide edd"},
+             {"tokens_seen": 0, "glide": {"alpha": 0.0, "tau": 1.0}, "edd": {"alpha": 0.1, "tau": 1.2}},
+             {"tokens_seen": 500, "glide": {"alpha": 0.2, "tau": 1.4}},
+             {"command": "python train.py glide edd --resume"},
+             {"tokens_seen": 500, "glide": {"alpha": 0.5, "tau": 2.0}, "edd": {"alpha": 0.2, "tau": 1.4}}]
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    glide, edd = tables.rows_of_log(tmp_path / "log.jsonl", ["*"])
-    assert (glide["alpha"], glide["alpha_first"], glide["tau"]) == (0.75, 0.0, 2.5)
-    assert (edd["drafter"], edd["alpha"], edd["alpha_first"], edd["tokens_trained"]) == ("edd", 0.5, 0.125, 1250)
+    shown = ("drafter", "alpha_first", "alpha", "tau", "tokens_trained")
+    found = [[each[key] for key in shown] for each in tables.rows_of_log(tmp_path / "log.jsonl", ["*"])]
+    assert found == [["glide", 0.0, 0.5, 2.0, 500], ["edd", 0.1, 0.2, 1.4, 500]]
     assert [each["drafter"] for each in tables.rows_of_log(tmp_path / "log.jsonl", ["g*"])] == ["glide"]
 
 # ---------------------------------------------------------------- measure, write, check
