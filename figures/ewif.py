@@ -20,8 +20,6 @@ Errata of the paper:
  4. Theorem 4.3 assumes, without saying so, that M_t's review is independent of M_d1's, and that the
     number of inner rounds is fixed, where Algorithm 1 counts tokens.
  5. Table 1's third row is not the best choice of k: 5 and 5 give more than 5 and 3.
-
-    python figures/ewif.py        # Table 1
 """
 from math import prod
 
@@ -50,13 +48,11 @@ def phi(x, alpha, k):
     The coefficient of x^j is the probability of j tokens.  The reviewer's own token counts, so that
     j = 1 ... k + 1.
     """
-    assert k >= 0 and 0 <= alpha <= 1, "k or alpha is out of range"
     # Equation 1: phi(x) = 1 + (x - 1) (1 - alpha^{k+1} x^{k+1}) / (1 - alpha x)
     return 1 + (x - 1) * geometric(alpha * x, k)
 
 def ewif_speculative(alpha, c, k):
     """Corollary 4.2: one drafter, k drafted tokens a round.  Also GLIDE's E(Spd.), section 5.1."""
-    assert k >= 0 and 0 <= alpha <= 1 and c >= 0, "k, alpha or c is out of range"
     # phi'(1) / (ck + 1) = (1 - alpha^{k+1}) / ((1 - alpha) (ck + 1))
     return geometric(alpha, k) / (c * k + 1)
 
@@ -73,8 +69,6 @@ def ewif_vertical(alpha, alpha_inner, c1, c2, n, k):
     Corollary 4.4: phi(alpha) < alpha for 0 < alpha, alpha' < 1 and k > 0.  So with c2 = 0 this is
     more than M_d1 alone gives.
     """
-    in_range = min(n, k, c1, c2, alpha, alpha_inner) >= 0 and max(alpha, alpha_inner) <= 1
-    assert in_range, "n, k, a cost or an alpha is out of range"
     # Equation 2: (1 - alpha phi^n(alpha)) / ((1 - alpha) (1 + n c1 + n k c2))
     # At alpha = 1 that is 0 / 0, so 1 - alpha is divided out first:
     #     1 - phi(alpha) = (1 - alpha) g      with g = 1 + alpha alpha' + ... + (alpha alpha')^k
@@ -91,7 +85,6 @@ def ewif_horizontal(alphas, costs):
 
     alphas[i - 1] = alpha(M_t, M_i); costs[i - 1] = c(M_t, M_i).
     """
-    assert len(alphas) == len(costs), "there is a cost for each alpha"
     # T = (sum_{i=0}^k prod_{j=1}^i alpha_j) / (1 + sum_{i=1}^k c_i)
     tokens = 1
     accepted = 1
@@ -102,8 +95,6 @@ def ewif_horizontal(alphas, costs):
 
 def d_ewif_horizontal(l, alphas, costs):
     """Corollary 4.6: dT / d alpha_l, l = 1 ... k: the value of a better drafter of token l."""
-    assert len(alphas) == len(costs), "there is a cost for each alpha"
-    assert 1 <= l <= len(alphas), "l is the position of a token, from 1"
     # (sum_{i=l}^k prod_{j=1, j != l}^i alpha_j) / (1 + sum_{i=1}^k c_i)
     k = len(alphas)
     before = prod(alphas[:l - 1])
@@ -128,11 +119,3 @@ def table_1():
         value = ewif_of(counts, ALPHAS[data], costs)
         rows.append({"drafter": f"{data} ({models})", "k1": k1, "k2": k2, "ewif": value})
     return rows
-
-def main():
-    for row in table_1():
-        k2 = "-" if row["k2"] is None else row["k2"]
-        print(f"{row['drafter']:22s} k1 {row['k1']:2d}  k2 {k2!s:2s}  EWIF {row['ewif']:.2f}")
-
-if __name__ == "__main__":
-    main()

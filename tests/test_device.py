@@ -1,6 +1,7 @@
 """Decoding on a device: nothing is mixed, the host waits at most once a forward; on a CUDA device, where there is one, the same tokens."""
 import json
 import multiprocessing
+import shutil
 from functools import partial
 
 import pretended
@@ -26,13 +27,13 @@ MOST = {"glide x chain": (2, 0), "glide x cape, sampled": (3, 1), "cascade": (3,
 @pytest.fixture(scope="module")
 def decodings(tmp_path_factory):
     """What pretended.py prints: {name: its line}."""
+    if not shutil.which("g++"):
+        pytest.skip("a device guard is built by g++")
     path = tmp_path_factory.mktemp("pretended") / "lines"
     with open(path, "w") as file:
-        child = multiprocessing.get_context("fork").Process(target=pretended.main, args=(MOST, file))
+        child = multiprocessing.get_context("fork").Process(target=pretended.main, args=(file,))
         child.start()
         child.join()
-    if child.exitcode == 77:
-        pytest.skip("g++ cannot build a device guard")
     assert child.exitcode == 0, "on stderr: why"
     return {row["name"]: row for row in map(json.loads, path.read_text().splitlines())}
 
@@ -43,7 +44,7 @@ def test_the_tokens_are_the_cpus_and_the_host_seldom_waits(decodings, name):
     assert row["tokens"] == row["expected"] and len(row["tokens"]) == pretended.NEW
     assert row["read"] <= row["forward"] + 1, "no forward, of target or drafter, is waited for twice"
     # Once: the first token, both ways; a constant (CAPE's sizes, Max-Gram's confidence).
-    assert row["read"] <= reads * row["rounds"] + 1 and row["copy"] <= copies * row["rounds"] + 2, row["lines"]
+    assert row["read"] <= reads * row["rounds"] + 1 and row["copy"] <= copies * row["rounds"] + 2
 
 # ---------------------------------------------------------------- a real one
 @pytest.mark.cuda
