@@ -12,7 +12,7 @@ tree.  Every prompt is decoded by all arms, in random order, and each arm gets a
 Three rules keep the table honest:
 
  1. The baseline is plain decoding with the same target, cache, dtype and loop, one token a forward.
-    transformers' generate() stands beside it, so that a slow loop of ours could not flatter us.
+    transformers' generate() is timed, too: a slow loop of ours would show there.
  2. Speedups are paired: each prompt's speed is divided by the baseline's speed on that prompt.
  3. Outputs are compared token for token with the baseline's, and the first difference is reported.
 
@@ -46,13 +46,14 @@ from runtime import load, measure, report, text
 from runtime.calls import check_tree, read_call
 from verify import UserError
 
-# A cascade and Max-Gram write their own chain, and --tree says how: greedily, or sampled.
+# A cascade and Max-Gram draft a whole chain themselves, without these builders.  For them the two
+# names only say whether its tokens are the most probable ones or sampled.
 CHAINS = {"chain": cape.chain, "drawn": cape.drawn}
 TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct,
          "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost,
          "graft": graft.graft, "eagle2": pct.eagle2}
 PROMPTS = load.CHECKPOINTS / "prompts.jsonl"             # the project's own
-FEW = 9                                                  # rows of them: a minute or less
+FEW = 9                                                  # rows of PROMPTS: a minute or less
 UNMEASURED = 4                  # rows, after those of the table, to measure prices on
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
@@ -111,7 +112,10 @@ def check_numbers(a):
         raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
 
 def check(a):
-    """Refuse what cannot work before anything is loaded -> the calls of --drafter, of --tree"""
+    """Refuse what cannot work, before anything is loaded.
+
+    Returns two lists of Calls: those of --drafter and those of --tree.
+    """
     loaders = load.loaders(a.checkpoint)
     drafters = [read_call(given, loaders, f"drafter in {a.checkpoint}") for given in a.drafter]
     trees = [read_call(given, TREES, "tree") for given in a.tree]
@@ -176,7 +180,7 @@ class Run(load.Setup):
                             "cascade(...)")
 
     def read_prompts(self, limit, skip=0):
-        """Prompts of the flags' files: of `limit` rows after the first `skip`."""
+        """The prompts of --prompts: skip the first `skip` rows, then read `limit` rows."""
         a = self.a
         return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
                                self.answer, a.template, skip)
@@ -277,7 +281,7 @@ def library_arms(run):
     """transformers' own: plain, with each model of a cascade as assistant, with prompt lookup."""
     arms = [Arm("generate()", partial(library, run))]
     for name, model in run.stages.items():
-        # The library takes two sizes of vocabulary for two tokenizers.
+        # Where the vocabulary sizes differ, transformers assumes that the tokenizers differ, too.
         if model.config.get_text_config().vocab_size != run.target.config.vocab_size:
             run.notes.append(f"no assisted generation with {name}: transformers wants equal "
                              "vocabularies")
@@ -303,8 +307,8 @@ def drafted_arm(run, label, tree):
 def builder(run, label, tree):
     """The Call `tree` as a builder for the drafter `label` -> partial
 
-    Prices depend on target and drafter: where they are left open they are measured, once for all
-    trees of the run.
+    A tree's prices (cost, node_price) depend on the target and the drafter.  Those that --tree does
+    not set are measured, once for all trees of the run.
     """
     drafter = run.drafters[label]
     if hasattr(drafter, "chain") and tree.name in CHAINS:
@@ -462,7 +466,7 @@ def runs_and_costs(drafter, settings, records, total, step, alpha):
     settings: of the tree's builder.  total: sums over the rounds of these records.
     """
     is_cascade = isinstance(drafter, cascade.Cascade)
-    # Plain decoding runs the target for a prompt's prefill, and once a token.  A round is one run.
+    # The target runs once per round, and once per prompt for the prefill.
     target_runs = total["rounds"] + len(records)
     stage_runs = [sum(counts) for counts in zip(*(record.stage_runs for record in records))]
     # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.

@@ -36,9 +36,9 @@ forward of your target.  docs/any_project.py has both, in plain code for any cau
     # Then walk down from node 0 while the target's choice after a node is one of its children.
 
 Differences from the paper:
- 1. The printed mask leaves out the root x_t: here it is node 0.  pos(i), the position of the i-th
-    proposed token, is defined for extras only: in the chain it is i.  By "token x_j" the text means
-    x_{t+j}.
+ 1. The printed mask leaves out the root x_t; here the root is node 0.  The paper defines pos(i),
+    the position of the i-th proposed token, for extras only; for the chain's tokens we take
+    pos(i) = i.  Where the paper's text says "token x_j", it means x_{t+j}.
  2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, but the stated maximum is 32, and
     the paper does not say what is cut.  (The official code drafts four positions: 4 x 8 = 32.)
     Here the whole chain is kept, and of the extras of all positions those with the highest joint
@@ -90,8 +90,8 @@ def draft(expand, root, gamma, pick):
     """Draft a chain, token by token, without a device-to-host sync.
 
     pick(probs (1, V)) -> token (1,).  Returns chosen (gamma,), their probabilities p (gamma,), and
-    the distributions probs (gamma, V).  A chain that meets a token of probability zero ends before
-    it: what is returned from there on has no meaning (see drafted_length).
+    the distributions probs (gamma, V).  If a token has probability zero, the chain ends before it,
+    and the entries from that token on must be ignored: drafted_length counts the valid ones.
     """
     tokens = [root]
     probs = []
@@ -112,7 +112,10 @@ def drafted_length(p):
     return (least_so_far > 0).sum()
 
 def to_host(p, *counts):
-    """Counts (), on the device -> ints, by one device-to-host sync, which checks p (gamma,) too."""
+    """Copy counts, tensors () on the device, to the host -> list of ints.
+
+    The same device-to-host sync checks that p (gamma,) are probabilities, else ValueError.
+    """
     # torch.stack converts the counts to p's dtype, and bfloat16 has not all integers above 256.
     p = p.float()
     numbers = torch.stack((*counts, p.min(), p.max()))
@@ -250,10 +253,12 @@ def cape(expand, root,
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
-    # In a tree a node sees its ancestors and itself.  So the parent of x_{t+i} is the chain's token
-    # at position pos(i) - 1; for pos(i) = 1 that is the root, node 0.  No extra has children.
+    # In a tree a node sees its ancestors and itself, so parents express the same mask: the parent
+    # of x_{t+i} is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
+    # No extra has children.
     parents_of_chain = chain_parents(length, root.device)
-    # Row i of the extras, from 0, is the set X_{i+1}: the parent of its tokens is node i.
+    # `index` counts in the flattened extras (gamma, K), so index // K is the row.  Row i, counted
+    # from 0, is the set X_{i+1}, and the parent of its tokens is node i.
     K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents_of_extras = index // K
     parents = torch.cat((parents_of_chain, parents_of_extras))
@@ -288,7 +293,8 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         score = score + p.log()                                   # (m, each)
         most = min(width, score.numel())
         score, index = score.flatten().topk(most)                 # (most,), the best first
-        # Each of the best continues one of the m sequences.  Those of probability zero come last.
+        # Which of the m sequences each of the best continues.  Those of probability zero come last,
+        # so the first `count` are kept.
         continued = index // each
         count = score.isfinite().sum()
         numbers = torch.cat((continued, count[None])).tolist()    # device-to-host sync

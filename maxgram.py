@@ -6,10 +6,10 @@ The idea.  A model often repeats phrases of its input and of its own output.  So
 suffix of the generation that occurs earlier, and propose the tokens that followed it there; where
 nothing matches, propose the bigram's next token.  No neural network runs.
 
-Listing 1 compares every position of the text with the query, once for each length of match, and
-each time waits for the device (max_gram_tensor).  MaxGram proposes the same tokens from a suffix
-automaton of the committed text (Blumer et al. 1985; class Index shows one).  In ordinary text a
-proposal visits a few of its states, however long the text is.
+Listing 1 (max_gram_tensor) compares every position of the text with the query, once for each length
+of match, and each comparison ends with a device-to-host sync.  MaxGram proposes the same tokens
+from a suffix automaton of the committed text (Blumer et al. 1985; class Index shows one).  In
+ordinary text a proposal visits a few of its states, however long the text is.
 
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
@@ -29,8 +29,8 @@ Differences from the paper:
  1. Section 3.3 matches "the initial input (or existing generation)"; Listing 1 searches the
     encoder's input alone.  Here both are searched.  A decoder-only model's prompt is the beginning
     of its generation.
- 2. Listing 1 returns an empty chunk where the longest match ends where the text ends.  Here a match
-    has a following token.
+ 2. Listing 1 also counts a match that ends at the end of the text, and then returns an empty chunk.
+    Here only a match with a token after it counts.
  3. Listing 1 leaves a short chunk short and returns None where nothing matches.  Here proposing n
     tokens equals proposing one token n times and appending each to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
@@ -65,7 +65,7 @@ In verify.generate it is the last stage of a cascade (cascade.py), or the only o
 
     cascade.Cascade([], gram=MaxGram(bigram), vocab=V)
 
-    python maxgram.py         # the demo: the index on "abab"; one proposal from all three sources
+    python maxgram.py   # the demo: the index on "abab"; a proposal of source, generation, bigram
 """
 from collections import Counter, namedtuple
 
@@ -89,7 +89,8 @@ def ints(tokens):
 def longest_match(query, text):
     """Listing 1, lines 6 to 22: the longest suffix of `query` that occurs in `text` before a token.
 
-    query (q,), text (T,); a token below 0 equals nothing, and counts as no following token.
+    query (q,), text (T,).  A token below 0 in the text is a separator: it matches no token of
+    the query, and a match that ends before it has no following token.
     -> (position of the token after the leftmost occurrence, length of the match), or None.
     One device-to-host sync for each length.
     """
@@ -201,8 +202,8 @@ class Index:
 
     A letter makes one new state, of all substrings that end here for the first time.  The state's
     *link* leads to the longest suffix that had occurred before.  After "abab" that is "ab", state
-    2, which first ended at position 1.  So what comes after "abab"?  What came after that "ab": the
-    letter at position 2 and those after it, "a", then "b".
+    2, which first ended at position 1.  So the proposal after "abab" is what followed that "ab":
+    the letters from position 2 on, "a", then "b".
 
     The second b in a row splits a state.  "ab" and "b" shared state 2, but "b" now ends at
     position 4, and "ab" does not.  So "b" moves to a new state 6, a clone of state 2.
@@ -266,7 +267,10 @@ class Index:
         return clone
 
     def advance(self, suffix, token):
-        """Append a token to the query: its longest Suffix before -> its longest Suffix after."""
+        """Append `token` to the query -> the query's longest Suffix then.
+
+        suffix: the query's longest Suffix before.
+        """
         state, length = suffix
         # Drop tokens on the left until the text holds the rest with `token` after it.
         while state > 0 and token not in self.next[state]:
@@ -373,7 +377,8 @@ class MaxGram:
         while True:
             for token in new:
                 place = self.after(place, token)
-            # The next chunk, which is then read like a draft; with n tokens proposed it is empty
+            # The next pass appends this chunk to the query, as the first pass does with the draft.
+            # Once n tokens are proposed the chunk is empty.
             new, length = self.chunk(place, n - len(tokens))
             if not new:
                 return tokens, lengths

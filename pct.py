@@ -6,8 +6,8 @@ ablations of Table 3; the baselines of appendix A.
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
 the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
 s_t if the node is accepted.  So the tree grows below nodes that are accepted with a probability of
-at least s_d / s_t.
-Nodes that will almost surely be rejected are not worth verifying either.
+at least s_d / s_t.  Nodes that will almost surely be rejected are not worth verifying, so they are
+removed at the end.
 
     paper                     shape      name here
     d_1 ... d_m               tokens     a path of the tree, excluding the root
@@ -45,17 +45,17 @@ target accepts 70 %.  If yours are not, divide the drafter's logits by a calibra
 before the softmax.
 
 Differences from the paper:
- 1. The text calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The text applies it
-    to the step that drafts d_j, but p_j is known only after that step.  "Implementation Details",
-    and this file, let p_j decide whether to draft below d_j.
+ 1. The paper calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The paper's text
+    lets p_j decide whether to draft d_j, but p_j is known only after d_j is drafted.  Its
+    "Implementation Details" let p_j decide whether to draft below d_j, and so does this file.
  2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
     (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
     Removing leaves below the leaf threshold may expose others, which are removed in turn.  Since
     p_j never increases along a path, what remains are exactly the nodes with p_j >= leaf.
- 4. The official code drops the best path that reaches the maximum depth.  When all nodes of a layer
-    fall below the threshold, it keeps only the best child of each path.  It never removes leaves.
-    This file follows the text.
+ 4. This file follows the paper's text.  The official code departs from it: it drops the best path
+    that reaches the maximum depth; when all nodes of a layer fall below the threshold, it keeps
+    only the best child of each path; and it never removes leaves.
  5. VCT's width of 3 and depth of 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
  6. EAGLE-2's re-ranking may keep a child without its parent where both are equally probable.  Here
     parents come first in a tie.
@@ -87,7 +87,8 @@ class Candidates:
     token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0.
     c: the node's own confidence; p: its joint probability.
     expand_index: {node: its number in expand}, for the nodes that were given to expand.
-    drafts: number of drafter forwards; given: number of nodes given to expand.
+    drafts: the number of drafter forwards so far.  given: the number of nodes given to expand so
+    far, which is the next expand_index.
     """
 
     def __init__(self, expand, root, width):

@@ -40,7 +40,7 @@ The contract.  A builder is a function build(expand, root (1,)) -> Tree; a draft
       temperature: its calibration temperature, by which greedy decoding divides its logits;
       adjust(probabilities) -> probabilities (m, V): applied to what expand is about to return;
       chain(root's id, most, warp, generator) -> (ids, p_draft or None): proposes a whole chain of
-      at most `most` tokens, for cascade.proposal.
+      at most `most` tokens, for cascade.proposal; with a generator, sampled from warp(logits).
 
 Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
     p = expand(root, [-1])                              # expand_index 0: the root, 7
@@ -101,10 +101,11 @@ class UserError(ValueError):
 def ancestor_mask(parents):
     """Parents (n,) -> (n, n) bool: entry (i, j) is True if node j is i itself or its ancestor."""
     n = len(parents)
-    # Here the root is its own parent.  A parent that is no node is refused later, by children().
+    # Here the root is its own parent, so that climbing ends there.  A parent beyond the last node
+    # is clamped, too, and children() refuses it later.
     ancestor = parents.clamp(0, n - 1)
     seen = torch.eye(n, dtype=torch.bool, device=parents.device)
-    # Each pass doubles how far up a node sees.
+    # Each pass doubles the number of steps up that a node sees.
     for _ in range(n.bit_length()):
         seen = seen | seen[ancestor]                           # what the node or that ancestor sees
         ancestor = ancestor[ancestor]                          # 2 steps up, then 4, 8, ...
@@ -122,7 +123,7 @@ class TreeCache(Cache):
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
         if entries > self.allocated:
-            # At least half as many again, so that a growing sequence is seldom copied.
+            # Grow by at least half of what is allocated, so that entries are seldom copied.
             more = max(entries - self.allocated, self.allocated // 2)
             self.allocated += more
             for layer, held in self.kv.items():
@@ -217,8 +218,9 @@ class Target:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # The model has no positions beyond the capacity, so nodes there have wrong logits.
-            # These choose no token: the output ends with the first node there, or before it.
+            # The model has no positions beyond the capacity, so nodes there get the last position
+            # and wrong logits.  The output ends with the first such node at the latest, so none of
+            # its tokens is chosen from these logits.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *states = self.run(end, tokens, position, slots, mask, logits_to_keep)
@@ -263,7 +265,7 @@ class Target:
 
         Returns the logits (logits_to_keep, V) after the last ids.
         """
-        # The last ids are forwarded in any case, since their logits are wanted.
+        # The last `logits_to_keep` ids are forwarded even if they are cached, for their logits.
         longest = min(len(self.ids), len(ids) - logits_to_keep)
         common = 0
         while common < longest and self.ids[common] == ids[common]:
@@ -310,16 +312,16 @@ def accept(tokens, parents, choice):
 
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
-    # After the last node nothing is drafted.  There p_draft is 0 and u is inf, so that the token is
-    # sampled from p_target.
+    # After the last node nothing is drafted.  There u is set to inf, so that nothing is accepted,
+    # and p_draft to 0, so that the residual is p_target.
     drafted = tree.tokens.roll(-1)[:, None]                                            # (n, 1)
     p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
     ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
     u = torch.empty_like(ratio[1:]).uniform_(generator=generator)
     accepted = F.pad(u, (0, 0, 0, 1), value=torch.inf) < ratio
-    # Otherwise the token is sampled from norm(max(0, p_target - p_draft)), or from p_target where
-    # the two are equal.
+    # Otherwise the token is sampled from the residual norm(max(0, p_target - p_draft)).  Where the
+    # two are equal that is zero, and the term 1e-30 * p_target makes it a sample of p_target.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
     # An exponential race samples without the device-to-host syncs of torch.multinomial.  Only the
     # sample after the last accepted node is used, so all nodes can share one row of noise.
@@ -454,7 +456,8 @@ class Expand:
     def path(self, tokens, accepted):
         """The expand_indices of those accepted tokens that were given to expand, the root first.
 
-        tokens: all that were given, a list.  accepted: token ids, the root's first.
+        tokens: the ids of all nodes that were given to expand, a list by expand_index.  accepted:
+        the ids of the accepted nodes, the root's first.
         """
         child = children(tokens, self.parents)
         path, node = [], -1
@@ -498,7 +501,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
     target.capture(drafter.needs if drafter else {})
     if drafter:
         drafter.reset()
-    # The first root is chosen as after a tree of one node, the last token of the prompt.
+    # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
+    # target's choice after that node is the first root.
     logits = target.prefill(ids, limit)[None]                                          # (1, V)
     last_id = torch.tensor(ids[-1:], device=target.device)
     root = rule.choose(root_only(None, last_id), logits, target.cache.length)          # (1,)
@@ -507,8 +511,8 @@ def generate(target, drafter, build, input_ids, max_new_tokens=128, rule=None, s
         # Draft: the drafter proposes a tree below the root x_t.
         if drafter:
             drafter.begin(target.view(new[-1]))
-        first = target.cache.length + 1                        # the position after the root's
-        remaining = limit - len(out.tokens) - 1                # the target adds one token itself
+        first = target.cache.length + 1                        # the position of the root's children
+        remaining = limit - len(out.tokens) - 1                # one token is the target's own
         generator = stream(rule.seed, f"draft {first}", target.device)
         expand = Expand(drafter, rule, memory, new[-1], remaining, generator)
         tree = build(expand, root)
@@ -597,8 +601,8 @@ class AfterPrompt:
             self.streamer.put(ids)
         self.prompt_seen = True
 
-# Logits processors that look at the scores alone.  Others look at the tokens before, too, which
-# differ from node to node of a tree.
+# Logits processors that look at the scores alone.  Others look at the preceding tokens, too, and
+# these differ from node to node of a tree.
 SCORES_ALONE = {
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper",
     "TopHLogitsWarper", "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper",
