@@ -33,7 +33,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import batches  # noqa: E402
-import charts  # noqa: E402
 import probe  # noqa: E402
 import tables  # noqa: E402
 import torch  # noqa: E402
@@ -226,8 +225,6 @@ def paragraphs(head, specs, rows, made):
 def write(check):
     """Write docs/, or only check that it is up to date -> exit status."""
     written = pages()
-    if chart := read_specs().get("chart"):
-        written[DOCS / "arms.svg"] = charts.bar_chart(chart, DOCS / "results")
     differ = []
     for file, content in written.items():
         if not file.exists() or file.read_text(encoding="utf-8") != content:

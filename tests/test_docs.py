@@ -1,10 +1,8 @@
-"""The pages and the charts in docs/ are what the measured rows give; links and commands of the documentation hold."""
+"""The pages in docs/ are what the measured rows give; links and commands of the documentation hold."""
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ElementTree
 
-import charts
 import paper
 import pytest
 import tables
@@ -74,18 +72,3 @@ def test_a_table_says_all_that_is_needed_to_judge_it():
     assert re.findall(r"^\|(\w+)", table([PLAIN, ROW], shown=["glide × cape", "plain"]), re.M) == ["arm", "glide", "plain"]
     text = table([PLAIN, {**ROW, "lossless": False, "first_divergence": {"prompt": 2, "token": 17, "logit_gap": 0.00123}}])
     assert "**Not lossless**: glide × cape leaves plain decoding at token 17 of prompt 3, where the logits differ by 0.0012." in text
-
-# ---------------------------------------------------------------- the charts
-def texts(svg):
-    """The texts of a well-formed picture."""
-    return [each.text for each in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
-
-def test_bars_say_what_the_rows_say(tmp_path):
-    by_prompt = {"group": ["x", "x"], "speedup": [1.0, 4.0]}
-    rows = [{**ROW, "tree": "a", "speedup": 1.5}, {**ROW, "tree": "b", "by_prompt": by_prompt, "speedup_high": 3.2}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    bars = [{"arm": f"glide × {tree}", "label": f"bar {tree}", "paper": "GLIDE"} for tree in "ab"]
-    chart = {"file": "rows.jsonl", "title": "T", "subtitle": "S", "bars": bars}
-    assert {"T", "S", "bar a", "bar b", "1.50×", "2.00×", "GLIDE"} <= {*texts(charts.bar_chart(chart, tmp_path))}
-    with pytest.raises(KeyError):
-        charts.bar_chart({**chart, "bars": [{**bars[0], "arm": "other"}]}, tmp_path)
