@@ -26,7 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from probe import show  # noqa: E402
+from probe import show, work  # noqa: E402
 from tables import with_by_prompt  # noqa: E402
 
 import bench  # noqa: E402
@@ -78,9 +78,8 @@ def row_of(run, copies, batch):
     which = range(len(run.prompts))
     row = bench.row_of(run, drafted, plain, plain, "all", which)
     [row] = with_by_prompt([row], run.prompts)
-    glide = row["tokens_per_second"]
     alone = bench.speeds(plain, plain, plain, which)["tokens_per_second"]
-    return {**row, "batch": batch, "glide": glide, "plain": alone}
+    return {**row, "batch": batch, "glide": row["tokens_per_second"], "plain": alone}
 
 def rows_of(argv):
     """["--batches", "1", "4", bench.py's flags ...] -> a row for each batch, printed as a table"""
@@ -103,11 +102,7 @@ def rows_of(argv):
     show(run, rows, COLUMNS)
     return rows
 
-def work(argv):
-    rows_of(sys.argv[1:] if argv is None else argv)
-    return 0
-
-main = partial(bench.main, work=work, name="figures/batches.py")
+main = partial(bench.main, work=partial(work, rows_of=rows_of), name="figures/batches.py")
 
 if __name__ == "__main__":
     sys.exit(main())

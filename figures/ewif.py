@@ -21,8 +21,6 @@ Errata of the paper:
     number of inner rounds is fixed, where Algorithm 1 counts tokens.
  5. Table 1's third row is not the best choice of k: 5 and 5 give more than 5 and 3.
 """
-from math import prod
-
 # Table 1.  alpha of FLAN-T5-small and -base (Leviathan et al. 2023)
 ALPHAS = {"CNN/DM": {"small": 0.65, "base": 0.73}, "EnDe": {"small": 0.75, "base": 0.80}}
 # Million parameters, of FLAN-T5-XXL too
@@ -50,11 +48,6 @@ def phi(x, alpha, k):
     """
     # Equation 1: phi(x) = 1 + (x - 1) (1 - alpha^{k+1} x^{k+1}) / (1 - alpha x)
     return 1 + (x - 1) * geometric(alpha * x, k)
-
-def ewif_speculative(alpha, c, k):
-    """Corollary 4.2: one drafter, k drafted tokens a round.  Also GLIDE's E(Spd.), section 5.1."""
-    # phi'(1) / (ck + 1) = (1 - alpha^{k+1}) / ((1 - alpha) (ck + 1))
-    return geometric(alpha, k) / (c * k + 1)
 
 # ---------------------------------------------------------------- section 4.1: vertical cascade
 def ewif_vertical(alpha, alpha_inner, c1, c2, n, k):
@@ -92,14 +85,6 @@ def ewif_horizontal(alphas, costs):
         accepted *= alpha          # Corollary 4.6: the probability that token i is accepted
         tokens += accepted
     return tokens / (1 + sum(costs))
-
-def d_ewif_horizontal(l, alphas, costs):
-    """Corollary 4.6: dT / d alpha_l, l = 1 ... k: the value of a better drafter of token l."""
-    # (sum_{i=l}^k prod_{j=1, j != l}^i alpha_j) / (1 + sum_{i=1}^k c_i)
-    k = len(alphas)
-    before = prod(alphas[:l - 1])
-    after = sum(prod(alphas[l:i]) for i in range(l, k + 1))
-    return before * after / (1 + sum(costs))
 
 def ewif_of(counts, alphas, costs):
     """Theorem 4.5.  counts: {model: tokens that it drafts}, in order; alphas, costs: {model: x}."""

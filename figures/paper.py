@@ -110,24 +110,17 @@ def arguments_of(command, flags):
     _, script, *arguments = shlex.split(command.replace("\\\n", " "))
     return script, arguments + flags
 
-def wanted_arms(file, specs):
-    """The names of the arms that the tables of a file of rows show; None: all."""
-    names = []
-    for spec in specs:
-        if spec["file"] == file:
-            if "shown" not in spec:
-                return None
-            names += spec["shown"]
-    return names
-
 def rows_of_bench(arguments, spec, specs, a):
     """Run bench.py's command in this process, with the arms that tables show -> rows"""
     run = bench.Run(arguments)
-    wanted = wanted_arms(spec["file"], specs)
+    wanted = []
+    for each in specs:
+        if each["file"] == spec["file"]:
+            wanted += each.get("shown", [])
     arms = []
     for arm in bench.arms_of(run):
         name = tables.name_of({"drafter": arm.drafter, "tree": arm.tree})
-        if not arm.tree or wanted is None or name in wanted:
+        if not arm.tree or not wanted or name in wanted:
             arms.append(arm)
     finished = Finished(kept_file(spec, a), run)
     finished.give(arms)
@@ -195,7 +188,7 @@ def pages():
     folder = DOCS / "results"
     content = read_specs()
     rows = {}
-    for file in tables.unique(spec["file"] for spec in content["tables"]):
+    for file in dict.fromkeys(spec["file"] for spec in content["tables"]):
         if (folder / file).exists():
             rows[file] = tables.read_rows(folder / file)
     specs_of = {}
@@ -215,7 +208,7 @@ def paragraphs(head, specs, rows, made):
     """A page: its head, then by section its tables, as far as there are rows."""
     specs = [spec for spec in specs if spec["file"] in rows]
     parts = [head]
-    for section in tables.unique(spec["section"] for spec in specs):
+    for section in dict.fromkeys(spec["section"] for spec in specs):
         parts.append(f"## {section}")
         for spec in specs:
             if spec["section"] == section:
@@ -239,7 +232,7 @@ def write(check):
 
 def take_in(rows, specs):
     """Copy the tables' rows from the folder `rows` into docs/results/."""
-    files = tables.unique(spec["file"] for spec in specs if (rows / spec["file"]).exists())
+    files = dict.fromkeys(spec["file"] for spec in specs if (rows / spec["file"]).exists())
     if not files:
         raise UserError(f"--rows {rows} holds no measured tables: measure some there first")
     for file in files:
@@ -270,7 +263,7 @@ def measure_all(names, specs, flags, a):
     """Measure the named tables, except those that are done -> exit status."""
     refused = False
     runs = {spec["name"]: run_of(spec, specs) for spec in specs}
-    for name in tables.unique(runs[name]["name"] for name in names):
+    for name in dict.fromkeys(runs[name]["name"] for name in names):
         spec = runs[name]
         if a.again:
             (a.out / spec["file"]).unlink(missing_ok=True)
@@ -319,8 +312,6 @@ def work(argv):
     for name in names:
         if name not in known:
             raise UserError(f"there is no table called {name!r}: choose among {' '.join(known)}")
-    if a.out.resolve().is_relative_to(DOCS):
-        raise UserError(f"--out {a.out}: only `paper.py write` changes docs/; name another folder")
     (a.out / "kept").mkdir(parents=True, exist_ok=True)
     return measure_all(names, specs, flags, a)
 

@@ -55,7 +55,6 @@ CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bin
 LONG_CHAIN = 30                            # positions
 TEXTS, LONGEST = "36", 512                 # lookup: texts, and tokens of each
 RIDGE = 0.01                               # lookup: of the linear map, over the number of tokens
-NEAR = 0.02                                # lookup: shares that are as good as the best
 
 def each_prompt(run, work):
     """-> [work(ids, limit) of each prompt]"""
@@ -82,7 +81,7 @@ def scored_tokens(run, drafter, ids, limit):
     temperature = getattr(drafter, "temperature", 1.0)
     build = listening(partial(cape.chain, gamma=CHAIN), drafts)
     out = run.decode(drafter, build, ids, limit)
-    for one, (_, rows, _) in zip(out.rounds, drafts):
+    for one, (_, rows) in zip(out.rounds, drafts):
         # one.new: the accepted tokens, then the target's own, where the first draft was rejected.
         # rows: the probabilities after the root, after the first drafted token, and so on.
         for drafted, true, probs in zip(one.tokens[1:], one.new, rows.values()):
@@ -210,15 +209,13 @@ def mass_there(attention, ids, new):
     """The attention mass on keys j <= i with x_{j-1} = x_i, what followed x_i earlier in the text.
 
     Of those of the last `new` tokens x_i that did occur before, m in number.
-    -> [(h, m)] of each layer; (m,) of uniform attention.
+    -> [(h, m)] of each layer
     """
     same = ids[:, None] == ids                                 # (T, T)
     followed = F.pad(same[:, :-1], (1, 0)).tril()              # (i, j): x_{j-1} = x_i and j <= i
     followed[:-new] = False
     counted = followed.any(1)                                  # (T,)
-    uniform = followed.sum(1) / torch.arange(1, len(ids) + 1)
-    mass = [(weights * followed).sum(-1)[:, counted] for weights in attention]
-    return mass, uniform[counted]
+    return [(weights * followed).sum(-1)[:, counted] for weights in attention]
 
 def named_before(states, texts):
     """How often a linear map of hidden states predicts the token before, in every fourth text.
@@ -253,16 +250,13 @@ def lookup(run):
         raise UserError("lookup wants a decoder-only target, and at least four prompts")
     readable = len(drafters.cached_kv(run.model))              # layers that GLIDE can read
     outs = each_prompt(run, partial(run.decode, None, verify.root_only))
-    texts, states, masses, uniforms = [], [], [], []           # of each prompt
+    texts, states, masses = [], [], []                         # of each prompt
     for (_, ids, _), out in zip(run.prompts, outs):
         text = torch.tensor((ids + out.tokens)[-LONGEST:])
         attention, of_layers = layers_of(run.model, text)
-        mass, uniform = mass_there(attention, text, len(out.tokens))
         texts.append(text)
         states.append(of_layers)
-        masses.append(mass)
-        uniforms.append(uniform)
-    uniform = torch.cat(uniforms).mean().item()
+        masses.append(mass_there(attention, text, len(out.tokens)))
     rows = []
     for layer in range(len(states[0])):
         of_layer = [of_layers[layer] for of_layers in states]
@@ -270,23 +264,11 @@ def lookup(run):
         row = {"target": run.a.target, "drafter": str(layer), "before": before}
         if layer < readable:
             heads = torch.cat([mass[layer] for mass in masses], 1).mean(1)      # (h,)
-            row |= {"mass": heads.max().item(), "head": heads.argmax().item(), "uniform": uniform}
+            row |= {"mass": heads.max().item(), "head": heads.argmax().item()}
         rows.append(row)
-    run.notes = advice(rows, readable)
     columns = ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
                "hidden_states[layer] names the token before=before:.2f"]
     return rows, columns
-
-def advice(rows, readable):
-    """lookup's rows -> the layer for GLIDE, those for EDD, a sentence each."""
-    best = max(rows[:readable], key=lambda row: row["mass"])
-    most = max(row["before"] for row in rows[1:])
-    near = [row["drafter"] for row in rows[1:] if row["before"] > most - NEAR]
-    return [
-        f"GLIDE: --layer {best['drafter']}, whose head {best['head']} puts {best['mass']:.3f} there"
-        f" (uniform attention: {best['uniform']:.3f})",
-        f"EDD: --hidden, one of {' '.join(near)}: there the token before is still named; from the "
-        f"token itself one can tell {rows[0]['before']:.2f} (hidden_states[0], the embedding)"]
 
 # ---------------------------------------------------------------- the command line
 MEASUREMENTS = {"calibration": calibration, "positions": positions, "ewif": ewif, "lookup": lookup}
@@ -310,7 +292,7 @@ def rows_of(argv):
     show(run, rows, columns)
     return rows
 
-def work(argv):
+def work(argv, rows_of=rows_of):
     rows_of(sys.argv[1:] if argv is None else argv)
     return 0
 

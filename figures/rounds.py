@@ -7,17 +7,16 @@ Every drafter with every tree decodes one prompt: GLIDE with a CAPE (arXiv 2402.
 EDD and PCT (ACL 2025), section 3.2.  The page is docs/rounds.html with other data, a JSON object in
 its script element "data":
 
-    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p; how many verified
+    arms[].rounds[]      of the nodes: tokens, texts, parents (-1: the root), p
       p                  the drafter's probability of the node after its parent, as the builder saw
                          it; null where there is none (the root, a cascade's chain, Max-Gram's)
-      path, gram         the root and the accepted nodes; those that Max-Gram predicts
+      path               the root and the accepted nodes
       own, choice        the target's own token where the path ended, and its text; null where the
                          text ended
       accepted, bonus    the text of the accepted nodes, and of the target's own token
       ms                 milliseconds of the round: draft, verify, other
 
-Nodes after the verified ones were given to the drafter, but left out by the builder (EAGLE-2's
-re-ranking, PCT's leaves).  Other flags are bench.py's.
+Other flags are bench.py's.
 """
 import json
 import re
@@ -43,12 +42,9 @@ PARTS = {"begin": "draft", "draft": "draft", "verify": "verify", "other": "other
 
 # ---------------------------------------------------------------- one decoding, noted down
 class Listener:
-    """The loop's expand, with a note of all its nodes.
+    """The loop's expand, with a note of what the drafter said.
 
-    A node's path is the tokens from the root to it.
-
-    paths    [path], in the order in which nodes were given to expand
-    rows     {path: the drafter's probabilities (V,) after that node}
+    rows     {path: its probabilities (V,) after a node}; a path: the tokens from the root to it
     """
     def __init__(self, expand):
         self.expand = expand
@@ -68,48 +64,28 @@ class Listener:
         return getattr(self.expand, name)
 
 def listening(build, noted):
-    """A builder like `build` that appends (its tree, rows, predicted) to `noted` in each round.
-
-    predicted: {path: Max-Gram's token after it} in a mixture with Max-Gram, else None.
-    """
+    """A builder like `build` that appends (its tree, the Listener's rows) to `noted`."""
     def listened(expand, root):
         listener = Listener(expand)
         tree = build(listener, root)
-        predicted = getattr(expand.drafter, "predicted", None)
-        if predicted is not None:
-            predicted = dict(zip(listener.paths, predicted))
-        noted.append((tree, listener.rows, predicted))
+        noted.append((tree, listener.rows))
         return tree
     return listened
 
-def nodes_of(tree, rows, predicted=None):
-    """A round's nodes, the verified ones first -> lists.  rows, predicted: see listening."""
+def nodes_of(tree, rows):
+    """The nodes of a round -> lists.  rows: see Listener."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-    verified = len(tokens)
-    paths = []
-    for token, parent in zip(tokens, parents):
-        above = paths[parent] if parent >= 0 else ()
-        paths.append((*above, token))
-    # Then those that the drafter read, but that the builder left out
-    for path in rows:
-        above, token = path[:-1], path[-1]
-        # A builder may continue padding, a token of probability zero.
-        if path not in paths and above in paths and rows[above][token] > 0:
-            tokens.append(token)
-            parents.append(paths.index(above))
-            paths.append(path)
-    p, gram = [None], []
-    for node in range(1, len(paths)):
+    paths, p = [(tokens[0],)], [None]
+    for node in range(1, len(tokens)):
         above, token = paths[parents[node]], tokens[node]
+        paths.append((*above, token))
         chance = None
         if above in rows:
             chance = rows[above][token].item()
         elif tree.p_draft is not None:
             chance = tree.p_draft[node - 1][token].item()      # a sampled chain of a cascade's own
         p.append(chance)
-        if predicted is not None and (above not in rows or predicted.get(above) == token):
-            gram.append(node)
-    return {"tokens": tokens, "parents": parents, "p": p, "gram": gram, "verified": verified}
+    return {"tokens": tokens, "parents": parents, "p": p}
 
 def milliseconds(parts):
     """Record.parts -> {"draft", "verify", "other"} of each round.
@@ -240,10 +216,6 @@ def page_data(run, number):
     return data
 
 # ---------------------------------------------------------------- the file
-def data_of(page):
-    """The data of a page."""
-    return json.loads(DATA.fullmatch(page)[2])
-
 def with_data(page, data):
     """The page with other data.  Without a "<" no text can end its script element."""
     before, _, after = DATA.fullmatch(page).groups()

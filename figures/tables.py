@@ -93,10 +93,6 @@ def rows_of_log(path, drafters):
                      "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens})
     return rows
 
-def unique(values):
-    """The different values, in their order."""
-    return list(dict.fromkeys(values))
-
 # ---------------------------------------------------------------- columns: how a row shows a value
 # {name: (heading, format of a row)}
 COLUMNS = {
@@ -183,7 +179,7 @@ def grid(rows, columns, paper=None):
 
 def by_kind(rows, names, columns):
     """A folded table, a row for each named arm, a column for each kind of text -> paragraphs"""
-    kinds = unique(row["group"] for row in rows if row["group"] != "all")
+    kinds = list(dict.fromkeys(row["group"] for row in rows if row["group"] != "all"))
     cells = {(name_of(row), row["group"]): ", ".join(cells_of(row, columns)) for row in rows}
     lines = [["arm", *kinds]]
     for name in names:
@@ -358,11 +354,6 @@ def setting(rows):
     versions = [f"{package} {version}" for package, version in first["versions"].items()]
     return [f"target `{first['target']}`", first["dtype"], where, temperature, *versions]
 
-def measured(row):
-    """When, where and with which further flags a row was measured."""
-    flags = f"with {row['flags']}" if row.get("flags") else None
-    return [part for part in (row.get("machine"), row.get("date"), flags) if part]
-
 def remarks(rows):
     """Sentences about the baseline, and about outputs that differ from it."""
     base = next((row for row in rows if row.get("baseline")), None)
@@ -391,7 +382,9 @@ def table(spec, rows, made, head=""):
     names = [name for name in spec.get("shown", arms) if name in arms]
     shown = [arms[name] for name in names]
     about = [f"{shown[0]['prompts']} prompts"] if "prompts" in shown[0] else []
-    about += measured(shown[0])
+    about += [shown[0][key] for key in ("machine", "date") if key in shown[0]]
+    if shown[0].get("flags"):
+        about.append(f"with {shown[0]['flags']}")
     about += [part for part in setting(shown) if part not in head]
     if "tokens_trained" in shown[0]:
         about.append("from the log of this training, which `paper.py` does not start")

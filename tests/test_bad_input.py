@@ -97,7 +97,7 @@ CASES += [
 # ---------------------------------------------------------------- figures/
 CASES += [
     ("figures/paper.py", "", "required: names"), ("figures/paper.py", "bush", "there is no table called 'bush'"), ("figures/paper.py", "main --limt 3", "--limt"),
-    ("figures/paper.py", "main --out DOCS/results", "only `paper.py write` changes docs/"), ("figures/paper.py", "write --rows T/no", "holds no measured tables"),
+    ("figures/paper.py", "write --rows T/no", "holds no measured tables"),
     ("figures/paper.py", "main --out T/good.jsonl", "good.jsonl"), ("figures/paper.py", "main --out OUT --target nowhere", "nowhere does not exist"),
     ("figures/probe.py", "", "no measurement called 'nothing'"), ("figures/probe.py", "walk", "no measurement called 'walk'"),
     ("figures/probe.py", "lookup " + BENCH, "at least four prompts"),

@@ -1,6 +1,6 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
+import json
 import re
-from types import SimpleNamespace
 
 import pytest
 import rounds
@@ -8,6 +8,9 @@ import torch
 
 import bench
 import verify
+
+def data_of(page):
+    return json.loads(rounds.DATA.fullmatch(page)[2])
 
 PAGE = rounds.PAGE.read_text(encoding="utf-8")
 FLAGS = ["--drafter", "glide", "maxgram", "--tree", "chain", "eagle2(total=5, depth=3, expanded=3)",
@@ -21,7 +24,7 @@ def run():
 def data(tmp_path_factory):
     out = tmp_path_factory.mktemp("rounds") / "a.html"
     assert rounds.main([*FLAGS, "--prompt", "2", "--out", str(out)]) == 0
-    return rounds.data_of(out.read_text(encoding="utf-8"))
+    return data_of(out.read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def tokens(run):
@@ -40,7 +43,7 @@ def test_every_arm_writes_plain_decodings_text(run, data, tokens):
         assert arm["first"] + "".join(each["accepted"] + each["bonus"] for each in arm["rounds"]) == text
         made = [arm["rounds"][0]["tokens"][0]]
         for each in arm["rounds"]:
-            assert each["tokens"][0] == made[-1] and not each["gram"], "the root is the last token of the round before"
+            assert each["tokens"][0] == made[-1], "the root is the last token of the round before"
             made += [each["tokens"][node] for node in each["path"][1:]] + [each["own"]]
             assert [*each["texts"], each["choice"]] == [run.tokenizer.decode([token]) for token in (*each["tokens"], each["own"])]
             assert [each["parents"][node] for node in each["path"]] == [-1, *each["path"][:-1]]
@@ -68,35 +71,26 @@ CALLS = [(row([7]), [-1], row([[0.5, 0.3, 0.2, 0.0]])),
          (row([0, 1, 3]), [0, 0, 0], row([[0.0, 0.25, 0.75, 0.0], [0.0, 0.0, 0.9, 0.1], [1.0, 0.0, 0.0, 0.0]])),
          (row([2, 0]), [2, 3], row([[1.0, 0.0, 0.0, 0.0]] * 2))]
 
-def nodes_of(tokens, parents, calls=CALLS, predicted=None, p_draft=None):
-    """The nodes of a tree whose builder made these calls of expand, beside a Max-Gram that predicted these tokens after their nodes."""
+def probabilities(tokens, parents, calls=CALLS, p_draft=None):
+    """p of the nodes of a tree whose builder made these calls of expand."""
     answers, noted = iter(calls), []
-
-    def expand(tokens, parents):
-        return next(answers)[2]
 
     def build(expand, root):
         for call in calls:
             expand(*call[:2])
         return verify.Tree(row(tokens), row(parents), p_draft)
-    expand.drafter = SimpleNamespace(predicted=predicted)
-    rounds.listening(build, noted)(expand, None)
-    return rounds.nodes_of(*noted[0])
+    rounds.listening(build, noted)(lambda tokens, parents: next(answers)[2], None)
+    nodes = rounds.nodes_of(*noted[0])
+    assert (nodes["tokens"], nodes["parents"]) == (tokens, parents)
+    return nodes["p"]
 
 def test_nodes_by_hand():
-    """Two nodes verified, one left out with its child, and what was continued after no probability."""
-    nodes = nodes_of([7, 0, 2], [-1, 0, 1])
-    assert nodes["tokens"] == [7, 0, 2, 1, 2] and nodes["parents"] == [-1, 0, 1, 0, 3] and nodes["verified"] == 3
-    assert nodes["p"] == pytest.approx([None, 0.5, 0.75, 0.3, 0.9], abs=1e-4) and nodes["gram"] == []
-    # Max-Gram's: after the root and the nodes given to expand; after a node that the drafter did not read; where it read none
-    assert nodes_of([7, 0, 2], [-1, 0, 1], predicted=[1, 9, 2, None, None, None])["gram"] == [3, 4]
-    more = nodes_of([7, 1, 2, 0, 1], [-1, 0, 1, 2, 3], predicted=[0] * 6)
-    assert more["p"][3:5] == [1, None] and more["gram"] == [3, 4, 5], "5: the 0 that was left out"
-    assert nodes_of([7, 1], [-1, 0], [], predicted=[])["gram"] == [1]
+    assert probabilities([7, 0, 2], [-1, 0, 1]) == pytest.approx([None, 0.5, 0.75])
+    assert probabilities([7, 1, 2, 0, 1], [-1, 0, 1, 2, 3])[3:] == [1, None], "after a node that the drafter did not read"
     # a cascade's own chain, sampled and not
-    assert nodes_of([7, 1, 2], [-1, 0, 1], [])["p"] == [None, None, None]
+    assert probabilities([7, 1, 2], [-1, 0, 1], []) == [None, None, None]
     sampled = row([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]])
-    assert nodes_of([7, 1, 2], [-1, 0, 1], [], p_draft=sampled)["p"] == pytest.approx([None, 0.2, 0.3])
+    assert probabilities([7, 1, 2], [-1, 0, 1], [], sampled) == pytest.approx([None, 0.2, 0.3])
     assert [rounds.leaves([1, 2, 3], other) for other in ([1, 2, 3], [1, 5, 3], [1, 2])] == [None, 2, 3]
 
 def test_milliseconds_are_those_of_the_round(data):
@@ -117,9 +111,9 @@ def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
     text = rounds.with_data(PAGE, data)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
     before, inside, after = rounds.DATA.fullmatch(text).groups()
-    assert "<" not in inside and rounds.data_of(text) == data
+    assert "<" not in inside and data_of(text) == data
     assert (before, after) == rounds.DATA.fullmatch(PAGE).group(1, 3), "the page is its own template"
-    assert rounds.with_data(text, rounds.data_of(PAGE)) == PAGE
+    assert rounds.with_data(text, data_of(PAGE)) == PAGE
 
 def test_the_page_asks_for_nothing_and_writes_no_markup():
     template = rounds.with_data(PAGE, {})
