@@ -4,6 +4,7 @@
     config = config_of("eagle", model)                       # for a new one: edd, vdm, medusa ...
     draft_class, drafter_class = KINDS[kind_of("eagle")]
     draft_model = draft_class(config, model)                 # GLIDE's: draft_class.for_target
+    drafter = drafter_of(draft_model)
 
 glide.py, edd.py and beyond/ alone serve the families llama, mistral and qwen2, whose weights are
 neither quantised nor brought by accelerate.  The classes here have the same names, the same weights
