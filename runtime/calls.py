@@ -54,8 +54,7 @@ def read_call(text, functions, what):
         words = [str(ast.literal_eval(word)) for word in call.args]
     except (AttributeError, SyntaxError, ValueError):
         raise wrong from None
-    twice = len(settings) < len(call.keywords)
-    if twice or not settings.keys() <= defaults.keys() or bool(words) != (name in MODELS):
+    if not settings.keys() <= defaults.keys() or bool(words) != (name in MODELS):
         raise wrong
     arguments = words + [f"{key}={value!r}" for key, value in settings.items()]
     label = f"{name}({', '.join(arguments)})" if arguments else name

@@ -4,7 +4,7 @@
     config = config_of("eagle", model)                       # for a new one: edd, vdm, medusa ...
     draft_class, drafter_class = KINDS[kind_of("eagle")]
     draft_model = draft_class(config, model)                 # GLIDE's: draft_class.for_target
-    drafter = drafter_of(draft_model)                        # the same as drafter_class(...)
+    drafter = drafter_of(draft_model)
 
 glide.py, edd.py and beyond/ alone serve the families llama, mistral and qwen2, whose weights are
 neither quantised nor brought by accelerate.  The classes here have the same names, the same weights
@@ -18,8 +18,6 @@ and, beside such a target, the same results.  What they do beside other targets:
     soft caps that the target applies outside of them are not copied: the copies are trained.
  4. A drafter between the target's own tables (beyond/shared.py, EAGLE) caps its logits as the
     target does.  It is refused where a small forward shows that they are not the target's.
-
-Device and dtype of a drafter are those of what it reads: KV entries or hidden states.
 """
 import copy
 import json
@@ -37,7 +35,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 import edd
 import glide
 from beyond import eagle, medusa, shared
-from runtime.linear import PackedLinear
+from runtime.linear import PackedLinear, pack
 from runtime.targets import context_of, device_of
 
 # ---------------------------------------------------------------- GLIDE
@@ -230,8 +228,7 @@ class AnyTables:
         rows.weight = nn.Parameter(rows.weight[words], requires_grad=False)
         if rows.bias is not None:
             rows.bias = nn.Parameter(rows.bias[words], requires_grad=False)
-        rows.out_features = len(words)
-        target.rows = rows                       # for modules_of
+        pack(rows, beside=target.model)
         return lambda x: soft_capped(frozen_linear(x, rows), target.cap)
 
 # ---------------------------------------------------------------- EDD and its baselines
@@ -363,21 +360,15 @@ def drafter_of(draft_model):
     drafter_classes = dict(KINDS.values())
     return drafter_classes[type(draft_model)](draft_model)
 
-def modules_of(draft_model):
-    """The draft model, and the rows of the target's head that it keeps: for linear.pack."""
-    rows = getattr(getattr(draft_model, "target", None), "rows", None)
-    return [draft_model] if rows is None else [draft_model, rows]
-
-def load(folder, model, length=None):
+def load(folder, model):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
-    length: the longest sequence to decode; None: the target's context.  Raises ValueError where the
-    checkpoint does not fit the target.
+    Raises ValueError where the checkpoint does not fit the target.
     """
     folder = Path(folder)
     about = json.loads((folder / "training.json").read_text())
     draft_class, drafter_class = KINDS[kind_of(about["kind"])]
     if issubclass(draft_class, glide.Glide):
-        length = length or context_of(model.config.get_text_config())
+        length = context_of(model.config.get_text_config())
         return glide.load(folder, model, length, draft_class)
     return edd.load(folder, model, draft_class, drafter_class)

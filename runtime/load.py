@@ -7,9 +7,6 @@
 
 Drafters are named as their functions would be called (runtime/calls.py): the keywords of
 load_cascade and load_mixture are what a user may set.
-
-Whether a drafter fits its target is checked before its weights are loaded: its training.json has a
-fingerprint of the target that it was trained for.
 """
 import hashlib
 import json
@@ -46,17 +43,6 @@ def use_device(device):
     if str(device).startswith("cuda:"):
         torch.cuda.set_device(device)
 
-def place_of(name, role):
-    """A folder or a name of the hub as it is; "smollm2": the folder of training/smollm2.py."""
-    if Path(name).exists():
-        return name
-    if str(name) == "smollm2" and SMOLLM2.exists():
-        return SMOLLM2
-    if str(name).count("/") != 1 or Path(name).is_absolute():        # the hub's are OWNER/NAME
-        raise UserError(f"{role} {name} does not exist: give a folder, a hub name of a causal "
-                        "language model, or smollm2, which training/smollm2.py fetches")
-    return name
-
 def is_offline(name, revision, role):
     """Ask the hub for a model once -> True where the hub cannot be reached.
 
@@ -72,34 +58,26 @@ def is_offline(name, revision, role):
         return True
     return False
 
-def only_special_tokens(model):
-    """Leave nothing in a model's generation_config but its special tokens.
-
-    generate() takes from there what its caller leaves open, say a repetition_penalty.  Then its
-    output would follow another rule than ours.
-    """
-    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
-    special = {name: getattr(model.generation_config, name) for name in names}
-    model.generation_config = transformers.GenerationConfig(**special)
-
-def load_target(name, dtype, device, encoder_decoder=False, role="the target", revision=None,
-                trust=False):
+def load_target(name, dtype, device, role="the target", revision=None, trust=False):
     """Load a language model -> (model, tokenizer), as transformers has them.
 
     name: a folder, a hub name, or "smollm2".  device: "auto" spreads it over all devices, by
-    accelerate.  encoder_decoder: whether a T5 is welcome.  role: what a UserError calls the model.
-    trust: whether to run code that comes with the model.
+    accelerate.  role: what a UserError calls the model.  trust: whether to run code that comes with
+    the model.
     """
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     use_device(device)
-    name = place_of(name, role)
-    offline = not Path(name).exists() and is_offline(name, revision, role)
+    if str(name) == "smollm2" and SMOLLM2.exists():
+        name = SMOLLM2
+    is_here = Path(name).exists()
+    if not is_here and (str(name).count("/") != 1 or Path(name).is_absolute()):
+        raise UserError(f"{role} {name} does not exist: give a folder, a hub name of a causal "
+                        "language model, or smollm2, which training/smollm2.py fetches")
+    offline = not is_here and is_offline(name, revision, role)
     more = {"revision": revision, "trust_remote_code": trust, "local_files_only": offline}
     try:
         config = transformers.AutoConfig.from_pretrained(name, **more)
-        if config.is_encoder_decoder and not encoder_decoder:
-            raise UserError("it is an encoder-decoder model")
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, **more)
         model_class = transformers.AutoModelForCausalLM
         if config.is_encoder_decoder:
@@ -116,7 +94,10 @@ def load_target(name, dtype, device, encoder_decoder=False, role="the target", r
             reason = "the hub cannot be reached, and it was not loaded before"
         raise UserError(f"{role} {name} cannot be loaded ({reason}): give a complete folder or a "
                         "hub name of a causal language model") from None
-    only_special_tokens(model)
+    # generate() would take all else from there, too, say a repetition_penalty: another rule.
+    names = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
+    special = {name: getattr(model.generation_config, name) for name in names}
+    model.generation_config = transformers.GenerationConfig(**special)
     linear.pack(model)
     return model.eval(), tokenizer
 
@@ -126,10 +107,8 @@ class Setup:
     model, tokenizer    transformers' own
     target              the model as a verify.Target.  cuda: whether it is on a GPU
     eos                 the ids that end a text
-    checkpoint          the folder of drafters
     stages              {name: language model} of all cascades, loaded once
     notes               sentences for the reader
-    graphs              whether targets and drafters use CUDA graphs
     """
     def __init__(self, name, checkpoint, dtype="float32", device="cpu", revision=None, trust=False,
                  graphs=False):
@@ -143,7 +122,7 @@ class Setup:
 
     def load(self, name, role, revision=None):
         """A language model -> (model, tokenizer)"""
-        return load_target(name, self.dtype, self.device, True, role, revision, self.trust)
+        return load_target(name, self.dtype, self.device, role, revision, self.trust)
 
     def wrap(self, model, capacity=None, vocab=None):
         """A model as a verify.Target."""
@@ -233,8 +212,7 @@ def load_drafter(setup, name):
         drafter, _ = drafters.load(folder, setup.model)
     except (ValueError, LookupError, TypeError, SafetensorError) as why:
         raise UserError(f"the drafter in {folder} cannot be loaded: {first_line(why)}") from None
-    for module in drafters.modules_of(drafter.model):
-        linear.pack(module, beside=setup.model)
+    linear.pack(drafter.model, beside=setup.model)
     return static(drafter) if setup.graphs else drafter
 
 # ---------------------------------------------------------------- language models that draft
@@ -245,8 +223,6 @@ def stage_of(setup, name):
     folder = Path(setup.checkpoint) / name
     source = folder if (folder / "config.json").exists() else name
     model, tokenizer = setup.load(source, "the stage")
-    if model.config.is_encoder_decoder != setup.model.config.is_encoder_decoder:
-        raise UserError(f"{name} is another kind of model than the target: one has an encoder")
     # Vocabularies may be padded to different sizes, but an id must mean the same token in both.
     of_stage = {i: token for token, i in tokenizer.get_vocab().items()}
     for token, i in setup.tokenizer.get_vocab().items():
@@ -266,16 +242,9 @@ def load_cascade(setup, *names, k=None, lenience=1.0, matching=True, bigram=None
     predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
-    if "maxgram" in names[:-1] or len(set(names)) < len(names):
-        raise UserError(f"cascade({', '.join(names)}): name every stage once, the largest first, "
-                        "maxgram last")
-    if not isinstance(lenience, (int, float)):
-        raise UserError(f"lenience={lenience!r} is no number")
     K = None
     if k is not None:
         counts = list(k) if isinstance(k, (tuple, list)) else [k]
-        if not all(isinstance(count, int) for count in counts):
-            raise UserError(f"k={k!r} is no whole number, and no tuple of them")
         K = cascade.table2(counts, len(neural), "maxgram" in names)
     gram = None
     if "maxgram" in names:
@@ -364,25 +333,25 @@ def read_gram(path, vocab, vocabulary=None):
     bigram = bigram + [0] * (vocab - len(bigram))                      # 0: unknown
     return {"bigram": bigram, "confidence": confidence, "agreement": agreement}
 
-def gram_of(setup, bigram=None):
-    """read_gram of the file `bigram`, or else of the checkpoint's file; {} where that has none."""
-    path = Path(str(bigram or Path(setup.checkpoint) / "bigram.json"))
-    if not bigram and not path.exists():
-        return {}
-    vocabulary = vocabulary_fingerprint(setup.tokenizer)
-    try:
-        return read_gram(path, setup.target.config.vocab_size, vocabulary)
-    except UserError as why:
-        if bigram:
-            raise
-        # The checkpoint's is a default: another target does without.
-        setup.notes.append(f"no bigram: {why}")
-        return {}
-
 def load_gram(setup, bigram=None):
-    """Max-Gram with the bigram of a file, see gram_of."""
-    found = gram_of(setup, bigram)
-    return MaxGram(found.get("bigram"), found.get("confidence"))
+    """Max-Gram with the bigram of a file, or else of the checkpoint's, if it has one.
+
+    gram.agreement: the weights of graft.Mixture that the file has, by the drafter's name.
+    """
+    path = Path(str(bigram or Path(setup.checkpoint) / "bigram.json"))
+    found = {}
+    if bigram or path.exists():
+        vocabulary = vocabulary_fingerprint(setup.tokenizer)
+        try:
+            found = read_gram(path, setup.target.config.vocab_size, vocabulary)
+        except UserError as why:
+            if bigram:
+                raise
+            # The checkpoint's is a default: another target does without.
+            setup.notes.append(f"no bigram: {why}")
+    gram = MaxGram(found.get("bigram"), found.get("confidence"))
+    gram.agreement = found.get("agreement", {})
+    return gram
 
 def load_mixture(setup, *names, bigram=None):
     """A neural drafter mixed with Max-Gram, for any tree: mixture(edd, maxgram).
@@ -402,9 +371,8 @@ def load_mixture(setup, *names, bigram=None):
         folder = Path(setup.checkpoint) / name
         if (folder / "training.json").exists():
             drafter.temperature = about_drafter(folder)["validation"].get("temperature", 1.0)
-    found = gram_of(setup, bigram)
-    gram = MaxGram(found.get("bigram"), found.get("confidence"))
-    return Mixture(drafter, gram, found.get("agreement", {}).get(name))
+    gram = load_gram(setup, bigram)
+    return Mixture(drafter, gram, gram.agreement.get(name))
 
 # ---------------------------------------------------------------- all of them
 def loaders(checkpoint):

@@ -4,9 +4,6 @@
     out = verify.generate(clock.around(target), clock.around(drafter), build, ids)
     Record(out.tokens, out.rounds, clock).total["draft"]               # seconds
 
-clock.around(x) stands in for a target or a drafter and marks the time before and after each call of
-the methods in METHODS.  All other time is "other": trees, masks, acceptance, bookkeeping.
-
 And what some trees must know of this machine before they are built:
 
     prices(run)                                    # of a draft and of a node, for pct and pct-cost

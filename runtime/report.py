@@ -38,7 +38,6 @@ LOSSLESS = {True: "yes", False: "NO", None: "-"}
 DETAILS = ("c", "expected_speedup", "alpha_overlap", "K", "runs", "swi_measured", "swi_ms",
            "swi_given", "first_divergence")
 MEASURED = ("cost", "node_price", "start", "size")       # settings that bench.py may have measured
-SLOWER = 0.995                                           # a speedup below this does not round to 1
 
 # ---------------------------------------------------------------- the table
 def cell(form, row):
@@ -74,15 +73,11 @@ def headline(run):
 
 # ---------------------------------------------------------------- below a table
 def notes(run, names, rows):
-    """Lines below a table.  The first one, of all prompts, gets a legend and details, too."""
-    lines = []
-    if rows[0]["group"] == "all":
-        step = rows[0]["target_ms"]
-        lines += [LEGEND, "", f"baseline: plain decoding, {step:.2f} ms per token"]
-        for name, row in zip(names, rows):
-            lines += details(name, row)
-        lines += prices(run)
-    return lines + slower(names, rows)
+    """Lines below the table of all prompts: a legend and details."""
+    lines = [LEGEND, "", f"baseline: plain decoding, {rows[0]['target_ms']:.2f} ms per token"]
+    for name, row in zip(names, rows):
+        lines += details(name, row)
+    return lines + prices(run)
 
 def details(name, row):
     """A line with the figures of an arm that have no column."""
@@ -114,16 +109,6 @@ def prices(run):
         node = f"{price['node_price']:.3f} [{low:.3f}-{high:.3f}]"
         lines.append(f"{label}: {drafting}; in plain decoding steps, a verified node takes {node}, "
                      f"and all else that a round with a tree adds {price['start']:.3f}")
-    return lines
-
-def slower(names, rows):
-    """A note for each drafted arm that is slower than plain decoding."""
-    lines = []
-    for name, row in zip(names, rows):
-        if row["tree"] and row["speedup"] < SLOWER and row["round_ms"]:
-            steps = row["round_ms"] / row["target_ms"]
-            lines.append(f"{name} is slower than plain decoding: a round takes {steps:.1f} plain "
-                         f"steps and gives {row['tau']:.1f} tokens; see docs/speed.md")
     return lines
 
 # ---------------------------------------------------------------- a continuation as it is made

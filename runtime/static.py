@@ -26,8 +26,7 @@ KEYS = 256               # the number of keys that a forward reads is a multiple
 def static(x, record=True):
     """Give a target, or a drafter with a method `run`, static shapes -> x.
 
-    record: whether a CUDA device records graphs.  Raises UserError for a target that is spread over
-    devices.
+    record: whether a CUDA device records graphs.
     """
     # A model that verifies chains only counts positions by its cache, and takes no padding.
     if not hasattr(x, "run") or not getattr(x, "verifies_trees", True):

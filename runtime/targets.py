@@ -34,8 +34,7 @@ WINDOW = 3               # the length of sliding windows in the proof, so that i
 # ---------------------------------------------------------------- what a configuration says
 def context_of(config):
     """The most tokens that a sequence may have."""
-    context = getattr(config, "max_position_embeddings", None)
-    context = context or getattr(config, "max_seq_len", None) or 2048
+    context = getattr(config, "max_position_embeddings", None) or 2048
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
         return context
@@ -64,10 +63,6 @@ def device_of(model):
     return torch.device(getattr(hook, "execution_device", None) or model.device)
 
 # ---------------------------------------------------------------- small parts
-def is_chain(parents):
-    """Whether the parent of each node (n,) is the node before it."""
-    return parents.tolist() == list(range(-1, len(parents) - 1))
-
 def with_vocabulary(logits, vocab):
     """Logits (n, V) -> (n, vocab): cut, or padded with -inf."""
     missing = vocab - logits.shape[-1]
@@ -133,7 +128,8 @@ class AnyTarget(Target):
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward; refuses a tree where only chains can be verified."""
-        if not self.verifies_trees and parents is not None and not is_chain(parents):
+        chain = list(range(-1, len(tokens) - 1))
+        if not self.verifies_trees and parents is not None and parents.tolist() != chain:
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour "
                             "the mask or the positions of a tree): use --tree chain")
         return super().forward(tokens, parents, logits_to_keep)
@@ -167,10 +163,7 @@ class AnyTarget(Target):
     # ------------------------------------------------ the proof
     @torch.no_grad()
     def prove(self):
-        """True where a tree's logits are those of its paths, False where only a chain's are.
-
-        Some classes ignore a tree's mask or positions and would decode wrongly without a message.
-        """
+        """True where a tree's logits are those of its paths, False where only a chain's are."""
         config, windows = self.config, self.windows
         own_window = getattr(config, "sliding_window", None)
         exact = torch.finfo(self.dtype).bits > 16

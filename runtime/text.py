@@ -90,18 +90,12 @@ def write_atomically(path, write):
     path = Path(path)
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write(part)
+    os.replace(part, path)
 
 # ---------------------------------------------------------------- the rows of a file
 def files_of(paths, flag):
-    """Yield the files of files and folders, sorted, without hidden ones.
-
-    flag: the flag that gave these paths, for the message of a UserError.
-    """
+    """Yield the files of files and folders, sorted, without hidden ones.  flag: what gave them."""
     for path in map(Path, paths):
         if path.is_file():
             yield path
@@ -321,8 +315,7 @@ def prompt_rows(paths, limit=None, skip=0):
 def questions_of(row, place, tokenizer, template, answer=None):
     """Yield the token ids of each prompt of a row: for a chat, of each question.
 
-    place: of the row, for the message of a UserError.  answer(ids) -> text: answers a question that
-    the row leaves open.
+    answer(ids) -> text: answers a question that the row leaves open.
     """
     chat = conversation(row)
     if not chat:
@@ -345,8 +338,7 @@ def questions_of(row, place, tokenizer, template, answer=None):
 def prompts_of(setup, paths, limit, most, answer, form=None, skip=0):
     """Files of prompts -> [(kind, ids, new tokens)]: at most `most` of them, as the context allows.
 
-    setup: runtime/load.py's.  limit, skip: see prompt_rows.  form: --template.  answer: see
-    questions_of.
+    limit, skip: see prompt_rows.  form: --template.  answer: see questions_of.
     """
     template = template_of(form, setup.tokenizer)
     vocab = setup.target.config.vocab_size
