@@ -9,6 +9,10 @@ plain decoding reads all weights and the KV cache once; its bytes over its secon
 memory can deliver, say how honest the baseline is.
 
     T_v(n)      seconds of a forward of the target with n nodes, a chain, after `context` tokens
+
+With c, a drafter forward over a plain decoding step (--c; a row of bench.py says it), the last lines
+say what drafting has to yield before it is faster than plain decoding: from which acceptance rate a
+chain is, and from which tau a tree.
 """
 import sys
 import time
@@ -18,6 +22,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 import bench  # noqa: E402
@@ -26,6 +31,8 @@ from verify import UserError  # noqa: E402
 
 NODES = 1, 2, 4, 8, 16, 32, 64              # of a forward
 TURNS, REPEATS = 5, 5                       # REPEATS calls are timed together, TURNS times
+CHAINS = 1, 3, 5                            # gammas
+TREES = 16, 32                              # nodes, drafted by as many forwards as CAPE's five
 
 def step_bytes(model, context):
     """Bytes that a plain decoding step reads: weights, keys and values of the context."""
@@ -62,7 +69,31 @@ def forward_seconds(target, ids):
     # The first turn warms up.
     return {n: median(seconds[1:]) for n, seconds in found.items()}
 
-def rows_of(run, contexts):
+def least_alpha(steps, gamma):
+    """The acceptance rate from which a chain of gamma tokens yields as many tokens as `steps`.
+
+    None: not even if every token is accepted.
+    """
+    for alpha in np.arange(0, 1.001, 0.01):
+        # 1 + alpha + ... + alpha^gamma, the target's own token included
+        tokens = sum(alpha ** i for i in range(gamma + 1))
+        if tokens >= steps:
+            return round(float(alpha), 2)
+
+def show_break_even(seconds, c):
+    """Print from where on chains and trees are faster than plain decoding.  seconds: {n: T_v(n)}"""
+    sizes = sorted(seconds)
+    ratios = [seconds[n] / seconds[1] for n in sizes]
+    for gamma in CHAINS:
+        # Plain decoding steps that a round takes: the root and gamma nodes, and gamma drafts
+        steps = np.interp(gamma + 1, sizes, ratios) + c * gamma
+        print(f"a chain of {gamma} takes {steps:.2f} steps: faster from alpha "
+              f"{least_alpha(steps, gamma)} on")
+    for nodes in TREES:
+        steps = np.interp(nodes + 1, sizes, ratios) + 5 * c
+        print(f"a tree of {nodes} nodes takes {steps:.2f} steps: faster from tau {steps:.2f} on")
+
+def rows_of(run, contexts, c):
     """-> a row for each context and number of nodes"""
     given = [token for _, ids, _ in run.prompts for token in ids]
     rows = []
@@ -77,16 +108,18 @@ def rows_of(run, contexts):
             print(f"context {context}, {n:2d} nodes: {row['ms']:.2f} ms, {row['ratio']:.2f} of one")
             rows.append(row)
         print(f"a plain decoding step reads {bandwidth / 1e9:.0f} GB a second")
+        show_break_even(seconds, c)
     return rows
 
 def work(argv):
     parser = text.Parser(add_help=False)
     parser.add_argument("--contexts", nargs="+", type=int, default=[256])
+    parser.add_argument("--c", type=float, default=0.065)
     a, flags = parser.parse_known_args(argv)
     if min(a.contexts) < 1:
         raise UserError("--contexts: a prompt has at least one token")
     run = bench.Run([*flags, "--drafter", "maxgram", "--tree", "chain"])
-    rows = rows_of(run, a.contexts)
+    rows = rows_of(run, a.contexts, a.c)
     if run.a.json:
         bench.write_json(run.a.json, rows)
     return 0
