@@ -141,7 +141,7 @@ def files(small, tmp_path_factory):  # noqa: F811
     save_file({name: weight.flip(0).contiguous() for name, weight in load_file(other).items()}, other)
     renamed = damaged(small / "drafters" / "base", T / "renamed", file="config.json")
     tokenizer_of("another text, of other words " * 9, 290).save_pretrained(renamed)
-    return {"T": T, "MODEL": model, "DRAFTERS": small / "drafters", "PROMPTS": small / "prompts.jsonl", "DOCS": paper.DOCS}
+    return {"T": T, "MODEL": model, "DRAFTERS": small / "drafters", "PROMPTS": small / "prompts.jsonl"}
 
 def times(folders):
     return {path: path.stat().st_mtime_ns for folder in folders for path in folder.rglob("*") if path.is_file()}
