@@ -360,15 +360,16 @@ def drafter_of(draft_model):
     drafter_classes = dict(KINDS.values())
     return drafter_classes[type(draft_model)](draft_model)
 
-def load(folder, model):
+def load(folder, model, length=None):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
-    Raises ValueError where the checkpoint does not fit the target.
+    length: the longest sequence to decode; None: the target's context.  Raises ValueError where the
+    checkpoint does not fit the target.
     """
     folder = Path(folder)
     about = json.loads((folder / "training.json").read_text())
     draft_class, drafter_class = KINDS[kind_of(about["kind"])]
     if issubclass(draft_class, glide.Glide):
-        length = context_of(model.config.get_text_config())
+        length = length or context_of(model.config.get_text_config())
         return glide.load(folder, model, length, draft_class)
     return edd.load(folder, model, draft_class, drafter_class)
