@@ -75,6 +75,7 @@ from transformers import generation
 from transformers.cache_utils import Cache
 
 Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
+BLOCK = 16               # keys or values of so many layers lie in one block of a cache
 CHUNK = 512              # cache entries that are allocated for trees, beyond the sequence
 
 class View(NamedTuple):
@@ -114,20 +115,35 @@ def ancestor_mask(parents):
 class TreeCache(Cache):
     """The KV cache of a target: `length` committed entries, and after them those of the tree.
 
-    kv[layer]: [K, V], each (1, H, allocated, d).
+    kv[layer]: [K, V], each (1, H, allocated, d).  They are slices of a few blocks of memory, so that
+    a few copies compact all layers: blocks[i] is (BLOCK, 1, H, allocated, d).
     """
     def __init__(self):
         super().__init__(layers=[])
         self.allocated, self.length, self.kv = 0, 0, {}
+        self.blocks, self.free = [], {}                        # free: {shape and so on: [slice]}
 
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
         if entries > self.allocated:
             # Grow by at least half of what is allocated, so that entries are seldom copied.
-            more = max(entries - self.allocated, self.allocated // 2)
-            self.allocated += more
-            for layer, held in self.kv.items():
-                self.kv[layer] = [F.pad(x, (0, 0, 0, more)) for x in held]
+            self.allocated = max(entries, self.allocated * 3 // 2)
+            before, self.kv = self.kv, {}
+            self.blocks, self.free = [], {}
+            for layer, held in before.items():
+                self.kv[layer] = [self.slice_like(x) for x in held]
+                for larger, x in zip(self.kv[layer], held):
+                    larger[:, :, :x.shape[2]] = x
+
+    def slice_like(self, x):
+        """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d): a free slice of a block."""
+        shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
+        free = self.free.setdefault((shape, x.dtype, x.device), [])
+        if not free:
+            block = x.new_zeros(BLOCK, *shape)
+            self.blocks.append(block)
+            free += [block[i] for i in range(BLOCK)]
+        return free.pop(0)
 
     def step(self, slots, end):
         """The cache for one forward, which writes at slots (n,) and attends to entries [:end]."""
@@ -139,8 +155,8 @@ class TreeCache(Cache):
     def update(self, k, v, layer, *args, **kwargs):
         """Write a layer's new entries k, v (1, H, n, d) -> all keys and values to attend to."""
         if layer not in self.kv:
-            padding = (0, 0, 0, self.allocated)                # from no entries to all allocated
-            self.kv[layer] = [F.pad(x[:, :, :0], padding) for x in (k, v)]
+            self.kv[layer] = [self.slice_like(k), self.slice_like(v)]
+        self.slots = self.slots.to(k.device)                   # a model may be spread over devices
         for held, new in zip(self.kv[layer], (k, v)):
             held.index_copy_(2, self.slots, new)
         return [held[:, :, :self.end] for held in self.kv[layer]]
@@ -154,9 +170,9 @@ class TreeCache(Cache):
     def compact(self, nodes):
         """Move the entries of the current tree's nodes (k,) to the end of the committed ones."""
         end = self.length + len(nodes)
-        for held in self.kv.values():
-            for x in held:
-                x[:, :, self.length:end] = x.index_select(2, self.length + nodes)
+        for block in self.blocks:
+            slots = self.length + nodes.to(block.device)
+            block[:, :, :, self.length:end] = block.index_select(3, slots)
 
 class Target:
     """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache.

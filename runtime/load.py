@@ -242,6 +242,8 @@ def load_cascade(setup, *names, k=None, lenience=1.0, matching=True, bigram=None
     predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
     """
     neural = [name for name in names if name != "maxgram"]
+    if "maxgram" in names[:-1]:
+        raise UserError(f"cascade({', '.join(names)}): name the largest model first, maxgram last")
     K = None
     if k is not None:
         counts = list(k) if isinstance(k, (tuple, list)) else [k]
@@ -382,4 +384,7 @@ def loaders(checkpoint):
 
 def called(setup, call):
     """The drafter that a Call names."""
-    return call.function(setup, *(call.words or [call.name]), **call.settings)
+    try:
+        return call.function(setup, *(call.words or [call.name]), **call.settings)
+    except TypeError as why:
+        raise UserError(f"--drafter {call.label}: {why}") from None

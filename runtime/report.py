@@ -89,6 +89,8 @@ def details(name, row):
     for key in MEASURED:
         if key in row["settings"]:
             found.append(f"{key} {rounded(row['settings'][key])}")
+    if row["tree"] and row["speedup"] < 1:
+        found.append("slower than plain decoding, see docs/speed.md")
     wanted = row["tree"] or row["lossless"] is False
     return [f"{name}: {'; '.join(found)}"] if wanted and found else []
 

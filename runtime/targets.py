@@ -76,22 +76,6 @@ def within_window(mask, window, position, slots):
     distance = position[:, None] - key_position                                # (n, keys)
     return mask & (distance < window)
 
-class SpreadCache(TreeCache):
-    """A TreeCache whose layers may lie on several devices."""
-
-    def update(self, k, v, layer, *args, **kwargs):
-        """As TreeCache.update."""
-        self.slots = self.slots.to(k.device)
-        return super().update(k, v, layer)
-
-    def compact(self, nodes):
-        """As TreeCache.compact, one device after the other."""
-        everything = self.kv
-        for device in {k.device for k, _ in everything.values()}:
-            self.kv = {l: pair for l, pair in everything.items() if pair[0].device == device}
-            super().compact(nodes.to(device))
-        self.kv = everything
-
 # ---------------------------------------------------------------- decoder-only models
 class AnyTarget(Target):
     """verify.Target for any decoder-only family.
@@ -116,14 +100,14 @@ class AnyTarget(Target):
             self.dtype = model.get_input_embeddings()(token).dtype
         self.known_ids = self.vocab = self.config.vocab_size
         self.context = self.capacity = context_of(self.config)
-        self.cache = SpreadCache()
+        self.cache = TreeCache()
         self.capture({})
         if model not in self.proven:
             self.proven[model] = self.prove()
         self.verifies_trees = self.proven[model]
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
-        self.cache = SpreadCache()
+        self.cache = TreeCache()
         self.reset()
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
@@ -204,7 +188,7 @@ class AnyTarget(Target):
         text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]
         tokens = [ids[(5 * i + 1) % len(ids)] for i in range(n)]
         # A failed forward may have left anything in the cache.
-        self.cache = SpreadCache()
+        self.cache = TreeCache()
         self.reset()
         self.sync(text)
         logits = self.forward(torch.tensor(tokens), torch.tensor(parents))     # (n, V)

@@ -46,6 +46,8 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--drafter bush", "called 'bush'"), ("--drafter glide(raw=True)", "glide takes no settings"), ("--drafter maxgram(3)", "maxgram takes k=None"),
     ("--drafter maxgram(bigram='T/no.json')", "no.json cannot be read"), ("--drafter maxgram(bigram=3)", "bigram file 3 cannot be read"),
     ("--drafter cascade", "cascade takes names of models"), ("--drafter cascade(nowhere)", "the stage nowhere does not exist"),
+    ("--drafter cascade(maxgram,base)", "maxgram last"), ("--drafter cascade(base,k='a')", "cascade(base, k='a')"),
+    ("--drafter cascade(base,lenience='x')", "cascade(base, lenience='x')"),
     ("--drafter cascade(base,k=(1,2))", "1 neural stage"), ("--drafter cascade(base,lenience=0.9)", "lenience is 0.9"),
     ("--drafter mixture", "mixture takes a neural drafter"),
     ("--drafter mixture(glide)", "name one drafter of trees"), ("--drafter mixture(nowhere,maxgram)", "nowhere does not exist"),

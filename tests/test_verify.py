@@ -127,9 +127,8 @@ def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
 
 @torch.inference_mode()
 def test_sync_keeps_the_common_prefix(model):
-    """Also of sequences longer than a chunk; the view shows what was forwarded, the source once."""
+    """The view shows what was forwarded, and the source once."""
     target, before = any_target(model), []
-    target.chunk_size = 7
     target.capture({"hidden": [1]})
     target.source = [8, 9]
     for ids in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6], [1, 2, 3, 9], [1, 2], [5], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11] * 3):
@@ -142,7 +141,7 @@ def test_sync_keeps_the_common_prefix(model):
             torch.testing.assert_close(logits, own.logits[0, -count:], **TOLERANCE)
             assert logits.shape == (count, VOCAB) and target.ids == ids and target.cache.length == n
             new = n - min(common, n - count)
-            assert sum(forwarded) == new and max(forwarded) < 7 + 1 + count
+            assert sum(forwarded) == new
             view, common = target.view(), n
             assert view.tokens.tolist() == view.ids == ids[n - new:] and view.length == n
             assert view.source == (None if before or count > 1 else [8, 9])
