@@ -2,7 +2,6 @@
 import random
 
 import pytest
-from conftest import ROOT
 
 import bench
 from runtime import calls, load
@@ -39,11 +38,3 @@ def test_what_is_read_is_what_was_written():
     for text in ("", "pct width", "pct width=7)", "pct,cape", "pct=3", "pct(width=7)x", "pct(7)", "pct(**x)"):
         with pytest.raises(UserError):
             read(text)
-
-def test_every_tree_passes_and_drafters_are_what_the_checkpoint_holds():
-    a = bench.parser().parse_args(["--temperature", "1", "--tree", *bench.TREES])
-    assert (a.drafter, a.target) == (["glide"], str(load.STAND_IN)), "the defaults are the README's first command"
-    drafters, trees = bench.check(a)
-    assert [tree.label for tree in trees] == list(bench.TREES) and [call.label for call in drafters] == ["glide"]
-    shipped = set(load.drafters_in(ROOT / "checkpoints"))
-    assert {"edd", "glide", "vanilla", "vdm"} <= shipped and not {"base", "small", "target"} & shipped

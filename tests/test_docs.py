@@ -1,5 +1,4 @@
 """The pages in docs/ are what the measured rows give; links and commands of the documentation hold."""
-import json
 import re
 import shlex
 

@@ -48,20 +48,6 @@ def test_a_copy_has_no_blocks(everything):
     other.load_state_dict(torch.nn.Linear(24, 24).state_dict())
     torch.testing.assert_close(other(x), torch.nn.functional.linear(x, other.weight, other.bias))
 
-def test_what_is_left_alone(monkeypatch):
-    """Other types and subclasses; models within the cache, and those too large to copy."""
-    module = torch.nn.Linear(256, 256)
-    assert not linear.can_pack(torch.nn.Linear(256, 256, device="meta")) and not linear.can_pack(torch.nn.Embedding(9, 9))
-    assert not linear.can_pack(type("Quantised", (torch.nn.Linear,), {})(256, 256)) and not linear.can_pack(module.double())
-
-    def has_blocks(*sizes, beside=None):
-        return [isinstance(part, linear.PackedLinear) for part in packed(*sizes, beside=beside)]
-    size = 4 * 256 * 256
-    monkeypatch.setattr(linear, "CACHE", size)
-    monkeypatch.setattr(linear, "LARGEST", 2 * size)
-    assert has_blocks(256) == [False] and has_blocks(256, 256) == [True, True] and has_blocks(256, 256, 256) == [False] * 3
-    assert has_blocks(256, beside=torch.nn.Linear(8, 8)) == [True], "the two exceed the cache together"
-
 def test_packed_models_decode_as_before(everything, monkeypatch):
     """The target, a GLIDE and an EDD, whose head is the target's."""
     model = tiny("llama").float()

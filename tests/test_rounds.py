@@ -1,6 +1,5 @@
 """The page of rounds: its rounds add up to plain decoding's text, its nodes by hand, and no text breaks out of it."""
 import json
-import re
 
 import pytest
 import rounds
@@ -102,21 +101,3 @@ def test_milliseconds_are_those_of_the_round(data):
         assert arm["tokens"] / arm["speed"] * 1e3 == pytest.approx(spent)
         assert arm["speedup"] == pytest.approx(arm["speed"] / data["plain"]["speed"])
     assert data["plain"]["tokens"] == 9 and data["plain"]["step_ms"] > 0
-
-NASTY = ["</script><img src=x onerror=alert(1)>", "<!--", "<script>", '"', "'", "\\", "\\u003c", "&lt;", "\x00",
-         "\x1b[31m", "\u2028", "\u202e", "\ufffd", "\ud83d", "é", "\n\t", "", '<script type="application/json" id="data">']
-
-def test_whatever_a_model_writes_stays_in_its_place(tmp_path):
-    data = {"arms": [{"rounds": [{"texts": NASTY}]}], "nasty": NASTY}
-    text = rounds.with_data(PAGE, data)
-    (tmp_path / "page.html").write_text(text, encoding="utf-8")             # half of a pair has no UTF-8
-    before, inside, after = rounds.DATA.fullmatch(text).groups()
-    assert "<" not in inside and data_of(text) == data
-    assert (before, after) == rounds.DATA.fullmatch(PAGE).group(1, 3), "the page is its own template"
-    assert rounds.with_data(text, data_of(PAGE)) == PAGE
-
-def test_the_page_asks_for_nothing_and_writes_no_markup():
-    template = rounds.with_data(PAGE, {})
-    assert not re.findall(r"https?:", template.replace("http://www.w3.org/2000/svg", ""))
-    assert "default-src 'none'" in template and not re.findall(r"\b(src|srcset|@import|url)\s*[=(]", template)
-    assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser|eval\(", template)

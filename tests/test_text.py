@@ -118,13 +118,6 @@ def test_templates_by_name(tokenizer, tmp_path):
     assert own.decode(text.encode([USER, ASSISTANT], own)) == "<|endoftext|><user>hi|<assistant>yes|"
     assert text.encode("hi", own) == [0, *text.encode("hi", own, special_tokens=False)]
 
-def test_many_documents_at_once_are_encoded_as_one_by_one(tokenizer):
-    found, refuses = ["add a", CHAT, [1, ~2], "  ", "return b", [], CHAT[:3]], "{{ raise_exception('no') }}"
-    at_once = [[part.tolist() for part in parts] for parts in text.encode_all(found, tokenizer, HIS)]
-    assert at_once == [[part.tolist() for part in next(text.encode_all([one], tokenizer, HIS))] for one in found]
-    assert at_once[0] == [tokenizer("add a")["input_ids"]] and at_once[2] == [[1, ~2]]
-    assert at_once[3] == at_once[5] == next(text.encode_all([CHAT], tokenizer, refuses)) == []
-
 # ---------------------------------------------------------------- prompts
 def test_prompts_are_balanced_by_kind_and_fit_the_context(tokenizer, tmp_path):
     rows = [{"text": f"{kind}{i}", "group": kind} for kind, n in (("a", 4), ("b", 2)) for i in range(n)]
