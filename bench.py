@@ -299,7 +299,7 @@ def drafted_arm(run, label, tree):
     """The arm of the drafter `label` with the tree that the Call `tree` names."""
     build = builder(run, label, tree)
     settings = build.keywords
-    if build.func is tree.function:
+    if build.func is tree.function:              # not a chain that the drafter writes itself
         settings = {**tree.defaults, **settings}
     decode = partial(run.decode, run.drafters[label], build)
     return Arm(label, decode, tree.label, settings)
@@ -360,7 +360,8 @@ def measure_all(run, arms, after=None):
     try:
         for i in range(len(run.prompts)):
             # Arm order is random in each prompt, since an arm leaves traces (caches, clock speed)
-            # for the next one.  Results that are there already, of a resumed table, are kept.
+            # for the next one.  Results that are there already are kept: figures/paper.py
+            # goes on with an interrupted table.
             missing = [arm for arm in arms if i not in arm.results]
             bar.update(len(arms) - len(missing))
             for arm in random.Random(i).sample(missing, len(missing)):
@@ -409,7 +410,7 @@ def swi(tokens, runs, costs):
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
 def acceptance(total):
-    """What was drafted and accepted, per round.  total: sums over rounds, see counts_of."""
+    """What was drafted and accepted, per round.  total: sums over rounds, of Record.total."""
     rounds = total["rounds"]
     # At most one of several siblings can be accepted, so a tree has no alpha.
     accepted = None if total["trees"] else total["accepted"]
