@@ -356,7 +356,7 @@ class Drafter:
 
     In each round begin is called once, then expand any number of times, then keep.
     """
-    # Calibration temperature: softmax(logits / temperature) is how often a token is the greedy choice.
+    # Calibration: softmax(logits / temperature) is how often a token is the target's choice.
     temperature = 1.0
 
     def __init__(self, model):

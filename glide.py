@@ -426,7 +426,7 @@ class Drafter:
     In each round begin is called once, then expand any number of times, then keep.  No KV entry is
     computed twice.
     """
-    # Calibration temperature: softmax(logits / temperature) is how often a token is the greedy choice.
+    # Calibration: softmax(logits / temperature) is how often a token is the target's choice.
     temperature = 1.0
 
     def __init__(self, model):
