@@ -115,8 +115,8 @@ def ancestor_mask(parents):
 class TreeCache(Cache):
     """The KV cache of a target: `length` committed entries, and after them those of the tree.
 
-    kv[layer]: [K, V], each (1, H, allocated, d).  They are slices of a few blocks of memory, so that
-    a few copies compact all layers: blocks[i] is (BLOCK, 1, H, allocated, d).
+    kv[layer]: [K, V], each (1, H, allocated, d).  They are slices of a few blocks of memory, so
+    that a few copies compact all layers: blocks[i] is (BLOCK, 1, H, allocated, d).
     """
     def __init__(self):
         super().__init__(layers=[])
