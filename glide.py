@@ -61,8 +61,8 @@ Differences from the paper:
     describes, and here, block(j) is the block in which the query itself lies.
  9. The delay of a query is its distance to the last target key that it sees.  In training it is 1
     at the start of a block and L at its end.  A drafted tree that is deeper than L (PCT goes to
-    depth 10) has longer delays.  The drafter is not trained for these, and train.py does not fit
-    its calibration temperature on them.
+    depth 10) has longer delays.  The drafter is not trained for these, but its calibration
+    temperature is fitted on drafted chains of up to ten tokens, which have some of them.
 10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
