@@ -15,8 +15,8 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
-    K_nn                 (n, n)   K, upper triangular: row 0 for drafting for M_t, row i for M_di
-    k_i                  int      k_i = K[0][i]: how many tokens stage i adds; i counts from 0 here
+    K_nn                 (n, n)   K, upper triangular; row 0: the drafts for M_t, row i: for M_di
+    k_i                  int      K[0][i]: how many tokens draft_list[i], the paper's M_d(i+1), adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
 An entry of K counts the tokens that one stage adds.  For a model it is a lower bound: its last
@@ -37,10 +37,11 @@ The builder proposal() returns the cascade's own chain as a tree.  Its tokens ar
 at any temperature of the target.  With drawn=True and verify.Sampled (`--tree drawn`) they are
 sampled, and the tree has a p_draft.  Both are lossless.
 
-Any other builder works, too.  Its first expand() drafts the whole greedy chain.  After the tokens
-of this chain it gets the cascade's predictions, and after other tokens no prediction.  So its tree
-ends early where a lenient review kept a token that is not the most probable one, and the builder
-takes only the most probable child.
+Any other builder works, too.  Its first expand() drafts the whole greedy chain.  After each token
+of this chain but the last, the builder gets the cascade's prediction; after any other token there
+is none.  The next token of the chain is the most probable one, except where a lenient review kept
+another.  A builder that takes only the most probable child leaves the chain there, finds no
+prediction, and its tree ends.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -107,7 +108,8 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
     one token of target's own.
 
     A trace with K = [[2, 2], [0, 3]].  base continues abcdefg...; so does small, but it writes x
-    after f.
+    after f.  Where a call has further calls below it, the column gen shows gen at its start, and in
+    all other lines gen at the end.
 
         call                       gen       what happens
         step(M_t, [base, small])   a         i = 0: base must add K[0][0] = 2 tokens
@@ -120,7 +122,7 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
           step(small, [])          abcdefx
         M_t reviews                abcdefg   in verify.generate: it accepts bcdef and adds g
     """
-    # curGen <- prefix
+    # curGen <- prefix: gen holds the prefix already, so only its length is noted.
     prefix = len(gen.tokens)
     # Perform the horizontal cascade with the for loop.
     for i, cur_target in enumerate(draft_list):
@@ -332,7 +334,7 @@ class Cascade:
         """Start a round: the newly committed tokens replace the last round's drafts.
 
         An encoder-decoder target's first view has a source, the encoder's input: a list of ids.
-        The models, encoder-decoders as well, encode it, and Max-Gram searches it.
+        The models, which are encoder-decoders, too, encode it, and Max-Gram searches it.
         """
         if view.source is not None:
             for stage in self.stages:
@@ -382,8 +384,9 @@ class Cascade:
         """The cascade's predictions after m nodes, for any builder -> logits (m, V).
 
         After a node on the greedy chain they are those of the model that has written or reviewed
-        the next draft.  Where only Max-Gram has, adjust() puts its confidence in.  After any other
-        node there is no prediction, -inf.  The first call of a round drafts the whole chain.
+        the next draft.  Where only Max-Gram has, adjust() puts its confidence in.  After the last
+        node of the chain, and after a node that is not on it, there is no prediction, -inf.  The
+        first call of a round drafts the whole chain.
         """
         logits = torch.full((len(parents), self.vocab), -math.inf, device=tokens.device)
         ids = tokens.tolist()
@@ -424,7 +427,7 @@ class Cascade:
 def proposal(expand, root, drawn=False):
     """The builder that wraps the drafter's own chain as a Tree.
 
-    drawn: sample the drafts, where the rule samples the target's tokens, too.
+    drawn: sample the drafts if the rule samples the target's tokens; otherwise they are greedy.
     """
     warp = getattr(expand.rule, "warp", None)
     generator = expand.generator if drawn and warp else None

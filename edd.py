@@ -26,8 +26,8 @@ Differences from the paper:
  2. The paper reads "the fourth-to-last layer" of 32 and calls it the 28th, so it counts from 0.
     Entry 0 of Hugging Face's hidden_states is the embeddings, so the output of layer 28 is entry 29
     of 0 ... 32, hidden_states[-4].  It is the default here, and `edd-top` reads it.  The shipped
-    `edd` reads hidden_states[10] of a target with 24 layers, since drafters of that target learned
-    more from it.  So the figures of `edd` are not those of the paper's own setting.
+    `edd` reads hidden_states[10] of a target with 24 layers, since drafters that read this entry of
+    that target learned more.  So the figures of `edd` are not those of the paper's own setting.
  3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So training computes
     nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
     committed.
@@ -35,10 +35,11 @@ Differences from the paper:
     loss: `vdm` is trained with KL, `vdm-ce` with cross entropy.  It sees all earlier tokens.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. Eq. 3 indexes the token t_i that is predicted.  Then nothing of the block could be read to
-    predict its first token.  Here the index is that of the token that is read: t_i, which lies in
-    block j = floor(i / L), predicts t_{i+1}.  This is how the paper's inference works, where the
-    first token of a round comes from the target and is read by the drafter.
+ 7. In Eq. 3 the index i is that of the predicted token t_i.  Taken literally, the first token of a
+    block would be predicted without reading any token of this block, since none comes before it.
+    Here i is the index of the token that is read: t_i, which lies in block j = floor(i / L),
+    predicts t_{i+1}.  This is how the paper's inference works, where the first token of a round
+    comes from the target and is read by the drafter.
  8. In training a draft has at most L tokens, and L is drawn evenly from 5 to 10.  A tree of PCT is
     up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.
@@ -98,7 +99,7 @@ FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets 
 # Names for train.py, and the settings of Config that each stands for
 VARIANTS = {
     "edd": {},
-    "edd-top": {"hidden": HIDDEN},                   # the paper's, regardless of --hidden
+    "edd-top": {"hidden": HIDDEN},                   # the paper's layer, whatever --hidden says
     "edd-ce": {"loss": "ce"},                        # Table 3: "w/o KL divergence"
     "edd-fixed": {"blocks": (5, 5)},                 # Table 3: "w/o random division length"
     "vdm": {"encoding": False},                      # appendix A
@@ -336,7 +337,7 @@ class Cache:
 
 
 class WriteAndRead:
-    """Takes the place of the layer's cache in one forward of decoding, as SoftPrompt in training.
+    """Takes the place of the layer's cache in one forward of decoding; SoftPrompt does in training.
 
     cache: a Cache; slots (m,): where the m nodes' entries are written; end: how many are read.
     """
@@ -356,7 +357,8 @@ class Drafter:
 
     In each round begin is called once, then expand any number of times, then keep.
     """
-    # Calibration: softmax(logits / temperature) is how often a token is the target's choice.
+    # Calibration temperature: of the tokens that have probability p in softmax(logits /
+    # temperature), a share p is the target's greedy choice.
     temperature = 1.0
 
     def __init__(self, model):
@@ -372,7 +374,7 @@ class Drafter:
 
     def reset(self):
         """Forget the sequence."""
-        self.t = 0                       # number of committed tokens' KV entries
+        self.t = 0                       # number of committed tokens: all have entries in the cache
         self.paths = []                  # paths[i]: the nodes from the root to node i, i included
 
     @torch.no_grad()
@@ -422,7 +424,9 @@ class Drafter:
     def keep(self, path):
         """End the round.  No entry of a node is kept.
 
-        Accepted nodes come back in the next begin, as committed tokens with hidden states.
+        The entries of a node come from its embedding, those of a committed token from the target's
+        hidden state.  So the next begin encodes accepted nodes anew, as committed tokens.  (For the
+        VDM, which reads no hidden states, it does the same with the embeddings.)
         """
 
     def add_paths(self, parents):

@@ -46,21 +46,23 @@ Differences from the paper:
  5. With two layers, the second one's KV entries depend on what the first layer's glimpse saw.  The
     paper describes the glimpse of the round's own tokens (its "last i output vectors") and does not
     say how earlier tokens are encoded; the official code encodes accepted tokens anew each round.
-    Here an accepted node keeps the KV entries that expand() computed.  The tokens of the prompt,
-    and an accepted leaf, have none yet.  They are encoded under the block mask, and its first block
-    starts at the previous round's root (for the prompt at position 0).
+    Here an accepted node keeps the KV entries that expand() computed.  Two kinds of committed
+    tokens have none yet: those of the prompt, and an accepted leaf, which expand() was never given.
+    They are encoded under the block mask.  Its blocks are counted from the previous round's root,
+    and in a prompt from position 0.
  6. In the paper all weights start at random.  Where the drafter is as wide as the target, train.py
-    copies the target's embedding and LM head into it, into the vanilla drafter, too.  The loss may
-    also be the KL divergence to the target's distribution.
+    copies the target's embedding and LM head into it, and does the same for the vanilla drafter.
+    The loss may also be the KL divergence to the target's distribution.
  7. The mask is "not used for testing" in the paper.  Here a held-out loss uses it, too: without it
     a query would see target keys of its own token and of later ones.
- 8. In the prose of section 4.1, block(j) is the block of the predicted token x_j.  The query that
-    predicts the first token of a block would then lie in the block before.  In the printed
-    Mask_Block, in the inference that the paper describes, and here, block(j) is the query's block.
+ 8. In the prose of section 4.1, block(j) is the block of the predicted token x_j.  In the example
+    above the query e predicts f.  It would then count as a query of the block f g h i j, though e
+    itself lies in the block before.  In the printed Mask_Block, in the inference that the paper
+    describes, and here, block(j) is the block in which the query itself lies.
  9. The delay of a query is its distance to the last target key that it sees.  In training it is 1
     at the start of a block and L at its end.  A drafted tree that is deeper than L (PCT goes to
-    depth 10) has longer delays.  The drafter is not trained for these, and train.py does not fit
-    its calibration temperature on them.
+    depth 10) has longer delays.  The drafter is not trained for these, but its calibration
+    temperature is fitted on drafted chains of up to ten tokens, which have some of them.
 10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
@@ -280,8 +282,8 @@ class Layer(nn.Module):
         q = q.to(k.device)
         k = k.to(q.dtype)
         v = v.to(q.dtype)
-        # With grouped-query attention, h / H query heads share a KV head.  They are laid out as
-        # h / H times as many queries of that one head, so that no key is copied.
+        # With grouped-query attention, h / H query heads share a KV head.  They are stacked along
+        # the axis of the queries, so that no key is copied.
         group = h // H
         q = q.reshape(B, H, group * T, -1)
         attention_mask = None
@@ -305,8 +307,9 @@ class Layer(nn.Module):
         """x (B, T, d_D) -> (B, T, d_D)
 
         mask (T, keys) is that of the self-attention, glimpse_mask (T, t) that of the glimpse; None:
-        all keys are seen.  With a Cache, the tokens' KV entries are written to it, and all entries
-        before cache.end are the keys; without one, the T tokens are.
+        all keys are seen.  Without a Cache, the keys of the self-attention are those of the T
+        tokens.  With one, the tokens' KV entries are first written to it, and the keys are all of
+        its entries before cache.end.
         """
         # Self-attention
         q, k, v = self.project(x, ropes.own)
@@ -377,8 +380,9 @@ class Glide(nn.Module):
         return Ropes(own, target)
 
     def forward(self, ids, kv=None):
-        """Training: all positions at once, under the block mask -> (B, T, d_D), normed; see head.
+        """Training: all positions at once, under the block mask -> (B, T, d_D).
 
+        The result has passed the last norm; self.head computes the logits from it.
         ids (B, T); kv {l: (K, V)}, (B, H, T, d_k) each: the target's KV entries of the same tokens.
         """
         T = ids.shape[1]
@@ -426,7 +430,8 @@ class Drafter:
     In each round begin is called once, then expand any number of times, then keep.  No KV entry is
     computed twice.
     """
-    # Calibration: softmax(logits / temperature) is how often a token is the target's choice.
+    # Calibration temperature: of the tokens that have probability p in softmax(logits /
+    # temperature), a share p is the target's greedy choice.
     temperature = 1.0
 
     def __init__(self, model):

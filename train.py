@@ -10,22 +10,25 @@ drafters of a run share it.  A drafter is a module with loss(batch), where batch
     batch       shape            meaning
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     learn       (B, T)           the loss mask: True where the token after a position is a label
-    count       number           labels of the whole step: a sum of losses is divided by it
+    count       number           labels of the whole step, divided by the number of processes: a sum
+                                 of losses is divided by it
     sum         function         in_chunks below: sums a loss over the loss mask
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
-    hidden      {k: (B, T, D)}   hidden_states[k] of the target, counted as Hugging Face does: the
-                                 input of layer k, or for the last k the normed output
-    logits      (B, T, V)        the target's prediction after each token; None if nobody reads it
+    hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
+                                 input of layer k, from 0 on; the last one is the normed output
+    logits      (B, T, V)        the target's prediction after each token, with --words only over
+                                 those words; None if nobody reads it
     block       int or None      EDD's block length L; None: to be drawn from `random`
     random      numpy Generator  by (seed, step): all drafters of a step draw the same
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
     number of tokens, of all kinds of text, in an order that (seed, epoch) alone decides.
- 2. GLIDE and EDD learn the target's distribution (KL), and matrices are optimised with Muon.  As in
-    the papers: GLIDE --loss ce --optimizer adamw --batch 64 --norm no, EDD --optimizer adamw
-    --lr 1e-4.  GLIDE's embedding and head start as the target's where the widths agree; in the
-    paper they start at random.  --init starts with trained drafters: a second stage, on other data.
+ 2. GLIDE learns the target's distribution (KL), as EDD does in its paper, too, and hidden matrices
+    are optimised with Muon.  The papers' recipes are --loss ce --optimizer adamw --batch 64
+    --norm no for GLIDE, and --optimizer adamw --lr 1e-4 for EDD.  GLIDE's embedding and head start
+    as the target's where the widths agree; in the paper they start at random.  --init starts with
+    trained drafters: a second stage, on other data.
  3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
     (training/evaluate.py), so that trees can trust its confidence.
 """
@@ -59,7 +62,7 @@ from verify import UserError
 ROOT = Path(__file__).resolve().parent
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
-LOGITS = 2 ** 25                # numbers: so many logits of a drafter are in memory at a time
+LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
 HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
 LOWER = "give a lower --lr, and go on with --resume"
 # Flags that decide a drafter's architecture, which --init brings with it
@@ -90,16 +93,18 @@ def parser():
     flag("--layer", type=int, help="the target's layer that GLIDE's last one reads; default: top")
     flag("--norm", choices=("yes", "no"), default="yes",
          help="a norm before GLIDE's glimpse; the paper has none")
-    flag("--block", type=int, default=5, help="L, the block length of GLIDE's mask")
+    flag("--block", type=int, default=5,
+         help="L, the block length of GLIDE's mask, and of EDD's where a held-out loss is measured")
     flag("--hidden", type=int, default=-4, help="which of the target's hidden_states EDD reads")
     flag("--words", type=int,
-         help="glide-shared, edd-shared ...: learn and draft the so many most frequent tokens")
+         help="glide-shared, edd-shared ...: learn and draft only this many tokens, the most "
+              "frequent ones")
     # The recipe
     flag("--loss", choices=("kl", "ce", "lk"), default="kl",
          help="KL to the target's distribution; cross entropy of the text; -log of the "
               "acceptance rate (glide-shared, edd-shared ...)")
     flag("--steps", type=int, help="default: one epoch; 0: only measure the drafters of --init")
-    flag("--batch", type=int, default=8, help="a step has so many times --length tokens")
+    flag("--batch", type=int, default=8, help="tokens of a step, in multiples of --length")
     flag("--micro", type=int, default=2048, help="tokens of a forward, with padding")
     flag("--lr", type=float,
          help="peak learning rate; default: 5e-4 sqrt(4096 / the target's width)")
@@ -167,8 +172,8 @@ def steps_in_epoch(pieces, step_tokens):
 def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     """All pieces, shuffled by (seed, epoch) alone -> the pieces of each step of this epoch.
 
-    A piece belongs to the step in which its last token falls.  Pieces at the end, which do not fill
-    a step, are left out.
+    A piece belongs to the step in which its last token falls.  Pieces after the last full step are
+    left out.  Where all pieces together do not fill one step, they are the only step.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
     shuffled = pieces[order]
@@ -194,6 +199,7 @@ def parts_of(pieces, most):
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right; the loss mask (B, T)."""
+    # Padding is ~0, which is -1: below 0, so that it is no label.  Its token id becomes 0.
     ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
     for row, (start, size, _) in zip(ids, pieces):
         row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
@@ -216,7 +222,8 @@ class FrozenTarget:
     def __init__(self, target, models):
         self.target, self.device = target, target.device
         # reads.kv, reads.hidden: which layers and indices; reads.logits: whether somebody learns
-        # them; reads.head: with --words, what gives those of the words from the last hidden state
+        # the logits; reads.head: with --words, the LM head that computes only the words' logits,
+        # from the last hidden state
         self.reads = reads_of(models, target)
         self.vocab = target.config.get_text_config().vocab_size
         # No autocast: rounded to bfloat16, the target's best logits would often be equal.
@@ -241,12 +248,12 @@ class FrozenTarget:
             last = hidden[max(hidden)]                         # (B, T, D), after the last norm
             with torch.no_grad(), self.exactly:
                 logits = self.reads.head(last)                 # (B, T, words)
-        predicted = self.vocab if logits is None else logits.shape[-1]
+        vocab = self.vocab if logits is None else logits.shape[-1]
         return {
             "ids": ids,
             "learn": learn.to(self.device),
             "count": count,
-            "sum": partial(in_chunks, max(1, LOGITS // predicted)),
+            "sum": partial(in_chunks, max(1, LOGITS // vocab)),
             "kv": kv,
             "hidden": hidden,
             "logits": logits,
@@ -349,7 +356,7 @@ def evaluate(models, frozen, walks, data, a):
     for name in models:
         metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
     for kind in kinds:
-        # As many tokens of each kind, the same each time
+        # The same number of tokens from each kind of text, and the same pieces in every evaluation
         most = max(a.length, HELD_OUT // len(kinds))
         chosen = pieces_of_epoch(pieces[pieces[:, 2] == kind], most, seed=0, epoch=0)[0]
         count = max(1, labels_in(data.held_tokens, chosen))
@@ -429,8 +436,8 @@ def fit(models, gradients, measure, steps, lr, a, device):
             if step == steps:
                 break
             # Gradients.  Ranks agree on the losses, and whether one of them was interrupted.
-            found = gradients(step)
-            *losses, interrupted = average([*found.values(), len(signals)], device)
+            own_losses = gradients(step)
+            *losses, interrupted = average([*own_losses.values(), len(signals)], device)
             clip(models, losses, step)
             # Saved before the update: these weights gave a finite loss.
             if rank == 0 and (step % a.every == 0 or interrupted):
@@ -453,7 +460,10 @@ def fit(models, gradients, measure, steps, lr, a, device):
     return metrics
 
 def save(step, together, learners, a):
-    """Write all that a resumed run needs into --work.  What it reads and draws, `step` decides."""
+    """Write all that a resumed run needs into --work.
+
+    Which text a step reads and which numbers it draws follow from `step`: they are not written.
+    """
     state = {
         "step": step,
         "flags": vars(a),
@@ -528,10 +538,10 @@ def run(argv):
         data = data._replace(held_tokens=data.tokens, held_documents=data.documents)
     steps = steps_in_epoch(pieces, step_tokens) if a.steps is None else a.steps
     # The drafters
-    mine = fingerprint(target, tokenizer)
-    models, before = {}, {}
+    target_fingerprint = fingerprint(target, tokenizer)
+    models, inits = {}, {}                   # inits: training.json of --init, or None
     for name in a.what:
-        models[name], before[name] = drafters.start(name, target, mine, data.tokens, a)
+        models[name], inits[name] = drafters.start(name, target, target_fingerprint, data.tokens, a)
     frozen = FrozenTarget(target, models)
     # Learn
     command = " ".join(["python train.py", *argv])
@@ -552,8 +562,8 @@ def run(argv):
             "date": time.strftime("%Y-%m-%d"),
             "tokens_seen": steps * step_tokens,
             "validation": metrics[name],
-            "target": mine,
-            "init": before[name],
+            "target": target_fingerprint,
+            "init": inits[name],
         }
         drafters.save(Path(a.out) / name, module, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
@@ -564,7 +574,7 @@ def main(argv):
     try:
         run(argv)
     except (UserError, OSError, torch.OutOfMemoryError) as why:
-        # All ranks find a UserError, and the first says it.
+        # Every process raises the same UserError, so only the first one prints it.
         if rank == 0 or not isinstance(why, UserError):
             print(f"train.py: {why}", file=sys.stderr)
         return 2
