@@ -45,6 +45,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
@@ -464,26 +466,43 @@ def save(step, together, learners, a):
 
     Which text a step reads and which numbers it draws follow from `step`: they are not written.
     """
-    state = {
-        "step": step,
-        "flags": vars(a),
-        "models": together.state_dict(),
-        "optimizers": [learner.state_dict() for learner in learners],
-    }
-    write_atomically(Path(a.work) / "state.pt", lambda part: torch.save(state, part))
+    tensors = {f"model {name}": x for name, x in together.state_dict().items()}
+    for i, learner in enumerate(learners):
+        for j, moments in learner.state_dict()["state"].items():
+            for name, x in moments.items():
+                tensors[f"optimizer {i} {j} {name}"] = x
+    # Copies, because tied weights share memory, which safetensors refuses.
+    tensors = {name: x.detach().cpu().clone() for name, x in tensors.items()}
+    about = {"step": str(step), "flags": json.dumps(vars(a))}
+    path = Path(a.work) / "state.safetensors"
+    write_atomically(path, lambda part: save_file(tensors, part, about))
 
 def resume(together, learners, a):
     """Restore what save() wrote -> the number of steps done."""
-    state = torch.load(Path(a.work) / "state.pt", map_location="cpu", weights_only=True)
+    with safe_open(Path(a.work) / "state.safetensors", "pt") as file:
+        about = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    flags = json.loads(about["flags"])
     changed = [flag for flag, value in vars(a).items()
-               if flag not in FREE and state["flags"][flag] != value]
+               if flag not in FREE and flags[flag] != value]
     if changed:
         raise UserError(f"--resume: the run in {a.work} had another --{' --'.join(changed)}; only "
                         f"--{' --'.join(FREE)} may change")
-    together.load_state_dict(state["models"])
-    for learner, its_state in zip(learners, state["optimizers"], strict=True):
-        learner.load_state_dict(its_state)
-    return state["step"]
+    weights = {}
+    moments = [{} for _ in learners]                     # of each optimizer: {weight: {name: x}}
+    for name, x in tensors.items():
+        kind, rest = name.split(" ", 1)
+        if kind == "model":
+            weights[rest] = x
+        else:
+            i, j, moment = rest.split(" ")
+            moments[int(i)].setdefault(int(j), {})[moment] = x
+    together.load_state_dict(weights)
+    for learner, of_learner in zip(learners, moments):
+        # Its groups hold nothing but the flags' settings and the learning rate of a step.
+        groups = learner.state_dict()["param_groups"]
+        learner.load_state_dict({"state": of_learner, "param_groups": groups})
+    return int(about["step"])
 
 # ---------------------------------------------------------------- processes (DDP)
 def rank_and_world():

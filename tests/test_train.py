@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 import torch.nn.functional as F
 import transformers
 from conftest import shared, tiny
@@ -66,7 +67,9 @@ def about_of(out, name):
     return json.loads((out / "out" / name / "training.json").read_text())
 
 def state_of(out):
-    return torch.load(out / "work" / "state.pt", weights_only=True)
+    with safe_open(out / "work" / "state.safetensors", "pt") as file:
+        models = {name.removeprefix("model "): file.get_tensor(name) for name in file.keys() if name.startswith("model ")}
+        return {"step": int(file.metadata()["step"]), "models": models}
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
@@ -108,10 +111,10 @@ def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeyp
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         interrupt(patch, 4, killed)
         train.main(one())
-    before = (tmp_path / "work" / "state.pt").read_bytes()
-    refused(capsys, one(), "state.pt is there already")
+    before = (tmp_path / "work" / "state.safetensors").read_bytes()
+    refused(capsys, one(), "state.safetensors is there already")
     refused(capsys, one("--seed", "1", "--resume"), "had another --seed;")
-    assert (tmp_path / "work" / "state.pt").read_bytes() == before and state_of(tmp_path)["step"] == 2
+    assert (tmp_path / "work" / "state.safetensors").read_bytes() == before and state_of(tmp_path)["step"] == 2
     assert train.main(one("--resume", "--lr", "1e-5", "--every", "3", "--micro", "64")) == 0
     refused(capsys, one("--work", str(tmp_path / "other")), "out/glide is there already")
     weights = saved(tmp_path, ["glide"])
@@ -157,7 +160,7 @@ def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, bad):
     models = {name: OneWeight(1) for name in ("a", "b")}
     with pytest.raises(verify.UserError, match="step 3: the loss of b .* give a lower --lr, and go on with --resume"):
         fit(models, lambda step, name, w: bad(w) if (step, name) == (3, "b") else w.square().sum(), tmp_path / "w")
-    assert torch.load(tmp_path / "w" / "state.pt", weights_only=True)["step"] == 2
+    assert safe_open(tmp_path / "w" / "state.safetensors", "pt").metadata()["step"] == "2"
     assert all(torch.isfinite(p).all() for m in models.values() for p in m.parameters())
 
 def test_muon_takes_stacked_matrices_one_by_one(llama):

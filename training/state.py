@@ -31,7 +31,7 @@ def claim_folders(a):
     a: the flags of train.py.
     """
     work = Path(a.work)
-    state = work / "state.pt"
+    state = work / "state.safetensors"
     if a.resume:
         if not state.exists():
             raise UserError(f"--resume: there is no interrupted run in {work}")
