@@ -394,10 +394,10 @@ def log(a, row):
     with open(Path(a.work) / "log.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
-def log_metrics(a, step, seconds, losses, metrics):
+def log_metrics(a, step, tokens_seen, seconds, losses, metrics):
     """Print what was measured, and log it.  seconds, losses {name: [loss]}: since the last time."""
     steps = len(losses[a.what[0]])
-    row = {"step": step, "tokens_seen": step * a.batch * a.length}
+    row = {"step": step, "tokens_seen": tokens_seen}
     row["seconds_per_step"] = seconds / steps if steps else None
     for name, values in metrics.items():
         loss = float(np.mean(losses[name])) if steps else None
@@ -406,18 +406,20 @@ def log_metrics(a, step, seconds, losses, metrics):
         tqdm.write(f"step {step} {name}: {', '.join(shown)}")
     log(a, row)
 
-def fit(models, gradients, measure, steps, lr, a, device):
-    """Train draft models {name: module} for `steps` steps -> {name: metrics of the last evaluation}
+def fit(models, learners, gradients, measure, steps, step_tokens, a, device):
+    """Train models {name: module} for `steps` steps -> {name: metrics of the last evaluation}
 
-    gradients(step) computes the gradients of a step and returns {name: loss}.  measure() returns
-    {name: metrics}, with a "held_out_loss".
+    learners: optimizers, with their peak learning rates.  gradients(step) computes the gradients of
+    a step and returns {name: loss}.  measure() returns {name: metrics}, with a "held_out_loss".
+    step_tokens: how many tokens a step reads.
     """
     rank, _ = rank_and_world()
     together = torch.nn.ModuleDict(models)
-    learners = optimizers(together, a.optimizer)
     start = 0
     if a.resume:
         start = resume(together, learners, a)
+    groups = [group for learner in learners for group in learner.param_groups]
+    peaks = [group["lr"] for group in groups]
     recent = {name: [] for name in models}               # losses since the last evaluation
     began = time.perf_counter()
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
@@ -430,7 +432,7 @@ def fit(models, gradients, measure, steps, lr, a, device):
                 metrics = measure()
                 together.train()
                 if rank == 0:
-                    log_metrics(a, step, seconds, recent, metrics)
+                    log_metrics(a, step, step * step_tokens, seconds, recent, metrics)
                 if not all(math.isfinite(values["held_out_loss"]) for values in metrics.values()):
                     raise UserError(f"step {step}: a held-out loss is not finite: {LOWER}")
                 recent = {name: [] for name in models}
@@ -448,9 +450,9 @@ def fit(models, gradients, measure, steps, lr, a, device):
                 raise UserError(f"stopped after {step} of {steps} steps: the same command with "
                                 "--resume goes on")
             # Update
+            for group, peak in zip(groups, peaks):
+                group["lr"] = peak * cosine(step, steps)
             for learner in learners:
-                for group in learner.param_groups:
-                    group["lr"] = lr * cosine(step, steps)
                 learner.step()
                 learner.zero_grad()
             for name, loss in zip(models, losses):
@@ -570,7 +572,8 @@ def run(argv):
     walks = Walks(target, frozen.forward, data, a.length)
     gradients = Gradients(models, frozen, data.tokens, pieces, a)
     measure = partial(evaluate, models, frozen, walks, data, a)
-    metrics = fit(models, gradients, measure, steps, lr, a, device)
+    learners = optimizers(torch.nn.ModuleDict(models), a.optimizer, lr)
+    metrics = fit(models, learners, gradients, measure, steps, step_tokens, a, device)
     # Save
     for name, module in models.items() if rank == 0 else ():
         about = {

@@ -128,14 +128,15 @@ class OneWeight(torch.nn.Module):
 
 def fit(models, loss_of, folder, steps=6, lr=0.1, optimizer="adamw"):
     """train.fit of modules with given losses: loss_of(step, name, weight) -> loss."""
-    a = SimpleNamespace(work=str(folder), what=list(models), optimizer=optimizer, every=1, resume=False, batch=1, length=1)
+    a = SimpleNamespace(work=str(folder), what=list(models), every=1, resume=False)
     folder.mkdir(exist_ok=True)
 
     def gradients(step):
         losses = {name: loss_of(step, name, module.layer.weight) for name, module in models.items()}
         sum(losses.values()).backward()
         return {name: loss.detach() for name, loss in losses.items()}
-    return train.fit(models, gradients, lambda: {name: {"held_out_loss": 0.0} for name in models}, steps, lr, a, "cpu")
+    learners = muon.optimizers(torch.nn.ModuleDict(models), optimizer, lr)
+    return train.fit(models, learners, gradients, lambda: {name: {"held_out_loss": 0.0} for name in models}, steps, 1, a, "cpu")
 
 def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
     """Betas 0.9 and 0.95 (the official code's), decay 0.01, a norm of at most 1 for each drafter: written out."""
@@ -166,7 +167,7 @@ def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, bad):
 def test_muon_takes_stacked_matrices_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; tables and norms learn by AdamW."""
     module = start("glide", llama)
-    adamw, by_muon = muon.optimizers(torch.nn.ModuleDict({"a-head": module}), "muon")
+    adamw, by_muon = muon.optimizers(torch.nn.ModuleDict({"a-head": module}), "muon", 0.1)
     rest, held = {id(p) for p in adamw.param_groups[0]["params"]}, {id(w): count for w, count in by_muon.weights}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest
     assert len(rest) + len(held) == len(list(module.parameters()))

@@ -13,8 +13,11 @@
 
 All of one run learn from the same forwards of the target.
 """
+import copy
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,15 +212,23 @@ class SmallLM(torch.nn.Module):
 def save(folder, module, tokenizer, about):
     """Save a draft model: its weights in bfloat16, and training.json, a dict of how it was made."""
     if isinstance(module, SmallLM):
-        module.lm.save_pretrained(folder, state_dict=in_bfloat16(module.lm))
-        tokenizer.save_pretrained(folder)
-    else:
-        about = {"config": vars(module.config), **about}
-        weights = in_bfloat16(module)
-        write_atomically(folder / "model.safetensors",
-                         lambda part: save_file(weights, part, {"format": "pt"}))
+        save_language_model(folder, module.lm, tokenizer, about)
+        return
+    about = {"config": vars(module.config), **about}
+    weights = in_bfloat16(module)
+    write_atomically(folder / "model.safetensors",
+                     lambda part: save_file(weights, part, {"format": "pt"}))
     about = json.dumps(about, indent=1) + "\n"
     write_atomically(folder / "training.json", lambda part: part.write_text(about))
+
+def save_language_model(folder, lm, tokenizer, about):
+    """Save a language model in bfloat16, with its tokenizer and training.json, whole or not at all."""
+    part = folder.with_name(folder.name + ".part")
+    copy.deepcopy(lm).to(torch.bfloat16).save_pretrained(part)
+    tokenizer.save_pretrained(part)
+    (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    os.replace(part, folder)
 
 def in_bfloat16(module):
     """The weights of a module, on the CPU; integers (a list of words) stay what they are."""

@@ -37,10 +37,10 @@ class StackedMuon(torch.optim.Muon):
         for weight, _ in self.weights:
             weight.grad = None
 
-def optimizers(models, kind):
+def optimizers(models, kind, lr):
     """The optimizers of a ModuleDict {name: draft model} -> a list; each has step and zero_grad.
 
-    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
+    lr: the peak learning rate.  kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
     AdamW for embeddings, heads, norms and biases.
     """
     hidden, others = [], []
@@ -51,7 +51,7 @@ def optimizers(models, kind):
             hidden.append((weight, STACKED.get(modules[-1], 1)))
         else:
             others.append(weight)
-    found = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
+    found = [torch.optim.AdamW(others, lr, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
     if hidden:
-        found.append(StackedMuon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        found.append(StackedMuon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found
