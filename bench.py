@@ -288,9 +288,10 @@ def library_arms(run):
             continue
         assisted = partial(library, run, assistant_model=model)
         arms.append(Arm(f"assisted generation ({name})", assisted))
-    # Prompt lookup is the library's counterpart of Max-Gram.
+    # Prompt lookup is the library's counterpart of Max-Gram.  It does not search what an encoder has
+    # read.
     with_gram = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
-    if with_gram and not run.target.encoder_decoder:
+    if with_gram:
         lookup = partial(library, run, prompt_lookup_num_tokens=maxgram.N)
         arms.append(Arm("prompt lookup", lookup))
     return arms

@@ -310,7 +310,7 @@ def children(tokens, parents):
     """Lists of n tokens and parents -> {(parent, token): node}: of equal children the first."""
     child = {}
     for node, (parent, token) in enumerate(zip(parents, tokens)):
-        assert parent < node, "a tree has parents before their children"
+        assert -1 <= parent < node, "a tree has parents before their children"
         child.setdefault((parent, token), node)
     return child
 

@@ -44,7 +44,8 @@ from runtime.measure import Record  # noqa: E402
 from verify import UserError  # noqa: E402
 
 DOCS = ROOT / "docs"
-PUBLIC = "smollm2"                         # folder of a public model's rows, and name of its page
+# {page, which is also the folder of its rows: column of its findings}; "results" has no folder
+PAGES = {"results": "on the stand-in", "t5": "on T5", "smollm2": "on SmolLM2"}
 
 # ---------------------------------------------------------------- a table that goes on
 def machine():
@@ -164,27 +165,28 @@ def read_specs():
 
 def page_of(spec):
     """The page on which a table stands: by the folder of its rows."""
-    return PUBLIC if spec["file"].startswith(f"{PUBLIC}/") else "results"
+    return Path(spec["file"]).parent.name or "results"
 
 def findings(content, made):
     """The lines at the top of the page of results, as a Markdown table.
 
     made: {table: [Comparison]} of all pages.  A comparison names the finding that it belongs to.
     """
-    lines = [["what the papers claim", "on the stand-in", "on SmolLM2", "why, as far as found"]]
+    columns = list(PAGES.values())
+    lines = [["what the papers claim", *columns, "why, as far as found"]]
     for finding in content.get("findings", []):
-        cells = {"results": [], PUBLIC: []}
+        cells = {page: [] for page in PAGES}
         for spec in content["tables"]:
             for each in made[spec["name"]]:
                 if each.claim.get("finding") == finding["name"]:
                     effect = f"{tables.key_in_words(each)} {tables.effect_in_words(each)}"
                     cells[page_of(spec)].append(f"{tables.verdict(each)}: {effect}")
-        both = ["; ".join(cell) or "–" for cell in cells.values()]
-        lines.append([finding["what"], *both, finding["why"]])
+        each_page = ["; ".join(cell) or "–" for cell in cells.values()]
+        lines.append([finding["what"], *each_page, finding["why"]])
     return tables.markdown(lines, len(lines[0]))
 
 def pages():
-    """{file: text} of docs/results.md and docs/smollm2.md"""
+    """{file: text} of docs/results.md, docs/t5.md and docs/smollm2.md"""
     folder = DOCS / "results"
     content = read_specs()
     rows = {}

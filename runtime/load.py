@@ -88,6 +88,10 @@ def load_target(name, dtype, device, role="the target", revision=None, trust=Fal
         model = model_class.from_pretrained(name, dtype=dtype, **more)
         if "device_map" not in more:
             model = model.to(device)
+        if config.is_encoder_decoder and getattr(config, "num_decoder_layers", None):
+            # By this generate() counts the layers of the decoder's cache, in transformers 5.17 and
+            # 5.23.  The encoder, which has this number of layers, has its own configuration.
+            model.config.num_layers = config.num_decoder_layers
     except (OSError, ValueError, LookupError, ImportError, SafetensorError) as why:
         reason = first_line(why)
         if offline:

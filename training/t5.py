@@ -35,6 +35,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
+from transformers import DynamicCache, EncoderDecoderCache  # noqa: E402
 
 import train  # noqa: E402
 from runtime import text  # noqa: E402
@@ -43,8 +44,7 @@ from training.prepare import is_held_out  # noqa: E402
 from training.state import claim_folders, status_of  # noqa: E402
 from verify import UserError  # noqa: E402
 
-# Layers of the encoder and of the decoder.  A deep and narrow target makes a stage cheap: c is .16
-# and .08 by layers.
+# Layers of the encoder and of the decoder.  Beside a deep and narrow target a stage is cheap.
 LAYERS = {"target": (2, 24), "base": (1, 3), "small": (1, 1)}
 SIZES = {"d_model": 128, "num_heads": 2, "d_kv": 32, "d_ff": 192}
 NAMES = [*LAYERS, "base-distilled", "small-distilled"]
@@ -151,16 +151,19 @@ def padded(rows, value):
         row[:len(ids)] = torch.tensor(ids)
     return found
 
+def inputs_of(model, pairs):
+    """The inputs of some pairs, as a T5 takes them: ids (B, S) and their mask."""
+    given = padded([pair.input for pair in pairs], model.config.pad_token_id)
+    mask = padded([[1] * len(pair.input) for pair in pairs], 0)
+    return {"input_ids": given, "attention_mask": mask}
+
 def logits_of(model, pairs):
     """The model's logits for all tokens of the outputs -> logits (n, V), the tokens (n,)"""
-    c = model.config
     labels = padded([pair.output for pair in pairs], -1)                       # (B, T)
     # The decoder reads its start token, then the output without its last token.
-    start = torch.full((len(pairs), 1), c.decoder_start_token_id)
+    start = torch.full((len(pairs), 1), model.config.decoder_start_token_id)
     read = torch.cat((start, labels[:, :-1].clamp(min=0)), 1)                  # (B, T)
-    given = padded([pair.input for pair in pairs], c.pad_token_id)             # (B, S)
-    mask = padded([[1] * len(pair.input) for pair in pairs], 0)
-    out = model(input_ids=given, attention_mask=mask, decoder_input_ids=read, use_cache=False)
+    out = model(**inputs_of(model, pairs), decoder_input_ids=read, use_cache=False)
     is_label = labels >= 0
     return out.logits[is_label].float(), labels[is_label]
 
@@ -227,6 +230,33 @@ def evaluate(models, held_out):
                 metrics[name][key] += value / len(kinds)
     return metrics
 
+@torch.no_grad()
+def written(model, tokenizer, held_out):
+    """What the model writes greedily after the first held-out inputs of each kind of text.
+
+    -> {kind: the mean length in tokens, the mean share of a text's 4-grams that are distinct, and
+    an input with its output}
+    """
+    found = {}
+    for kind in sorted({pair.kind for pair in held_out}):
+        pairs = [pair for pair in held_out if pair.kind == kind][:ROWS]
+        # Caches of our own: see runtime/load.py on the layers that generate() counts.
+        caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        out = model.generate(**inputs_of(model, pairs), past_key_values=caches, do_sample=False,
+                             max_new_tokens=LONGEST)
+        lengths, distinct = [], []
+        for ids in out[:, 1:].tolist():                # without the start token
+            if tokenizer.eos_token_id in ids:
+                ids = ids[:ids.index(tokenizer.eos_token_id)]
+            grams = list(zip(ids, ids[1:], ids[2:], ids[3:]))
+            lengths.append(len(ids))
+            distinct.append(len(set(grams)) / max(1, len(grams)))
+        found[kind] = {"length": sum(lengths) / len(lengths),
+                       "distinct_4grams": sum(distinct) / len(distinct),
+                       "input": tokenizer.decode(pairs[0].input),
+                       "output": tokenizer.decode(out[0, 1:], skip_special_tokens=True)}
+    return found
+
 # ---------------------------------------------------------------- command line
 def parser():
     p = text.Parser(description="Train a small T5 family.",
@@ -271,7 +301,8 @@ def run(argv):
                         partial(evaluate, models, held_out), a.steps, labels, a, "cpu")
     for name, model in models.items():
         about = {"kind": name, "command": command, "seed": a.seed, "steps": a.steps, "date": date,
-                 "tokens_seen": round(labels * a.steps), "validation": metrics[name]}
+                 "tokens_seen": round(labels * a.steps), "validation": metrics[name],
+                 "written": written(model.eval(), tokenizer, held_out)}
         save_language_model(Path(a.out) / name, model, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
 
