@@ -185,6 +185,23 @@ def findings(content, made):
         lines.append([finding["what"], *each_page, finding["why"]])
     return tables.markdown(lines, len(lines[0]))
 
+def family():
+    """The models of checkpoints/t5, by what their training.json says, as Markdown."""
+    lines = [["model", "text", "held-out loss", "right", "tokens", "distinct 4-grams"]]
+    samples = []
+    for name in ("target", "base", "small"):
+        path = ROOT / "checkpoints" / "t5" / name / "training.json"
+        about = json.loads(path.read_text(encoding="utf-8"))
+        for kind, found in about["validation"]["by_kind"].items():
+            wrote = about["written"][kind]
+            lines.append([f"`{name}`", kind, f"{found['held_out_loss']:.2f}", f"{found['right']:.2f}",
+                          f"{wrote['length']:.0f}", f"{wrote['distinct_4grams']:.2f}"])
+            if name == "target":
+                samples += [f"An input ({kind}), and the output:"]
+                samples += ["> " + wrote[key].strip().replace("\n", "\n> ") for key in ("input", "output")]
+    summary = "<details><summary>What the target writes</summary>"
+    return "\n\n".join([tables.markdown(lines, 2), summary, *samples, "</details>"])
+
 def pages():
     """{file: text} of docs/results.md, docs/t5.md and docs/smollm2.md"""
     folder = DOCS / "results"
@@ -203,6 +220,8 @@ def pages():
     for page, specs in specs_of.items():
         head = (folder / f"{page}.head.md").read_text(encoding="utf-8").rstrip()
         head = head.replace("@FINDINGS@", findings(content, made))
+        if "@FAMILY@" in head:
+            head = head.replace("@FAMILY@", family())
         written[DOCS / f"{page}.md"] = "\n\n".join(paragraphs(head, specs, rows, made)) + "\n"
     return written
 

@@ -40,8 +40,8 @@ class StackedMuon(torch.optim.Muon):
 def optimizers(models, kind, lr):
     """The optimizers of a ModuleDict {name: draft model} -> a list; each has step and zero_grad.
 
-    lr: the peak learning rate.  kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
-    AdamW for embeddings, heads, norms and biases.
+    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
+    AdamW for embeddings, heads, norms and biases.  lr: the peak learning rate.
     """
     hidden, others = [], []
     for name, weight in models.named_parameters():
