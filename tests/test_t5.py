@@ -69,6 +69,15 @@ def test_the_loss_and_its_gradients_are_transformers_own(tokenizer):
     logits = own(models["base"], pairs[0]).logits[0]
     assert metrics["base"]["right"] == (logits.argmax(-1) == torch.tensor(pairs[0].output)).double().mean().item()
 
+@torch.no_grad()
+def test_a_deep_target_begins_as_a_shallow_one(tokenizer):
+    shallow, deep = t5.fresh("start", tokenizer, 1).eval(), t5.fresh("target", tokenizer, 0).eval()
+    t5.grow(deep, shallow)
+    pair = t5.Pair("a", tokenizer(STORY)["input_ids"], [0])
+    assert len(deep.decoder.block) == 24 and plain(deep, pair.input, 20) == plain(shallow, pair.input, 20)
+    one, other = (model(**t5.inputs_of(model, [pair]), decoder_input_ids=torch.tensor([[0, 5, 9, 7]])).logits for model in (deep, shallow))
+    assert torch.allclose(one, other, atol=1e-4)
+
 def test_the_command_resumes_and_saves_what_decodes(tmp_path, capsys):
     """Two steps with an interruption are two steps without one; a distilled model needs the target."""
     (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": text, "held_out": i < 3}) + "\n" for i, text in enumerate(TEXTS * 2)))

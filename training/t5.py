@@ -1,7 +1,8 @@
 """Train a small T5 family: an encoder-decoder target, and smaller models that draft for it.
 
-    python training/t5.py --data work/corpus             # -> work/t5/target, base and small
-    python training/t5.py --data work/corpus --resume    # goes on with an interrupted run
+    python training/t5.py start --data work/corpus --steps 900 --seed 1 --work work/training-start
+    python training/t5.py --data work/corpus --start work/t5/start    # -> target, base and small
+    python training/t5.py --data work/corpus --start work/t5/start --resume   # after a Ctrl-C
     python bench.py --target work/t5/target --checkpoint work/t5 --tree chain \\
         --drafter "cascade(base, small, maxgram, k=(8, 13, 1))"
 
@@ -19,6 +20,9 @@ target's distribution (KL) instead, while the target itself still learns.
 
 So an input is what the stand-in is given as a prompt, and checkpoints/prompts.jsonl serves both.  A
 row may say "held_out": true or false, and "times": how often an epoch reads it.
+
+A decoder of 24 layers is slow to find out that an output may be copied from its input; one of three
+layers is not.  So `start` learns first, and with --start the target begins as the same function.
 """
 import argparse
 import math
@@ -46,8 +50,9 @@ from training.state import claim_folders, status_of  # noqa: E402
 from verify import UserError  # noqa: E402
 
 # Layers of the encoder and of the decoder.  Beside a deep and narrow target a stage is cheap.
-LAYERS = {"target": (2, 24), "base": (1, 3), "small": (1, 1)}
+LAYERS = {"target": (2, 24), "base": (1, 3), "small": (1, 1), "start": (2, 3)}
 SIZES = {"d_model": 128, "num_heads": 2, "d_kv": 32, "d_ff": 192}
+FAMILY = ["target", "base", "small"]
 NAMES = [*LAYERS, "base-distilled", "small-distilled"]
 LONGEST = 480              # tokens of an input, and of an output; longer pairs are left out
 SORTED = 2048              # pairs that are sorted by length together, so that batches pad little
@@ -124,10 +129,7 @@ def batches_of(pairs, most, seed, epoch):
 
 # ---------------------------------------------------------------- models
 def fresh(name, tokenizer, seed):
-    """A T5 that has learned nothing.  Each layer begins as an identity: what it adds is 0.
-
-    With T5's own beginning, a decoder of 24 layers hardly learns to copy from its input.
-    """
+    """A T5 that has learned nothing."""
     torch.manual_seed(seed)
     encoder, decoder = LAYERS[name.removesuffix("-distilled")]
     eos = tokenizer.eos_token_id
@@ -135,12 +137,26 @@ def fresh(name, tokenizer, seed):
         **SIZES, vocab_size=len(tokenizer), num_layers=encoder, num_decoder_layers=decoder,
         dropout_rate=0.0, feed_forward_proj="relu", tie_word_embeddings=True, pad_token_id=eos,
         eos_token_id=eos, decoder_start_token_id=eos)
-    model = transformers.T5ForConditionalGeneration(config)
-    for weight_name, weight in model.named_parameters():
-        # The last matrices of attention and of the MLP: "o.weight" and "wo.weight"
-        if weight_name.endswith("o.weight"):
-            torch.nn.init.zeros_(weight)
-    return model
+    return transformers.T5ForConditionalGeneration(config)
+
+@torch.no_grad()
+def grow(deep, shallow):
+    """Let a deep T5 begin as a shallow one of the same width: it computes the same.
+
+    The layers of the shallow one are spread over the deep one's.  The layers between them begin as
+    identities: what they add to the residual stream is 0 (Net2Net, Chen et al. 2016).
+    """
+    deep.shared.load_state_dict(shallow.shared.state_dict())
+    for part in ("encoder", "decoder"):
+        new, old = getattr(deep, part), getattr(shallow, part)
+        for name, weight in new.block.named_parameters():
+            # The last matrices of attention and of the MLP: "o.weight" and "wo.weight"
+            if name.endswith("o.weight"):
+                weight.zero_()
+        places = torch.linspace(0, len(new.block) - 1, len(old.block)).round().int()
+        for place, block in zip(places, old.block):
+            new.block[place].load_state_dict(block.state_dict())
+        new.final_layer_norm.load_state_dict(old.final_layer_norm.state_dict())
 
 def learners_of(models, lr):
     """Muon for the matrices of the layers; AdamW for the tables of embeddings, and for norms.
@@ -279,10 +295,11 @@ def parser():
     p = text.Parser(description="Train a small T5 family.",
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = p.add_argument
-    flag("what", nargs="*", default=list(LAYERS), help=f"any of: {' '.join(NAMES)}")
+    flag("what", nargs="*", default=FAMILY, help=f"any of: {' '.join(NAMES)}")
     flag("--data", nargs="+", required=True, help="files or folders of texts")
+    flag("--start", help="folder of a T5 of the same width: the target begins as it (default: none)")
     flag("--tokenizer", default=str(ROOT / "checkpoints/target"), help="folder or hub name")
-    flag("--steps", type=int, default=2000)
+    flag("--steps", type=int, default=1200)
     flag("--tokens", type=int, default=4096, help="output tokens of a step, with padding")
     flag("--lr", type=float, default=1e-2, help="peak learning rate of the matrices of one layer")
     flag("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
@@ -309,6 +326,8 @@ def run(argv):
     if not pairs or not held_out:
         raise UserError("--data needs texts to learn, and texts that are held out: give more")
     models = {name: fresh(name, tokenizer, a.seed) for name in a.what}
+    if a.start and "target" in models:
+        grow(models["target"], transformers.T5ForConditionalGeneration.from_pretrained(a.start))
     batches = partial(batches_of, pairs, a.tokens, a.seed)
     labels = sum(len(pair.output) for pair in pairs) / len(batches(0))         # of a step, the mean
     command = " ".join(["python training/t5.py", *argv])
