@@ -1,16 +1,16 @@
 """Train a small T5 family: an encoder-decoder target, and smaller models that draft for it.
 
-    python training/t5.py start --data work/corpus --steps 900 --seed 1 --work work/training-start
-    python training/t5.py --data work/corpus --start work/t5/start    # -> target, base and small
-    python training/t5.py --data work/corpus --start work/t5/start --resume   # after a Ctrl-C
+    python training/t5.py start base small --data work/corpus
+    python training/t5.py start base small --data work/corpus --resume          # after a Ctrl-C
+    python training/t5.py target --data work/corpus --start work/t5/start --work work/training-target
     python bench.py --target work/t5/target --checkpoint work/t5 --tree chain \\
         --drafter "cascade(base, small, maxgram, k=(8, 13, 1))"
 
 (Cascade Speculative Drafting, section 5: FLAN-T5-XXL with FLAN-T5-base and FLAN-T5-small.)  All are
 transformers' T5ForConditionalGeneration with the stand-in's tokenizer.  They read the same pairs
-of input and output side by side, and learn the output by cross entropy, so none learns from
-another, as in the paper.  A name that ends in -distilled is the same small model, which learns the
-target's distribution (KL) instead, while the target itself still learns.
+of input and output, and learn the output by cross entropy, so none learns from another, as in the
+paper.  A name that ends in -distilled is the same small model, which learns the target's
+distribution (KL) instead, beside the target, while that still learns.
 
     a row of --data                          input                            output
     question and answer, or a text that      "Question: ...\\nAnswer:"         the answer
@@ -21,7 +21,7 @@ target's distribution (KL) instead, while the target itself still learns.
 So an input is what the stand-in is given as a prompt, and checkpoints/prompts.jsonl serves both.  A
 row may say "held_out": true or false, and "times": how often an epoch reads it.
 
-A decoder of 24 layers is slow to find out that an output may be copied from its input; one of three
+A decoder of 24 layers is slow to find out that an output may be copied from its input, one of three
 layers is not.  So `start` learns first, and with --start the target begins as the same function.
 """
 import argparse
@@ -52,7 +52,6 @@ from verify import UserError  # noqa: E402
 # Layers of the encoder and of the decoder.  Beside a deep and narrow target a stage is cheap.
 LAYERS = {"target": (2, 24), "base": (1, 3), "small": (1, 1), "start": (2, 3)}
 SIZES = {"d_model": 128, "num_heads": 2, "d_kv": 32, "d_ff": 192}
-FAMILY = ["target", "base", "small"]
 NAMES = [*LAYERS, "base-distilled", "small-distilled"]
 LONGEST = 480              # tokens of an input, and of an output; longer pairs are left out
 SORTED = 2048              # pairs that are sorted by length together, so that batches pad little
@@ -295,11 +294,12 @@ def parser():
     p = text.Parser(description="Train a small T5 family.",
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = p.add_argument
-    flag("what", nargs="*", default=FAMILY, help=f"any of: {' '.join(NAMES)}")
+    flag("what", nargs="*", default=["start", "base", "small"],
+         help=f"any of: {' '.join(NAMES)}")
     flag("--data", nargs="+", required=True, help="files or folders of texts")
     flag("--start", help="folder of a T5 of the same width: the target begins as it (default: none)")
     flag("--tokenizer", default=str(ROOT / "checkpoints/target"), help="folder or hub name")
-    flag("--steps", type=int, default=1200)
+    flag("--steps", type=int, default=2000)
     flag("--tokens", type=int, default=4096, help="output tokens of a step, with padding")
     flag("--lr", type=float, default=1e-2, help="peak learning rate of the matrices of one layer")
     flag("--seed", type=int, default=0, help="of the weights and of the order of the pairs")
