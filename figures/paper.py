@@ -194,11 +194,13 @@ def family():
         about = json.loads(path.read_text(encoding="utf-8"))
         for kind, found in about["validation"]["by_kind"].items():
             wrote = about["written"][kind]
-            lines.append([f"`{name}`", kind, f"{found['held_out_loss']:.2f}", f"{found['right']:.2f}",
-                          f"{wrote['length']:.0f}", f"{wrote['distinct_4grams']:.2f}"])
+            figures = (found["held_out_loss"], found["right"], wrote["distinct_4grams"])
+            loss, right, distinct = (f"{figure:.2f}" for figure in figures)
+            lines.append([f"`{name}`", kind, loss, right, f"{wrote['length']:.0f}", distinct])
             if name == "target":
-                samples += [f"An input ({kind}), and the output:"]
-                samples += ["> " + wrote[key].strip().replace("\n", "\n> ") for key in ("input", "output")]
+                samples.append(f"An input ({kind}), and the output:")
+                for part in ("input", "output"):
+                    samples.append("> " + wrote[part].strip().replace("\n", "\n> "))
     summary = "<details><summary>What the target writes</summary>"
     return "\n\n".join([tables.markdown(lines, 2), summary, *samples, "</details>"])
 

@@ -2,7 +2,7 @@
 
     python training/t5.py start base small --data work/corpus
     python training/t5.py start base small --data work/corpus --resume          # after a Ctrl-C
-    python training/t5.py target --data work/corpus --start work/t5/start --work work/training-target
+    python training/t5.py target --start work/t5/start --data work/corpus --work work/target
     python bench.py --target work/t5/target --checkpoint work/t5 --tree chain \\
         --drafter "cascade(base, small, maxgram, k=(8, 13, 1))"
 
@@ -297,7 +297,7 @@ def parser():
     flag("what", nargs="*", default=["start", "base", "small"],
          help=f"any of: {' '.join(NAMES)}")
     flag("--data", nargs="+", required=True, help="files or folders of texts")
-    flag("--start", help="folder of a T5 of the same width: the target begins as it (default: none)")
+    flag("--start", help="folder of a T5 of the same width, as which the target begins")
     flag("--tokenizer", default=str(ROOT / "checkpoints/target"), help="folder or hub name")
     flag("--steps", type=int, default=2000)
     flag("--tokens", type=int, default=4096, help="output tokens of a step, with padding")
