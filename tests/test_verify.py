@@ -62,12 +62,12 @@ def oracle(target, text, depth=5):
 def generate(model, drafter, build, prompt=PROMPT, new=12, rule=None, **how):
     return verify.generate(target_of(model), drafter, build, prompt, new, rule, **how)
 
-@pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
 def test_a_tree_has_one_root_and_parents_before_children():
     for parents in ([-1, 1], [-1, 0, 2], [-1, -2]):
         with pytest.raises(AssertionError, match="parents before"):
             verify.accept([5, 6, 7][:len(parents)], parents, [6, 7, 8])
 
+@pytest.mark.parametrize("number, name, length", [(i, *pair) for i, pair in enumerate(product(CLASSES, LENGTHS))])
 def test_greedy_output_is_plain_decoding(number, name, length):
     """Every drafter x tree, at one class and length or more.  (At all of them: test_random.py.)"""
     model, new = shared(name), min(14, CONTEXT - length + 1)
