@@ -432,9 +432,9 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
     argv = args(small, "--target", str(t5 / "target"), "--checkpoint", str(t5), "--json", str(tmp_path / "r.jsonl"), "--max-new-tokens", "5")
     assert bench.main([*argv, "--prompts", str(tmp_path / "p.txt"), "--drafter", "cascade(base, maxgram)", "--tree", "chain"]) == 0
     rows = rows_of(tmp_path / "r.jsonl")
-    assert [r["drafter"] for r in rows] == ["plain", "generate()", "assisted generation (base)", "cascade(base, maxgram)"]
+    assert [r["drafter"] for r in rows] == ["plain", "generate()", "assisted generation (base)", "prompt lookup", "cascade(base, maxgram)"]
     assert all(r["lossless"] and r["tokens"] == 5 and r["prompt_tokens"] > 512 for r in rows)
-    r = rows[3]
+    r = rows[4]
     target, *stages = r["runs"]
     rounds = target - r["prompts"]
     assert rounds == pytest.approx((r["tokens"] - r["prompts"]) / r["tau"]) and r["draft_forwards"] == pytest.approx(sum(stages) / rounds)
