@@ -288,7 +288,7 @@ def library_arms(run):
             continue
         assisted = partial(library, run, assistant_model=model)
         arms.append(Arm(f"assisted generation ({name})", assisted))
-    # Prompt lookup is the library's counterpart of Max-Gram.  It does not search an encoder's input.
+    # Prompt lookup is the library's Max-Gram.  It does not search an encoder's input.
     with_gram = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
     if with_gram:
         lookup = partial(library, run, prompt_lookup_num_tokens=maxgram.N)

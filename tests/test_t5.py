@@ -69,6 +69,17 @@ def test_the_loss_and_its_gradients_are_transformers_own(tokenizer):
     logits = own(models["base"], pairs[0]).logits[0]
     assert metrics["base"]["right"] == (logits.argmax(-1) == torch.tensor(pairs[0].output)).double().mean().item()
 
+def test_deeper_models_take_smaller_steps_and_tables_larger_ones(tokenizer):
+    """A rate falls with the square root of 2 + 24 and 1 + 1 layers; embeddings, biases of positions and norms are AdamW's."""
+    models = {name: t5.fresh(name, tokenizer, 0) for name in ("target", "small")}
+    muon, adamw = t5.learners_of(models, 0.01)
+    assert [group["lr"] for group in muon.param_groups] == pytest.approx([0.01 / math.sqrt(26), 0.01 / math.sqrt(2)])
+    assert [group["lr"] for group in adamw.param_groups] == pytest.approx([t5.TABLES * 0.01 / math.sqrt(26), t5.TABLES * 0.01 / math.sqrt(2)])
+    for i, model in enumerate(models.values()):
+        tables = {id(weight) for name, weight in model.named_parameters() if "shared" in name or "norm" in name or "bias" in name}
+        assert {id(weight) for weight in adamw.param_groups[i]["params"]} == tables
+        assert len(muon.param_groups[i]["params"]) + len(tables) == len(list(model.parameters()))
+
 @torch.no_grad()
 def test_a_deep_target_begins_as_a_shallow_one(tokenizer):
     shallow, deep = t5.fresh("start", tokenizer, 1).eval(), t5.fresh("target", tokenizer, 0).eval()
