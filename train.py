@@ -539,7 +539,7 @@ def run(argv):
     claim_folders(a)
     device = join(a.device)
     # The target, its tokenizer, and how many positions it has
-    dtype = "auto" if device.startswith("cuda") else "float32"
+    dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
     target, tokenizer = load_target(a.target, dtype, device, revision=a.revision,
                                     trust=a.trust_remote_code)
     target.requires_grad_(False)

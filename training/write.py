@@ -89,7 +89,11 @@ def choose(logits, temperature):
     if not temperature:
         return logits.argmax(-1)
     p = (logits.float() / temperature).softmax(-1)
-    return torch.multinomial(p, 1)[:, 0]
+    # Where a uniform number falls among the sums of the probabilities.  multinomial would draw a
+    # number for each of the V tokens.
+    sums = p.cumsum(-1)                                                        # (B, V)
+    at = torch.rand(len(p), 1, device=p.device) * sums[:, -1:]
+    return torch.searchsorted(sums, at, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
 
 def forward(target, cache, rows, ids, starts):
     """The forward of some texts -> logits (b, V) after the last token of each.
@@ -174,13 +178,14 @@ def continuations(target, prompts, lengths, batch=32):
 def prompt_size(tokens):
     """How many of a document's tokens (n,) are its prompt; tokens below 0 are not learned.
 
-    Of a chat these are the tokens before its first answer, of any other text the first half.
+    Of a chat these are the tokens before its first answer, of a prompt without an answer all, of
+    any other text the first half.
     """
     learned = tokens >= 0
     if learned.all():
         return len(tokens) // 2
     is_answer = learned[1:] & ~learned[:-1]              # an answer begins with token i + 1
-    return 1 + int(is_answer.argmax()) if is_answer.any() else 0
+    return 1 + int(is_answer.argmax()) if is_answer.any() else len(tokens)
 
 def plain_ids(tokens):
     """Token ids, of which those that are not learned are stored as ~id -> list of ids"""
@@ -247,6 +252,8 @@ def parser():
     flag("--temperature", type=float, default=0.0, help="0: greedy; else sampled")
     flag("--length", type=int, default=512, help="tokens of a prompt and its answer, at most")
     flag("--batch", type=int, default=64, help="texts that are decoded together")
+    flag("--dtype", choices=("float32", "bfloat16"), default="float32",
+         help="of the target on a CPU; bfloat16 is faster where the CPU has AMX")
     flag("--seed", type=int, default=0, help="of sampling")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     return p
@@ -258,7 +265,7 @@ def run(argv):
     out = Path(a.out)
     if out.exists() and not (a.resume or a.overwrite):
         raise UserError(f"--out: {out} exists: go on with it by --resume, or give --overwrite")
-    dtype = "auto" if a.device.startswith("cuda") else "float32"
+    dtype = "auto" if a.device.startswith("cuda") else a.dtype
     target, tokenizer = load.load_target(a.target, dtype, a.device, revision=a.revision,
                                          trust=a.trust_remote_code)
     capacity = any_target(target).capacity
