@@ -70,14 +70,16 @@ def best(probs):
     return probs.argmax(-1)
 
 def draw(probs, generator=None):
-    """Sample a token from each distribution (m, V) -> (m,), by an exponential race.
+    """Sample a token from each distribution (m, V) -> (m,), by inverting its cumulative sums.
 
-    With E_x ~ Exp(1), the x of largest p(x) / E_x is distributed as p.  For a row of zeros the
-    result is a token of probability zero.  (torch.multinomial would raise there, and it takes a
-    device-to-host sync to find out.)
+    For a row of zeros the result is a token of probability zero.  (torch.multinomial would raise
+    there.  It takes a device-to-host sync to find out, and a random number for each of V tokens.)
     """
-    race = torch.empty_like(probs).exponential_(generator=generator)
-    return (probs / race).argmax(-1)
+    sums = probs.cumsum(-1, dtype=torch.float64)                  # (m, V)
+    uniform = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device,
+                         generator=generator)
+    uniform = 1 - uniform                         # (0, 1]: at 0 it would find x = 0 of any p
+    return torch.searchsorted(sums, uniform * sums[:, -1:]).flatten()
 
 def clamped(expand, gamma):
     """gamma, or expand.remaining if that is less."""

@@ -406,8 +406,8 @@ class Glide(nn.Module):
         if self.config.loss == "ce":
             return F.nll_loss(log_p_draft, labels, reduction="sum")
         # D_KL(p_target || p_draft)
-        p_target = labels.float().softmax(-1)
-        return F.kl_div(log_p_draft, p_target, reduction="sum")
+        log_p_target = labels.float().log_softmax(-1)
+        return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
     def loss(self, batch):
         """The mean loss of a training step; train.py's docstring lists the entries of `batch`.

@@ -113,7 +113,8 @@ def parser():
     flag("--optimizer", choices=("muon", "adamw"), default="muon",
          help="of hidden matrices; everything else is optimised with AdamW")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-         help="of the drafters' products; auto: bfloat16 on CUDA, float32 on a CPU")
+         help="of the drafters' products; auto: bfloat16 on CUDA, float32 on a CPU; bfloat16 on a "
+              "CPU: the target's, too")
     flag("--seed", type=int, default=0, help="of the weights and of the order of the pieces")
     # The run
     flag("--out", default=str(ROOT / "work/drafters"), help="folder to save drafters under")
@@ -228,7 +229,7 @@ class FrozenTarget:
         # from the last hidden state
         self.reads = reads_of(models, target)
         self.vocab = target.config.get_text_config().vocab_size
-        # No autocast: rounded to bfloat16, the target's best logits would often be equal.
+        # No autocast: the target computes in its own dtype.
         self.exactly = torch.autocast(self.device.type, enabled=False)
 
     def forward(self, ids, logits=False):
@@ -426,7 +427,7 @@ def fit(models, learners, gradients, measure, steps, step_tokens, a, device):
     with interruptible() as signals, bar:
         for step in bar:
             # Evaluate
-            if step in (start, steps) or step % a.every == 0:
+            if step == steps or step % a.every == 0:
                 seconds = time.perf_counter() - began
                 together.eval()
                 metrics = measure()

@@ -66,7 +66,6 @@ import hashlib
 import inspect
 from collections import namedtuple
 from copy import copy
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -326,6 +325,14 @@ def accept(tokens, parents, choice):
         node = child.get((node, choice[node]))
     return path, [choice[node] for node in path]
 
+def sample(p, uniform):
+    """Sample from distributions p (n, V), of any sums, by inverting their cumulative sums -> (n,)
+
+    uniform (n, 1) or (): in (0, 1].  In float32 the cumulative sums would lose rare tokens.
+    """
+    sums = p.cumsum(-1, dtype=torch.float64)                                           # (n, V)
+    return torch.searchsorted(sums, uniform * sums[:, -1:])[:, 0]
+
 def accept_drawn(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,)."""
     # After the last node nothing is drafted.  There u is set to inf, so that nothing is accepted,
@@ -339,11 +346,10 @@ def accept_drawn(tree, p_target, generator):
     # Otherwise the token is sampled from the residual norm(max(0, p_target - p_draft)).  Where the
     # two are equal that is zero, and the term 1e-30 * p_target makes it a sample of p_target.
     residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
-    # An exponential race samples without the device-to-host syncs of torch.multinomial.  Only the
-    # sample after the last accepted node is used, so all nodes can share one row of noise.
-    noise = torch.empty_like(residual[0]).exponential_(generator=generator)            # (V,)
-    sampled = (residual / noise).argmax(-1, keepdim=True)                              # (n, 1)
-    return torch.where(accepted, drafted, sampled)[:, 0]
+    # Only the sample after the last accepted node is used, so all nodes can share one number.
+    uniform = 1 - torch.rand((), dtype=torch.float64, device=residual.device, generator=generator)
+    sampled = sample(residual, uniform)                                                # (n,)
+    return torch.where(accepted[:, 0], drafted[:, 0], sampled)
 
 def stream(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
@@ -354,15 +360,11 @@ def stream(seed, purpose, device="cpu"):
     number = int(digest.hexdigest()[:14], 16)
     return torch.Generator(device).manual_seed(number)
 
-@lru_cache(maxsize=32)
-def keyed_noise(seed, position, vocab, device):
-    """Exponential noise (vocab,) that depends on (seed, position) alone.
-
-    argmax(p / noise) is a sample of p.  lru_cache keeps the noise of positions whose drafts were
-    rejected, because the next round drafts them again.
-    """
-    noise = torch.empty(vocab, device=device)
-    return noise.exponential_(generator=stream(seed, position, device))
+def keyed_uniform(seed, position):
+    """A number in (0, 1] that depends on (seed, position) alone."""
+    digest = hashlib.sha256(f"{seed} {position}".encode())
+    number = int(digest.hexdigest()[:13], 16)                  # of 52 bits
+    return (number + 1) / 2 ** 52
 
 class Greedy:
     """The rule of greedy decoding: the target's argmax."""
@@ -399,22 +401,16 @@ class Sampled:
         return self.warp(logits)
 
     def choose(self, tree, logits, first):
-        """As Greedy.choose, by keyed noise; for a sampled chain by speculative sampling."""
+        """As Greedy.choose, by keyed numbers; for a sampled chain by speculative sampling."""
         p_target = self.warp(logits)                                                   # (n, V)
         if tree.p_draft is not None:
             generator = stream(self.seed, f"accept {first}", logits.device)
             return accept_drawn(tree, p_target, generator)
-        # All nodes of one depth share their noise, since they share a position.
+        # All nodes of one depth share a number, since they share a position.
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        root_alone = len(depth) == 1
-        depths = [0] if root_alone else depth.tolist()         # a device-to-host sync
-        sizes = [depths.count(d) for d in range(max(depths) + 1)]
-        nodes_by_depth = depth.argsort().split(sizes)
-        choice = torch.empty_like(depth)
-        for d, nodes in enumerate(nodes_by_depth):
-            noise = keyed_noise(self.seed, first + d, logits.shape[1], logits.device)
-            choice[nodes] = (p_target[nodes] / noise).argmax(-1)
-        return choice
+        uniform = [keyed_uniform(self.seed, first + d) for d in range(len(depth))]
+        uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)     # (n,)
+        return sample(p_target, uniform[depth][:, None])
 
 # ---------------------------------------------------------------- the loop
 class Output:

@@ -175,11 +175,11 @@ class BetweenTables:
         x (n, D), normed.  target_logits (n, k): the target's logits of the words; without a list,
         (n, V).
         """
-        p_target = target_logits.float().softmax(-1)
         logits = self.word_logits(x)
         if self.config.loss == "kl":
-            return edd.kl(p_target, logits)
+            return edd.kl(target_logits, logits)
         # The probability that a sampled draft is accepted: sum_x min(p_target(x), p_draft(x))
+        p_target = target_logits.float().softmax(-1)
         p_draft = logits.float().softmax(-1)
         acceptance = torch.minimum(p_target, p_draft).sum(-1)                  # (n,)
         return -acceptance.log().sum()

@@ -19,7 +19,8 @@ import verify
 from beyond import graft, priced
 from runtime import load
 from runtime.calls import read_call
-from training import smollm2
+from test_train import small  # noqa: F401
+from training import smollm2, write
 
 # ---------------------------------------------------------------- the command
 def test_questions_keep_their_category(tmp_path):
@@ -39,6 +40,73 @@ def test_questions_keep_their_category(tmp_path):
     assert [row["turns"] for row in rows[2:4]] == [["0"], ["1"]] and rows[4]["turns"][0].startswith("Continue this story.\n\nOnce")
     assert smollm2.main([*argv, "--held-out"]) == 0
     assert [json.loads(line)["turns"] for line in out.read_text().splitlines()][2:4] == [["2"], ["3"]]
+
+FUNCTIONS = '''
+class A:
+    def second(self):
+        """
+        Twice.
+            Even if it is twice as long as a function's documentation usually is.
+        """
+        return 2
+def first(x):  # a comment
+    "Once, and nothing else: so it is said here, at some length, for who reads it."
+    return x
+def short(x):
+    "Too short."
+'''
+
+def test_functions_end_with_their_documentation(tmp_path):
+    """Each documented function once, in any order: those of classes moved to the margin; what Python cannot read is left out."""
+    for name in ("a.py", "b.py", "c.txt"):
+        (tmp_path / name).write_text(FUNCTIONS)
+    (tmp_path / "d.py").write_text("def broken(:")
+    out = tmp_path / "out.jsonl"
+    assert smollm2.main(["functions", "--data", str(tmp_path), "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    request, plain = (row["turns"][0] for row in rows)
+    assert request.startswith("Complete the following Python function.\n\ndef ") and {row["group"] for row in rows} == {"code"}
+    heads = sorted([request.partition("\n\n")[2], plain])
+    assert heads[0].startswith("def first(x):  # a comment") and heads[0].endswith("for who reads it.\"")
+    assert heads[1].splitlines()[:2] == ["def second(self):", '    """'] and heads[1].splitlines()[3].startswith("        Even")
+
+TEMPLATE = "{% for m in messages %}<{{ m.role[0] }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
+
+@pytest.fixture
+def chat_model(small, tmp_path, monkeypatch):
+    """The tiny target with a chat template, in place of SmolLM2."""
+    model, tokenizer = load.load_target(str(small / "model"), "float32", "cpu")
+    tokenizer.chat_template = TEMPLATE
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(tmp_path / "chat")
+    monkeypatch.setattr(load, "SMOLLM2", tmp_path / "chat")
+    monkeypatch.setattr(load, "load_target", lambda *args: (model, tokenizer))
+    return tokenizer
+
+def test_a_follow_up_stands_after_the_first_answer(chat_model, tmp_path):
+    """As the template writes a chat of two questions; and write.py reads it as a prompt."""
+    def ids(text):
+        return chat_model(text, add_special_tokens=False)["input_ids"]
+    rows = [{"source": "a", "prompt": ids(f"<u>{x};<a>"), "answer": [*ids("yes"), chat_model.eos_token_id]} for x in "pq"]
+    (tmp_path / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out.jsonl"
+    assert smollm2.main(["follow-ups", "--data", str(tmp_path / "written.jsonl"), "--out", str(out)]) == 0
+    found = [json.loads(line) for line in out.read_text().splitlines()]
+    texts = sorted(chat_model.decode(row["prompt"]) for row in found)
+    for text, first, question in zip(texts, "pq", sorted(smollm2.FOLLOW_UPS[:2], key=lambda q: q not in texts[0])):
+        assert text == f"<u>{first};<a>yes;<u>{question};<a>"
+    prompts = write.prompts_in([out], chat_model, None, 10 ** 6)
+    assert sorted(prompts) == sorted(("a", row["prompt"]) for row in found)
+
+def test_the_model_asks_questions_that_begin_as_told(chat_model, tmp_path, monkeypatch):
+    """Of 40 texts those that end, each once, without what ends them."""
+    monkeypatch.setattr(smollm2, "INVENTED", 40)
+    out = tmp_path / "out.jsonl"
+    assert smollm2.main(["questions", "--begin", "the cat", "--group", "g", "--most", "40", "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    asked = [row["turns"][0] for row in rows]
+    assert 0 < len(asked) < 40 and len({*asked}) == len(asked) and {row["group"] for row in rows} == {"g"}
+    assert all(question.startswith("the cat") and chat_model.eos_token not in question for question in asked)
 
 def test_mistakes_of_the_command_are_one_sentence(tmp_path, monkeypatch, capsys):
     def refused(words, *argv):

@@ -2,6 +2,7 @@
 from functools import partial
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from conftest import CLASSES, CONTEXT, VOCAB, family, plain, random_drafter, shared, target_of
@@ -214,16 +215,31 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds(rule):
             assert verify.generate(target, None, build, prompt, 20, rule).tokens == expected
 
 # ---------------------------------------------------------------- sampling
-def test_a_tree_takes_one_row_of_noise_per_depth(monkeypatch):
-    """Of 364 nodes in six depths six rows are made.  (That each node's token is its own draw: test_random.py.)"""
-    own, made = verify.keyed_noise, []
-    monkeypatch.setattr(verify, "keyed_noise", lambda seed, position, *more: made.append(position) or own(seed, position, *more))
+def inverse(p, uniform):
+    """The first token at which the sums of p reach uniform times their total, in float64."""
+    sums = np.cumsum(p.double().numpy())
+    return int(np.argmax(sums >= uniform * sums[-1]))
+
+def test_the_nodes_of_a_depth_share_a_number():
+    """364 nodes in six depths: each node's token is that of its own distribution at its position's number."""
     wide = pct.vct(lambda tokens, parents: torch.full((len(parents), 9), 1 / 9), torch.tensor([0]), 3, 5)
-    verify.Sampled(0.9, top_k=20, seed=3).choose(wide, torch.randn(364, 30), 100)
-    assert made == list(range(100, 106))
+    rule, logits = verify.Sampled(0.9, top_k=20, seed=3), torch.randn(364, 30)
+    depths = verify.ancestor_mask(wide.parents).sum(1) - 1
+    assert depths.max() == 5
+    expected = [inverse(p, verify.keyed_uniform(3, 100 + d)) for p, d in zip(rule.warp(logits), depths.tolist())]
+    assert rule.choose(wide, logits, 100).tolist() == expected
+
+def test_numbers_of_positions_are_uniform_and_the_first_and_last_token_can_be_sampled():
+    """By Kolmogorov and Smirnov's distance at 1 in 1000; 0 is never a number, so a token of probability zero never is one."""
+    numbers = np.sort([verify.keyed_uniform(seed, position) for seed in range(20) for position in range(200)])
+    assert 0 < numbers[0] and numbers[-1] <= 1 and len({*numbers}) == 4000
+    assert np.abs(numbers - (np.arange(4000) + 0.5) / 4000).max() < 1.95 / 4000 ** 0.5
+    p = torch.tensor([[0, 0.5, 0, 0.5, 0]])
+    ends = [verify.sample(p, torch.tensor(u, dtype=torch.float64)).item() for u in (2 ** -52, 0.5, 0.5 + 2 ** -52, 1.0)]
+    assert ends == [1, 1, 3, 3]
 
 def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
-    """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection what torch.multinomial draws, no statistics."""
+    """min(1, p_target / p_draft) by targets on either side of a known draw; after a rejection the residual's token, no statistics."""
     def random_row(seed):
         p = torch.rand(6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** 3
         return p / p.sum()
@@ -241,8 +257,8 @@ def test_the_threshold_and_the_residual_of_a_drawn_token_to_rounding():
             redrawn = []
             for residual in ((p - q).clamp(min=0) + 1e-30, after):     # of which a round uses one
                 g = torch.Generator().manual_seed(seed)
-                torch.rand(1, generator=g, dtype=torch.float64)
-                redrawn.append(torch.multinomial(residual, 1, generator=g).item())
+                _, number = torch.rand(1, generator=g, dtype=torch.float64), torch.rand((), generator=g, dtype=torch.float64)
+                redrawn.append(inverse(residual, 1 - number.item()))
             assert choice == [x if u < ratio else redrawn[0], redrawn[1]], (u, ratio)
     # Both are certain of token 1, and rounding rejects it: nothing is left of the difference.
     sure = torch.eye(4)[[1, 1, 1]]

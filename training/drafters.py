@@ -197,8 +197,7 @@ class SmallLM(torch.nn.Module):
         logits = self.lm.lm_head(x)
         if self.config.loss == "ce":
             return F.cross_entropy(logits.float(), labels, reduction="sum")
-        p_target = labels.float().softmax(-1)
-        return edd.kl(p_target, logits)
+        return edd.kl(labels, logits)
 
     def loss(self, batch):
         """The mean over the loss mask; see train.py for the batch."""

@@ -33,7 +33,7 @@ from runtime import load, text
 from runtime.targets import any_target
 from training import prepare
 from training.state import status_of
-from verify import UserError
+from verify import UserError, sample
 
 
 # ---------------------------------------------------------------- attention and cache
@@ -89,11 +89,8 @@ def choose(logits, temperature):
     if not temperature:
         return logits.argmax(-1)
     p = (logits.float() / temperature).softmax(-1)
-    # Where a uniform number falls among the sums of the probabilities.  multinomial would draw a
-    # number for each of the V tokens.
-    sums = p.cumsum(-1)                                                        # (B, V)
-    at = torch.rand(len(p), 1, device=p.device) * sums[:, -1:]
-    return torch.searchsorted(sums, at, right=True)[:, 0].clamp(max=p.shape[-1] - 1)
+    uniform = 1 - torch.rand(len(p), 1, dtype=torch.float64, device=p.device)  # in (0, 1]
+    return sample(p, uniform)
 
 def forward(target, cache, rows, ids, starts):
     """The forward of some texts -> logits (b, V) after the last token of each.
