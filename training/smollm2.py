@@ -218,10 +218,9 @@ def follow_ups(a):
 
 def save_rows(a):
     """Write the rows that `made` stands for to --out."""
-    if not a.out:
-        raise UserError(f"{a.made} needs --out, a file")
-    if not a.data and a.made != "questions":
-        raise UserError(f"{a.made} needs --data, files or folders")
+    files = "" if a.made == "questions" else "--data, files or folders, and "
+    if not a.out or files and not a.data:
+        raise UserError(f"{a.made} needs {files}--out, a file")
     make = {"prompts": prompts, "functions": functions, "questions": questions,
             "follow-ups": follow_ups}[a.made]
     lines = [json.dumps(row) + "\n" for row in make(a)]
