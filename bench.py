@@ -585,7 +585,9 @@ def tables(run, arms, finished):
     groups = {"all": list(range(finished))}
     for i in range(finished):
         kind, _, _ = run.prompts[i]
-        groups.setdefault(kind, []).append(i)
+        # "mt_bench/math" is a part of "mt_bench".
+        for group in dict.fromkeys([kind.split("/")[0], kind]):
+            groups.setdefault(group, []).append(i)
     if len(groups) == 2:
         # One kind alone has the same table.
         del groups[kind]

@@ -49,12 +49,16 @@ def whole(rows):
     return {name_of(row): row for row in rows if row.get("group", "all") == "all"}
 
 def by_prompt(rows, arm, key, group="all"):
-    """An arm's value on each prompt, of one kind of text or of all; [] where it has none."""
+    """An arm's value on each prompt, of one kind of text or of all; [] where it has none.
+
+    The group "mt_bench" also holds the prompts of "mt_bench/math" and its other parts.
+    """
     kept = whole(rows).get(arm, {}).get("by_prompt", {})
     values = kept.get(key, [])
     if group in (None, "all"):
         return values
-    return [value for value, kind in zip(values, kept.get("group", [])) if kind == group]
+    kinds = kept.get("group", [])
+    return [value for value, kind in zip(values, kinds) if f"{kind}/".startswith(f"{group}/")]
 
 def with_by_prompt(rows, prompts):
     """bench.py's rows, with "by_prompt" as {key: values}, and in the rows of all prompts alone.
@@ -74,7 +78,8 @@ def with_by_prompt(rows, prompts):
 def rows_of_log(path, drafters):
     """train.py's log.jsonl -> a row for each drafter whose name fits one of the patterns.
 
-    Of the last run: its last evaluation, and alpha_first of its first one.
+    Of the last run: its last evaluation, alpha_first of its first one, and "alpha 2.0M" of the one
+    after 2.0M tokens, and so on.
     """
     found = {}                                 # {drafter: {tokens seen: its evaluation}}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -89,8 +94,10 @@ def rows_of_log(path, drafters):
     for name, evaluations in found.items():
         tokens = max(evaluations)
         first, last = evaluations[min(evaluations)], evaluations[tokens]
-        rows.append({"drafter": name, "tree": "chain", "group": "all", "alpha": last["alpha"],
-                     "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens})
+        row = {"drafter": name, "tree": "chain", "group": "all", "alpha": last["alpha"],
+               "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens}
+        row |= {f"alpha {n / 1e6:.1f}M": each["alpha"] for n, each in evaluations.items()}
+        rows.append(row)
     return rows
 
 # ---------------------------------------------------------------- columns: how a row shows a value
@@ -177,11 +184,19 @@ def grid(rows, columns, paper=None):
         found.append(line)
     return markdown(found, 2)
 
-def by_kind(rows, names, columns):
-    """A folded table, a row for each named arm, a column for each kind of text -> paragraphs"""
-    kinds = list(dict.fromkeys(row["group"] for row in rows if row["group"] != "all"))
+def by_kind(rows, names, columns, whole_kind=""):
+    """A folded table, a row for each named arm, a column for each kind of text -> paragraphs
+
+    whole_kind: "mt_bench" for the columns "mt_bench/math" and its other parts; "": for all whole
+    kinds.
+    """
+    kinds = []
+    for group in dict.fromkeys(row["group"] for row in rows if row["group"] != "all"):
+        inside, _, _ = group.rpartition("/")
+        if inside == whole_kind:
+            kinds.append(group)
     cells = {(name_of(row), row["group"]): ", ".join(cells_of(row, columns)) for row in rows}
-    lines = [["arm", *kinds]]
+    lines = [["arm", *(kind.rpartition("/")[2] for kind in kinds)]]
     for name in names:
         lines.append([name, *(cells[name, kind] for kind in kinds)])
     what = ", ".join(headings_of(columns))
@@ -394,5 +409,5 @@ def table(spec, rows, made, head=""):
     parts.append(comparisons_table(made) if made else "")
     if "kinds" in spec:
         drafted = [name for name in names if arms[name]["tree"]]
-        parts += by_kind(rows, drafted, spec["kinds"])
+        parts += by_kind(rows, drafted, spec["kinds"], spec.get("parts_of", ""))
     return [part for part in parts if part]

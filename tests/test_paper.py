@@ -178,6 +178,7 @@ def test_a_training_log_is_rows(tmp_path):
     glide, edd = tables.rows_of_log(tmp_path / "log.jsonl", ["*"])
     assert [[each[key] for key in ("drafter", "alpha", "alpha_first", "tau", "tokens_trained")] for each in (glide, edd)] == [
         ["glide", 0.75, 0.0, 2.5, 1250], ["edd", 0.5, 0.125, 2.0, 1250]]
+    assert glide["alpha 0.0M"] == 0.75, "rows name their evaluations in millions of tokens, the last of equal names counts"
     assert [each["drafter"] for each in tables.rows_of_log(tmp_path / "log.jsonl", ["g*"])] == ["glide"]
 
 # ---------------------------------------------------------------- measure, write, check
@@ -245,6 +246,16 @@ def test_the_papers_values_by_hand():
     assert lines[2:] == ["|plain|–|–|–|–|", "|glide × chain|GLIDE|3.0|2.50|0.100|"]
     _, folded, _ = tables.by_kind([row("a", "x", tau=2), row("a", "y", tau=3)], ["a × t"], ["tau"])
     assert folded.splitlines()[2:] == ["|a × t|2.00|3.00|"]
+
+def test_a_kind_and_its_parts():
+    """"x" holds the prompts of "x/p" and "x/q", and not that of "xy"; each has its own folded table."""
+    values = {"group": ["x/p", "xy", "x/q"], "tau": [1.0, 2.0, 4.0]}
+    rows = [row("a", by_prompt=values), *(row("a", kind, tau=tau) for kind, tau in [("x", 2.5), ("x/p", 1), ("x/q", 4), ("xy", 2)])]
+    assert tables.by_prompt(rows, "a × t", "tau", "x") == [1.0, 4.0] and tables.by_prompt(rows, "a × t", "tau", "x/q") == [4.0]
+    _, folded, _ = tables.by_kind(rows, ["a × t"], ["tau"])
+    assert folded.splitlines()[0::2] == ["|arm|x|xy|", "|a × t|2.50|2.00|"]
+    _, folded, _ = tables.by_kind(rows, ["a × t"], ["tau"], "x")
+    assert folded.splitlines()[0::2] == ["|arm|p|q|", "|a × t|1.00|4.00|"]
 
 def test_predictions_by_hand():
     """Cascade's Table 1; alpha 1/2 and 1/4, c .2 and .1: 1 + 1/2 + 1/4 + 1/16 over 1.5; and Theorem 4.3."""
