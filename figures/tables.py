@@ -78,8 +78,8 @@ def with_by_prompt(rows, prompts):
 def rows_of_log(path, drafters):
     """train.py's log.jsonl -> a row for each drafter whose name fits one of the patterns.
 
-    Of the last run: its last evaluation, alpha_first of its first one, and "alpha 2.0M" of the one
-    after 2.0M tokens, and so on.
+    Of the last run: its last evaluation, alpha_first of its first one, and "alpha 1995k" of the one
+    after 1 995 thousand tokens, and so on.
     """
     found = {}                                 # {drafter: {tokens seen: its evaluation}}
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -96,7 +96,7 @@ def rows_of_log(path, drafters):
         first, last = evaluations[min(evaluations)], evaluations[tokens]
         row = {"drafter": name, "tree": "chain", "group": "all", "alpha": last["alpha"],
                "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens}
-        row |= {f"alpha {n / 1e6:.1f}M": each["alpha"] for n, each in evaluations.items()}
+        row |= {f"alpha {n // 1000}k": each["alpha"] for n, each in evaluations.items()}
         rows.append(row)
     return rows
 

@@ -178,7 +178,8 @@ def test_a_training_log_is_rows(tmp_path):
     glide, edd = tables.rows_of_log(tmp_path / "log.jsonl", ["*"])
     assert [[each[key] for key in ("drafter", "alpha", "alpha_first", "tau", "tokens_trained")] for each in (glide, edd)] == [
         ["glide", 0.75, 0.0, 2.5, 1250], ["edd", 0.5, 0.125, 2.0, 1250]]
-    assert glide["alpha 0.0M"] == 0.75, "rows name their evaluations in millions of tokens, the last of equal names counts"
+    assert [glide["alpha 0k"], glide["alpha 1k"]] == [0.5, 0.75], "by thousands of tokens; of equal names the last"
+    assert tables.cells_of(glide, ["so far=alpha 1k:.2f"]) == ["0.75"]
     assert [each["drafter"] for each in tables.rows_of_log(tmp_path / "log.jsonl", ["g*"])] == ["glide"]
 
 # ---------------------------------------------------------------- measure, write, check
