@@ -176,7 +176,7 @@ def test_stages_by_hand(names, runs, costs):
         assert row["c"] is row["expected_speedup"] is None
 
 def test_what_is_printed(capsys, monkeypatch):
-    """One table for all prompts, then one for each kind; averages, what differs, the prices that were used."""
+    """One table for all prompts, then one for each kind and part of it; averages, what differs, the prices that were used."""
     monkeypatch.setattr(bench, "divergence", lambda target, ids, ours, plain: {"from": plain})
     base, slow = (arm_of(name, *(made_up([(0, 0)] * 4, seconds, prompt=i) for i in range(2)))
                   for name, seconds in (("plain", 0.5), ("generate()", 1.0)))
@@ -186,13 +186,14 @@ def test_what_is_printed(capsys, monkeypatch):
                   tree="pct", settings={"cost": 0.0625})
     late = arm_of("x", *(made_up([(1, 1), (1, 1)], 5.0, prompt=i, **more) for i in range(2)), tree="chain")
     price = {"cost": 0.0625, "node_price": 0.01, "start": 0.1, "cost_range": [0.06, 0.07], "node_price_range": [0.01, 0.02]}
-    rows = bench.tables(made_up_run(prices={"x": price}), [base, slow, ours, late], 2)
+    prompts = [("a", [1], 9), ("b/c", [1], 9)]
+    rows = bench.tables(made_up_run(prices={"x": price}, prompts=prompts), [base, slow, ours, late], 2)
     assert [row["speedup"] for row in rows if row["group"] == "all"] == [1, 0.5, 3, 0.1]
-    assert [row["prompts"] for row in rows if row["tree"] == "pct"] == [2, 1, 1], "all, and each kind"
+    assert [row["prompts"] for row in rows if row["tree"] == "pct"] == [2, 1, 1, 1], "all, each kind, and b/c, a part of b"
     assert all(row["prices"] == price for row in rows if row["drafter"] == "x")
     out = capsys.readouterr().out
-    assert re.findall(r"^(\w+): (\d) prompts$", out, re.MULTILINE) == [("all", "2"), ("a", "1"), ("b", "1")]
-    assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True]
+    assert re.findall(r"^([\w/]+): (\d) prompts$", out, re.MULTILINE) == [("all", "2"), ("a", "1"), ("b", "1"), ("b/c", "1")]
+    assert [line.endswith("NO") for line in out.splitlines() if line.startswith("generate()  ")] == [True, False, True, True]
     assert re.search(r"generate\(\): .*first_divergence {'prompt': 1, 'from': \[100, ", out)
     assert re.search("^x x pct: .*cost 0.0625", out, re.MULTILINE) and "s_d / s_t 0.062 [0.060-0.070]" in out
 
