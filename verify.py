@@ -66,6 +66,7 @@ import hashlib
 import inspect
 from collections import namedtuple
 from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -363,9 +364,16 @@ def stream(seed, purpose, device="cpu"):
     """
     return torch.Generator(device).manual_seed(hashed(seed, purpose))
 
-def keyed_uniform(seed, position):
-    """A number in (0, 1] that depends on (seed, position) alone."""
-    return (hashed(seed, position) + 1) / 2 ** 52
+@lru_cache(maxsize=32)
+def keyed_noise(seed, position, vocab, device):
+    """Exponential noise (vocab,) that depends on (seed, position) alone.
+
+    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (A cumulative sum
+    over a large vocabulary does not stand rounding: one token in hundreds would be another.)
+    lru_cache keeps the noise of positions whose drafts were rejected: the next round has them, too.
+    """
+    noise = torch.empty(vocab, device=device)
+    return noise.exponential_(generator=stream(seed, position, device))
 
 class Greedy:
     """The rule of greedy decoding: the target's argmax."""
@@ -402,16 +410,20 @@ class Sampled:
         return self.warp(logits)
 
     def choose(self, tree, logits, first):
-        """As Greedy.choose, by keyed numbers; for a sampled chain by speculative sampling."""
+        """As Greedy.choose, by keyed noise; for a sampled chain by speculative sampling."""
         p_target = self.warp(logits)                                                   # (n, V)
         if tree.p_draft is not None:
             generator = stream(self.seed, f"accept {first}", logits.device)
             return accept_drawn(tree, p_target, generator)
-        # All nodes of one depth share a number, since they share a position.
+        # All nodes of one depth share their noise, since they share a position.
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        uniform = [keyed_uniform(self.seed, first + d) for d in range(len(depth))]
-        uniform = torch.tensor(uniform, dtype=torch.float64, device=logits.device)     # (n,)
-        return sample(p_target, uniform[depth][:, None])
+        root_alone = len(depth) == 1
+        deepest = 0 if root_alone else depth.max().item()      # a device-to-host sync
+        noise = []
+        for d in range(deepest + 1):
+            noise.append(keyed_noise(self.seed, first + d, logits.shape[1], logits.device))
+        noise = torch.stack(noise)                                                     # (depths, V)
+        return (p_target / noise[depth]).argmax(-1)
 
 # ---------------------------------------------------------------- the loop
 class Output:

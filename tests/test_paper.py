@@ -100,8 +100,8 @@ def test_verdicts_are_by_the_adjusted_p():
     assert f"|C|speedup: `a × t` over `b × t`|2.00× [2.00, 2.00]|8/8|{5 * p:.2g}|held|" in table
 
 # ---------------------------------------------------------------- tables that can be run
-TRAINED = ("glide-l13", "glide-n2", "glide-w64", "glide-w256", "glide-shared", "glide-shared-top", "vanilla-shared",
-           "edd-shared", "vdm-shared", "eagle", "medusa")                    # of commands, where nothing is shipped
+TRAINED = ("glide-l13", "glide-n2", "glide-w64", "glide-w256", "glide-shared", "glide-shared-f768", "glide-shared-top", "vanilla-shared",
+           "vanilla-shared-f768", "edd-shared", "vdm-shared", "eagle", "medusa")                    # of commands, where nothing is shipped
 LOADERS = {**load.loaders(str(load.CHECKPOINTS)), **dict.fromkeys(TRAINED, lambda: None)}
 
 @lru_cache

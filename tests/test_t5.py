@@ -156,8 +156,9 @@ def plain(model, ids, new, seed=None):
     read, given = [0], torch.tensor([ids])
     while len(read) <= new and (len(read) == 1 or read[-1]):
         p = model(input_ids=given, decoder_input_ids=torch.tensor([read]), use_cache=False).logits[0, -1].softmax(-1)
-        u = None if seed is None else verify.keyed_uniform(seed, len(read))
-        read.append(p.argmax().item() if u is None else int((p.double().cumsum(0) < u * p.double().sum()).sum()))
+        if seed is not None:
+            p = p / verify.keyed_noise(seed, len(read), len(p), p.device)
+        read.append(p.argmax().item())
     return read[1:]
 
 @pytest.mark.parametrize("kind", ["story", "retell", "math"])
