@@ -352,17 +352,14 @@ def accept_drawn(tree, p_target, generator):
     sampled = sample(residual, uniform)                                                # (n,)
     return torch.where(accepted[:, 0], drafted[:, 0], sampled)
 
-def hashed(seed, purpose):
-    """An integer below 2^52 that depends on (seed, purpose) alone."""
-    digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
-    return int(digest.hexdigest()[:13], 16)
-
 def stream(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
 
     If one generator both sampled a draft and decided its acceptance, the output would be biased.
     """
-    return torch.Generator(device).manual_seed(hashed(seed, purpose))
+    digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
+    number = int(digest.hexdigest()[:13], 16)                  # of 52 bits
+    return torch.Generator(device).manual_seed(number)
 
 @lru_cache(maxsize=32)
 def keyed_noise(seed, position, vocab, device):
@@ -372,8 +369,10 @@ def keyed_noise(seed, position, vocab, device):
     over a large vocabulary does not stand rounding: one token in hundreds would be another.)
     lru_cache keeps the noise of positions whose drafts were rejected: the next round has them, too.
     """
-    noise = torch.empty(vocab, device=device)
-    return noise.exponential_(generator=stream(seed, position, device))
+    # Drawn in float64: float32 has too few numbers near zero, where the noise of a rare token is
+    # when that token is sampled.
+    noise = torch.empty(vocab, dtype=torch.float64, device=device)
+    return noise.exponential_(generator=stream(seed, position, device)).float()
 
 class Greedy:
     """The rule of greedy decoding: the target's argmax."""

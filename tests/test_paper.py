@@ -101,7 +101,7 @@ def test_verdicts_are_by_the_adjusted_p():
 
 # ---------------------------------------------------------------- tables that can be run
 TRAINED = ("glide-l13", "glide-n2", "glide-w64", "glide-w256", "glide-shared", "glide-shared-f768", "glide-shared-top", "vanilla-shared",
-           "vanilla-shared-f768", "edd-shared", "vdm-shared", "eagle", "medusa")                    # of commands, where nothing is shipped
+           "vanilla-shared-f768", "edd-shared", "vdm-shared", "eagle", "medusa")          # of commands, where nothing is shipped
 LOADERS = {**load.loaders(str(load.CHECKPOINTS)), **dict.fromkeys(TRAINED, lambda: None)}
 
 @lru_cache
