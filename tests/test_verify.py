@@ -229,6 +229,14 @@ def test_the_nodes_of_a_depth_share_their_noise():
     expected = [(p / verify.keyed_noise(3, 100 + d, 30, p.device)).argmax() for p, d in zip(rule.warp(logits), depths.tolist())]
     assert rule.choose(wide, logits, 100).tolist() == expected
 
+def test_the_noise_of_one_token_is_exponential_over_positions_and_over_seeds():
+    """By Kolmogorov and Smirnov's distance at 1 in 1000: positions, and seeds, have noise of their own."""
+    def noise(seed, position):
+        return verify.keyed_noise(seed, position, 2, torch.device("cpu"))[1].item()
+    for numbers in ([noise(3, position) for position in range(1000)], [noise(seed, 3) for seed in range(1000)]):
+        share = 1 - np.exp(-np.sort(numbers))                              # of the distribution, uniform
+        assert np.abs(share - (np.arange(1000) + 0.5) / 1000).max() < 1.95 / 1000 ** 0.5
+
 def test_rounding_does_not_change_what_is_sampled_from_a_large_vocabulary():
     """Logits of 50 000 tokens and the same with the rounding of another kernel: 300 positions have the same token.
 
