@@ -3,13 +3,13 @@
 At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them
 takes longer than running them.  A CUDA graph records which kernels ran on which addresses and
 replays all of them by one launch.  So shapes and addresses must not change: nodes are padded to a
-power of two and keys to a multiple of 256, and inputs are copied into the tensors that the graph
-was recorded with.
+power of two (see padded) and keys to a multiple of 256, and inputs are copied into the tensors that
+the graph was recorded with.
 
     target = static(verify.Target(model))    # its forwards, those of plain decoding, too
     drafter = static(glide.Drafter(...))     # GLIDE's, EDD's, EAGLE's; MEDUSA has no `run`
 
-An example.  5 nodes after 100 tokens are padded to 8.  They write slots 100 ... 107 and read 256
+An example in half precision.  5 nodes after 100 tokens are padded to 8.  They write slots 100 ... 107 and read 256
 keys.  Nodes 5, 6 and 7 are padding: they see the first key alone, and their results are dropped.
 Their slots 105, 106 and 107 are written again by the next forward, and no mask shows them before.
 """
@@ -22,6 +22,13 @@ from verify import Target, UserError
 
 GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
 KEYS = 256               # the number of keys that a forward reads is a multiple of this
+
+def padded(n, dtype):
+    """To how many nodes a forward of n nodes is padded."""
+    size = 1 << (n - 1).bit_length()                           # the next power of two
+    # cuBLAS multiplies 8 and 16 rows of float32 at less than half the speed of 32: docs/cuda.md.
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    return size if is_half or size <= 4 else max(size, 32)
 
 def static(x, record=True):
     """Give a target, or a drafter with a method `run`, static shapes -> x.
@@ -46,6 +53,7 @@ class Static:
     """
     def __init__(self, x, record):
         self.x, self.own = x, x.run
+        self.dtype = next(x.model.parameters()).dtype
         self.is_target = isinstance(x, Target)
         self.graphs = record and x.device.type == "cuda"
         self.recorded, self.addresses, self.pool = {}, None, None
@@ -57,7 +65,7 @@ class Static:
         if n > GRAPHED or mask is None and n > 1 or not self.kv_entries():
             more = [logits_to_keep] if self.is_target else []
             return self.own(end, x, position, slots, mask, *more)
-        size = 1 << (n - 1).bit_length()                       # the next power of two
+        size = padded(n, self.dtype)
         padding = size - n
         keys = self.reserve(end + padding)
         sees = torch.zeros(size, keys, dtype=torch.bool, device=self.x.device)

@@ -76,6 +76,11 @@ def test_output_and_drafts_are_those_of_exact_shapes(number, kind, tree, monkeyp
     check(model_of(name), kind, BUILDS[tree], static=static)
     assert not record or static[0].run.recorded
 
+def test_nodes_are_padded_to_the_next_power_of_two_that_is_fast():
+    counts = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)
+    assert [graphs.padded(n, torch.bfloat16) for n in counts] == [1, 2, 4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
+    assert [graphs.padded(n, torch.float32) for n in counts] == [1, 2, 4, 4, 32, 32, 32, 32, 32, 32, 64, 64]
+
 def test_recordings_serve_other_lengths_and_no_other_needs():
     """Few recordings: one for each size of tree, and of the cache; a drafter that reads hidden states finds them after plain decoding."""
     llama = model_of("llama")
