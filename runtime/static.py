@@ -9,9 +9,10 @@ the graph was recorded with.
     target = static(verify.Target(model))    # its forwards, those of plain decoding, too
     drafter = static(glide.Drafter(...))     # GLIDE's, EDD's, EAGLE's; MEDUSA has no `run`
 
-An example in half precision.  5 nodes after 100 tokens are padded to 8.  They write slots 100 ... 107 and read 256
-keys.  Nodes 5, 6 and 7 are padding: they see the first key alone, and their results are dropped.
-Their slots 105, 106 and 107 are written again by the next forward, and no mask shows them before.
+An example in half precision.  5 nodes after 100 tokens are padded to 8.  They write slots
+100 ... 107 and read 256 keys.  Nodes 5, 6 and 7 are padding: they see the first key alone, and
+their results are dropped.  Their slots 105, 106 and 107 are written again by the next forward, and
+no mask shows them before.
 """
 from functools import partial
 
@@ -26,7 +27,7 @@ KEYS = 256               # the number of keys that a forward reads is a multiple
 def padded(n, dtype):
     """To how many nodes a forward of n nodes is padded."""
     size = 1 << (n - 1).bit_length()                           # the next power of two
-    # cuBLAS multiplies 8 and 16 rows of float32 at less than half the speed of 32: docs/cuda.md.
+    # A float32 forward of 8 or 16 nodes took 2.5 times as long as one of 32 (docs/cuda.md).
     is_half = dtype in (torch.float16, torch.bfloat16)
     return size if is_half or size <= 4 else max(size, 32)
 
