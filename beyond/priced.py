@@ -251,7 +251,7 @@ def prices_of(turns):
     "node_price_range"}}, in target steps.
 
     turns: list of (plain, {label: [Spent, ...]}).  In each turn the target decodes plainly once,
-    and with the drafter `label` in a few small trees of several sizes, some 1 to 8 nodes.
+    and with the drafter `label` in trees of several sizes, of 1 to some 20 nodes.
 
         s_t           mean seconds of a target forward of one token, in plain decoding
         cost          s_d / s_t: mean seconds of one forward of the drafter over s_t (EDD, 3.2)

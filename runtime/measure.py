@@ -188,14 +188,15 @@ def prices(run):
     return {**dict.fromkeys(run.drafters), **priced.prices_of(turns)}
 
 def small_rounds(drafter):
-    """Decodings with small trees of several sizes -> [(drafter, builder)]"""
+    """Decodings with trees of several sizes -> [(drafter, builder)]"""
     if getattr(drafter, "stages", None):
         return []
     if hasattr(drafter, "chain"):
         # Max-Gram drafts without a forward.  What a node costs, any tokens show.
-        return [(None, partial(repeated_root, nodes=nodes)) for nodes in (1, 4, 8)]
-    # 1, 5 and 6 nodes
-    shapes = [{"width": 1, "depth": 1}, {"width": 1, "depth": 5}, {"width": 2, "depth": 2}]
+        return [(None, partial(repeated_root, nodes=nodes)) for nodes in (1, 8, 24)]
+    # 1, 5 and 20 nodes.  Not only a few: on some machines a forward of 2 tokens takes longer than
+    # one of 4 (AMD EPYC, MKL, 2 cores), and a slope over few nodes would come out as 0.
+    shapes = [{"width": 1, "depth": 1}, {"width": 1, "depth": 5}, {"width": 4, "depth": 2}]
     return [(drafter, partial(pct.vct, **shape)) for shape in shapes]
 
 def repeated_root(expand, root, nodes):

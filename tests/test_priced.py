@@ -3,6 +3,7 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from test_cape import random_table, table_expand
@@ -12,6 +13,7 @@ from test_pct import paths
 import cascade
 from beyond import graft, priced
 from maxgram import MaxGram
+from runtime import measure
 
 def layered(table, first, width, depth, prices, most, suggest=None, room=99):
     """The rule of the docstrings on dicts -> all nodes {path: joint} that are drafted, the paths expanded, the number of forwards.
@@ -199,3 +201,20 @@ def test_prices_in_closed_form(name):
         assert found[label]["cost_range"][0] <= cost + 1e-9 and cost <= found[label]["cost_range"][1] + 1e-9
     if name == "a line":
         assert rise == pytest.approx(0.02) and start == pytest.approx(0.37)
+
+# Milliseconds of SmolLM2's forward over so many tokens, on 2 cores of an AMD EPYC (figures/costs.py): two take longer than four.
+EPYC = {1: 39.8, 2: 46.7, 4: 41.0, 8: 45.9, 16: 56.5, 32: 91.9}
+
+@pytest.mark.parametrize("drafter", [SimpleNamespace(), SimpleNamespace(chain=None)])
+def test_a_node_has_a_price_where_two_tokens_take_longer_than_four(drafter):
+    """Over trees of a few nodes alone the slope would be 0, and a priced tree would grow without end."""
+    decodings = []
+    for _, build in measure.small_rounds(drafter):
+        tree = build(table_expand(random_table(0)), torch.tensor([0]))
+        nodes = len(tree.tokens) - 1
+        seconds = np.interp(1 + nodes, list(EPYC), list(EPYC.values()))
+        decodings.append(priced.Spent(1, nodes, 1, 0.0, 0.0, seconds, 0.0))
+    plain = priced.Spent(1, 0, 0, 0.0, 0.0, EPYC[1], 0.0)
+    price = priced.prices_of([(plain, {"a": decodings})])["a"]["node_price"]
+    over_all = (EPYC[32] - EPYC[1]) / 31 / EPYC[1]
+    assert 0.5 * over_all < price < over_all
