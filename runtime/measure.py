@@ -171,7 +171,7 @@ def prices(run):
     model, which drafts its whole chain whatever the tree, and where all outputs ended at once.
     """
     prompts = run.unmeasured
-    rounds = {label: small_rounds(drafter) for label, drafter in run.drafters.items()}
+    rounds = {label: rounds_for_prices(drafter) for label, drafter in run.drafters.items()}
     started = time.perf_counter()
     turns = []
     for turn in range(1 + TURNS):
@@ -187,7 +187,7 @@ def prices(run):
             break
     return {**dict.fromkeys(run.drafters), **priced.prices_of(turns)}
 
-def small_rounds(drafter):
+def rounds_for_prices(drafter):
     """Decodings with trees of several sizes -> [(drafter, builder)]"""
     if getattr(drafter, "stages", None):
         return []

@@ -209,11 +209,11 @@ EPYC = {1: 39.8, 2: 46.7, 4: 41.0, 8: 45.9, 16: 56.5, 32: 91.9}
 def test_a_node_has_a_price_where_two_tokens_take_longer_than_four(drafter):
     """Over trees of a few nodes alone the slope would be 0, and a priced tree would grow without end."""
     decodings = []
-    for _, build in measure.small_rounds(drafter):
+    for _, build in measure.rounds_for_prices(drafter):
         tree = build(table_expand(random_table(0)), torch.tensor([0]))
         nodes = len(tree.tokens) - 1
-        seconds = np.interp(1 + nodes, list(EPYC), list(EPYC.values()))
-        decodings.append(priced.Spent(1, nodes, 1, 0.0, 0.0, seconds, 0.0))
+        took = np.interp(1 + nodes, list(EPYC), list(EPYC.values()))
+        decodings.append(priced.Spent(1, nodes, 1, 0.0, 0.0, took, 0.0))
     plain = priced.Spent(1, 0, 0, 0.0, 0.0, EPYC[1], 0.0)
     price = priced.prices_of([(plain, {"a": decodings})])["a"]["node_price"]
     over_all = (EPYC[32] - EPYC[1]) / 31 / EPYC[1]
