@@ -98,6 +98,8 @@ def parser():
     flag("--block", type=int, default=5,
          help="L, the block length of GLIDE's mask, and of EDD's where a held-out loss is measured")
     flag("--hidden", type=int, default=-4, help="which of the target's hidden_states EDD reads")
+    flag("--tables", choices=("target", "random"), default="target",
+         help="GLIDE's embedding and head start as the target's, or at random as in the paper")
     flag("--words", type=int,
          help="glide-shared, edd-shared ...: learn and draft only this many tokens, the most "
               "frequent ones")

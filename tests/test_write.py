@@ -47,7 +47,7 @@ def test_sampled_texts_have_the_models_distribution(name):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     model = shared(name)
     torch.manual_seed(0)
-    first = torch.tensor([ids[3] for _, ids in write.write(model, [[1, 2, 3]] * 3000, [4] * 3000, 500, 1.7)])
+    first = torch.tensor([ids[3] for _, ids in write.write(model, [[1, 2, 3]] * 3000, [4] * 3000, 500, [1.7] * 3000)])
     p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1] / 1.7).softmax(-1)
     expected, seen = 3000 * p, torch.bincount(first, minlength=12)
     assert ((seen - expected) ** 2 / expected).sum() < 31, "chi-square, 11 degrees of freedom, p = .001"

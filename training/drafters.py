@@ -133,7 +133,7 @@ def fresh(draft_class, settings, target, a):
     if not is_glide:
         return draft_class(config, target).float()
     module = draft_class.for_target(target, config, a.length + AHEAD).float()
-    if draft_class is families.Glide:
+    if draft_class is families.Glide and a.tables == "target":
         module.start_from(target)                 # the tables, where the widths agree
     return module
 

@@ -194,7 +194,7 @@ def questions(a):
     prompt = tokenizer(before, add_special_tokens=False)["input_ids"]
     length = len(prompt) + INVENTED
     asked = set()
-    texts = write.write(target, [prompt] * a.most, [length] * a.most, batch=64, temperature=1.0)
+    texts = write.write(target, [prompt] * a.most, [length] * a.most, 64, [1.0] * a.most)
     for _, ids in tqdm(texts, total=a.most, unit="text", disable=None):
         question = a.begin + tokenizer.decode(ids[len(prompt):], skip_special_tokens=True)
         is_whole = ids[-1] == tokenizer.eos_token_id

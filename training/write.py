@@ -84,13 +84,18 @@ class RowsCache(Cache):
         return found
 
 # ---------------------------------------------------------------- decoding
-def choose(logits, temperature):
-    """The next token of each text, greedy at temperature 0.  logits (B, V) -> (B,)"""
-    if not temperature:
-        return logits.argmax(-1)
-    p = (logits.float() / temperature).softmax(-1)
+def choose(logits, temperatures):
+    """The next token of each text, greedy at temperature 0.  logits (B, V) -> (B,)
+
+    temperatures: a number for each text.
+    """
+    greedy = logits.argmax(-1)
+    if not any(temperatures):
+        return greedy
+    temperature = torch.tensor(temperatures, device=logits.device)[:, None]            # (B, 1)
+    p = (logits.float() / temperature.clamp_min(1e-3)).softmax(-1)
     uniform = 1 - torch.rand(len(p), 1, dtype=torch.float64, device=p.device)  # in (0, 1]
-    return sample(p, uniform)
+    return torch.where(temperature[:, 0] > 0, sample(p, uniform), greedy)
 
 def forward(target, cache, rows, ids, starts):
     """The forward of some texts -> logits (b, V) after the last token of each.
@@ -109,26 +114,28 @@ def forward(target, cache, rows, ids, starts):
                  past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1]
 
-def write_refilling(target, prompts, lengths, batch, temperature):
-    """As write, for Llama-like targets: the next prompt takes the place of a text that ended."""
+def write_refilling(target, prompts, lengths, batch, temperatures):
+    """As write, for Llama-like targets: the next prompts take the places of texts that ended."""
     eos = target.generation_config.eos_token_id
     ends = set(eos) if isinstance(eos, list) else {eos}
     cache = RowsCache(min(batch, len(prompts)), max(lengths))
     waiting = list(enumerate(prompts))[::-1]
     texts = {}                       # {row of the cache: (number of its prompt, its ids)}
     while waiting or texts:
-        # A free row gets the next prompt: KV entries of all its tokens but the last.
-        for row in range(cache.rows):
-            if waiting and row not in texts:
+        # Free rows get the next prompts together, once an eighth of all rows is free.
+        free = [row for row in range(cache.rows) if row not in texts]
+        if waiting and (not texts or len(free) > cache.rows // 8):
+            free = free[:len(waiting)]
+            for row in free:
                 number, prompt = waiting.pop()
                 texts[row] = number, list(prompt)
-                if len(prompt) > 1:
-                    forward(target, cache, [row], [prompt[:-1]], [0])
+            fill(target, cache, {row: texts[row][1][:-1] for row in free})
         # A step: the next token of each text.
         rows = sorted(texts)
         last = [texts[row][1][-1:] for row in rows]
         starts = [len(texts[row][1]) - 1 for row in rows]
-        tokens = choose(forward(target, cache, rows, last, starts), temperature)
+        of_rows = [temperatures[texts[row][0]] for row in rows]
+        tokens = choose(forward(target, cache, rows, last, starts), of_rows)
         for row, token in zip(rows, tokens.tolist()):
             number, ids = texts[row]
             ids.append(token)
@@ -136,34 +143,48 @@ def write_refilling(target, prompts, lengths, batch, temperature):
                 del texts[row]
                 yield number, ids
 
-def write_one_by_one(target, prompts, lengths, temperature):
+def fill(target, cache, prompts):
+    """Compute the KV entries of prompts {row of the cache: ids}, all in one forward.
+
+    Shorter prompts are padded on the right.  What is stored for the padding is overwritten before
+    anything sees it: an entry is visible only to its own position and to later ones.
+    """
+    longest = max(len(ids) for ids in prompts.values())
+    if longest == 0:
+        return
+    padded = [ids + [0] * (longest - len(ids)) for ids in prompts.values()]
+    forward(target, cache, list(prompts), padded, [0] * len(prompts))
+
+def write_one_by_one(target, prompts, lengths, temperatures):
     """As write, for any target: by transformers' generate()."""
-    how = {"do_sample": False}
-    if temperature:
-        how = {"do_sample": True, "temperature": temperature, "top_k": 0}
     for number, prompt in enumerate(prompts):
+        how = {"do_sample": False}
+        if temperatures[number]:
+            how = {"do_sample": True, "temperature": temperatures[number], "top_k": 0}
         ids = torch.tensor([prompt], device=target.device)
         new = lengths[number] - len(prompt)
         out = target.generate(ids, max_new_tokens=new, pad_token_id=0, **how)
         yield number, out[0].tolist()
 
 @torch.no_grad()
-def write(target, prompts, lengths, batch, temperature=0.0):
+def write(target, prompts, lengths, batch, temperatures=None):
     """Let the target go on with prompts, lists of ids, until a text ends or has its length.
 
     Yields (number of the prompt, ids with the prompt), each text when it is complete.  lengths: of
-    the text of each prompt, more than the prompt has.
+    the text of each prompt, more than the prompt has.  temperatures: a number for each prompt, 0
+    for greedy decoding; None: all are greedy.
     """
+    temperatures = temperatures or [0.0] * len(prompts)
     if not prompts:
         return
     window = getattr(target.config, "sliding_window", None)
     if target.config.model_type not in LLAMA_LIKE or window and window < max(lengths):
-        yield from write_one_by_one(target, prompts, lengths, temperature)
+        yield from write_one_by_one(target, prompts, lengths, temperatures)
         return
     attention = target.config._attn_implementation
     target.set_attn_implementation("grouped")
     try:
-        yield from write_refilling(target, prompts, lengths, batch, temperature)
+        yield from write_refilling(target, prompts, lengths, batch, temperatures)
     finally:
         target.set_attn_implementation(attention)
 
@@ -277,7 +298,7 @@ def run(argv):
     torch.manual_seed(a.seed)
     given = [ids for _, ids in prompts]
     lengths = [a.length] * len(prompts)
-    texts = write(target, given, lengths, a.batch, a.temperature)
+    texts = write(target, given, lengths, a.batch, [a.temperature] * len(prompts))
     with open(out, "a", encoding="utf-8") as file:
         for number, ids in tqdm(texts, total=len(prompts), unit="text", disable=None):
             kind, prompt = prompts[number]
