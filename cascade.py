@@ -14,46 +14,51 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     M_t                           target
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
-    prefix, curPrefix             prefix, cur_prefix: lengths of gen.tokens
+    prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had at these points
     K_nn                 (n, n)   K, upper triangular; row 0: the drafts for M_t, row i: for M_di
     k_i                  int      K[0][i]: how many tokens draft_list[i], the paper's M_d(i+1), adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
-An entry of K counts the tokens that one stage adds.  For a model it is a lower bound: its last
-review may add more tokens than were missing.  The paper does not say whether Table 2's k_12
-includes k_11; here it does.  So Table 2's k_11, k_12, k_22 = 8, 13, 1 become
-K = [[8, 5, 10], [0, 1, 10], [0, 0, 10]].  In row 0 M_d1 adds 8 tokens and M_d2 adds 13 - 8.  The
-last column is Max-Gram's (section 5.2).  table2() makes this K, for bench.py from `k=(8, 13, 1)`.
+K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
+tokens at a time (section 5.2):
+
+                                M_d1   M_d2   MaG
+        K = [[8, 5, 10],           8      5    10    for M_t: k_11, k_12 - k_11, 10
+             [0, 1, 10],                  1    10    for M_d1: k_22, 10
+             [0, 0, 10]]                       10    for M_d2
+
+The paper does not say whether k_12 includes k_11.  Here it does, so M_d2 adds 13 - 8 tokens.  A
+model's count is a minimum, as its last review may add more tokens than were missing; Max-Gram's is
+a maximum.  Limits of length may cut both.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
 
     target, *stages = [verify.Target(model) for model in (large, base, small)]
     drafter = cascade.Cascade(stages, gram=maxgram.MaxGram())
-    out = verify.generate(target, drafter, cascade.proposal, text, max_new_tokens=40)
+    out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-The builder proposal() returns the cascade's own chain as a tree.  Its tokens are drafted greedily,
-at any temperature of the target.  With drawn=True and verify.Sampled (`--tree drawn`) they are
-sampled, and the tree has a p_draft.  Both are lossless.
+Two builders are methods of Cascade, and return the cascade's own chain as a Tree.  chain() drafts
+greedily, at any temperature of the target.  drawn() samples the drafts where the target's tokens
+are sampled, and its tree has a p_draft.  Both are lossless.
 
-Any other builder works, too.  Its first expand() drafts the whole greedy chain.  After each token
-of this chain but the last, the builder gets the cascade's prediction; after any other token there
-is none.  The next token of the chain is the most probable one, except where a lenient review kept
-another.  A builder that takes only the most probable child leaves the chain there, finds no
-prediction, and its tree ends.
+Any other builder of verify.py's contract works, too: see Cascade.expand().  The next token of the
+chain is the most probable one, except where a lenient review kept another.  A builder that takes
+only the most probable child leaves the chain there, finds no prediction, and its tree ends.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
     which is called once for all its k tokens.  Without Max-Gram (S Decoding in Table 2) it ends at
     the smallest model: with nothing to review, each of its reviews adds one token.
- 2. As printed, curPrefix <- curGen inside the while loop restarts the count, so that a single
-    review would have to add k_i tokens.  Here the tokens of all reviews of a stage are counted.
-    (The authors' code counts the tokens of the whole call, against k_1 + ... + k_i.)
+ 2. The while loop ends when curGen is k_i tokens longer than curPrefix.  As printed, curPrefix is
+    set again before each review, so that one review would have to add k_i tokens.  Here it is set
+    once, before the loop, and the reviews together add them.  (The authors' code counts the tokens
+    of the whole call, against k_1 + ... + k_i.)
  3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
     it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
- 4. proposal() drafts at most as many tokens as the output may still get.  A stage whose context is
-    full is skipped, and the stages after it go on.
+ 4. chain() and drawn() draft at most as many tokens as the output may still get.  A stage whose
+    context is full is skipped, and the stages after it go on.
  5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
     that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
@@ -68,10 +73,8 @@ from functools import partial
 
 import torch
 
-from maxgram import MaxGram
-from verify import Target, Tree, UserError, accept, accept_drawn, generate, root_only
-
-GRAM = 10                       # tokens that Max-Gram proposes at once (section 5.2)
+from maxgram import MaxGram, N
+from verify import Target, Tree, accept, accept_sampled, generate, root_only
 
 # ---------------------------------------------------------------- Algorithm 1
 class Gen:
@@ -83,7 +86,7 @@ class Gen:
         draft that a model has written or reviewed, a tensor (V,): in greedy drafting the
         model's logits at its position, in sampling the distribution that it follows.  For a draft
         that only Max-Gram has written, a float: Max-Gram's confidence.
-    runs: {stage: how many forwards, or Max-Gram's proposals}.
+    runs: {stage: number of forwards, or of Max-Gram's proposals}.
     device: the target's.
     """
     def __init__(self):
@@ -103,13 +106,15 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
 
     target: a verify.Target.  In the first call it is None: verify.generate reviews then.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
-    limit: how long gen may become before the review, which may add one token more.
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
+    Invariants: row 0 of K belongs to draft_list.  Before its review a call leaves at most `limit`
+    tokens in gen, after it at most limit + 1.
+
     A trace with K = [[2, 2], [0, 3]].  base continues abcdefg...; so does small, but it writes x
-    after f.  Where a call has further calls below it, the column gen shows gen at its start, and in
-    all other lines gen at the end.
+    after f.  In the line of a call that makes others, gen is as at its start; in all other lines it
+    is as at the end.
 
         call                       gen       what happens
         step(M_t, [base, small])   a         i = 0: base must add K[0][0] = 2 tokens
@@ -139,7 +144,7 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # cur_target's review reads gen, which must fit in its context, and then adds one token.
+        # cur_target can read as much as its context holds, and its review adds one token.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
@@ -149,7 +154,7 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
         drafts = len(gen.tokens) - prefix
         gen.runs[target] += 1
         # What the target predicts at the position of each draft, and after the last one
-        logits = target.sync(gen.tokens, drafts + 1)             # (drafts + 1, V)
+        logits, _ = target.align(gen.tokens, drafts + 1)          # (drafts + 1, V)
         review(logits.to(gen.device), gen, prefix)
 
 def propose(max_gram, gen, most):
@@ -191,13 +196,13 @@ def review_greedy(logits, gen, first, lenience):
                 choice[i] = torch.where(accepted, x, choice[i])
     keep_chosen(gen, first, choice.tolist(), logits)
 
-def review_drawn(logits, gen, first, warp, lenience, generator):
+def review_drawn(logits, gen, first, distribution_of, lenience, generator):
     """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
 
-    logits: as in review_greedy.  warp(logits): the distributions that tokens are sampled from.
+    logits: as in review_greedy.  distribution_of(logits): what tokens are sampled from.
     """
     p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
-    p_reviewer = warp(logits)                                    # (n + 1, V)
+    p_reviewer = distribution_of(logits)                         # (n + 1, V)
     # The distributions that the tokens follow after this review
     p_new = p_reviewer
     if lenience > 1:
@@ -207,9 +212,8 @@ def review_drawn(logits, gen, first, warp, lenience, generator):
         l = torch.where(of_models, lenience, 1.0)                # (n,)
         lenient = lenient_distribution(p_reviewer[:-1], p_draft, l[:, None])
         p_new = torch.cat((lenient, p_reviewer[-1:]))
-    chain = torch.tensor(gen.tokens[first - 1:], device=gen.device)          # (n + 1,)
-    parents = torch.arange(-1, len(chain) - 1, device=gen.device)
-    choice = accept_drawn(Tree(chain, parents, p_draft), p_new, generator)   # (n + 1,)
+    chain = chain_tree(gen.tokens[first - 1:], gen.device, p_draft)
+    choice = accept_sampled(chain, p_new, generator)               # (n + 1,)
     # The next reviewer must be told p_new, not p_reviewer, or the output is no longer the target's.
     keep_chosen(gen, first, choice.tolist(), p_new)
 
@@ -236,6 +240,12 @@ def lenient_distribution(p_reviewer, p_draft, l):
     resampled = residual / total
     return accepted + rejection * resampled
 
+def chain_tree(tokens, device, p_draft=None):
+    """A list of ids, the root's first -> the Tree of a chain that was drafted without expand."""
+    tokens = torch.tensor(tokens, device=device)
+    parents = torch.arange(-1, len(tokens) - 1, device=device)
+    return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
+
 def distributions(gen, first, vocab):
     """p_draft (n, V) of gen's drafts from `first` on.
 
@@ -250,154 +260,130 @@ def distributions(gen, first, vocab):
     return p_draft
 
 # ---------------------------------------------------------------- the drafter
-def table2(k, neural, gram):
-    """Table 2's k -> the matrix K of Algorithm 1; the top of this file has an example.
-
-    k: [k_11] for one model, [k_11, k_12, k_22] for two, [k_11, k_12, k_13, k_22, k_23, k_33] for
-    three.  neural: how many models.  gram: whether Max-Gram is the last stage.
-    Where k_12 = k_11 the second model drafts for the first one only.
-    """
-    wanted = neural * (neural + 1) // 2
-    if len(k) != wanted:
-        raise UserError(f"k={tuple(k)}: {neural} neural stage(s) take {wanted} number(s)")
-    last_column = [GRAM] if gram else []
-    K = []
-    rest = list(k)
-    for r in range(neural):
-        # A total includes the one before it in its row; K has the differences.
-        totals = rest[:neural - r]
-        rest = rest[neural - r:]
-        counts = [after - before for before, after in zip([0, *totals], totals)]
-        K.append([0] * r + counts + last_column)
-    if gram:
-        K.append([0] * neural + last_column)
-    return checked(K, len(K))
-
-def checked(K, n):
-    """K if it is an upper triangular n x n matrix of counts, else UserError."""
-    if [len(row) for row in K] != [n] * n:
-        raise UserError(f"K {K}: {n} stages take a matrix of {n} x {n}")
-    for r, row in enumerate(K):
-        if any(row[:r]):
-            raise UserError(f"K {K} is not upper triangular: a stage reviews smaller ones only")
-        if min(row) < 0:
-            raise UserError(f"K {K}: a count is negative; in a row of Table 2 k never falls")
-    if sum(K[0]) < 1:
-        raise UserError(f"K {K}: the target must be given something to review")
-    return K
-
 class Cascade:
     """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
     needs = {}
 
-    def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None):
+    def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None, names=(), costs=()):
         """targets: a verify.Target for each draft model, the largest first.
 
-        K: Algorithm 1's matrix.  By default all of Table 2's k are 1; for two models and Max-Gram
-        that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
+        For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
+        runs the encoder over the prompt (runtime/targets.py).
+
+        K: Algorithm 1's matrix.  By default each model adds one token and Max-Gram ten; for two
+        models and Max-Gram that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size.  Where there are models, it is theirs.
+        names, costs: only for reports: the name of each stage, and what one forward of each model
+        costs in forwards of the target.
         """
-        if not targets and (gram is None or vocab is None):
-            raise UserError("a cascade needs a model, or gram=MaxGram(...) and vocab=target.vocab")
-        if not lenience >= 1:
-            raise UserError(f"lenience is {lenience}: it must be at least 1, which means none")
+        assert targets or (gram and vocab), "a cascade needs a model, or gram= and vocab="
+        assert lenience >= 1, f"lenience is {lenience}: it must be at least 1, which means none"
         self.stages = list(targets)
         self.gram = gram
         self.draft_list = self.stages if gram is None else [*self.stages, gram]
+        n = len(self.draft_list)
         if K is None:
-            neural = len(self.stages)
-            ones = [1] * (neural * (neural + 1) // 2)
-            K = table2(ones, neural, gram is not None)
-        self.K = checked(K, len(self.draft_list))
+            K = torch.eye(n, dtype=torch.long)
+            if gram is not None:
+                K[:, -1] = N
+            K = K.tolist()
+        assert [len(row) for row in K] == [n] * n, f"K {K}: {n} stages take a matrix of {n} x {n}"
+        for i, row in enumerate(K):
+            assert not any(row[:i]), f"K {K} is not upper triangular: stages review smaller ones"
+            assert min(row) >= 0, f"K {K}: a count is negative"
+        assert sum(K[0]) > 0, f"K {K}: the target must be given something to review"
+        self.K = K
         self.lenience = lenience
         self.vocab = vocab or targets[0].vocab
         for stage in self.stages:
-            if stage.vocab != self.vocab:
-                raise UserError(f"a stage has a vocabulary of {stage.vocab} tokens, not of "
-                                f"{self.vocab}: all models of a cascade must share one")
-        self.reset()
-
-    def reset(self):
-        """Forget the sequence."""
+            assert stage.vocab == self.vocab, (
+                f"a stage has a vocabulary of {stage.vocab} tokens, not of {self.vocab}: all "
+                "models of a cascade must share one")
+        self.names = list(names)
+        self.costs = list(costs)
         self.gen = Gen()
-        for stage in self.draft_list:
-            stage.reset()
 
     @property
     def runs(self):
         """Forwards of each model since reset(), then the number of Max-Gram's proposals."""
         return [self.gen.runs[stage] for stage in self.draft_list]
 
-    def begin(self, view):
-        """Start a round: the newly committed tokens replace the last round's drafts.
-
-        An encoder-decoder target's first view has a source, the encoder's input: a list of ids.
-        The models, which are encoder-decoders, too, encode it, and Max-Gram searches it.
-        """
-        if view.source is not None:
+    def reset(self, probs, source=None):
+        """Begin a sequence.  The models encode the source, and Max-Gram searches it."""
+        self.probs = probs
+        self.gen = Gen()
+        for stage in self.draft_list:
+            stage.reset()
+        if source is not None:
             for stage in self.stages:
-                stage.encode(view.source)
+                stage.encode(source)
             if self.gram is not None:
-                self.gram.commit_source(view.source)
+                self.gram.commit_source(source)
+
+    def begin(self, view, root_id):
+        """Begin a round: the newly committed tokens replace the last round's drafts."""
         gen = self.gen
-        new = view.ids
-        gen.replace(gen.committed, new, [None] * len(new))
+        gen.replace(gen.committed, view.ids, [None] * len(view.ids))
         gen.committed = len(gen.tokens)
         gen.device = view.tokens.device
         if self.gram is not None:
-            self.gram.commit(new)
+            self.gram.commit(view.ids)
+        self.root_id = root_id
         # For each node that expand() is given in this round: the tokens from the root to it
         self.paths = []
 
     def keep(self, path):
-        """Nothing to do: Target.sync removes rejected tokens from a stage's cache."""
+        """Nothing to do: Target.align removes rejected tokens from a stage's cache."""
 
-    def draft(self, root, most, warp=None, generator=None):
-        """Append the root and up to `most` drafts to gen -> the position of the first draft.
+    def draft(self, most, generator=None):
+        """Algorithm 1 with M_t's review left out -> the root and up to `most` drafts, their ids.
 
-        warp and generator: for sampled drafts, see chain().
+        With a generator the drafts are sampled, otherwise they are greedy.
         """
         review = partial(review_greedy, lenience=self.lenience)
         if generator is not None:
-            review = partial(review_drawn, warp=warp, lenience=self.lenience, generator=generator)
+            review = partial(review_drawn, distribution_of=self.probs, lenience=self.lenience,
+                             generator=generator)
         gen = self.gen
-        gen.replace(gen.committed, [root], [None])
-        first = len(gen.tokens)
-        cascade_step(None, self.draft_list, self.K, gen, first + most, review)
-        return first
+        gen.replace(gen.committed, [self.root_id], [None])
+        limit = len(gen.tokens) + most
+        cascade_step(None, self.draft_list, self.K, gen, limit, review)
+        return gen.tokens[gen.committed:]
 
-    def chain(self, root, most, warp=None, generator=None):
-        """Up to `most` drafts after the root -> (list of n ids, p_draft).
+    # ------------------------------------------------ its builders
+    def chain(self, expand, root):
+        """The cascade's chain of greedy drafts -> Tree."""
+        tokens = self.draft(expand.remaining)
+        return chain_tree(tokens, root.device)
 
-        With a generator they are sampled from warp(logits), and p_draft (n, V) holds the
-        distributions that they follow.  Without one they are greedy, and p_draft is None.
-        """
-        first = self.draft(root, most, warp, generator)
-        tokens = self.gen.tokens[first:]
+    def drawn(self, expand, root):
+        """The cascade's chain of sampled drafts -> Tree with p_draft; greedy if the target is."""
+        generator = getattr(expand, "generator", None)
         if generator is None:
-            return tokens, None
-        return tokens, distributions(self.gen, first, self.vocab)
+            return self.chain(expand, root)
+        tokens = self.draft(expand.remaining, generator)
+        first = self.gen.committed + 1                           # the position after the root
+        p_draft = distributions(self.gen, first, self.vocab)
+        return chain_tree(tokens, root.device, p_draft)
 
+    # ------------------------------------------------ for all other builders
     def expand(self, tokens, parents):
-        """The cascade's predictions after m nodes, for any builder -> logits (m, V).
+        """The cascade's predictions after m nodes -> probabilities (m, V).
 
-        After a node on the greedy chain they are those of the model that has written or reviewed
-        the next draft.  Where only Max-Gram has, adjust() puts its confidence in.  After the last
-        node of the chain, and after a node that is not on it, there is no prediction, -inf.  The
-        first call of a round drafts the whole chain.
+        The first call of a round drafts the whole greedy chain.  After a node on it, the prediction
+        is that of the model that has written or reviewed the next draft.  Where only Max-Gram has,
+        that draft gets Max-Gram's confidence, at every temperature, and all other tokens share the
+        rest.  After the chain's last node, and off the chain, there is no prediction.
         """
-        logits = torch.full((len(parents), self.vocab), -math.inf, device=tokens.device)
-        ids = tokens.tolist()
+        probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
         if not self.paths:
-            root = ids[0]
-            self.draft(root, most=math.inf)
-        gen = self.gen
-        chain = gen.tokens[gen.committed:]                       # the root and the drafts
-        probs = gen.probs[gen.committed:]
-        self.confidences = []                                    # for adjust()
-        for row, (token, parent) in enumerate(zip(ids, parents)):
+            self.draft(math.inf)
+        committed = self.gen.committed
+        chain = self.gen.tokens[committed:]                      # the root and the drafts
+        entries = self.gen.probs[committed:]
+        for row, (token, parent) in enumerate(zip(tokens.tolist(), parents)):
             ancestors = self.paths[parent] if parent >= 0 else []
             path = [*ancestors, token]
             self.paths.append(path)
@@ -406,35 +392,13 @@ class Cascade:
             if is_last or chain[:n] != path:
                 continue
             # The node is on the chain; chain[n] is the draft after it.
-            if torch.is_tensor(probs[n]):
-                logits[row] = probs[n]
+            if torch.is_tensor(entries[n]):
+                probs[row] = self.probs(entries[n][None])[0]
             else:
-                self.confidences.append((row, chain[n], probs[n]))
-        return logits
-
-    def adjust(self, probs):
-        """Put Max-Gram's confidences into the probabilities (m, V) of the last expand().
-
-        verify.Expand calls this after it has turned logits into probabilities, so that a confidence
-        is the same number at every temperature.
-        """
-        for row, token, confidence in self.confidences:
-            # All other tokens share the rest.
-            probs[row] = (1 - confidence) / (self.vocab - 1)
-            probs[row, token] = confidence
+                confidence = entries[n]
+                probs[row] = (1 - confidence) / (self.vocab - 1)
+                probs[row, chain[n]] = confidence
         return probs
-
-def proposal(expand, root, drawn=False):
-    """The builder that wraps the drafter's own chain as a Tree.
-
-    drawn: sample the drafts if the rule samples the target's tokens; otherwise they are greedy.
-    """
-    warp = getattr(expand.rule, "warp", None)
-    generator = expand.generator if drawn and warp else None
-    drafts, p_draft = expand.drafter.chain(expand.root, expand.remaining, warp, generator)
-    tokens = torch.tensor([expand.root, *drafts], device=root.device)
-    parents = torch.arange(-1, len(tokens) - 1, device=root.device)
-    return Tree(tokens, parents, p_draft)
 
 def main():
     """A cascade of random models gives plain decoding's output in fewer forwards of the target."""
@@ -452,7 +416,7 @@ def main():
     prompt = list(range(10))
     plain = generate(target, None, root_only, prompt, 60)
     drafter = Cascade(stages, gram=MaxGram())
-    out = generate(target, drafter, proposal, prompt, 60)
+    out = generate(target, drafter, drafter.chain, prompt, 60)
     assert out.tokens == plain.tokens, "lossless"
     # M_t runs once for the prompt, and once a round.
     runs = [1 + len(out.rounds), *drafter.runs]

@@ -8,15 +8,9 @@ nothing matches, propose the bigram's next token.  No neural network runs.
 
 Listing 1 (max_gram_tensor) compares every position of the text with the query, once for each length
 of match, and each comparison ends with a device-to-host sync.  MaxGram proposes the same tokens
-from a suffix automaton of the committed text (Blumer et al. 1985; class Index shows one).  In
-ordinary text a proposal visits a few of its states, however long the text is.
-
-    paper              shape      name here
-    encoder_ids        (s,)       source: the encoder's input, where there is one
-    input_ids          (q,)       query: the committed generation, the draft, the proposal so far
-    matches            (T - 1,)   matches: True where a match ends in a text (T,), before a token
-    n                  int        n: tokens proposed at once (10, section 5.2)
-    bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
+without a tensor: its text is a Python string with one character for each token, and Python's own
+search finds the match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
+less than a millisecond in one that repeats a single token 4000 times.
 
 A *match* is a suffix of the query, one token or longer, that occurs in the committed text with at
 least one token after it.  The longest match is taken.  Where it occurs more than once, the leftmost
@@ -24,6 +18,13 @@ occurrence is taken, and one in the source rather than one in the generation.  T
 are the *chunk*: n of them, or as many as there are.  A short chunk becomes part of the query, and
 matching starts again.  Where nothing matches, the bigram gives one token; where it knows none, the
 proposal ends.
+
+    paper              shape      name here
+    encoder_ids        (s,)       source: the encoder's input, where there is one
+    input_ids          (q,)       query: the committed generation, then the draft, then the proposal
+    matches            (T - 1,)   matches: True where a match ends in a text (T,), before a token
+    n                  int        n: tokens proposed at once (10, section 5.2)
+    bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
 Differences from the paper:
  1. Section 3.3 matches "the initial input (or existing generation)"; Listing 1 searches the
@@ -45,29 +46,21 @@ Differences from the paper:
  9. Listing 1's last torch.tensor() names no device, so on a GPU it fails where the whole query
     matches.  Here all tensors are on the query's device.
 
-To use this file alone, with a causal LM `target` and a list of token ids `text`.  The last token,
-which the target has not read yet, is not committed: it goes in as the draft.
+To use this file alone, with a list of token ids `text`:
 
     gram = maxgram.MaxGram()
-    gram.commit(text[:-1])
-    while len(text) < 60:
-        draft, _ = gram.propose(text[-1:], 10)
-        logits = target(torch.tensor([text + draft])).logits[0]
-        # one token after the text, and one after each token of the draft
-        choice = logits[len(text) - 1:].argmax(-1).tolist()
-        accepted = 0
-        while accepted < len(draft) and draft[accepted] == choice[accepted]:
-            accepted += 1
-        gram.commit(text[-1:] + draft[:accepted])
-        text += choice[:accepted + 1]
+    gram.commit(text)
+    tokens, lengths = gram.propose(n=10)         # what may come after the text
+    tokens, lengths = gram.propose([7, 3], 10)   # what may come after the text, then 7 and 3
 
 In verify.generate it is the last stage of a cascade (cascade.py), or the only one:
 
-    cascade.Cascade([], gram=MaxGram(bigram), vocab=V)
+    drafter = cascade.Cascade([], gram=maxgram.MaxGram(bigram), vocab=V)
+    verify.generate(target, drafter, drafter.chain, ids)
 
-    python maxgram.py   # the demo: the index on "abab"; a proposal of source, generation, bigram
+    python maxgram.py   # the demo: a proposal that needs source, generation and bigram
 """
-from collections import Counter, namedtuple
+from collections import Counter
 
 import torch
 
@@ -86,11 +79,11 @@ def ints(tokens):
     return list(tokens)
 
 # ---------------------------------------------------------------- Appendix A, on tensors
-def longest_match(query, text):
+def longest_match_tensor(query, text):
     """Listing 1, lines 6 to 22: the longest suffix of `query` that occurs in `text` before a token.
 
-    query (q,), text (T,).  A token below 0 in the text is a separator: it matches no token of
-    the query, and a match that ends before it has no following token.
+    query (q,), text (T,).  The text may be several texts, with -1 between them: -1 equals no token
+    of the query, and it is no token that could follow a match.
     -> (position of the token after the leftmost occurrence, length of the match), or None.
     One device-to-host sync for each length.
     """
@@ -133,7 +126,7 @@ def max_gram_tensor(generation, n=N, draft=None, source=None, bigram=None):
         raise ValueError(NOTHING_TO_CONTINUE)
     tokens, lengths = empty, []
     while len(tokens) < n:
-        match = longest_match(query, text)
+        match = longest_match_tensor(query, text)
         last = query[-1:]
         if match is not None:
             position, length = match
@@ -178,120 +171,35 @@ def build_bigram(sequences, vocab):
             bigram[a] = b
     return bigram
 
-# ---------------------------------------------------------------- the index
-# A suffix of the query that an Index holds: the automaton's state for it, and its length.
-Suffix = namedtuple("Suffix", "state length")
-NOTHING = Suffix(0, 0)
-# The end of a query: its last token, and its longest Suffix in each of the two indices.
-Place = namedtuple("Place", "last in_source in_generation")
+# ---------------------------------------------------------------- the search
+def as_string(tokens):
+    """Token ids (list or tensor) -> a str with one character for each: the one of that number."""
+    return "".join(map(chr, ints(tokens)))
 
-class Index:
-    """A suffix automaton of one growing text: from state 0, every substring leads to a state.
+def longest_match(query, text):
+    """The longest match: the longest suffix of `query` that occurs in `text` before a token.
 
-    Substrings that end at the same positions of the text share a state, since the same tokens
-    follow them.  They are suffixes of one another; a state stores the length of the longest.  The
-    automaton of "ababb", after each letter (the first letter is position 0):
-
-        text     new state   its substrings         end at   link
-        a        1           a                      0        0
-        ab       2           ab b                   1        0
-        aba      3           aba ba                 2        1
-        abab     4           abab bab               3        2
-        ababb    5           ababb babb abb bb      4        6
-                 6           b                      1 3 4    0
-
-    A letter makes one new state, of all substrings that end here for the first time.  The state's
-    *link* leads to the longest suffix that had occurred before.  After "abab" that is "ab", state
-    2, which first ended at position 1.  So the proposal after "abab" is what followed that "ab":
-    the letters from position 2 on, "a", then "b".
-
-    The second b in a row splits a state.  "ab" and "b" shared state 2, but "b" now ends at
-    position 4, and "ab" does not.  So "b" moves to a new state 6, a clone of state 2.
-
-    For each state s: next[s] is {token: state}; length[s] the length of its longest substring;
-    link[s] its link; first[s] the leftmost position where its substrings end.  text: the tokens.
-    last: the state of the whole text.
-
-    extend() takes amortised O(1) for each token.  advance() takes one step for each link that it
-    follows: a few in ordinary text, but in a text that repeats one token up to as many as there are
-    repetitions.
+    query, text: strings, as of as_string().  -> (position of the token after the leftmost
+    occurrence, length of the match).  Length 0: nothing matches.
     """
+    searched = text[:-1]                         # a match must have a token after it
 
-    def __init__(self):
-        self.text = []
-        self.next = []
-        self.length = []
-        self.link = []
-        self.first = []
-        self.last = self.new_state({}, length=0, link=-1, first=-1)  # state 0, the empty string
+    def matches(length):
+        return length <= len(query) and query[-length:] in searched
 
-    def new_state(self, next, length, link, first):
-        self.next.append(next)
-        self.length.append(length)
-        self.link.append(link)
-        self.first.append(first)
-        return len(self.next) - 1
-
-    def extend(self, tokens):
-        """Append committed tokens (list or tensor)."""
-        for token in ints(tokens):
-            position = len(self.text)
-            new = self.new_state({}, length=position + 1, link=0, first=position)
-            # Suffixes of the text, the longest first: those that `token` had never followed lead
-            # to the new state.
-            state = self.last
-            while state >= 0 and token not in self.next[state]:
-                self.next[state][token] = new
-                state = self.link[state]
-            # `state` is now the longest that `token` had followed before.  With the token appended
-            # it is the longest suffix of the new text that had occurred before.
-            if state >= 0:
-                self.link[new] = self.state_after(state, token)
-            self.last = new
-            self.text.append(token)
-
-    def state_after(self, state, token):
-        """The state whose longest substring is `state`'s longest one with `token` appended."""
-        following = self.next[state][token]
-        length = self.length[state] + 1
-        if self.length[following] == length:
-            return following
-        # `following` has longer substrings, which do not end here.  Those up to `length` do, so
-        # they move to a clone.
-        transitions = dict(self.next[following])
-        clone = self.new_state(transitions, length, self.link[following], self.first[following])
-        self.link[following] = clone
-        while state >= 0 and self.next[state].get(token) == following:
-            self.next[state][token] = clone
-            state = self.link[state]
-        return clone
-
-    def advance(self, suffix, token):
-        """Append `token` to the query -> the query's longest Suffix then.
-
-        suffix: the query's longest Suffix before.
-        """
-        state, length = suffix
-        # Drop tokens on the left until the text holds the rest with `token` after it.
-        while state > 0 and token not in self.next[state]:
-            state = self.link[state]
-            length = self.length[state]
-        if token not in self.next[state]:
-            return NOTHING
-        return Suffix(self.next[state][token], length + 1)
-
-    def match(self, suffix):
-        """The longest match, given the query's longest Suffix -> (position after it, its length).
-
-        Length 0: nothing matches.
-        """
-        state, length = suffix
-        # Where the suffix first ends at the end of the text, no token follows it.  What its link
-        # leads to ends earlier, too.
-        if self.first[state] == len(self.text) - 1:
-            state = max(self.link[state], 0)                         # -1: the text is empty
-            length = self.length[state]
-        return self.first[state] + 1, length
+    # If a suffix of some length matches, then so do all shorter ones.  So double the length until
+    # it is too long, then bisect.
+    longest, too_long = 0, 1
+    while matches(too_long):
+        longest, too_long = too_long, 2 * too_long
+    while too_long - longest > 1:
+        middle = (longest + too_long) // 2
+        if matches(middle):
+            longest = middle
+        else:
+            too_long = middle
+    suffix = query[len(query) - longest:]
+    return searched.find(suffix) + longest, longest
 
 # ---------------------------------------------------------------- section 3.3
 class MaxGram:
@@ -310,89 +218,66 @@ class MaxGram:
 
     def reset(self):
         """Forget source and generation."""
-        self.source = Index()
-        self.generation = Index()
-        # The generation's longest suffix that the source holds
-        self.in_source = NOTHING
+        self.source = ""
+        self.generation = ""
 
     def commit_source(self, tokens):
         """Append to the source, the encoder's input: it is searched, but not part of the query."""
-        assert not self.generation.text, "the source comes before the first commit()"
-        self.source.extend(tokens)
+        assert not self.generation, "the source comes before the first commit()"
+        self.source += as_string(tokens)
 
     def commit(self, tokens):
         """Append to the generation, which begins with a decoder-only model's prompt."""
-        tokens = ints(tokens)
-        self.generation.extend(tokens)
-        for token in tokens:
-            self.in_source = self.source.advance(self.in_source, token)
+        self.generation += as_string(tokens)
 
     def confidence_of(self, length):
         """How often the token after a match of this length is right (0: the bigram's token)."""
         return self.confidence[min(length, len(self.confidence) - 1)]
 
-    def here(self):
-        """The end of the generation -> Place."""
-        text = self.generation.text
-        last = text[-1] if text else None
-        whole = Suffix(self.generation.last, len(text))
-        return Place(last, self.in_source, whole)
+    def chunk(self, query, most):
+        """What follows the longest match -> (up to `most` tokens as a string, length of the match).
 
-    def after(self, place, token):
-        """Append a token to the query that ends at `place` -> Place.  Nothing is searched again."""
-        in_source = self.source.advance(place.in_source, token)
-        in_generation = self.generation.advance(place.in_generation, token)
-        return Place(token, in_source, in_generation)
-
-    def chunk(self, place, most):
-        """What follows the longest match, or the bigram's token -> (up to `most` tokens, length).
-
-        length: of the match; 0 for the bigram, or where there is no prediction.
+        Without a match it is the bigram's token, of length 0, or "".
         """
-        text = self.source.text
-        position, length = self.source.match(place.in_source)
-        # The generation's match only where it is longer than the source's
-        other_position, other_length = self.generation.match(place.in_generation)
-        if other_length > length:
-            text, position, length = self.generation.text, other_position, other_length
-        if self.matching and length > 0:
-            return text[position:position + most], length
+        if self.matching:
+            text = self.source
+            position, length = longest_match(query, text)
+            # The generation's match only where it is longer than the source's
+            other_position, other_length = longest_match(query, self.generation)
+            if other_length > length:
+                text, position, length = self.generation, other_position, other_length
+            if length > 0:
+                return text[position:position + most], length
         # "In cases where there is no match, we resort to a bigram model".
-        follower = self.bigram[place.last] if place.last < len(self.bigram) else 0
-        known = follower > 0 and most > 0
-        return [follower] if known else [], 0
+        last = ord(query[-1])
+        follower = self.bigram[last] if last < len(self.bigram) else 0
+        return chr(follower) if follower > 0 else "", 0
 
     def propose(self, draft=(), n=N):
-        """What comes after the generation and `draft`, a list of ids -> (up to n ids, lengths).
+        """What comes after the generation and `draft` (ids) -> (up to n ids, lengths): lists.
 
         lengths: for each id the length of its match, for confidence_of(); 0: the bigram gave it.
-        Raises ValueError where there is neither a generation nor a draft.
+        Both are empty where there is no prediction.  Nothing is committed.  Raises ValueError where
+        there is neither a generation nor a draft.
         """
         assert n >= 0, f"n is {n}: it must not be negative"
-        place = self.here()
-        new = ints(draft)                        # tokens of the query after `place`
-        if place.last is None and not new:
+        before = self.generation + as_string(draft)
+        if not before:
             raise ValueError(NOTHING_TO_CONTINUE)
-        tokens, lengths = [], []
-        while True:
-            for token in new:
-                place = self.after(place, token)
-            # The next pass appends this chunk to the query, as the first pass does with the draft.
-            # Once n tokens are proposed the chunk is empty.
-            new, length = self.chunk(place, n - len(tokens))
-            if not new:
-                return tokens, lengths
-            tokens += new
+        proposal, lengths = "", []
+        while len(proposal) < n:
+            chunk, length = self.chunk(before + proposal, n - len(proposal))
+            if not chunk:
+                break
+            proposal += chunk
             # Each token of the chunk extends the match by one.
-            lengths += range(length, length + len(new))
+            lengths += range(length, length + len(chunk))
+        return list(map(ord, proposal)), lengths
 
 # ---------------------------------------------------------------- demo
 def main():
-    """The index on "abab"; a proposal that needs generation, source and bigram."""
-    index = Index()
-    index.extend(map(ord, "abab"))
-    at, length = index.match(Suffix(index.last, 4))
-    assert (at, length) == (2, 2), "after abab: what came after the first ab"
+    """A proposal that needs generation, source and bigram."""
+    assert longest_match("abab", "abab") == (2, 2), "after abab: what came after the first ab"
 
     words = ["", *"the quick brown fox jumps over a lazy dog and then it sleeps : i saw".split()]
     ids = {word: i for i, word in enumerate(words)}

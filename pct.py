@@ -6,7 +6,7 @@ ablations of Table 3; the baselines of appendix A.
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
 the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
 s_t if the node is accepted.  So the tree grows below nodes that are accepted with a probability of
-at least s_d / s_t.  Nodes that will almost surely be rejected are not worth verifying, so they are
+at least s_d / s_t.  Nodes that will almost surely be rejected are not worth verifying, and are
 removed at the end.
 
     paper                     shape      name here
@@ -19,30 +19,15 @@ removed at the end.
     maximum depth             int        depth (10)          appendix B
     leaf threshold            float      leaf (0.01)         appendix B
 
-A builder is a function of `expand` and of root (1,), a token id.  It returns a Tree of tokens (n,)
-and parents (n,), which are indices of the tree's own nodes.  Node 0 is the root, with parent -1,
-and parents come before their children.  No node has probability zero.
-
-expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new nodes
-and returns the distribution of the token that follows each.  It numbers nodes from 0 in the order
-in which it receives them.  That number is a node's `expand_index`, and `parents` are such numbers:
-the root comes first, by expand(root, [-1]).  A row of zeros means that the drafter has no
-prediction.  If expand has an attribute `remaining`, the tree is at most that deep.
-
-Each depth takes one drafter forward over all nodes that are expanded there, and one device-to-host
-sync.
-
-To use this file in a project of yours, write `expand` for your drafter and verify the tree by one
-forward of your target.  docs/any_project.py has both, in plain code for any causal LMs.
+The functions here are builders: build(expand, root) -> Tree.  The contract of expand and Tree
+is in verify.py; docs/any_project.py shows both with any two causal LMs.  Each depth takes one
+drafter forward over all nodes that are expanded there, and one device-to-host sync.
 
     tree = pct(expand, root, cost=0.05)          # root = torch.tensor([the last token's id])
-    # Forward the target once over tree.tokens.  A node's position id is the root's plus the node's
-    # depth; its mask shows the text before the root, the node's ancestors and the node itself.
-    # Then walk down from node 0 while the target's choice after a node is one of its children.
 
-The confidences must be calibrated, which means that of all tokens drafted with confidence 0.7 the
-target accepts 70 %.  If yours are not, divide the drafter's logits by a calibration temperature
-before the softmax.
+The confidences must be calibrated: of all tokens that are drafted with confidence 0.7 below an
+accepted node the target accepts 70 %.  If yours are not, divide the drafter's logits by a
+calibration temperature before the softmax.
 
 Differences from the paper:
  1. The paper calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The paper's text
@@ -59,7 +44,7 @@ Differences from the paper:
  5. VCT's width of 3 and depth of 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
  6. EAGLE-2's re-ranking may keep a child without its parent where both are equally probable.  Here
     parents come first in a tie.
- 7. The paper does not limit the number of nodes.  Here `pct` and `own_confidence` expand at most
+ 7. The paper does not limit the number of nodes.  Here `pct` and `token_confidence` expand at most
     max_nodes nodes per layer, and return the max_nodes most probable ones.  That is far above the
     size that trees have in practice.
 
@@ -69,7 +54,8 @@ from collections import namedtuple
 
 import torch
 
-Tree = namedtuple("Tree", "tokens parents p_draft", defaults=(None,))
+# As in verify.py; repeated, so that this file can be copied alone
+Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,))
 
 WIDTH = 5               # "the expansion width of each node in the PCT was set to 5" (appendix B)
 DEPTH = 10              # "and the maximum depth was set to 10"
@@ -86,79 +72,72 @@ class Candidates:
 
     token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0.
     c: the node's own confidence; p: its joint probability.
-    expand_index: {node: its number in expand}, for the nodes that were given to expand.
-    drafts: the number of drafter forwards so far.  given: the number of nodes given to expand so
-    far, which is the next expand_index.
+    expand_index: the node's number among those given to expand, -1 if it was not given.
+    num_forwards, num_expanded: drafter forwards so far, and nodes given to them (beyond/priced.py
+    prices the former).
     """
 
     def __init__(self, expand, root, width):
-        self.expand = expand
-        self.root = root
-        self.width = width
-        self.token = [None]                      # the root's token stays on the device
-        self.parent = [-1]
-        self.depth = [0]
-        self.c = [1.0]
-        self.p = [1.0]
-        self.expand_index = {}
-        self.drafts = 0
-        self.given = 0
+        """width: the number of children that a node gets.  root (1,)."""
+        assert width >= 1, f"width is {width}: a node needs at least one child"
+        self.expand, self.root, self.width = expand, root, width
+        self.token, self.parent, self.depth = [None], [-1], [0]      # the root's is on the device
+        self.c, self.p = [1.0], [1.0]
+        self.expand_index = [-1]
+        self.num_forwards = self.num_expanded = 0
 
-    def grow(self, frontier):
-        """Draft once: the `width` best children of each node of the frontier -> the new nodes."""
-        first_index = self.given
+    def add(self, parent, token, c):
+        """Add a child of `parent`, with its own confidence c -> the new node."""
+        self.token.append(token)
+        self.parent.append(parent)
+        self.depth.append(self.depth[parent] + 1)
+        self.c.append(c)
+        # p_j = c_1 c_2 ... c_j
+        self.p.append(self.p[parent] * c)
+        self.expand_index.append(-1)
+        return len(self.token) - 1
+
+    def grow(self, nodes):
+        """Draft once: add the `width` best children of each of the nodes -> the new nodes.
+
+        "the draft model predicts the top-k child nodes based on the expandable nodes from the
+        previous layer to form the current layer" (section 3.2).
+        """
         first_child = len(self.token)
-        parents = [self.parent_index(node) for node in frontier]
-        c, x = self.draft(self.tokens_of(frontier), parents)
-        for i, node in enumerate(frontier):
+        parents = [self.expand_index_above(node) for node in nodes]
+        ids = [self.token[node] for node in nodes]
+        tokens = self.root if nodes == [0] else torch.tensor(ids, device=self.root.device)
+        first_index = self.num_expanded
+        c, x = self.forward(tokens, parents)
+        for i, node in enumerate(nodes):
             self.expand_index[node] = first_index + i
             self.add_children(node, c[i], x[i])
         return range(first_child, len(self.token))
 
-    def draft(self, tokens, parents):
+    def forward(self, tokens, parents):
         """One drafter forward over m nodes -> c and x, the best children's confidences and tokens.
 
-        tokens (m,); parents: list of m expand_indices.  c, x: lists [m][width], the best first.
+        tokens (m,); parents: list of m expand indices.  c, x: lists [m][width], the best first.
         """
-        probs = self.expand(tokens, parents)                     # (m, V)
-        self.drafts += 1
-        self.given += len(parents)
+        probs = self.expand(tokens, parents)                         # (m, V)
+        self.num_forwards += 1
+        self.num_expanded += len(parents)
         return read_top_k(probs, self.width)
 
-    def parent_index(self, node):
-        """The expand_index of a node's parent, or -1 for the root."""
-        if node == 0:
-            return -1
-        return self.expand_index[self.parent[node]]
-
-    def tokens_of(self, nodes):
-        """The tokens (m,) of a list of nodes, on the device."""
-        if nodes == [0]:
-            return self.root
-        ids = [self.token[node] for node in nodes]
-        return torch.tensor(ids, device=self.root.device)
+    def expand_index_above(self, node):
+        """The expand index of a node's parent, -1 for the root."""
+        return -1 if node == 0 else self.expand_index[self.parent[node]]
 
     def add_children(self, node, c, x):
-        """Add the children of a node: lists of confidences c and tokens x, the best first."""
-        check_probabilities(c)
-        for c_j, x_j in zip(c, x):
-            if c_j > 0:
-                self.add_child(node, c_j, int(x_j))
+        """Add children of a node, except those of probability zero -> {token: new node}, which
+        beyond/graft.py reads.
 
-    def add_child(self, node, c_j, token):
-        """Add one child of a node -> the child."""
-        child = len(self.token)
-        self.token.append(token)
-        self.parent.append(node)
-        self.depth.append(self.depth[node] + 1)
-        self.c.append(c_j)
-        # p_j = c_1 c_2 ... c_j
-        self.p.append(self.p[node] * c_j)
-        return child
-
-    def nodes(self):
-        """All nodes excluding the root."""
-        return range(1, len(self.token))
+        c, x: lists of their confidences and tokens, the best first.
+        """
+        # In bfloat16 probabilities may add up to 1.02.
+        assert min(c) >= 0 and sum(c) < 1.05, (f"expand gave {c}: it must give probabilities, not "
+                                               "logits")
+        return {int(token): self.add(node, int(token), c_j) for c_j, token in zip(c, x) if c_j > 0}
 
     def ranked(self, nodes):
         """The nodes sorted by joint probability, the highest first; in a tie the first drafted.
@@ -170,8 +149,7 @@ class Candidates:
 
     def best(self, nodes, most):
         """The `most` most probable of the nodes, in the order in which they were drafted."""
-        ranked = self.ranked(nodes)
-        return sorted(ranked[:most])
+        return sorted(self.ranked(nodes)[:most])
 
     def tree(self, kept):
         """The Tree of the root and the nodes `kept`, which include the parents of all of them.
@@ -182,21 +160,22 @@ class Candidates:
         children = {}
         for node in kept:
             children.setdefault(self.parent[node], []).append(node)
-        index = {0: 0}                           # {node: its index in the Tree}
-        tokens = [0]                             # a placeholder: the root's token is on the device
-        parents = [-1]
-        stack = children.get(0, [])[::-1]
+        index = {}                               # {node: its index in the Tree}
+        order = []                               # the nodes in the order of the Tree
+        stack = [0]
         while stack:
             node = stack.pop()
-            index[node] = len(tokens)
-            tokens.append(self.token[node])
-            parents.append(index[self.parent[node]])
+            index[node] = len(order)
+            order.append(node)
             # The most probable child is on top of the stack.
-            stack += children.get(node, [])[::-1]
-        # One tensor: one host-to-device copy.
-        both = torch.tensor([tokens, parents], device=self.root.device)          # (2, n)
-        tokens = torch.cat((self.root, both[0, 1:]))
-        return Tree(tokens, both[1])
+            stack += reversed(children.get(node, []))
+        # One tensor: one host-to-device copy.  Entry 0 of the tokens is a placeholder.
+        columns = torch.tensor([
+            [0, *(self.token[node] for node in order[1:])],
+            [-1, *(index[self.parent[node]] for node in order[1:])],
+            [self.expand_index[node] for node in order]], device=self.root.device)      # (3, n)
+        tokens, parents, expand_index = columns
+        return Tree(torch.cat((self.root, tokens[1:])), parents, expand_index)
 
 def read_top_k(probs, k):
     """The k best tokens of each distribution (m, V) -> their probabilities and ids, [m][k] each.
@@ -205,43 +184,33 @@ def read_top_k(probs, k):
     all integers up to 2^24, so no id changes.
     """
     k = min(k, probs.shape[1])
-    best = probs.topk(k)                                         # (m, k)
+    best = probs.topk(k)                                             # (m, k)
     dtype = torch.promote_types(probs.dtype, torch.float32)
     c = best.values.to(dtype)
     x = best.indices.to(dtype)
     return torch.stack((c, x)).tolist()
 
-def check_probabilities(c):
-    """Refuse what is not a list of probabilities, such as logits.  c: the best of one distribution.
+def grown(expand, root, width, depth, confidence, threshold, most):
+    """Draft layer by layer -> Candidates.
 
-    In bfloat16 they may add up to 1.02.
+    confidence: "c", a node's own, or "p", the joint one.  In each layer, of the nodes with at least
+    `threshold`, the `most` with the highest p are expanded.  At most expand.remaining layers are
+    drafted, where expand has that.
     """
-    if not (min(c) >= 0 and sum(c) < 1.05):
-        raise ValueError(f"expand gave {c}: it must give probabilities, not logits")
-
-def clamp_depth(expand, width, depth, most=1):
-    """Check a builder's settings -> depth, or expand.remaining if that is less."""
-    if width < 1:
-        raise ValueError(f"width is {width}: a node needs at least one child")
-    if depth < 1:
-        raise ValueError(f"depth is {depth}: draft at least once")
-    if most < 1:
-        raise ValueError(f"the tree may have {most} nodes: allow at least one")
-    remaining = getattr(expand, "remaining", depth)
-    return min(depth, remaining)
-
-def grow_layers(candidates, depth, expandable):
-    """Draft layer by layer.  expandable(layer) -> those nodes of the layer that are to be expanded.
-
-    "The construction process terminates if there are no expandable leaf nodes or the tree depth
-    reaches the maximum depth" (section 3.2).
-    """
-    frontier = [0]
-    while frontier and candidates.drafts < depth:
-        # "the draft model predicts the top-k child nodes based on the expandable nodes from the
-        # previous layer to form the current layer"
-        layer = candidates.grow(frontier)
-        frontier = expandable(layer)
+    assert depth >= 1, f"depth is {depth}: draft at least once"
+    assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
+    assert 0 <= threshold <= 1, f"the threshold is {threshold}: a confidence lies between 0 and 1"
+    candidates = Candidates(expand, root, width)
+    values = getattr(candidates, confidence)
+    layer = [0]
+    # "The construction process terminates if there are no expandable leaf nodes or the tree depth
+    # reaches the maximum depth" (section 3.2).
+    for _ in range(min(depth, getattr(expand, "remaining", depth))):
+        expandable = [j for j in layer if values[j] >= threshold]
+        if not expandable:
+            break
+        layer = candidates.grow(candidates.best(expandable, most))
+    return candidates
 
 # ---------------------------------------------------------------- section 3.2 and its ablations
 def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES):
@@ -250,59 +219,36 @@ def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=
     cost: s_d / s_t.  leaf: nodes whose joint probability is lower are removed; 0 is Table 3's "w/o
     removing leaf nodes".  Returns a Tree of at most 1 + max_nodes nodes.
     """
-    if not 0 <= cost <= 1:
-        raise ValueError(f"cost is {cost}: s_d / s_t lies between 0 and 1")
-    depth = clamp_depth(expand, width, depth, max_nodes)
-    candidates = Candidates(expand, root, width)
+    # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
+    # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
+    candidates = grown(expand, root, width, depth, "p", cost, max_nodes)
+    return without_unlikely(candidates, leaf, max_nodes)
 
-    def expandable(layer):
-        # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them
-        # from being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-        nodes = [j for j in layer if candidates.p[j] >= cost]
-        return candidates.best(nodes, max_nodes)
-
-    grow_layers(candidates, depth, expandable)
-    return without_leaves(candidates, leaf, max_nodes)
-
-def without_leaves(candidates, leaf, max_nodes):
-    """The last step: "we remove leaf nodes whose overall acceptance confidence is below a given
-    threshold" (difference 3) -> Tree.
-    """
-    kept = [j for j in candidates.nodes() if candidates.p[j] >= leaf]
-    kept = candidates.best(kept, max_nodes)
-    return candidates.tree(kept)
-
-def own_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
-                   max_nodes=MAX_NODES):
+def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
+                     max_nodes=MAX_NODES):
     """Table 3's "w/o expected time gain": "confidence score is directly used to prune the candidate
     tree".
 
     A node is expanded if its own confidence c_j is at least `own`; `pct` compares the product p_j
     instead.  Leaves are removed by their joint probability, as in `pct`.
     """
-    if not 0 <= own <= 1:
-        raise ValueError(f"own is {own}: a confidence lies between 0 and 1")
-    depth = clamp_depth(expand, width, depth, max_nodes)
-    candidates = Candidates(expand, root, width)
+    candidates = grown(expand, root, width, depth, "c", own, max_nodes)
+    return without_unlikely(candidates, leaf, max_nodes)
 
-    def expandable(layer):
-        nodes = [j for j in layer if candidates.c[j] >= own]
-        return candidates.best(nodes, max_nodes)
-
-    grow_layers(candidates, depth, expandable)
-    return without_leaves(candidates, leaf, max_nodes)
+def without_unlikely(candidates, leaf, max_nodes):
+    """The last step: "we remove leaf nodes whose overall acceptance confidence is below a given
+    threshold" (difference 3) -> Tree.
+    """
+    drafted = range(1, len(candidates.token))
+    kept = [j for j in drafted if candidates.p[j] >= leaf]
+    return candidates.tree(candidates.best(kept, max_nodes))
 
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
     """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
-    depth = clamp_depth(expand, width, depth)
-    candidates = Candidates(expand, root, width)
-
-    def expandable(layer):
-        return list(layer)
-
-    grow_layers(candidates, depth, expandable)
-    return candidates.tree(candidates.nodes())
+    everything = width ** depth
+    candidates = grown(expand, root, width, depth, "p", 0, everything)
+    return candidates.tree(range(1, len(candidates.token)))
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
     """EAGLE-2's tree (appendix A): the `expanded` best nodes of a layer get as many children each.
@@ -310,16 +256,11 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     "We set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10
     nodes during the expansion phase."
     """
-    depth = clamp_depth(expand, expanded, depth, total)
-    candidates = Candidates(expand, root, expanded)
-
-    def expandable(layer):
-        return candidates.best(layer, expanded)
-
-    grow_layers(candidates, depth, expandable)
+    assert total >= 1, f"the tree may have {total} nodes: allow at least one"
+    candidates = grown(expand, root, expanded, depth, "p", 0, expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
-    kept = candidates.best(candidates.nodes(), total)
-    return candidates.tree(kept)
+    drafted = range(1, len(candidates.token))
+    return candidates.tree(candidates.best(drafted, total))
 
 # ---------------------------------------------------------------- the demo
 def main():

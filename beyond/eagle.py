@@ -11,9 +11,9 @@ drafted token EAGLE has to go on from its own prediction.
     f_i, the features                   (B, T, D)      feature: hidden_states[-1]
     FC([e(t_i), f_{i-1}])               (B, T - 1, D)  Eagle.inputs
     f^_i, the predicted features        (B, T - 1, D)  Eagle.forward
-    Head(f^_i)                          (n, V)         Eagle.logits
-    L_reg = SmoothL1(f_i, f^_i)         ()             in Eagle.divergence
-    L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.divergence, W_CLS
+    Head(f_i), Head(f^_i)               (n, V)         Eagle.head: the target's
+    L_reg = SmoothL1(f_i, f^_i)         ()             in Eagle.loss_of
+    L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.loss_of, W_CLS
 
 Differences from the paper:
  1. It drafts any tree.  A node needs the predicted feature of its parent.  So expand runs the layer
@@ -26,7 +26,7 @@ Differences from the paper:
 
 The architecture is the published one: training/convert.py reads its weights.
 
-    python train.py eagle
+    python train.py eagle --data ...
 """
 from dataclasses import dataclass
 from functools import partial
@@ -39,14 +39,11 @@ import edd
 
 W_CLS = 0.1                      # w_cls ...
 PUBLISHED = 4096                 # ... at this width (difference 3)
-VARIANTS = {"eagle": {"hidden": -1, "loss": "smooth l1 + ce"}}     # for train.py: name, settings
 
 @dataclass
 class Config(edd.Config):
-    """As edd.Config.  bias: whether FC has one; some published weights have none."""
+    """As edd.Config."""
     loss: str = "smooth l1 + ce"
-    kind: str = "eagle"
-    bias: bool = True
 
     @classmethod
     def for_target(cls, model, hidden=-1, **more):
@@ -54,79 +51,73 @@ class Config(edd.Config):
         return super().for_target(model, hidden, **more)
 
 # ---------------------------------------------------------------- the draft model
-class Eagle(edd.DraftModel):
+class Eagle(nn.Module):
     """FC and one layer, between the target's embedding and head, which are frozen."""
-    config_class = Config
 
-    def __init__(self, config, model):
-        super().__init__(config, model)
-        width = config.width
-        self.fc = nn.Linear(2 * width, width, config.bias).to(self.target.like)
-        self.layer = self.fresh_layer(model)
+    def __init__(self, config, parts):
+        """parts: an edd.Parts whose embed and head are the target's own."""
+        super().__init__()
+        self.config = config
+        # Functions, not modules: they are neither trained nor saved with the drafter.
+        self.embed, self.head = partial(parts.embed), partial(parts.head)
+        self.rotary = partial(parts.rotary)
+        self.layer = parts.layer
+        weight = next(self.layer.parameters())
+        self.fc = nn.Linear(2 * config.width, config.width).to(weight)
         # The published layer has no norm before its attention.
         self.layer.input_layernorm = nn.Identity()
 
-    def take(self, model, decoder):
-        """As edd.DraftModel.take, with the target's embedding and head."""
-        super().take(model, decoder)
-        self.target.embed = model.get_input_embeddings()
-        weight = model.get_output_embeddings().weight.detach()
-        self.target.head = partial(F.linear, weight=weight)
-
     def inputs(self, ids, before):
         """FC([e(t_i), f_{i-1}]).  ids (..., m), before (..., m, D) -> (..., m, D)"""
-        with torch.no_grad():
-            embedded = self.target.embed(ids)                                  # (..., m, D)
-        x = torch.cat((embedded, before), -1)                                  # (..., m, 2 D)
-        x = x.to(self.fc.weight.dtype)
+        embedded = self.embed(ids)                                             # (..., m, D)
+        x = torch.cat((embedded.to(before), before), -1)                       # (..., m, 2 D)
+        x = x.to(self.fc.weight)
         # Autocast would give the layer another dtype than its weights'.
-        return self.fc(x).to(x.dtype)
-
-    def logits(self, feature):
-        """Head(f).  feature (m, D) -> (m, V)"""
-        return self.target.head(feature)
+        return self.fc(x).to(x)
 
     def forward(self, ids, feature):
         """ids (B, T), the target's feature (B, T, D) -> f^_1 ... f^_{T-1} (B, T - 1, D)"""
         x = self.inputs(ids[:, 1:], feature[:, :-1])
-        return self.causal(x)
+        position = torch.arange(x.shape[1], device=x.device)
+        causal = position[:, None] >= position[None, :]
+        return edd.run_layer(self.layer, self.rotary, x, position[None], causal)
 
-    def divergence(self, predicted, feature, target_logits):
-        """L_reg + w_cls L_cls, summed over n positions -> ()
+    def terms(self, batch, block):
+        """As edd.EDD.terms, without a block -> [(f^ (B, T, D), f (B, T, D), mask (B, T))]"""
+        feature = batch.hidden[self.config.hidden]                             # (B, T, D)
+        predicted = self(batch.ids, feature)                                   # (B, T - 1, D)
+        # The first token has no prediction.  Padding stands there, and the mask leaves it out.
+        predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
+        mask = torch.ones_like(batch.ids, dtype=torch.bool)
+        mask[:, 0] = False
+        return [(predicted, feature, mask)]
 
-        predicted, feature (n, D): f^ and f.  target_logits (n, V).
-        """
-        width = predicted.shape[-1]
+    def loss_of(self, predicted, feature):
+        """L_reg + w_cls L_cls, summed over n positions.  f^ and f (n, D) -> ()"""
+        width = feature.shape[-1]
         distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
-        p_target = target_logits.float().softmax(-1)                           # (n, V)
-        cross_entropy = edd.cross_entropy(self.logits, predicted, p_target)
+        # P_t = softmax(Head(f)), P_d = softmax(Head(f^))
+        with torch.no_grad():
+            p_target = self.head(feature).float().softmax(-1)                  # (n, V)
+        logits = self.head(predicted).float()                                  # (n, V)
+        cross_entropy = F.cross_entropy(logits, p_target, reduction="sum")
         w_cls = W_CLS * (PUBLISHED / width) ** 0.5
         return distance / width + w_cls * cross_entropy
-
-    def loss(self, batch):
-        """As edd.EDD.loss."""
-        feature = batch["hidden"][self.config.hidden]                          # (B, T, D)
-        predicted = self(batch["ids"], feature)                                # (B, T - 1, D)
-        # The first token has no prediction.  Padding stands there, and the loss mask leaves it out.
-        predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
-        loss_mask = F.pad(batch["learn"][:, 1:], (1, 0))                       # (B, T)
-        total = batch["sum"](self.divergence, loss_mask, predicted, feature, batch["logits"])
-        return total / batch["count"]
 
 # ---------------------------------------------------------------- decoding
 class Drafter(edd.Drafter):
     """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
-    def reset(self):
-        """Forget the sequence."""
-        super().reset()
+    def reset(self, *args):
+        """As edd.Drafter.reset."""
+        super().reset(*args)
         # Row 0: the target's feature of the last committed token, None before the first round.
         # Row 1 + i: the predicted feature of node i.
         self.features = None                                                   # (1 + nodes, D)
 
     @torch.no_grad()
-    def begin(self, view):
-        """Start a round: encode the newly committed tokens, each with the feature before it."""
+    def begin(self, view, root):
+        """Begin a round: encode the newly committed tokens, each with the feature before it."""
         self.paths = []
         new = view.hidden[self.config.hidden].to(self.device)                  # (k, D)
         known = new
@@ -141,7 +132,7 @@ class Drafter(edd.Drafter):
     @torch.no_grad()
     def expand(self, tokens, parents):
         """As edd.Drafter.expand, with one forward for each generation of the nodes."""
-        tokens = tokens.to(self.device)
+        ids = tokens.to(self.device)
         logits = []
         while parents:
             # The first `count` nodes: their parents have features already.
@@ -150,10 +141,12 @@ class Drafter(edd.Drafter):
             while count < len(parents) and parents[count] < known:
                 count += 1
             before = self.features[[1 + parent for parent in parents[:count]]]         # (count, D)
-            x = self.model.inputs(tokens[:count], before)                              # (count, D)
-            predicted = self.run_nodes(x, parents[:count])                             # (count, D)
+            end, position, slots, mask = self.place(parents[:count])
+            x = self.model.inputs(ids[:count], before)                                 # (count, D)
+            [predicted] = self.run(end, x, position, slots, mask)                      # (count, D)
             self.features = torch.cat((self.features, predicted))
-            logits.append(self.model.logits(predicted))
-            tokens = tokens[count:]
+            logits.append(self.model.head(predicted))
+            ids = ids[count:]
             parents = parents[count:]
-        return torch.cat(logits)
+        logits = torch.cat(logits).to(tokens.device)                                   # (m, V)
+        return self.probs(logits, self.temperature)

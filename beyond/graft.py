@@ -3,7 +3,8 @@
 It is in none of the three papers, and joins all three.  Max-Gram is section 3.3 of Cascade
 Speculative Drafting (arXiv 2312.11462).  The tree is the pruned candidate tree of Effective Draft
 Decoder with Pruned Candidate Tree (ACL 2025), priced (priced.py).  The neural drafter may be GLIDE
-(arXiv 2402.02082).
+(arXiv 2402.02082).  "Graft: prune-then-graft" (arXiv 2605.20104, May 2026) has the same name and
+the same idea; its code was not read for this file.
 
 The idea.  One forward of a neural drafter takes about s_d, however many nodes it reads.  Max-Gram
 suggests a chain of tokens without any forward.  So one forward reads a node *and* the chain that
@@ -11,12 +12,8 @@ Max-Gram suggests after it.  It gives a distribution after each token of the cha
 chain's next token is, and which other tokens may follow.  Where the drafter agrees with a chain of
 n tokens, this one forward makes the tree n + 1 tokens deeper.
 
-There are two parts, and each is of use without the other:
-
-    Mixture    a neural drafter and Max-Gram as one drafter, by verify.py's contract: it goes with
-               every builder.
-    graft      the builder.  It works with any drafter that has `suggest` (see priced.py), as
-               Mixture does.  Where nothing is suggested, graft builds the tree of pct_cost.
+Mixture is a neural drafter and Max-Gram as one drafter, by the contract in verify.py: it goes with
+every builder.  Its method graft is the builder that adds the chains.
 
     symbol              shape      name here
     p_draft             (k, V)     the drafter's probabilities, where Max-Gram predicts a token
@@ -35,11 +32,13 @@ of match.  Where an agreement (a, b, c) was fitted, it also depends on the draft
 
     logit rho = a + b length + c logit p,      rho = (1 - w) p + w                              (2)
 
-Where the drafter has no prediction, p_draft is uniform and w is the confidence by length of match:
-there is nothing to agree with.
+p = 0 is no opinion: the token is not among those that the drafter can predict.  Then Eq. 2 does not
+apply, and w is the confidence by length of match.  Where the drafter predicts nothing at all, the
+same holds, and p_draft is uniform.  (Under top-k or top-p p may also be 0 because the token was cut
+off.  That is not told apart.)
 
     drafter = graft.Mixture(drafter, maxgram.MaxGram())
-    verify.generate(target, drafter, graft.graft, ids)
+    verify.generate(target, drafter, drafter.graft, ids)
 
     python -m beyond.graft        # the demo: a mixture, and one forward for a chain
 """
@@ -49,123 +48,14 @@ from types import SimpleNamespace
 import torch
 
 from beyond.priced import (
-    NODE_PRICE, START, Announced, Prices, draft_by_price, max_gram_alone, most_profitable,
-    priced_chain, remember, worth_drafting)
+    NODE_PRICE, START, Prices, checked, draft_by_price, history_of, most_profitable)
 from cape import constant
-from maxgram import LENGTHS, MaxGram, ints
-from pct import COST, DEPTH, MAX_NODES, WIDTH, clamp_depth
+from maxgram import LENGTHS, MaxGram
+from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates
 
 CHAIN = 16              # the most suggested tokens after one node
 LEAST = 2               # a shorter match is not mixed, and its chain is not read by a forward
 
-# ---------------------------------------------------------------- the builder
-def graft(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
-          max_nodes=MAX_NODES, chain=CHAIN):
-    """pct_cost with suggested chains.  chain: the most suggested tokens after one node.
-
-    depth: the most forwards.  Prices: as in pct_cost.  Returns a Tree of at most 1 + max_nodes
-    nodes, no deeper than expand.remaining.
-    """
-    prices = Prices(cost, node_price, start)
-    assert min(prices) >= 0, f"{prices}: times are not below zero"
-    depth = clamp_depth(expand, width, depth, max_nodes)
-    gram = max_gram_alone(expand)
-    if gram is not None:
-        return priced_chain(expand, root, gram, prices, max_nodes)
-
-    # The tree without any forward: the root and the chain that is suggested after it.
-    undrafted = Announced(expand, root, width)
-    add_suggested(undrafted, 0, chain, least=node_price)
-    before = most_profitable(undrafted, prices, max_nodes)
-    if not worth_drafting(expand, before):
-        return undrafted.tree(before.nodes)
-
-    # Each forward reads the frontier and one suggested chain.
-    candidates = Announced(expand, root, width)
-    grow = partial(grow_with_chain, candidates, most=chain, least=node_price)
-    r = draft_by_price(candidates, grow, prices, depth, max_nodes)
-    # After the nodes that no forward has read, suggested chains are added without a forward.
-    price = r * node_price
-    for j in candidates.nodes():
-        if j not in candidates.expand_index and candidates.p[j] >= price:
-            add_suggested(candidates, j, chain, least=price)
-    after = most_profitable(candidates, prices, max_nodes)
-    remember(expand, before, after)
-    return candidates.tree(after.nodes)
-
-def suggested(candidates, node, most, least, match=0):
-    """The chain that is suggested after a node -> up to `most` ids, a confidence in each: lists.
-
-    It ends before the first token whose joint probability, by these confidences, is below `least`.
-    match: as in drafter.suggest.
-    """
-    expand = candidates.expand
-    drafter = getattr(expand, "drafter", None)
-    if not hasattr(drafter, "suggest"):
-        return [], []
-    most = min(most, expand.remaining - candidates.depth[node])
-    index = candidates.parent_index(node)
-    ids, confidences = drafter.suggest(candidates.token[node], index, most, match)
-    p = candidates.p[node]
-    for n, c in enumerate(confidences):
-        p *= c
-        # No node has probability zero, whatever a node costs.
-        if p < least or p == 0:
-            return ids[:n], confidences[:n]
-    return ids, confidences
-
-def add_suggested(candidates, node, most, least):
-    """Add the suggested chain after a node to the candidates, without a forward."""
-    ids, confidences = suggested(candidates, node, most, least)
-    for token, c in zip(ids, confidences):
-        node = candidates.add_child(node, c, token)
-
-def add_children(candidates, node, c, x):
-    """As Candidates.add_children -> the children, as {token: node}"""
-    first_child = len(candidates.token)
-    candidates.add_children(node, c, x)
-    children = range(first_child, len(candidates.token))
-    return {candidates.token[child]: child for child in children}
-
-def grow_with_chain(candidates, frontier, most, least):
-    """As Candidates.grow; the same forward reads the chain suggested after the best node.
-
-    most, least: as in `suggested`.  A token of the chain becomes a node if the drafter has it among
-    the `width` best children of the node before it.  Where it has not, the chain ends.
-    """
-    best = candidates.ranked(frontier)[0]
-    # The forward also drafts children of the chain's last token.  They must not be too deep.
-    remaining = getattr(candidates.expand, "remaining", float("inf"))
-    longest = remaining - candidates.depth[best] - 1
-    chain, _ = suggested(candidates, best, min(most, longest), least, LEAST)
-    if not chain:
-        return candidates.grow(frontier)
-
-    # What the forward reads: the frontier with `best` as its last node, then the chain below it.
-    first_child = len(candidates.token)
-    first_index = candidates.given
-    nodes = [node for node in frontier if node != best]
-    nodes.append(best)
-    index_of_best = first_index + len(nodes) - 1
-    parents = [candidates.parent_index(node) for node in nodes]
-    parents += range(index_of_best, index_of_best + len(chain))
-    ids = [candidates.token[node] for node in nodes] + chain
-    tokens = candidates.announce(ids, parents)
-    c, x = candidates.draft(tokens, parents)
-
-    for i, node in enumerate(nodes):
-        candidates.expand_index[node] = first_index + i
-        children = add_children(candidates, node, c[i], x[i])
-    # `children` are those of `best` now, then those of one token of the chain after the other.
-    for i, token in enumerate(chain, len(nodes)):
-        if token not in children:
-            break
-        node = children[token]
-        candidates.expand_index[node] = first_index + i
-        children = add_children(candidates, node, c[i], x[i])
-    return range(first_child, len(candidates.token))
-
-# ---------------------------------------------------------------- the mixture
 def merged(views):
     """The views of consecutive rounds as one View, of a round that committed all their tokens."""
     if len(views) == 1:
@@ -176,20 +66,19 @@ def merged(views):
     for layer in views[-1].hidden:
         hidden[layer] = torch.cat([view.hidden[layer] for view in views])
     # The last view's keys and values contain those of the earlier ones.
-    return views[-1]._replace(tokens=tokens, hidden=hidden, ids=ids)
+    return views[-1]._replace(tokens=tokens, ids=ids, hidden=hidden)
 
-def to_device(device, *lists):
-    """Lists of integers as one tensor each, by one host-to-device copy."""
-    numbers = torch.tensor(sum(lists, []), dtype=torch.long, device=device)
-    return numbers.split([len(one) for one in lists])
+def common_prefix(a, b):
+    """The number of tokens, from the first on, that two lists share."""
+    length = 0
+    while length < min(len(a), len(b)) and a[length] == b[length]:
+        length += 1
+    return length
 
 class Mixture:
-    """A neural drafter mixed with Max-Gram: one drafter, by the contract at the top of verify.py.
+    """A neural drafter mixed with Max-Gram: one drafter, by the contract in verify.py.
 
     drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None.
-
-    expand gives the drafter's own logits, and adjust turns the probabilities that they become into
-    the mixture of Eq. 1.
 
     In rounds that do not call expand, the neural drafter does nothing.  What these rounds committed
     it reads, all at once, in the next round that does.
@@ -200,22 +89,21 @@ class Mixture:
         self.gram = gram
         self.agreement = agreement
         self.needs = drafter.needs
-        self.temperature = getattr(drafter, "temperature", 1.0)
-        self.reset()
 
-    def reset(self):
-        """Forget the sequence."""
-        self.drafter.reset()
+    def reset(self, probs, source):
+        """Begin a sequence."""
+        self.drafter.reset(probs, source)
         self.gram.reset()
         self.unread = []                         # views that the neural drafter has not been shown
-        self.announced = None                    # predictions after the nodes given next to expand
+        self.undrafted = []                      # the last round's chain N_0, see graft()
 
-    def begin(self, view):
+    def begin(self, view, root):
         """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
         self.unread.append(view)
         self.gram.commit(view.ids)
-        self.root = view.root
-        self.places = []                         # by expand_index: the text's end at each node
+        self.root = root
+        self.new = [*view.ids[1:], root]         # the last round's new tokens
+        self.paths = []                          # by expand_index: the ids from the root to a node
 
     def keep(self, path):
         """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
@@ -223,84 +111,50 @@ class Mixture:
         if drafted:
             self.drafter.keep(path)
 
-    # ------------------------------------------------ Max-Gram's predictions
-    def place_after(self, token, parent):
-        """maxgram.Place after a token below the node with expand_index `parent` (-1: the root's)"""
-        before = self.gram.here() if parent < 0 else self.places[parent]
-        return self.gram.after(before, token)
+    # ------------------------------------------------ the mixture
+    def path(self, token, parent):
+        """The ids from the root to a token below the node with expand_index `parent` (-1: none)."""
+        ancestors = self.paths[parent] if parent >= 0 else []
+        return [*ancestors, token]
 
-    def suggest(self, token, parent, most, match):
-        """Max-Gram's chain after a token (priced.py) -> up to `most` ids, a confidence in each."""
-        ids, confidences = [], []
-        place = self.place_after(token, parent)
-        while len(ids) < most:
-            chunk, length = self.gram.chunk(place, 1)
-            if not chunk or length < match:
-                break
-            ids += chunk
-            confidences.append(self.gram.confidence_of(length))
-            place = self.gram.after(place, chunk[0])
-        return ids, confidences
+    def expand(self, tokens, parents):
+        """One forward of the drafter -> the mixture (m, V).  tokens (m,), parents [m ints]"""
+        # The tokens are read before the forward starts: afterwards the host would wait for it.
+        predictions = self.predict(tokens.tolist(), parents)
+        numbers = torch.tensor(predictions, dtype=torch.long, device=tokens.device)    # (k, 3)
+        if self.unread:
+            self.drafter.begin(merged(self.unread), self.root)
+            self.unread = []
+        probs = self.drafter.expand(tokens, parents)                                   # (m, V)
+        if not predictions:
+            return probs
+        rows, predicted, lengths = numbers.split(1, 1)                                 # (k, 1) each
+        rows = rows.flatten()
+        return probs.index_copy(0, rows, self.mixture(probs[rows], predicted, lengths))
 
     def predict(self, ids, parents):
-        """What Max-Gram predicts after k of m new nodes -> three lists of k ints.
+        """Max-Gram's predictions after m new nodes -> [(index among the m, token, length of match)]
 
-        They are the indices of the k nodes among the m, the predicted tokens, and the lengths of
-        the matches.
+        Only those of a match of LEAST or longer.
         """
-        rows, predicted, lengths = [], [], []
+        predictions = []
         for row, (token, parent) in enumerate(zip(ids, parents)):
-            place = self.place_after(token, parent)
-            chunk, length = self.gram.chunk(place, 1)
-            self.places.append(place)
-            if chunk and length >= LEAST:
-                rows.append(row)
-                predicted += chunk
-                lengths.append(length)
-        return rows, predicted, lengths
-
-    def announce(self, ids, parents, device):
-        """As in priced.py: what expand is given next, as lists -> tokens (m,) on the device."""
-        tokens, *self.announced = to_device(device, ids, *self.predict(ids, parents))
-        return tokens
-
-    # ------------------------------------------------ the mixture
-    def expand(self, tokens, parents):
-        """One forward of the drafter.  tokens (m,), parents [m ints] -> its own logits (m, V)."""
-        if self.unread:
-            self.drafter.begin(merged(self.unread))
-            self.unread = []
-        self.predictions = self.announced
-        self.announced = None
-        if self.predictions is None:
-            # The tokens are read before the forward starts: afterwards the host would wait for it.
-            is_root = parents == [-1] and self.root is not None
-            ids = [self.root] if is_root else ints(tokens)
-            self.predictions = to_device(tokens.device, *self.predict(ids, parents))
-        return self.drafter.expand(tokens, parents)
-
-    def adjust(self, probs):
-        """What a builder sees of the last expand.  probs (m, V) -> (m, V), Eq. 1 where it applies.
-
-        probs: as a builder would see them without Max-Gram.  A row of zeros is no prediction.
-        """
-        rows, predicted, lengths = self.predictions
-        if not len(rows):
-            return probs
-        p_draft = probs[rows]                                                    # (k, V)
-        mixture = self.mixture(p_draft, predicted[:, None], lengths[:, None])
-        return probs.index_copy(0, rows, mixture)
+            path = self.path(token, parent)
+            self.paths.append(path)
+            predicted, lengths = self.gram.propose(path, 1)
+            if predicted and lengths[0] >= LEAST:
+                predictions.append((row, predicted[0], lengths[0]))
+        return predictions
 
     def mixture(self, p_draft, predicted, lengths):
-        """Eq. 1.  p_draft (k, V), predicted tokens (k, 1), lengths (k, 1) -> (k, V)"""
+        """Eq. 1.  p_draft (k, V), predicted tokens (k, 1), lengths of matches (k, 1) -> (k, V)"""
         table = constant(tuple(self.gram.confidence), p_draft.dtype, p_draft.device)
-        confidence = table[lengths.clamp(max=len(table) - 1)]                    # (k, 1)
-        has_none = ~(p_draft > 0).any(1, keepdim=True)                           # (k, 1)
-        p_draft = p_draft.masked_fill(has_none, 1 / p_draft.shape[1])
-        p = p_draft.gather(1, predicted)                                         # (k, 1)
-        w = confidence
+        w = table[lengths.clamp(max=len(table) - 1)]                                   # (k, 1)
+        p = p_draft.gather(1, predicted)                                               # (k, 1)
         if self.agreement is not None:
-            w = torch.where(has_none, confidence, self.weight(p, lengths))
+            w = torch.where(p > 0, self.weight(p, lengths), w)
+        has_none = ~(p_draft > 0).any(1, keepdim=True)                                 # (k, 1)
+        p_draft = p_draft.masked_fill(has_none, 1 / p_draft.shape[1])
         return ((1 - w) * p_draft).scatter_add(1, predicted, w)
 
     def weight(self, p, lengths):
@@ -313,30 +167,132 @@ class Mixture:
         w = (rho - p) / (1 - p)
         return w.clamp(min=0)
 
+    # ------------------------------------------------ the builder
+    def graft(self, expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH,
+              depth=DEPTH, max_nodes=MAX_NODES, chain=CHAIN):
+        """pct_cost with suggested chains.  chain: the most suggested tokens after one node.
+
+        depth: the most forwards.  Prices: as in pct_cost.  Returns a Tree of at most 1 + max_nodes
+        nodes, no deeper than expand.remaining.
+        """
+        prices = checked(Prices(cost, node_price, start), depth, max_nodes)
+        # What the last round's chain N_0 would have given: what was accepted, and one token more
+        history = history_of(expand)
+        history.learn(expand, undrafted=common_prefix(self.undrafted, self.new) + 1)
+
+        # N_0, the tree without any forward: the root and the chain that is suggested after it.
+        undrafted = self.candidates(expand, root, width)
+        self.add_chain(undrafted, 0, chain, least=node_price)
+        before = most_profitable(undrafted, prices, max_nodes)
+        self.undrafted = [undrafted.token[node] for node in before.nodes]
+        if not history.worth_drafting(before):
+            return undrafted.tree(before.nodes)
+
+        # Each forward reads the frontier and one suggested chain.
+        candidates = self.candidates(expand, root, width)
+        grow = partial(self.grow, candidates, most=chain, least=node_price)
+        r = draft_by_price(candidates, grow, prices, depth, max_nodes)
+        # After the nodes that no forward has read, suggested chains are added without a forward.
+        price = r * node_price
+        for node in range(1, len(candidates.token)):
+            if candidates.expand_index[node] < 0 and candidates.p[node] >= price:
+                self.add_chain(candidates, node, chain, least=price)
+        after = most_profitable(candidates, prices, max_nodes)
+        history.note(expand, before, after)
+        return candidates.tree(after.nodes)
+
+    def candidates(self, expand, root, width):
+        """Candidates that know the root's id, as Max-Gram needs it."""
+        candidates = Candidates(expand, root, width)
+        candidates.token[0] = self.root
+        return candidates
+
+    def suggested(self, candidates, node, most, least, match=0):
+        """The chain that is suggested after a node -> up to `most` ids, the confidences in them.
+
+        It ends before the first token whose match is shorter than `match`, or whose joint
+        probability, by these confidences, is below `least`.
+        """
+        most = min(most, candidates.expand.remaining - candidates.depth[node])
+        parent = candidates.expand_index_above(node)
+        path = self.path(candidates.token[node], parent)
+        ids, lengths = self.gram.propose(path, max(0, most))
+        p = candidates.p[node]
+        confidences = []
+        for length in lengths:
+            c = self.gram.confidence_of(length)
+            p *= c
+            if length < match or p < least:
+                break
+            confidences.append(c)
+        return ids[:len(confidences)], confidences
+
+    def add_chain(self, candidates, node, most, least):
+        """Add the suggested chain after a node to the candidates, without a forward."""
+        ids, confidences = self.suggested(candidates, node, most, least)
+        for token, c in zip(ids, confidences):
+            node = candidates.add(node, token, c)
+
+    def grow(self, candidates, frontier, most, least):
+        """As Candidates.grow; the same forward reads the chain suggested after the best node.
+
+        most, least: as in `suggested`.  A token of the chain becomes a node if the drafter has it
+        among the `width` best children of the node before it.  Where it has not, the chain ends.
+        """
+        best = candidates.ranked(frontier)[0]
+        # The forward also drafts children of the chain's last token.  They must not be too deep.
+        longest = candidates.expand.remaining - candidates.depth[best] - 1
+        chain, _ = self.suggested(candidates, best, min(most, longest), least, LEAST)
+        if not chain:
+            return candidates.grow(frontier)
+
+        # What the forward reads: the frontier with `best` as its last node, then the chain below.
+        first_child = len(candidates.token)
+        first_index = candidates.num_expanded
+        nodes = [node for node in frontier if node != best]
+        nodes.append(best)
+        index_of_best = first_index + len(nodes) - 1
+        parents = [candidates.expand_index_above(node) for node in nodes]
+        parents += range(index_of_best, index_of_best + len(chain))
+        ids = [candidates.token[node] for node in nodes] + chain
+        tokens = torch.tensor(ids, device=candidates.root.device)
+        c, x = candidates.forward(tokens, parents)
+
+        for i, node in enumerate(nodes):
+            candidates.expand_index[node] = first_index + i
+            children = candidates.add_children(node, c[i], x[i])
+        # `children` are those of `best` now, then those of one token of the chain after the other.
+        for i, token in enumerate(chain, len(nodes)):
+            if token not in children:
+                break
+            node = children[token]
+            candidates.expand_index[node] = first_index + i
+            children = candidates.add_children(node, c[i], x[i])
+        return range(first_child, len(candidates.token))
+
 # ---------------------------------------------------------------- demo
 def main():
     """A drafter that always expects "over", mixed with Max-Gram, which finds the sentence again."""
     words = ["", *"the quick brown fox jumps over a lazy dog . i saw :".split()]
     ids = {word: i for i, word in enumerate(words)}
-    text = [ids[word] for word in "the quick brown fox jumps . i saw : the quick".split()]
+    text = "the quick brown fox jumps . i saw : the quick brown"
+    *text, root = [ids[word] for word in text.split()]
     row = torch.zeros(len(words))
     row[ids["over"]] = 3.0
+    row = row.softmax(-1)
     forwards = []
 
-    def drafter_expand(tokens, parents):
+    def expand(tokens, parents):
         forwards.append(len(parents))
         return row.repeat(len(parents), 1)
 
-    drafter = SimpleNamespace(needs={}, reset=list, begin=id, expand=drafter_expand)
-    mixed = Mixture(drafter, MaxGram())
-    mixed.begin(SimpleNamespace(ids=text, root=ids["brown"]))
-
-    def expand(tokens, parents):
-        logits = mixed.expand(tokens, parents)
-        return mixed.adjust(logits.softmax(-1))
-
-    expand.drafter, expand.root, expand.remaining = mixed, mixed.root, 4
-    tree = graft(expand, torch.tensor([mixed.root]), cost=0.01, node_price=0.1)
+    drafter = SimpleNamespace(needs={}, reset=lambda *_: None, begin=lambda *_: None, expand=expand)
+    mixture = Mixture(drafter, MaxGram())
+    mixture.reset(None, None)
+    mixture.begin(SimpleNamespace(ids=text), root)
+    expand = partial(mixture.expand)
+    expand.remaining = 4
+    tree = mixture.graft(expand, torch.tensor([root]), cost=0.01, node_price=0.1)
     shown = [words[i] for i in tree.tokens.tolist()]
     assert shown[:3] == ["brown", "fox", "jumps"], "the chain that Max-Gram suggests"
     assert "over" in shown, "and what the drafter expects"

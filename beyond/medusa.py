@@ -2,13 +2,13 @@
 
 The idea.  The target's head predicts the next token from the last feature.  MEDUSA adds K heads,
 which predict the K tokens after that one from the same feature, each by itself.  A round runs all
-of them once.  So what is predicted after a node depends on its depth alone, not on the path to it.
+of them once.  So the prediction after a node depends on its depth alone, not on the path to it.
 
     paper                                       shape          name here
     h_t, the last hidden state                  (..., D)       feature: hidden_states[-1]
-    h_t + SiLU(W_1 h_t + b)                     (..., D)       Medusa.forward, one for each head
+    h_t + SiLU(W_1 h_t + b)                     (..., K, D)    Medusa.forward, one for each head
     p_t^(k) = softmax(W_2 (...)), k = 1 ... K   (..., V)       heads[k - 1]; k counts from 0 here
-    - lambda_k log p_t^(k)(y_{t+k+1})           ()             Medusa.loss; lambda_k: DECAY^k
+    - lambda_k log p_t^(k)(y_{t+k+1})           ()             Medusa.loss_of; lambda_k: DECAY^k
 
 Positions.  Feature i has read token i, and the target's head predicts token i + 1 from it.  So head
 k, counted from 0, predicts token i + 2 + k.  In a round, i is the last committed token and the root
@@ -21,82 +21,112 @@ Differences from the paper:
 
 The architecture is the published one: training/convert.py reads its weights.
 
-    python train.py medusa
+    python train.py medusa --data ...
 """
+import copy
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-import edd
-
 HEADS = 5                        # K
-DECAY = 0.8                      # head k's loss has the weight DECAY^k
-VARIANTS = {"medusa": {"hidden": -1, "loss": "ce"}}                # for train.py: name, settings
+DECAY = 0.8                      # the loss of head k has the weight DECAY^k
+NO_LABEL = -100                  # F.cross_entropy ignores it
 
 @dataclass
-class Config(edd.Config):
-    """As edd.Config.  heads: K."""
-    loss: str = "ce"
-    kind: str = "medusa"
-    heads: int = HEADS
+class Config:
+    """Sizes and settings."""
+    vocab: int                       # number of token ids: the target's
+    width: int                       # D: the target's
+    hidden: int                      # index of the last of the target's hidden_states
+    heads: int = HEADS               # K
+    loss: str = "ce"                 # cross entropy of the text
 
     @classmethod
-    def for_target(cls, model, hidden=-1, **more):
-        """As edd.Config.for_target.  hidden: the last of the hidden_states are the features."""
-        return super().for_target(model, hidden, **more)
+    def for_target(cls, model, heads=HEADS):
+        """The Config of a drafter for the Hugging Face model `model`."""
+        c = model.config.get_text_config()
+        return cls(c.vocab_size, c.hidden_size, c.num_hidden_layers, heads)
 
-class Medusa(edd.DraftModel):
+class Medusa(nn.Module):
     """K heads that read the feature of one token."""
-    config_class = Config
 
-    def __init__(self, config, model):
-        super().__init__(config, model)
+    def __init__(self, config, head):
+        """head: a trainable copy of the target's LM head; each W_2 is a copy of it."""
+        super().__init__()
+        self.config = config
         self.w = nn.ModuleList()                               # W_1 and b
         self.heads = nn.ModuleList()                           # W_2
         for _ in range(config.heads):
-            w = nn.Linear(config.width, config.width).to(self.target.like)
+            w = nn.Linear(config.width, config.width).to(head.weight)
             nn.init.zeros_(w.weight)
             nn.init.zeros_(w.bias)
             self.w.append(w)
-            self.heads.append(self.own(model.get_output_embeddings()))
+            self.heads.append(copy.deepcopy(head))
 
     def forward(self, feature):
-        """feature (..., D) -> list of K tensors (..., D): what each head reads"""
+        """feature (..., D) -> (..., K, D): what each head reads"""
         feature = feature.to(self.w[0].weight)
-        return [feature + F.silu(w(feature)) for w in self.w]
+        return torch.stack([feature + F.silu(w(feature)) for w in self.w], -2)
 
-    def loss(self, batch):
-        """As edd.EDD.loss: the sum over k of DECAY^k times the cross entropy of head k."""
+    def terms(self, batch, block):
+        """As edd.EDD.terms -> [(x (B, T, K, D), labels (B, T, K), None)], without a block.
+
+        At position j every head predicts token j + 1, as plain training does.  Head k does so from
+        feature j - 1 - k.  Where there is none, its label is NO_LABEL.
+        """
+        T = batch.ids.shape[1]
+        xs = self(batch.hidden[self.config.hidden])                            # (B, T, K, D)
+        next_tokens = batch.ids.roll(-1, 1)                                    # (B, T)
+        x, labels = [], []
+        for k in range(self.config.heads):
+            x.append(F.pad(xs[:, :, k], (0, 0, 1 + k, 0))[:, :T])              # (B, T, D)
+            has_none = torch.arange(T, device=next_tokens.device) < 1 + k
+            labels.append(next_tokens.masked_fill(has_none, NO_LABEL))
+        return [(torch.stack(x, 2), torch.stack(labels, 2), None)]
+
+    def loss_of(self, x, labels):
+        """The sum over k of lambda_k times the cross entropy of head k, summed over n positions.
+
+        x (n, K, D), labels (n, K) -> ()
+        """
         total = 0
-        xs = self(batch["hidden"][self.config.hidden])                         # K of (B, T, D)
-        for k, x in enumerate(xs):
-            # At position i the label is token i + 2 + k.  Plain training predicts that token at
-            # position i + 1 + k, so the loss mask is read there.
-            labels = batch["ids"].roll(-2 - k, 1)                              # (B, T)
-            loss_mask = F.pad(batch["learn"], (0, 1 + k))[:, 1 + k:]           # (B, T)
-            loss = partial(edd.cross_entropy, self.heads[k])
-            total += DECAY ** k * batch["sum"](loss, loss_mask, x, labels)
-        return total / batch["count"]
+        for k, head in enumerate(self.heads):
+            logits = head(x[:, k]).float()                                     # (n, V)
+            total = total + DECAY ** k * F.cross_entropy(logits, labels[:, k], reduction="sum")
+        return total
 
-class Drafter(edd.Drafter):
+class Drafter:
     """Drafts with MEDUSA-1, by the contract of a drafter in verify.py."""
 
+    def __init__(self, model, temperature=1.0):
+        """temperature: for calibration, as in glide.Drafter."""
+        self.model, self.temperature = model.eval(), temperature
+        self.config = model.config
+        self.needs = {"hidden": (self.config.hidden,)}
+
+    def reset(self, probs, source):
+        """Begin a sequence."""
+        self.probs = probs
+
     @torch.no_grad()
-    def begin(self, view):
-        """Start a round: run all heads, on the last committed token's feature."""
-        self.paths = []
+    def begin(self, view, root):
+        """Begin a round: run all heads, on the feature of the last committed token."""
+        self.depths = []                                       # of this round's nodes
         feature = view.hidden[self.config.hidden][-1]                          # (D,)
-        xs = self.model(feature)                                               # K of (D,)
-        logits = [head(x) for head, x in zip(self.model.heads, xs)]            # K of (V,)
-        none = torch.full_like(logits[0], float("-inf"))
+        logits = [head(x) for head, x in zip(self.model.heads, self.model(feature))]
+        none = torch.full_like(logits[0], float("-inf"))                       # (V,)
         # Row d: what follows a node at depth d.  The last row is for all deeper nodes.
-        self.table = torch.stack([*logits, none])                              # (K + 1, V)
+        table = torch.stack([*logits, none])                                   # (K + 1, V)
+        self.table = self.probs(table, self.temperature)
 
     def expand(self, tokens, parents):
-        """As in the contract, without a forward -> logits (m, V) by the depth of each node."""
-        depths = [len(path) - 1 for path in self.add_paths(parents)]
-        deepest = self.config.heads
-        return self.table[[min(depth, deepest) for depth in depths]]
+        """Without a forward: probabilities (m, V) by the depth of each node."""
+        for parent in parents:
+            self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
+        rows = [min(depth, self.config.heads) for depth in self.depths[-len(parents):]]
+        return self.table.to(tokens.device)[rows]
+
+    def keep(self, path):
+        """End the round: there is nothing to keep."""

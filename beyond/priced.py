@@ -41,57 +41,59 @@ and the forward itself is worth its price where
 
     sum_{j in F} (s p_j - r node_price) >= r cost                                               (5)
 
+Each node of F is charged for one child, though up to `width` children may be kept.  Against that,
+(5) looks one forward ahead, and the gain of all later forwards, which this one makes possible, is
+not counted.  Charging every child that is expected to be kept drafts less.  In simulated decodings
+of the stand-in it changed the tokens per time by -2 to +2 %, without a pattern, so the simpler
+form stays.
+
 After each forward, r becomes the rate of the nodes drafted so far, chosen by (2), if that is
 higher.  When drafting ends, the forwards are paid for, whatever is verified.  So the tree is the n
 most probable nodes, for the n <= max_nodes with the highest E / T.  It may be n = 0.
 
 Rounds.  A round may also not draft at all.  Then it verifies a tree N_0: the root alone, with
-E_0 = T_0 = 1, or what Max-Gram suggests without a forward (graft.py).  Drafting turns E_0 and T_0
-into E and T, and E / T >= E_0 / T_0 exactly where
+E_0 = T_0 = 1, or what Max-Gram suggests without a forward (graft.py).  With realised tokens in the
+place of E and E_0, drafting turns G_0 tokens into G, and T_0 into T.  It is worth that where
 
-    E - E_0 >= (T - T_0) E_0 / T_0                                                              (6)
+    mean of G - G_0 >= (mean of T - T_0) E_0 / T_0                                              (6)
 
-Both differences are known only after drafting.  So two running means hold what drafting gained and
-what it took in recent rounds of the same sequence, and a round drafts where (6) holds for them.
-The first round of a sequence drafts.
+G is known at the next round: expand.remaining has fallen by the number of new tokens.  So is G_0:
+the tokens of a sequence do not depend on the trees, so the next round also shows how far N_0 would
+have been accepted.  An overconfident drafter therefore finds out that it loses.  The two running
+means are those of recent rounds of the same sequence that drafted.  They begin with what the first
+of these rounds expects, E - E_0 and T - T_0, and move slowly (LEARN), since the gain of a single
+round is mostly chance.
 
     symbol           unit           name here
     s_d / s_t        target steps   cost: one drafter forward
     node_price       target steps   node_price: one more verified node
     start            target steps   start: what a tree takes in addition, however small it is
-    D                forwards       Candidates.drafts
+    D                forwards       Candidates.num_forwards
     p_j              probability    Candidates.p
+    N, E, T                         a Plan
 
 Max-Gram alone (a cascade without models) drafts without a forward, D = 0.  Its tree is a chain, cut
-at the length with the highest E / T.
+at the length with the highest E / T: priced_chain().
 
-What this folder asks of expand and drafter beyond verify.py's contract; all of it is optional:
-
-    expand.memory         a dict that lasts for a sequence; the running means of (6) are kept in it.
-                          Without it every round drafts.
-    drafter.suggest(token, parent, most, match) -> (ids, confidences)
-                          for graft.py: a chain of up to `most` ids that may follow `token`, and a
-                          confidence in each.  The token stands below the node with expand_index
-                          `parent` (-1: it is the root).  match: the shortest match to predict from.
-    drafter.announce(ids, parents, device) -> tokens (m,)
-                          called with what expand is given next, as lists.  A drafter that needs the
-                          ids on the host (graft.Mixture) then has no need to read them back.
+pct_cost is a builder by the contract in verify.py.  A History of the sequence lies on expand, as
+expand.history.  An expand without `remaining` has none, and then every round drafts.
 
     python -m beyond.priced       # the demo: a node is verified where it gives more than it costs
 """
-from collections import defaultdict, namedtuple
+from collections import namedtuple
 from statistics import linear_regression, median
 
 import numpy as np
 import torch
 
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates, clamp_depth
+from maxgram import N
+from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates
 
 QUARTILES = 0.25, 0.75
 NODE_PRICE = 0.01       # in target steps, where it was not measured
 START = 0.0             # in target steps, where it was not measured
-LEARN = 0.2             # how far a round that drafts moves the running means to its gain and time
-FORGET = 0.003          # how far any other moves the mean gain to 1: drafting is tried again later
+LEARN = 0.05            # how far a round that drafted moves the running means to its gain and time
+RETRY = 0.01            # how far any other raises the mean gain, as a share of what it should be
 
 Prices = namedtuple("Prices", "cost node_price start")
 # A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps
@@ -105,44 +107,76 @@ def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=
 
     Returns a Tree of at most 1 + max_nodes nodes.
     """
-    prices = Prices(cost, node_price, start)
-    assert min(prices) >= 0, f"{prices}: times are not below zero"
-    depth = clamp_depth(expand, width, depth, max_nodes)
-    gram = max_gram_alone(expand)
-    if gram is not None:
-        return priced_chain(expand, root, gram, prices, max_nodes)
-    candidates = Announced(expand, root, width)
+    prices = checked(Prices(cost, node_price, start), depth, max_nodes)
+    candidates = Candidates(expand, root, width)
+    history = history_of(expand)
+    history.learn(expand, undrafted=1)
     plan = PLAIN
-    if worth_drafting(expand, before=PLAIN):
+    if history.worth_drafting(before=PLAIN):
         draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
         plan = most_profitable(candidates, prices, max_nodes)
-        remember(expand, PLAIN, plan)
+        history.note(expand, before=PLAIN, after=plan)
     return candidates.tree(plan.nodes)
 
+def checked(prices, depth, max_nodes):
+    assert min(prices) >= 0, f"{prices}: times are not below zero"
+    assert depth >= 1, f"depth is {depth}: draft at least once"
+    assert max_nodes >= 1, f"a tree may have {max_nodes} nodes: allow at least one"
+    return prices
+
 # ---------------------------------------------------------------- whether a round drafts: Eq. 6
-def worth_drafting(expand, before):
-    """Eq. 6 for the running means of this sequence -> bool.  before: the Plan without drafting.
+class History:
+    """What drafting gained and took in recent rounds of a sequence, as running means.
 
-    Rounds with a suggested chain gain less by drafting: they have running means of their own.
+    Rounds with a suggested chain N_0 gain less by drafting: they have means of their own.
+    means: {whether a chain was suggested: [mean gain in tokens, mean time in target steps]}.
+    last: what the last round did, if it drafted: (suggested, its time T - T_0, its remaining).
     """
-    memory = getattr(expand, "memory", {})
-    suggested = bool(before.nodes)
-    gain, time = memory.get(suggested, (1.0, 0.0))
-    worth = gain >= time * before.E / before.T
-    if not worth:
-        memory[suggested] = gain + FORGET * (1 - gain), time
-    return worth
 
-def remember(expand, before, after):
-    """Move the running means by LEARN, after a round that drafted.  before, after: Plans."""
-    memory = getattr(expand, "memory", {})
-    suggested = bool(before.nodes)
-    gain = after.E - before.E
-    time = after.T - before.T
-    mean_gain, mean_time = memory.get(suggested, (gain, time))
-    mean_gain += LEARN * (gain - mean_gain)
-    mean_time += LEARN * (time - mean_time)
-    memory[suggested] = mean_gain, mean_time
+    def __init__(self):
+        self.means = {}
+        self.last = None
+
+    def worth_drafting(self, before):
+        """Eq. 6 -> bool.  before: the Plan of N_0, with E_0 and T_0."""
+        suggested = bool(before.nodes)
+        if suggested not in self.means:
+            return True
+        gain, time = self.means[suggested]
+        needed = time * before.E / before.T
+        if gain < needed:
+            # So drafting is tried again later: in one round of six, where it gains nothing.
+            self.means[suggested][0] += RETRY * needed
+        return gain >= needed
+
+    def note(self, expand, before, after):
+        """This round drafts: it turns the Plan `before` into `after`."""
+        suggested = bool(before.nodes)
+        time = after.T - before.T
+        self.means.setdefault(suggested, [after.E - before.E, time])
+        self.last = suggested, time, getattr(expand, "remaining", None)
+
+    def learn(self, expand, undrafted):
+        """A new round: now it is known what the last one gained.
+
+        undrafted: G_0, the tokens that the last round would have given without drafting.
+        """
+        if self.last is None:
+            return
+        suggested, time, remaining = self.last
+        self.last = None
+        gain = remaining - expand.remaining - undrafted
+        means = self.means[suggested]
+        means[0] += LEARN * (gain - means[0])
+        means[1] += LEARN * (time - means[1])
+
+def history_of(expand):
+    """The History of the sequence for which expand lasts."""
+    if not hasattr(expand, "remaining"):
+        return History()
+    if not hasattr(expand, "history"):
+        expand.history = History()
+    return expand.history
 
 # ---------------------------------------------------------------- drafting: Eq. 2 to 5
 def draft_by_price(candidates, grow, prices, depth, max_nodes):
@@ -150,21 +184,21 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
 
     grow(frontier) runs the drafter once -> the new nodes, the layer L.
     """
-    p = candidates.p
+    p, expand_index = candidates.p, candidates.expand_index
     remaining = getattr(candidates.expand, "remaining", float("inf"))
     frontier = [0]
     r = 1.0
-    while frontier and candidates.drafts < depth:
+    while frontier and candidates.num_forwards < depth:
         layer = grow(frontier)
         r = max(r, rate_at(r, candidates, prices, max_nodes))
         price = r * prices.node_price
         # Eq. 3.  R is the frontier; in graft.py also the nodes of a suggested chain, which the same
         # forward both drafted and expanded.
-        R = frontier + [j for j in layer if j in candidates.expand_index]
+        R = frontier + [j for j in layer if expand_index[j] >= 0]
         kept = [p[j] for j in layer if p[j] >= price]
         s = sum(kept) / sum(p[j] for j in R)
         # Eq. 4, of nodes that no forward has expanded yet, and whose children are not too deep
-        frontier = [j for j in layer if s * p[j] >= price and j not in candidates.expand_index]
+        frontier = [j for j in layer if s * p[j] >= price and expand_index[j] < 0]
         frontier = [j for j in frontier if candidates.depth[j] < remaining]
         frontier = candidates.best(frontier, max_nodes)
         # Eq. 5
@@ -173,78 +207,64 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
             break
     return r
 
+def time_of(prices, forwards, nodes):
+    """T of a round: so many drafter forwards, and a tree of so many nodes, excluding the root."""
+    T = 1.0 + forwards * prices.cost
+    if nodes:
+        T += prices.start + nodes * prices.node_price
+    return T
+
 def rate_at(r, candidates, prices, max_nodes):
     """E / T, if drafting ended here and the nodes of Eq. 2 were verified, at most max_nodes."""
     worth = [p for p in candidates.p[1:] if p >= r * prices.node_price]
     worth = sorted(worth, reverse=True)[:max_nodes]
-    E = 1 + sum(worth)
-    T = 1 + candidates.drafts * prices.cost + prices.start + len(worth) * prices.node_price
-    return E / T
+    return (1 + sum(worth)) / time_of(prices, candidates.num_forwards, len(worth))
 
 def most_profitable(candidates, prices, max_nodes):
-    """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n."""
+    """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n.
+
+    Of equally high ones the smallest, so a node that gains nothing is not verified, and none has
+    probability zero.
+    """
+    drafted = range(1, len(candidates.token))
+    ranked = candidates.ranked(drafted)[:max_nodes]
     E = 1.0
-    T = 1.0 + candidates.drafts * prices.cost
-    best = Plan([], E, T)                        # n = 0: the root alone
-    T += prices.start
-    ranked = candidates.ranked(candidates.nodes())
-    for n, j in enumerate(ranked[:max_nodes], 1):
+    best = Plan([], E, time_of(prices, candidates.num_forwards, 0))
+    for n, j in enumerate(ranked, 1):
         E += candidates.p[j]
-        T += prices.node_price
+        T = time_of(prices, candidates.num_forwards, n)
         if E / T > best.E / best.T:
             best = Plan(ranked[:n], E, T)
-    return best._replace(nodes=sorted(best.nodes))
-
-class Announced(Candidates):
-    """Candidates that announce their tokens to a drafter with `announce` (see the top)."""
-
-    def __init__(self, expand, root, width):
-        super().__init__(expand, root, width)
-        self.token[0] = getattr(expand, "root", None)
-
-    def tokens_of(self, nodes):
-        """As Candidates.tokens_of."""
-        if nodes == [0]:
-            return self.root                     # the drafter's view has its id
-        ids = [self.token[node] for node in nodes]
-        parents = [self.parent_index(node) for node in nodes]
-        return self.announce(ids, parents)
-
-    def announce(self, ids, parents):
-        """Lists of ids and parents, to be given to expand next -> the ids as a tensor (m,)"""
-        drafter = getattr(self.expand, "drafter", None)
-        if hasattr(drafter, "announce"):
-            return drafter.announce(ids, parents, self.root.device)
-        return torch.tensor(ids, device=self.root.device)
+    return best
 
 # ---------------------------------------------------------------- Max-Gram alone
-def max_gram_alone(expand):
-    """The MaxGram of a cascade without models; None for every other drafter."""
-    drafter = getattr(expand, "drafter", None)
-    alone = getattr(drafter, "stages", None) == []
-    return drafter.gram if alone else None
+def priced_chain(expand, root, gram, node_price=NODE_PRICE, start=START, max_nodes=MAX_NODES):
+    """Max-Gram's chain, cut at the length with the highest E / T, which may be 0 -> Tree
 
-def priced_chain(expand, root, gram, prices, max_nodes):
-    """Max-Gram's chain, cut at the length with the highest E / T, which may be 0 -> Tree"""
+    gram: the MaxGram of a cascade without models, which commits to it.  The root's id is read from
+    the device.
+    """
+    prices = checked(Prices(0.0, node_price, start), 1, max_nodes)
     candidates = Candidates(expand, root, width=1)
-    place = gram.after(gram.here(), expand.root)
+    most = min(max_nodes, expand.remaining)
+    path = root.tolist()
     node = 0
-    while candidates.depth[node] < expand.remaining:
-        chunk, length = gram.chunk(place, 1)
-        # Eq. 2 at r = 1: after a token that is less probable none can raise the rate.
-        worthless = candidates.p[node] < prices.node_price
-        if worthless or not chunk:
+    # Eq. 2 at r = 1: after a token that is less probable none can raise the rate.
+    while candidates.depth[node] < most and candidates.p[node] >= node_price:
+        ids, lengths = gram.propose(path, min(N, most - candidates.depth[node]))
+        if not ids:
             break
-        node = candidates.add_child(node, gram.confidence_of(length), chunk[0])
-        place = gram.after(place, chunk[0])
+        path += ids
+        for token, length in zip(ids, lengths):
+            node = candidates.add(node, token, gram.confidence_of(length))
     plan = most_profitable(candidates, prices, max_nodes)
     return candidates.tree(plan.nodes)
 
 # ---------------------------------------------------------------- the prices, from timed decodings
 # What one timed decoding took, summed over its rounds.  Counts: its rounds, the verified nodes
-# without the roots, the drafter's forwards.  Seconds: in the drafter's begin, in its forwards, in
-# the target's forwards, in all else.  The prefill is left out.
-Spent = namedtuple("Spent", "rounds nodes forwards begin draft verify other")
+# without the roots, the drafter's forwards.  Seconds: in the drafter's forwards, in the target's,
+# in all else but the drafter's begin and the prefill.
+Spent = namedtuple("Spent", "rounds nodes forwards draft verify other")
 
 def prices_of(turns):
     """Prices from short timed decodings -> {label: {"cost", "node_price", "start", "cost_range",
@@ -257,8 +277,12 @@ def prices_of(turns):
         cost          s_d / s_t: mean seconds of one forward of the drafter over s_t (EDD, 3.2)
         node_price    slope of the target's seconds in a round over the nodes, divided by s_t; a
                       property of the target, so all drafters have one price
-        start         what else a round with a tree takes beyond a plain one, the drafter's begin
-                      included
+        start         what else a round with a tree takes beyond a plain one: in the target, and on
+                      the host
+
+    The drafter's begin() is in none of them.  It runs in every round before the builder is called,
+    so it takes the same time whether the round drafts or not.  (In a mixture the neural drafter's
+    begin() runs in the first forward of a round, so there it is part of `cost`.)
 
     Each is computed for each turn, and the median over the turns is taken: another program disturbs
     some turns, not most.  The ranges are the quartiles over the turns.  A label whose decodings
@@ -268,18 +292,21 @@ def prices_of(turns):
     slopes = [node_slope(plain, of_label) for plain, of_label in turns]
     slopes = [slope for slope in slopes if slope is not None] or [NODE_PRICE]
     node_price = max(0.0, median(slopes))
-    costs, starts = defaultdict(list), defaultdict(list)         # by label, one for each turn
+    costs, starts = {}, {}                                 # by label, one for each turn
     for plain, of_label in turns:
         s_t = plain.verify / plain.rounds
         plain_round = (plain.verify + plain.other) / plain.rounds
         for label, decodings in of_label.items():
-            spent = total(decodings)
-            if not spent.rounds:
+            decodings = [spent for spent in decodings if spent.rounds]
+            if not decodings:
                 continue
-            costs[label].append(spent.draft / max(1, spent.forwards) / s_t)
-            besides = (spent.begin + spent.verify + spent.other) / spent.rounds
+            spent = Spent(*map(sum, zip(*decodings)))
+            cost = spent.draft / max(1, spent.forwards) / s_t
+            besides = (spent.verify + spent.other) / spent.rounds
             nodes = spent.nodes / spent.rounds
-            starts[label].append((besides - plain_round) / s_t - nodes * node_price)
+            start = (besides - plain_round) / s_t - nodes * node_price
+            costs.setdefault(label, []).append(cost)
+            starts.setdefault(label, []).append(start)
     prices = {}
     for label in costs:
         prices[label] = {
@@ -302,11 +329,6 @@ def node_slope(plain, of_label):
         return None
     s_t = plain.verify / plain.rounds
     return linear_regression(nodes, seconds).slope / s_t
-
-def total(decodings):
-    """The sum of several Spent."""
-    zeros = Spent(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    return Spent(*map(sum, zip(zeros, *decodings)))
 
 # ---------------------------------------------------------------- demo
 def main():

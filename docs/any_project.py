@@ -1,87 +1,128 @@
 """A tree builder in any project: this file and cape.py (or pct.py) are all that it needs.
 
-    python any_project.py cape        # the demo: random models; a tree's output is plain decoding's
-    python any_project.py pct
+    python docs/any_project.py cape   # the demo: random models; a tree's output is plain decoding's
+    python docs/any_project.py pct
 
 A builder knows no model.  It gets a function expand, which predicts with the drafter, and the last
-token of the text, the root; it returns a tree of drafted tokens.  One forward of the target then
-verifies the whole tree.  Any two causal LMs of transformers do, with one tokenizer and without
-sliding windows:
+token of the text, the root; it returns a tree of drafted tokens (the contract: verify.py).  One
+forward of the target then verifies the whole tree.  Any two causal LMs of transformers do, with one
+tokenizer and without sliding windows:
 
-    target = AutoModelForCausalLM.from_pretrained("a large one")
-    drafter = AutoModelForCausalLM.from_pretrained("a small one")
+    target = AutoModelForCausalLM.from_pretrained("a large one", dtype="float32")
+    drafter = AutoModelForCausalLM.from_pretrained("a small one", dtype="float32")
     ids = generate(target, drafter, cape.cape, tokenizer(text).input_ids, 100)
 
-For clarity each forward reads the whole text again.  verify.py does the same with a KV cache.
+Both models have a KV cache.  verify.py has what is missing here: a cache without concatenation,
+sampling, and stopping criteria.
+
+In float32 the output is plain decoding's.  In half precision a forward over a tree rounds otherwise
+than one over a token, and where two tokens are about equally probable another one may be chosen.
 """
 import importlib
 import sys
 from copy import deepcopy
+from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+# In this project the builders lie one folder up; in yours they may lie beside this file.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 
-def expand_after(text, drafter):
-    """What a builder calls in one round: a function.  text: list of ids, the root the last."""
-    paths = []                                    # of each node: the text up to it
+class CachedModel:
+    """A causal LM with a KV cache: `length` entries of the text, then those of a tree's nodes."""
 
-    def expand(tokens, parents):
-        """m new nodes: tokens (m,), parents [m ints] -> probabilities (m, V) of what follows each.
+    def __init__(self, model):
+        self.model = model
+        self.cache = DynamicCache()
+        self.length = 0
+        self.paths = []                           # of each node: its ancestors and itself
 
-        Nodes are numbered from 0 in the order in which they are given; the root's parent is -1.
+    def forward(self, tokens, parents):
+        """Read m nodes of a tree below the text: lists of m -> logits (m, V).
+
+        Nodes are numbered from 0 in the order in which they are given; a root's parent is -1.
         """
-        probs = []
-        for token, parent in zip(tokens.tolist(), parents):
-            before = text[:-1] if parent == -1 else paths[parent]
-            path = before + [token]
-            paths.append(path)
-            logits = drafter(torch.tensor([path])).logits[0, -1]                # (V,)
-            probs.append(logits.softmax(-1))
-        return torch.stack(probs)
-    return expand
+        for parent in parents:
+            ancestors = self.paths[parent] if parent >= 0 else []
+            node = len(self.paths)
+            self.paths.append(ancestors + [node])
+        paths = self.paths[-len(tokens):]
+        # A node sees the text, its ancestors and itself.
+        sees = torch.zeros(len(tokens), self.length + len(self.paths), dtype=torch.bool)
+        sees[:, :self.length] = True
+        for row, path in zip(sees, paths):
+            row[self.length:][path] = True
+        mask = torch.where(sees, 0.0, -torch.inf)                  # added to the attention scores
+        mask = mask.to(self.model.device, self.model.dtype)
+        position = [self.length + len(path) - 1 for path in paths]
+        out = self.model(
+            torch.tensor([tokens], device=self.model.device),
+            position_ids=torch.tensor([position], device=self.model.device),
+            attention_mask=mask[None, None],
+            past_key_values=self.cache)
+        return out.logits[0]
 
-def target_choices(target, text, tokens, parents):
-    """One forward over text and tree -> the target's token after each of the n nodes, a list."""
-    t, n = len(text) - 1, len(tokens)             # the root is in the text, and in the tree
-    # A token sees all before it in the text; a node sees the text, its ancestors and itself.
-    sees = torch.ones(t + n, t + n).tril().bool()
-    sees[t:, t:] = torch.eye(n).bool()
-    for node in range(1, n):
-        sees[t + node] |= sees[t + parents[node]]
-    position = sees.sum(1) - 1                    # how many tokens each sees before itself
-    mask = torch.where(sees, 0.0, -torch.inf)     # added to the scores
-    mask = mask.to(target.dtype)
-    ids = torch.tensor([text[:-1] + tokens])
-    out = target(ids, attention_mask=mask[None, None], position_ids=position[None])
-    return out.logits[0, t:].argmax(-1).tolist()
+    def keep(self, path):
+        """Append these nodes, a path from the root, to the text, and forget all others."""
+        kept = list(range(self.length)) + [self.length + node for node in path]
+        for layer in self.cache.layers:
+            layer.keys = layer.keys[:, :, kept]                    # (1, H, len(kept), d)
+            layer.values = layer.values[:, :, kept]
+        self.length = len(kept)
+        self.paths = []
 
-def accepted(tokens, parents, choices):
-    """Walk down from the root while the target's choice is a child -> the new tokens."""
+    def read(self, text):
+        """Read the tokens of `text` that are not in the cache yet, as a chain."""
+        rest = text[self.length:]
+        if rest:
+            chain = range(len(rest))
+            self.forward(rest, [i - 1 for i in chain])
+            self.keep(chain)
+
+def accept(tokens, parents, choices):
+    """Walk down from the root while the target's choice is a child -> (path, new tokens)."""
     nodes = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens))}
-    new = []
+    path, new = [], []
     node = 0
     while node is not None:
+        path.append(node)
         new.append(choices[node])
         node = nodes.get((node, choices[node]))
-    return new
+    return path, new
 
 @torch.inference_mode()
 def generate(target, drafter, build, text, count):
     """Greedy decoding of `count` tokens or a few more after `text`, a list of ids -> all ids."""
+    target, drafter = CachedModel(target), CachedModel(drafter)
+
+    def expand(tokens, parents):
+        """What a builder calls: tokens (m,), parents [m ints] -> probabilities (m, V)."""
+        logits = drafter.forward(tokens.tolist(), parents)
+        return logits.float().softmax(-1).to(tokens.device)
+
     end = len(text) + count
     while len(text) < end:
-        # Draft a tree, verify it by one forward, accept.
-        root = torch.tensor(text[-1:])
-        tree = build(expand_after(text, drafter), root)
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        choices = target_choices(target, text, tokens, parents)
-        text = text + accepted(tokens, parents, choices)
+        # The last token, the root, is not read with the text: it is part of the tree.
+        target.read(text[:-1])
+        drafter.read(text[:-1])
+        # Draft a tree.
+        tree = build(expand, torch.tensor(text[-1:]))
+        tokens, parents, expand_index = [x.tolist() for x in tree[:3]]
+        # Verify it by one forward of the target.
+        choices = target.forward(tokens, parents).argmax(-1).tolist()
+        # Accept.
+        path, new = accept(tokens, parents, choices)
+        text = text + new
+        # Commit: the drafter has read only those nodes that were given to expand.
+        target.keep(path)
+        drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
     return text
 
-def main(name):
+def main(name="cape"):
     """Random models, the drafter like the target but for some noise."""
-    build = getattr(importlib.import_module(name), name)                        # cape.cape, pct.pct
+    build = getattr(importlib.import_module(name), name)           # cape.cape, pct.pct
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=30, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -93,7 +134,7 @@ def main(name):
     forwards = []
     target.register_forward_hook(lambda *_: forwards.append(1))
     text = generate(target, drafter, build, [3, 1, 4, 1, 5], 60)
-    rounds = len(forwards)
+    rounds = len(forwards) - 1                                     # the first read the prompt
     plain = text[:5]
     while len(plain) < len(text):
         plain.append(target(torch.tensor([plain])).logits[0, -1].argmax().item())

@@ -1,124 +1,158 @@
-"""beyond/shared.py: a layer between the target's tables on a short list of words, against whole tables, KL by hand, and paths by themselves."""
+"""beyond/shared.py: a layer between the target's tables, on a short list of words."""
 from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, plain, shared, tiny, weighty
+from conftest import VOCAB, shared, tiny, weighty
 from safetensors.torch import load_file
-from test_glide import EXACT, batch_of, save, text, view
-from test_verify import path_to
+from test_glide import (
+    EXACT, all_labels, batch_of, mean_loss, of_logits, path_to, save, text, view)
 
-import cape
 import edd
-import glide
-import pct
-import verify
-from beyond.shared import EDDConfig, EDDShared, GlideConfig, GlideShared, frequent_words
+from beyond.shared import EDDConfig, GlideConfig, frequent_words
+from runtime import families
 
-WORDS = [7, 2, 5, 3]
+KINDS = ["glide-shared", "edd-shared"]
+WORDS = torch.tensor([7, 2, 5, 3])
 OTHERS = [token for token in range(VOCAB) if token not in WORDS]
-
-def made(model, name, words=len(WORDS), **more):
-    """A random draft model, and what decodes with it."""
-    if name == "edd":
-        module = weighty(lambda: EDDShared(EDDConfig.for_target(model, 2, words=words, **more), model), 1)
-    else:
-        config = GlideConfig.for_target(model, layer=1, words=words, window=3, **more)
-        module = weighty(lambda: GlideShared.for_target(model, config, 64), 1)
-    if words:
-        module.choose_words(torch.tensor(WORDS))
-    return module, (edd if name == "edd" else glide).Drafter(module)
-
-def hidden_of(module, batch):
-    """What the module's head reads of a batch, as in training."""
-    if isinstance(module, EDDShared):
-        return module(batch["ids"], batch["hidden"][2], 5)
-    return module(batch["ids"], batch["kv"])
 
 def tied_llama():
     return tiny("llama", tie_word_embeddings=True)
 
+def made(kind, model, words=WORDS, **more):
+    """A random draft model, in float64, with a window of three entries."""
+    if kind == "edd-shared":
+        config = EDDConfig.for_target(model, 2, **more)
+    else:
+        config = GlideConfig.for_target(model, layer=1, **{"window": 3, **more})
+    return weighty(families.new(kind, config, model, 64, words))
+
+def hidden_of(draft_model, batch):
+    """What the draft model's head reads of a batch, as in training (B, T, D)."""
+    [(x, _, _)] = draft_model.terms(batch, 5)
+    return x
+
+# ---------------------------------------------------------------- the list of words
 def test_the_most_frequent_words():
-    """By a Counter; the end of a text comes first, however rare it is; of equally frequent ones the lower."""
+    """By a Counter; the end of a text comes first; of equally frequent ones the lower."""
     for seed in range(20):
-        tokens, count = text(seed, seed, 9), Counter(text(seed, seed, 9).tolist())
+        tokens = text(seed, seed, 9)
+        count = Counter(tokens.tolist())
         ranked = sorted(range(9), key=lambda token: (-count[token], token))
         assert frequent_words(tokens, 5, 9).tolist() == ranked[:5]
-        assert frequent_words(tokens, 5, 9, eos=8).tolist() == [8, *(token for token in ranked if token != 8)][:5]
+        ranked.remove(8)
+        assert frequent_words(tokens, 5, 9, eos=8).tolist() == [8, *ranked][:5]
+    with pytest.raises(ValueError, match="take 1 to 9"):
+        frequent_words(tokens, 10, 9)
 
-@pytest.mark.parametrize("name", ["glide", "edd"])
+# ---------------------------------------------------------------- training
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", [lambda: shared("qwen2"), tied_llama])
-def test_the_layer_learns_among_the_words_alone(target, name):
-    """The loss is KL over the words' logits, in float64; each weight of the drafter gets a gradient, none of the target's."""
+def test_the_layer_learns_among_the_words_alone(target, kind):
+    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns."""
     model = target()
+    model.requires_grad_(False)
+    draft_model = made(kind, model)
     batch = batch_of(model, torch.stack((text(13), text(13, 8))), {2, 3})
-    batch["learn"][1, :4] = False
-    batch["count"] = batch["learn"].sum()
-    module, _ = made(model, name, bias=True) if name == "glide" else made(model, name)
+    loss_mask = all_labels(batch)
+    loss_mask[1, :4] = False
     # The target's own last hidden state gives the target's own logits.
-    whole, batch["logits"] = batch["logits"], module.word_logits(batch["hidden"][3])
-    torch.testing.assert_close(batch["logits"], whole[..., WORDS], **EXACT)
-    model.zero_grad()
-    found = module.loss(batch)
+    whole = batch.logits
+    batch.logits = draft_model.between.tables.head(batch.hidden[3])
+    torch.testing.assert_close(batch.logits, whole[..., WORDS], **EXACT)
+    found = mean_loss(draft_model, batch, loss_mask)
     found.backward()
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    assert all(p.grad.abs().sum() > 0 for p in module.parameters())
+    assert all(p.grad.abs().sum() > 0 for p in draft_model.parameters())
     with torch.no_grad():
-        x = hidden_of(module, batch)
-        log_d = (x @ model.get_output_embeddings().weight.T)[..., WORDS].log_softmax(-1)
+        head = model.get_output_embeddings().weight[WORDS]
+        log_d = (hidden_of(draft_model, batch) @ head.T).log_softmax(-1)
         log_t = whole[..., WORDS].log_softmax(-1)
-        each = (log_t.exp() * (log_t - log_d)).sum(-1)[batch["learn"]]
+        each = (log_t.exp() * (log_t - log_d)).sum(-1)[loss_mask]
+        rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)[loss_mask]
     assert found.item() == pytest.approx(each.mean().item(), abs=1e-5)
-    module.config.loss = "lk"
-    rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)[batch["learn"]]
-    assert module.loss(batch).item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
-    # A tied table is turned, and the turn learns; a table by itself is read as it is.
-    assert module.config.projected == hasattr(module.projection, "weight") == (target is tied_llama)
+    draft_model.config.loss = "lk"
+    found = mean_loss(draft_model, batch, loss_mask)
+    assert found.item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
+    model.requires_grad_(True)
+    # A matrix follows the embedding of a tied table.
+    projected = "between.projection.weight" in draft_model.state_dict()
+    assert projected == draft_model.config.projected == (target is tied_llama)
 
-@pytest.mark.parametrize("name", ["glide", "edd"])
-def test_a_tree_s_logits_are_those_of_training_along_each_path(name):
-    """In GLIDE's layer the window of a query holds its own entry and three before it, whatever nodes lie between."""
+def test_what_it_starts_with():
+    """The projection rotates, the last norm is the target's; other losses are refused."""
+    model = tied_llama()
+    model.get_decoder().norm.weight.data.uniform_(0.5, 2)
+    for kind in KINDS:
+        config = made(kind, model).config
+        draft_model = families.new(kind, config, model, 64)
+        norm = model.get_decoder().norm.weight
+        torch.testing.assert_close(draft_model.norm.weight, norm, rtol=1e-5, atol=0)
+        matrix = draft_model.between.projection.weight
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(32).double(), rtol=0, atol=1e-6)
+        config.loss = "ce"
+        with pytest.raises(ValueError, match="kl or lk, not by ce"):
+            families.new(kind, config, model, 64)
+
+# ---------------------------------------------------------------- decoding
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trees_logits_are_those_of_training_along_each_path(kind):
     model, ids = shared("llama"), text(20)
-    module, drafter = made(model, name)
+    draft_model = made(kind, model)
+    drafter = of_logits(families.KINDS[kind][2](draft_model))
     nodes, parents = [3, 7, 1, 4, 4, 9, 2], [-1, 0, 0, 1, 2, 4, 5]
-    batch = batch_of(model, ids[None], {2})
-    drafter.begin(view(batch, 0, 10))
-    found = torch.cat([drafter.expand(torch.tensor(nodes[i:j]), parents[i:j]) for i, j in ((0, 1), (1, 3), (3, 7))])
+    drafter.begin(view(batch_of(model, ids[None], {2}), 0, 10), 3)
+    found = []
+    for i, j in ((0, 1), (1, 3), (3, 7)):
+        found.append(drafter.expand(torch.tensor(nodes[i:j]), parents[i:j]))
+    found = torch.cat(found)
     assert found[:, OTHERS].isneginf().all()
     for node in range(7):
-        path = [nodes[i] for i in path_to(node, parents)]
-        along = batch_of(model, torch.cat((ids[:10], torch.tensor(path)))[None], {2})
+        path = torch.tensor([nodes[i] for i in path_to(parents, node)])
+        along = batch_of(model, torch.cat((ids[:10], path))[None], {2})
         with torch.no_grad():
-            trained = module.word_logits(hidden_of(module, along))[0, -1]
+            x = hidden_of(draft_model, along)[0, -1]
+            trained = draft_model.between.tables.head(x)
         torch.testing.assert_close(found[node, WORDS], trained, **EXACT)
-    if name == "glide":
-        alone = GlideConfig.for_target(model, layer=1, words=len(WORDS), window=99)
-        wide = GlideShared.for_target(model, alone, 64)
-        wide.load_state_dict(module.state_dict())
-        with torch.no_grad():
-            differ = (wide.word_logits(hidden_of(wide, batch)) - module.word_logits(hidden_of(module, batch)))[0].abs().amax(-1)
-        assert differ[:4].max() < 1e-9 < 1e-3 < differ[4:].min(), "four entries, its own the last"
 
-@pytest.mark.parametrize("name", ["glide", "edd"])
-def test_words_lie_in_the_checkpoint_and_the_output_stays(name, tmp_path):
-    """Saved, loaded: the words' logits are those of the whole head, no other is drafted, the text is plain decoding's."""
-    model, prompt = shared("qwen2"), [3, 1, 4, 1, 5]
-    module, _ = made(model, name)
-    save(tmp_path / "short", module, kind=f"{name}-shared")
+def test_the_window_holds_a_query_and_three_entries_before_it():
+    model = shared("llama")
+    batch = batch_of(model, text(20)[None])
+    draft_model = made("glide-shared", model)
+    wide = made("glide-shared", model, window=99)
+    with torch.no_grad():
+        differ = hidden_of(wide, batch) - hidden_of(draft_model, batch)
+    differ = differ[0].abs().amax(-1)
+    assert differ[:4].max() < 1e-9 < 1e-3 < differ[4:].min()
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
+    """Saved, loaded: the words' logits are those of the whole head, and no other is drafted.
+
+    A checkpoint of before has other names.
+    """
+    model = tied_llama()
+    save(tmp_path / "short", made(kind, model), kind=kind)
     saved = load_file(tmp_path / "short" / "model.safetensors")
-    assert set(saved) == {"words", *(n for n, _ in module.named_parameters())} and saved["words"].tolist() == WORDS
-    assert not any(weight.shape[0] == VOCAB for weight in saved.values()), "neither table is saved"
-    whole, drafters = made(model, name, words=0)[0], []
-    whole.load_state_dict({n: weight for n, weight in saved.items() if n != "words"})
-    save(tmp_path / "whole", whole, kind=f"{name}-shared")
-    for folder in ("short", "whole"):
-        how = (edd.load, (EDDShared,)) if name == "edd" else (glide.load, (64, GlideShared))
-        drafters.append(how[0](tmp_path / folder, model, *how[1])[0])
-    batch = batch_of(model, text(12)[None], {2})
-    short, full = [drafter.begin(view(batch, 0, 9)) or drafter.expand(torch.tensor([3, 1, 2]), [-1, 0, 0]) for drafter in drafters]
+    assert torch.equal(saved["between.words"], WORDS)
+    assert not any(weight.shape[0] == VOCAB for weight in saved.values())
+    whole = made(kind, model, words=None)
+    whole.load_state_dict({name: saved[name] for name in whole.state_dict()})
+    save(tmp_path / "whole", whole, kind=kind)
+    before = made(kind, model)
+    names = {name: name.removeprefix("between.") for name in before.state_dict()}
+    before.state_dict = lambda: {names[name]: saved[name] for name in names}
+    save(tmp_path / "before", before, kind=kind)
+    batch, found = batch_of(model, text(12)[None], {2}), []
+    for folder in ("short", "whole", "before"):
+        drafter, _ = families.load(tmp_path / folder, model, 40)
+        of_logits(drafter).begin(view(batch, 0, 9), 3)
+        found.append(drafter.expand(torch.tensor([3, 1, 2]), [-1, 0, 0]))
+    short, full, older = found
     torch.testing.assert_close(short[:, WORDS], full[:, WORDS], **EXACT)
     assert short[:, OTHERS].isneginf().all() and full.isfinite().all()
-    for build in (pct.pct, cape.cape):
-        out = verify.generate(verify.Target(model), drafters[0], build, prompt, 8)
-        assert out.tokens == plain(model, prompt, 8)
-        assert {token for one in out.rounds for token in one.tokens[1:]} <= set(WORDS)
+    assert torch.equal(short, older)
+    # Outside the list: probability zero.
+    drafter.reset()
+    drafter.begin(view(batch, 0, 9), 3)
+    probs = drafter.expand(torch.tensor([3]), [-1])
+    assert (probs[:, OTHERS] == 0).all() and probs.sum().item() == pytest.approx(1)

@@ -1,17 +1,18 @@
-"""The cascade: Algorithm 1 against a plain recursion, a lenient review against the paper's rule, limits, T5.  (Sampled: test_drawn.py.)"""
+"""The cascade: Algorithm 1 against its trace and a plain recursion, lenience, limits, T5."""
+import re
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, family, tiny
-from test_cape import BEFORE, run_the_docstrings_lines
-from test_maxgram import brute_force
+from conftest import VOCAB, family, plain, tiny
+from test_maxgram import brute_force, lines_to_use
 
 import cascade
+import maxgram
 import verify
 from maxgram import MaxGram
-from runtime.targets import AnyEncoderDecoder
 
 BIGRAM = [3, 5, 0, 1, 2, 7, 0, 9, 4, 6, 8, 1]
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1]
@@ -20,8 +21,10 @@ def relative(model, noise, seed):
     """A model of the same class whose choices mostly agree with `model`'s."""
     torch.manual_seed(seed)
     other = type(model)(model.config).to(model.dtype).eval()
-    weights = model.state_dict()
-    other.load_state_dict({k: v + noise * torch.randn_like(v) * (v.ndim == 2) for k, v in weights.items()})
+    weights = {}
+    for name, w in model.state_dict().items():
+        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
+    other.load_state_dict(weights)
     return other
 
 @pytest.fixture(scope="module")
@@ -36,21 +39,60 @@ def forward(model, ids):
     return model(torch.tensor([ids]), use_cache=False).logits[0]
 
 def cascade_of(models, K=None, lenience=1.0, gram=None, capacity=None, kind=verify.Target):
-    """A cascade with caches of its own."""
-    return cascade.Cascade([kind(model, capacity) for model in models], K, lenience, gram, None if models else VOCAB)
+    """A cascade with caches of its own, at the beginning of a sequence."""
+    stages = [kind(model, capacity) for model in models]
+    drafter = cascade.Cascade(stages, K, lenience, gram, None if models else VOCAB)
+    drafter.reset(verify.Rule().probs)
+    return drafter
 
-def shown(ids, length=None, source=None):
+def shown(ids, length=None):
     """A View that shows these ids."""
-    return verify.View(torch.tensor(ids), length or len(ids), {}, {}, ids, None, source)
+    return verify.View(torch.tensor(ids), ids, length or len(ids), {}, {})
 
-def drafts(drafter, root, most=64):
-    """The greedy proposal after root -> (tokens, probs)."""
-    first = drafter.draft(root, most)
-    return drafter.gen.tokens[first:], drafter.gen.probs[first:]
+def expand_of(remaining, generator=None):
+    """What chain() and drawn() read of expand."""
+    given = {"generator": generator} if generator else {}
+    return SimpleNamespace(remaining=remaining, **given)
+
+def drafts(drafter, most=64):
+    """The greedy proposal -> (tokens, their entries in gen.probs)."""
+    tokens = drafter.draft(most)
+    return tokens[1:], drafter.gen.probs[drafter.gen.committed + 1:]
+
+# ---------------------------------------------------------------- Algorithm 1 as printed below it
+class Alphabet:
+    """A model of 26 letters that continues abc...; it writes `wrong` after f, if that is given."""
+    vocab, capacity = 26, 99
+
+    def __init__(self, log, wrong="g"):
+        self.log, self.wrong = log, ord(wrong) - ord("a")
+
+    def reset(self):
+        pass
+
+    def align(self, ids, logits_to_keep):
+        self.log.append("".join(chr(i + ord("a")) for i in ids))
+        following = [self.wrong if i == 5 else i + 1 for i in ids[-logits_to_keep:]]
+        return torch.nn.functional.one_hot(torch.tensor(following), 26).float(), None
+
+def test_the_trace_of_algorithm_1():
+    """The column gen of cascade_step's docstring, before and after each review."""
+    log = []
+    drafter = cascade.Cascade([Alphabet(log), Alphabet(log, "x")], [[2, 2], [0, 3]])
+    drafter.reset(verify.Rule().probs)
+    view = verify.View(torch.tensor([], dtype=torch.long), [], 0, {}, {})
+    drafter.begin(view, 0)
+    tokens = drafter.draft(64)
+    column = r"^ +(?:step\(small|base reviews).*?  ([a-x]+)(?:  |$)"
+    after = re.findall(column, cascade.cascade_step.__doc__, re.M)
+    assert after == ["ab", "abc", "abcd", "abcde", "abcdef", "abcdefx"]
+    # What each reviewer read: gen without the token that it added; base accepts all that it reads.
+    assert log == [gen[:-1] for gen in after] and drafter.runs == [1, 5]
+    assert [chr(i + ord("a")) for i in tokens] == list(after[-1])
 
 # ---------------------------------------------------------------- Algorithm 1 as the paper means it
 def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0):
-    """CascadeSpeculativeDraftingStep's drafting part -> [(token, who reviewed it last, its logits)].
+    """CascadeSpeculativeDraftingStep without M_t's review -> [(token, its last reviewer, logits)].
 
     stages: models, "gram" last.  committed: what Max-Gram may search.  On lists and plain forwards.
     """
@@ -65,7 +107,8 @@ def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0):
                 gen += [(t, "gram", None) for t in chain]
                 break
             inner = [row[i + 1:] for row in K[i + 1:]]
-            draft = algorithm_1(stages[i + 1:], inner, text, lenience, committed, runs, level + i + 1)
+            below = level + i + 1
+            draft = algorithm_1(stages[i + 1:], inner, text, lenience, committed, runs, below)
             logits = forward(stage, text + [t for t, _, _ in draft])[len(text) - 1:]
             new = []
             for row, d in zip(logits, draft):
@@ -80,12 +123,13 @@ def algorithm_1(stages, K, prefix, lenience, committed, runs, level=0):
             gen, added = gen + new, added + len(new)
     return gen
 
-KS = [(1, True, [[3, 4], [0, 5]]), (2, False, [[2, 3], [0, 2]]), (2, True, [[3, 2, 4], [0, 1, 6], [0, 0, 5]]), (0, True, [[6]])]
+KS = [(1, True, [[3, 4], [0, 5]]), (2, False, [[2, 3], [0, 2]]),
+      (2, True, [[3, 2, 4], [0, 1, 6], [0, 0, 5]]), (0, True, [[6]])]
 
 @pytest.mark.parametrize("neural, gram, K", KS)
 @pytest.mark.parametrize("lenience", [1.0, 3.0])
 def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenience):
-    """Tokens, who reviewed them, their logits, the runs, over rounds that commit different amounts."""
+    """Tokens, who reviewed them, their logits, the runs, over rounds of different lengths."""
     mine = list(models[1:1 + neural])
     drafter = cascade_of(mine, K, lenience, MaxGram(BIGRAM) if gram else None)
     stages = mine + ["gram"] * gram
@@ -94,9 +138,9 @@ def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenie
     at, seen, runs = 5, 0, [0] * len(stages)
     with torch.inference_mode():
         while at < 20:
-            drafter.begin(shown(text[seen:at], at))
+            drafter.begin(shown(text[seen:at], at), text[at])
             expected = algorithm_1(stages, K, text[:at + 1], lenience, text[:at], runs)
-            tokens, probs = drafts(drafter, text[at])
+            tokens, probs = drafts(drafter)
             assert tokens == [t for t, _, _ in expected]
             for prob, (_, who, logits) in zip(probs, expected):
                 assert torch.is_tensor(prob) == (who != "gram")
@@ -104,27 +148,32 @@ def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenie
                     torch.testing.assert_close(prob, logits, atol=1e-9, rtol=0)
             assert drafter.runs == runs
             seen, at = at, at + 1 + at % 4
-    drafter.reset()
+    drafter.reset(verify.Rule().probs)
     assert drafter.runs == [0] * len(stages)
 
 # ---------------------------------------------------------------- over trees
 def test_trees_see_the_chains_distributions_and_nothing_off_it(models):
     drafter = cascade_of(models[1:], [[2, 2, 3], [0, 1, 4], [0, 0, 4]], 1.0, MaxGram(BIGRAM))
     with torch.inference_mode():
-        drafter.begin(shown(TEXT[:10]))
-        tokens, probs = drafts(drafter, 1)
-        found = [drafter.expand(torch.tensor([x]), [i - 1])[0] for i, x in enumerate([1, *tokens])]
+        drafter.begin(shown(TEXT[:10]), 1)
+        tokens, entries = drafts(drafter)
+        found = []
+        for i, x in enumerate([1, *tokens]):
+            found.append(drafter.expand(torch.tensor([x]), [i - 1])[0])
         other = (tokens[0] + 1) % VOCAB
         off = drafter.expand(torch.tensor([other, tokens[1]]), [0, len(found)])
-    assert {type(p) for p in probs} == {torch.Tensor, float} and found[-1].isneginf().all() and off.isneginf().all()
-    for logits, token, p in zip(found, tokens, probs):
-        if torch.is_tensor(p):
-            torch.testing.assert_close(logits, p.float())
-            assert logits.argmax() == token, "without lenience the chain is the most probable path"
-        else:
-            assert logits.isneginf().all(), "Max-Gram has confidences, see adjust()"
+    assert {type(p) for p in entries} == {torch.Tensor, float}
+    assert not found[-1].any() and not off.any()
+    for probs, token, entry in zip(found, tokens, entries):
+        assert probs.dtype == torch.float32
+        torch.testing.assert_close(probs.sum(), torch.tensor(1.0))
+        if torch.is_tensor(entry):
+            torch.testing.assert_close(probs, entry.float().softmax(-1))
+            assert probs.argmax() == token, "without lenience the chain is the most probable path"
 
-@pytest.mark.parametrize("rule", [verify.Greedy(), verify.Sampled(0.5, seed=1), verify.Sampled(2.0, top_k=1, seed=1)])
+RULES = [verify.Rule(), verify.sampling(0.5, seed=1), verify.sampling(2.0, top_k=1, seed=1)]
+
+@pytest.mark.parametrize("rule", RULES)
 def test_a_builder_sees_max_grams_confidence_at_every_temperature(models, rule):
     """Max-Gram alone: its token has the confidence, all others share the rest evenly."""
     gram = MaxGram([0] * 4 + [7] * 8, [0.25, 0.6])
@@ -133,7 +182,8 @@ def test_a_builder_sees_max_grams_confidence_at_every_temperature(models, rule):
     def build(expand, root):
         tokens, lengths = gram.propose(root, 2)
         nodes = [*root.tolist(), *tokens[:-1]]
-        for p, token, length in zip(expand(torch.tensor(nodes), list(range(-1, len(nodes) - 1))), tokens, lengths):
+        probs = expand(torch.tensor(nodes), list(range(-1, len(nodes) - 1)))
+        for p, token, length in zip(probs, tokens, lengths):
             confidence = 0.6 if length else 0.25
             seen.add(confidence)
             expected = torch.full((VOCAB,), (1 - confidence) / (VOCAB - 1))
@@ -148,25 +198,32 @@ def test_a_builder_sees_max_grams_confidence_at_every_temperature(models, rule):
 def test_no_draft_is_longer_than_asked(models, neural, gram, K):
     """And what is asked for does not change the tokens; nothing runs for none."""
     drafter = cascade_of(models[1:1 + neural], K, 1.0, MaxGram(BIGRAM) if gram else None)
+    root = torch.tensor([4])
     with torch.inference_mode():
-        drafter.begin(shown(TEXT))
-        assert drafter.chain(4, 0) == ([], None) and not any(drafter.runs)
-        whole, _ = drafter.chain(4, 64)
-        for most in range(len(whole) + 2):
-            assert drafter.chain(4, most)[0] == whole[:most]
+        drafter.begin(shown(TEXT), 4)
+        assert drafter.draft(0) == [4] and not any(drafter.runs)
+        whole = drafter.chain(expand_of(64), root).tokens.tolist()
+        for most in range(1, len(whole) + 2):
+            tree = drafter.chain(expand_of(most), root)
+            n = len(tree.tokens)
+            assert tree.tokens.tolist() == whole[:1 + most] and tree.p_draft is None
+            assert tree.parents.tolist() == list(range(-1, n - 1))
+            assert tree.expand_index.tolist() == [-1] * n, "it was drafted without expand"
 
 def test_a_stage_stops_at_its_context_and_the_next_ones_go_on(models):
     """It reads `capacity` tokens, not one more; forwards that do not happen are not counted."""
     for capacity, ahead in product([8, 9, 10, 12, 30], [7, 8, 9]):
-        drafter = cascade_of([models[1]], [[3, 4], [0, 4]], 1.0, MaxGram([1] * VOCAB), capacity)
+        gram = MaxGram([1] * VOCAB)
+        drafter = cascade_of([models[1]], [[3, 4], [0, 4]], 1.0, gram, capacity)
         with torch.inference_mode():
-            drafter.begin(shown(TEXT[:ahead - 1]))                 # `ahead` tokens with the root
-            tokens, probs = drafts(drafter, 7)
+            drafter.begin(shown(TEXT[:ahead - 1]), 7)              # `ahead` tokens with the root
+            tokens, probs = drafts(drafter)
         reviewed = sum(map(torch.is_tensor, probs))
         # what it can read, and its own token; none where the text fills its context
         most = max(0, capacity + 1 - ahead)
         assert len(drafter.stages[0].ids) <= capacity and min(3, most) <= reviewed <= most
-        assert (drafter.runs[0] > 0) == (most > 0) and len(tokens) == reviewed + 4, "Max-Gram adds its four"
+        assert (drafter.runs[0] > 0) == (most > 0)
+        assert len(tokens) == reviewed + 4, "Max-Gram adds its four"
 
 # ---------------------------------------------------------------- sampling: a true p_draft
 def pairs_of_all_kinds(vocab, seed):
@@ -182,7 +239,7 @@ def pairs_of_all_kinds(vocab, seed):
     return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
 
 def reviewed_by_the_papers_rule(p, q, l):
-    """The distribution of what comes out of one review of x ~ q, added up case by case (section 3.1)."""
+    """The distribution of what comes out of one review of x ~ q, case by case (section 3.1)."""
     out = [0.0] * len(p)
     positive = [max(0.0, a - b) for a, b in zip(p, q)]
     for x in range(len(p)):
@@ -196,84 +253,144 @@ def reviewed_by_the_papers_rule(p, q, l):
 
 @pytest.mark.parametrize("vocab, l", [(2, 1.0), (3, 1.3), (5, 3.0), (4, 1e6)])
 def test_one_lenient_review_exactly(vocab, l):
-    """q' is what the paper's rule gives, and what speculative sampling towards q' gives, by enumeration."""
+    """q' is what the paper's rule gives, and what speculative sampling towards q' gives."""
     p, q = pairs_of_all_kinds(vocab, vocab)
-    found = cascade.lenient_distribution(p, q, torch.full((len(p), 1), l, dtype=torch.float64))
+    every_l = torch.full((len(p), 1), l, dtype=torch.float64)
+    found = cascade.lenient_distribution(p, q, every_l)
     torch.testing.assert_close(found.sum(-1), torch.ones(len(p), dtype=torch.float64))
     for one_p, one_q, one in zip(p.tolist(), q.tolist(), found.tolist()):
         assert reviewed_by_the_papers_rule(one_p, one_q, l) == pytest.approx(one, abs=1e-12)
         assert reviewed_by_the_papers_rule(one, one_q, 1.0) == pytest.approx(one, abs=1e-12)
-        assert all(x <= l * y + 1e-12 for x, y in zip(one, one_p)), "no token is more than l times as likely"
+        assert all(x <= l * y + 1e-12 for x, y in zip(one, one_p)), "at most l times as likely"
         assert l > 1 or one == pytest.approx(one_p, abs=1e-12)
 
 def test_a_sampled_review_is_lenient_with_models_and_strict_with_max_gram(monkeypatch):
-    """What the tokens will follow, is handed to speculative sampling: q' for a model's draft, p for Max-Gram's, p for the next token."""
+    """Speculative sampling is told what the tokens will follow.
+
+    That is q' for a model's draft, and p for Max-Gram's and for the next token.
+    """
     calls = []
-    monkeypatch.setattr(cascade, "accept_drawn", lambda *given: (calls.append(given), given[0].tokens)[1])
+    monkeypatch.setattr(cascade, "accept_sampled", lambda *a: (calls.append(a), a[0].tokens)[1])
+    softmax = partial(torch.softmax, dim=-1)
     p, q = pairs_of_all_kinds(4, 7)
     for one_p, one_q in zip(p, q):
         gen = cascade.Gen()
         gen.replace(0, [0, 1, 2], [None, one_q, 0.5])
-        cascade.review_drawn(one_p.log().repeat(3, 1), gen, 1, partial(torch.softmax, dim=-1), 2.5, None)
+        cascade.review_drawn(one_p.log().repeat(3, 1), gen, 1, softmax, 2.5, None)
         tree, p_new, _ = calls[-1]
-        lenient = torch.tensor(reviewed_by_the_papers_rule(one_p.tolist(), one_q.tolist(), 2.5), dtype=torch.float64)
-        torch.testing.assert_close(p_new, torch.stack((lenient, one_p, one_p)), atol=2e-6, rtol=0)
+        lenient = reviewed_by_the_papers_rule(one_p.tolist(), one_q.tolist(), 2.5)
+        expected = torch.stack((torch.tensor(lenient, dtype=torch.float64), one_p, one_p))
+        torch.testing.assert_close(p_new, expected, atol=2e-6, rtol=0)
         torch.testing.assert_close(tree.p_draft, torch.stack((one_q, torch.eye(4)[2])).float())
-        assert tree.tokens.tolist() == [0, 1, 2] and tree.parents.tolist() == [-1, 0, 1]
+        assert tree.tokens.tolist() == [0, 1, 2]
+
+class Table:
+    """A model whose distribution after each token stands in a table (V, V)."""
+    capacity = 99
+
+    def __init__(self, seed, vocab=4):
+        self.vocab = vocab
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = 1.5 * torch.randn(vocab, vocab, generator=generator)
+
+    def reset(self):
+        pass
+
+    def align(self, ids, logits_to_keep):
+        return self.logits[ids[-logits_to_keep:]], None
+
+@pytest.mark.parametrize("lenience", [1.0, 2.0])
+def test_sampled_drafts_follow_p_draft(lenience):
+    """Pearson's statistic of drawn()'s first draft, given the closed form of its distribution."""
+    drafter = cascade.Cascade([Table(1), Table(2)], [[1, 0], [0, 1]], lenience)
+    drafter.reset(verify.sampling(seed=0).probs)
+    base, small = [stage.logits[3].softmax(-1).tolist() for stage in drafter.stages]
+    follows = reviewed_by_the_papers_rule(base, small, lenience)
+    seen, draws = torch.zeros(4), 1000
+    with torch.inference_mode():
+        drafter.begin(shown([1, 2]), 3)
+        for seed in range(draws):
+            generator = torch.Generator().manual_seed(seed)
+            tree = drafter.drawn(expand_of(2, generator), torch.tensor([3]))
+            assert tree.expand_index.eq(-1).all() and len(tree.p_draft) == len(tree.tokens) - 1
+            torch.testing.assert_close(tree.p_draft[0], torch.tensor(follows))
+            seen[tree.tokens[1]] += 1
+    expected = draws * torch.tensor(follows)
+    x = ((seen - expected) ** 2 / expected).sum() / 2
+    assert torch.special.gammaincc(torch.tensor(1.5), x) > 1e-3            # 3 degrees of freedom
+    greedy = drafter.drawn(expand_of(2), torch.tensor([3]))
+    assert greedy.p_draft is None, "without a generator the chain is greedy"
 
 # ---------------------------------------------------------------- encoder and decoder
 def t5():
-    return family("T5ForConditionalGeneration", 0.4, d_model=16, d_kv=4, d_ff=32, num_layers=2, num_decoder_layers=3, num_heads=4,
-                  pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    return family(
+        "T5ForConditionalGeneration", 0.4, d_model=16, d_kv=4, d_ff=32, num_layers=2,
+        num_decoder_layers=3, num_heads=4, pad_token_id=0, eos_token_id=1,
+        decoder_start_token_id=0, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
 
 @torch.no_grad()
 def plain_t5(model, prompt, new):
     """Greedy decoding by whole forwards, without a cache -> tokens."""
     ids, prompt = [0], torch.tensor([prompt])
     for _ in range(new):
-        logits = model(input_ids=prompt, decoder_input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        read = torch.tensor([ids])
+        logits = model(input_ids=prompt, decoder_input_ids=read, use_cache=False).logits[0, -1]
         ids.append(logits.argmax().item())
     return ids[1:]
 
 def test_encoder_decoder_chains_are_plain_decodings():
-    """By Max-Gram and by a cascade, greedy and sampled; the encoder runs once a prompt and model."""
+    """By Max-Gram and by a cascade, greedy and sampled; each encoder reads a prompt once."""
+    from runtime.targets import AnyEncoderDecoder
     model = t5()
     base, small = relative(model, 0.05, 1), relative(model, 0.1, 2)
     target, encoded = AnyEncoderDecoder(model), []
     for m in (model, base, small):
         m.get_encoder().register_forward_pre_hook(lambda *_, m=m: encoded.append(m))
-    K, rule = [[3, 2, 4], [0, 1, 5], [0, 0, 5]], verify.Sampled(seed=5)
-    drafters = [cascade_of([], None, 1.0, MaxGram()), cascade_of([base, small], K, 2.0, MaxGram(), kind=AnyEncoderDecoder)]
+    K, rule = [[3, 2, 4], [0, 1, 5], [0, 0, 5]], verify.sampling(seed=5)
+    alone = cascade_of([], None, 1.0, MaxGram())
+    three = cascade_of([base, small], K, 2.0, MaxGram(), kind=AnyEncoderDecoder)
     for prompt in ([5, 6, 7, 8, 5, 6, 9, 1], [3, 1]):
-        text, sampled = plain_t5(model, prompt, 6), verify.generate(target, None, verify.root_only, prompt, 6, rule).tokens
-        for models, drafter in zip(([model], [model, base, small]), drafters):
+        text = plain_t5(model, prompt, 6)
+        sampled = verify.generate(target, None, verify.root_only, prompt, 6, rule).tokens
+        for models, drafter in (([model], alone), ([model, base, small], three)):
             encoded.clear()
-            assert verify.generate(target, drafter, cascade.proposal, prompt, 6).tokens == text
+            assert verify.generate(target, drafter, drafter.chain, prompt, 6).tokens == text
             assert encoded == models
-            assert verify.generate(target, drafter, cascade.proposal, prompt, 6, rule).tokens == sampled
-    with pytest.raises(verify.UserError, match="chains only"):
-        target.forward(torch.tensor([3, 3, 3]), torch.tensor([-1, 0, 0]))
-    drafters[0].reset()
-    drafters[0].begin(shown([0], source=[5, 6, 7, 8, 9, 10]))
-    assert drafters[0].chain(6, 3) == ([7, 8, 9], None), "Max-Gram copies from the prompt"
-    # The encoder's input takes no position from the output.
-    assert verify.generate(AnyEncoderDecoder(model, 10), None, verify.root_only, [5, 6, 7] * 9, 99).tokens == plain_t5(model, [5, 6, 7] * 9, 10)
+            out = verify.generate(target, drafter, drafter.chain, prompt, 6, rule)
+            assert out.tokens == sampled
+    alone.reset(verify.Rule().probs, [5, 6, 7, 8, 9, 10])
+    alone.begin(shown([0]), 6)
+    assert alone.draft(3) == [6, 7, 8, 9], "Max-Gram copies from the prompt"
 
 # ---------------------------------------------------------------- K, and mistakes
-def test_table_2s_k_is_algorithm_1s_matrix(models):
-    assert cascade.table2([8, 13, 1], 2, True) == [[8, 5, 10], [0, 1, 10], [0, 0, 10]]
-    assert cascade.table2([10], 1, True) == [[10, 10], [0, 10]] and cascade.table2([12], 1, False) == [[12]]
-    assert cascade.table2([3, 5, 6, 2, 4, 1], 3, False) == [[3, 2, 1], [0, 2, 2], [0, 0, 1]] and cascade.table2([], 0, True) == [[10]]
-    # by default all of them are 1
-    assert cascade_of(models[1:], gram=MaxGram()).K == [[1, 0, 10], [0, 1, 10], [0, 0, 10]] and cascade_of(models[1:2]).K == [[1]]
+def test_k_by_default(models):
+    """Table 2's k are all 1, and Max-Gram proposes ten tokens."""
+    assert cascade_of(models[1:], gram=MaxGram()).K == [[1, 0, 10], [0, 1, 10], [0, 0, 10]]
+    assert cascade_of(models[1:2]).K == [[1]] and cascade_of([], gram=MaxGram()).K == [[10]]
 
 def test_a_mistake_is_one_sentence(models):
-    for K, words in (([[3, 1], [1, 1]], "not upper"), ([[0, 0], [0, 1]], "must be given something"), ([[3]], "take a matrix of 2 x 2")):
-        with pytest.raises(verify.UserError, match=words):
+    mistakes = (([[3, 1], [1, 1]], "not upper"), ([[0, 0], [0, 1]], "must be given something"),
+                ([[3]], "take a matrix of 2 x 2"), ([[3, -1], [0, 1]], "negative"))
+    for K, words in mistakes:
+        with pytest.raises(AssertionError, match=words):
             cascade_of(models[1:2], K, 1.0, MaxGram())
-    with pytest.raises(verify.UserError, match=f"{VOCAB} tokens, not of {VOCAB + 1}"):
-        cascade.Cascade([verify.Target(models[1])], vocab=VOCAB + 1)
+    stages = [verify.Target(models[1])]
+    with pytest.raises(AssertionError, match=f"{VOCAB} tokens, not of {VOCAB + 1}"):
+        cascade.Cascade(stages, vocab=VOCAB + 1)
+    with pytest.raises(AssertionError, match="needs a model"):
+        cascade.Cascade([], gram=MaxGram())
+    with pytest.raises(AssertionError, match="lenience is 0.5"):
+        cascade.Cascade(stages, lenience=0.5)
 
-def test_a_stranger_uses_it_alone(tmp_path):
-    before = BEFORE + "large, base = target, drafter\n"
-    run_the_docstrings_lines(tmp_path, cascade, ["cascade.py", "verify.py", "maxgram.py"], before)
+def test_what_reports_read_is_what_was_given(models):
+    stages = [verify.Target(models[1])]
+    drafter = cascade.Cascade(stages, gram=MaxGram(), names=("base", "maxgram"), costs=(0.1,))
+    assert drafter.names == ["base", "maxgram"] and drafter.costs == [0.1]
+
+def test_the_docstrings_lines(models):
+    large, base, small = models
+    given = dict(verify=verify, cascade=cascade, maxgram=maxgram, large=large, base=base,
+                 small=small, text=list(TEXT))
+    exec(lines_to_use(cascade).replace("new_tokens=40", "new_tokens=20"), given)
+    assert given["text"] == TEXT + plain(large, TEXT, 20)
+    assert len(given["out"].rounds) < 19, "by fewer forwards than tokens"

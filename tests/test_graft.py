@@ -1,6 +1,7 @@
-"""A drafter mixed with Max-Gram, against Eq. 1 and 2 in Python floats, and plain decoding."""
+"""A drafter mixed with Max-Gram, against Eq. 1 and 2 in Python floats, and what it is shown."""
 import math
 import random
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -9,21 +10,29 @@ from conftest import tiny
 from test_maxgram import brute_force
 
 import verify
+from beyond import priced
 from beyond.graft import Mixture
 from maxgram import MaxGram
+from verify import View
+
+BIGRAM = [1] * 5
 
 class Paths:
-    """A drafter with logits of its own after each path; some are -inf, and some rows as a whole."""
-    needs, temperature, vocab = {"hidden": (1,)}, 0.7, 5
+    """A drafter with probabilities of its own after each path; some are 0, and some whole rows."""
+    needs, vocab = {"hidden": (1,)}, 5
 
-    def reset(self):
-        self.kept = []
+    def __init__(self):
+        self.begun, self.kept = [], []
 
-    def begin(self, view):
+    def reset(self, probs, source):
+        self.given = probs, source
+
+    def begin(self, view, root):
+        self.begun.append((view, root))
         self.paths = []
 
     def keep(self, path):
-        self.kept = path
+        self.kept.append(path)
 
     def expand(self, tokens, parents):
         for token, parent in zip(tokens.tolist(), parents):
@@ -33,73 +42,135 @@ class Paths:
     def row(self, path):
         rng = random.Random(hash(path))
         row = [-math.inf if rng.random() < 0.2 else rng.gauss(0, 2) for _ in range(self.vocab)]
-        return torch.tensor([-math.inf] * 5 if rng.random() < 0.2 else row, dtype=torch.float64)
+        row = [-math.inf] * 5 if rng.random() < 0.2 else row
+        return torch.tensor(row, dtype=torch.float64).softmax(-1).nan_to_num(0.0)
 
 def by_hand(row, predicted, confidence, agreement):
-    """Probabilities (a list) with Max-Gram's token mixed in.  predicted: (tokens, lengths) of one proposal."""
+    """Probabilities (a list) with Max-Gram's token mixed in.  predicted: (tokens, lengths)."""
     if not predicted[0] or predicted[1][0] < 2:
         return row
-    (token, *_), (length, *_) = predicted
-    w, agreement = confidence[min(length, len(confidence) - 1)], agreement if sum(row) else None
-    row = row if sum(row) else [0.2] * 5
-    if agreement:
+    token, length = predicted[0][0], predicted[1][0]
+    w = confidence[min(length, len(confidence) - 1)]
+    if agreement and row[token] > 0:             # p = 0 is no opinion
         p, (a, b, c) = min(max(row[token], 1e-6), 1 - 1e-6), agreement
         rho = 1 / (1 + math.exp(-(a + b * min(length, 8) + c * math.log(p / (1 - p)))))
         w = max(0, (rho - p) / (1 - p))
-    return [(1 - w) * x + w * (i == token) for i, x in enumerate(row)]
+    row = row if sum(row) else [0.2] * 5
+    return [(1 - w) * p + w * (x == token) for x, p in enumerate(row)]
 
-def test_rows_are_mixtures_and_suggestions_are_proposals_of_one():
-    """Whatever tree is asked about, in whatever steps; where the drafter has no prediction, the rest is uniform."""
-    rng, mixed = random.Random(0), 0
+def test_builders_see_mixtures():
+    """Whatever nodes they ask about, in whatever steps."""
+    rng, mixed, unknown = random.Random(0), 0, 0
     for _ in range(150):
-        text, confidence = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2]), [rng.choice([0, rng.random(), 1]) for _ in range(4)]
+        text = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2])
+        confidence = [rng.choice([0, rng.random(), 1]) for _ in range(4)]
         agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
-        both = Mixture(Paths(), MaxGram([1] * 5, confidence), agreement)
-        both.begin(SimpleNamespace(ids=text, root=None))
-        assert both.needs == Paths.needs and both.temperature == 0.7
+        both = Mixture(Paths(), MaxGram(BIGRAM, confidence), agreement)
+        assert both.needs == Paths.needs
+        both.reset("probs", "source")
+        assert both.drafter.given == ("probs", "source")
+        both.begin(SimpleNamespace(ids=text), 0)
         paths = []
         for _ in range(rng.randint(1, 4)):
             tokens = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
-            parents = [rng.randint(-1, len(paths) - 1 + i) if paths or i else -1 for i in range(len(tokens))]
+            parents = [rng.randint(-1, len(paths) - 1) for _ in tokens]
             for token, parent in zip(tokens, parents):
                 paths.append((paths[parent] if parent >= 0 else ()) + (token,))
-            logits = both.expand(torch.tensor(tokens), parents)
-            own = verify.Greedy().probs(logits, rng.choice([0.5, 1.0])).nan_to_num(0)
-            for row, before, path in zip(both.adjust(own), own, paths[-len(tokens):]):
-                predicted = brute_force(text, path, 1, bigram=[1] * 5)
-                assert row.tolist() == pytest.approx(by_hand(before.tolist(), predicted, confidence, agreement), abs=1e-9)
+            probs = both.expand(torch.tensor(tokens), parents)
+            for row, path in zip(probs, paths[-len(tokens):]):
+                predicted = brute_force(text, path, 1, bigram=BIGRAM)
+                own = both.drafter.row(path).tolist()
+                expected = by_hand(own, predicted, confidence, agreement)
+                assert row.tolist() == pytest.approx(expected, abs=1e-9)
                 mixed += predicted[1][:1] >= [2]
+                unknown += own != expected and own[predicted[0][0]] == 0
         assert both.drafter.paths == paths, "the drafter reads each node once"
-        # After a token below the committed text, or below a node
-        parent, most, match, chain, sure = rng.randint(-1, len(paths) - 1), rng.randint(0, 12), rng.randint(0, 3), [], []
-        start = [*(paths[parent] if parent >= 0 else ()), 3]
-        while len(chain) < most and (found := brute_force(text, start + chain, 1, bigram=[1] * 5))[1][:1] >= [match]:
-            chain += found[0]
-            sure.append(confidence[min(found[1][0], len(confidence) - 1)])
-        assert both.suggest(3, parent, most, match) == (chain, sure)
-        both.keep([0])
-        assert both.drafter.kept == [0]
-    assert mixed > 300
+    assert mixed > 300 and unknown > 50
+
+def view(ids, length):
+    """A View of committed ids; the hidden state of a token is its position and its id."""
+    positions = range(length - len(ids), length)
+    hidden = torch.tensor([[float(at), float(token)] for at, token in zip(positions, ids)])
+    return View(torch.tensor(ids), ids, length, {3: f"kv of {length}"}, {1: hidden})
+
+def test_what_silent_rounds_committed_is_read_in_the_next_that_drafts():
+    """All at once and in order; the drafter hears of the rounds that it took part in alone."""
+    rng = random.Random(0)
+    drafter = Paths()
+    both = Mixture(drafter, MaxGram(BIGRAM))
+    both.reset(None, None)
+    unread, length, kept = [], 0, []
+    for _ in range(300):
+        new = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
+        unread += new
+        length += len(new)
+        root = rng.randrange(5)
+        both.begin(view(new, length), root)
+        path = list(range(rng.randint(1, 3)))
+        if rng.random() < 0.4:
+            for _ in range(rng.randint(1, 2)):
+                both.expand(torch.tensor([root]), [-1])
+            seen, its_root = drafter.begun[-1]
+            expected = view(unread, length)
+            assert its_root == root and seen.ids == unread and seen.kv == expected.kv
+            assert seen.tokens.tolist() == unread and seen.length == length
+            assert torch.equal(seen.hidden[1], expected.hidden[1])
+            unread = []
+            kept.append(path)
+        both.keep(path)
+    assert drafter.kept == kept and len(drafter.begun) == len(kept) > 50
 
 def seen(row, confidence, rule, temperature=1.0, agreement=None):
-    """What a builder sees in decoding, where Max-Gram predicts 2 after a match of three and the drafter's logits are always `row`: 2's probability."""
-    drafter = SimpleNamespace(needs={}, temperature=temperature, reset=list, begin=id, keep=id, expand=lambda tokens, parents: torch.tensor([row]))
+    """2's probability for a builder, where Max-Gram predicts 2 after a match of three.
+
+    row: the drafter's logits, always.  temperature: its calibration temperature.
+    """
+    drafter = SimpleNamespace(needs={}, begin=lambda *a: 0, keep=id)
+    drafter.reset = lambda probs, source: setattr(drafter, "probs", probs)
+    drafter.expand = lambda tokens, parents: drafter.probs(torch.tensor([row]), temperature)
     gram, found = MaxGram(confidence=[confidence]), []
-    gram.chunk = lambda place, most: ([2], 3)
+    gram.propose = lambda draft, n: ([2], [3])
 
     def build(expand, root):
         found.append(expand(root, [-1])[0])
         return verify.root_only(expand, root)
-    verify.generate(verify.Target(tiny("llama", vocab_size=len(row))), Mixture(drafter, gram, agreement), build, [0, 1], 2, rule)
+    target = verify.Target(tiny("llama", vocab_size=len(row)))
+    verify.generate(target, Mixture(drafter, gram, agreement), build, [0, 1], 3, rule)
     assert found[0].sum().item() == pytest.approx(1)
     return found[0][2].item()
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_mixture_is_eq_1_for_the_builder_whatever_the_temperatures(temperature):
-    """A flat drafter, V = 10, w = .6: .6 + .4 / 10, greedy or sampled, at each calibration and sampling temperature."""
-    for rule in (verify.Greedy(), verify.Sampled(0.7), verify.Sampled(1.0), verify.Sampled(2.0)):
+def test_the_weight_is_the_same_at_every_temperature(temperature):
+    """A flat drafter, V = 10, w = .6: .6 + .4 / 10.  p_draft is as without Max-Gram."""
+    for rule in (verify.Rule(), verify.sampling(0.7), verify.sampling(1.0), verify.sampling(2.0)):
         assert seen([0.0] * 10, 0.6, rule, temperature) == pytest.approx(0.64)
-    # p_draft is what the builder would see without Max-Gram: here the sampling temperature's alone.
-    row, drawn = [1.0, 0.0, -1.0, 0.5], verify.Sampled(0.7)
-    assert seen(row, 0.6, drawn, temperature) == pytest.approx(0.6 + 0.4 * (torch.tensor(row) / 0.7).softmax(-1)[2].item())
-    assert seen(row, 0.6, verify.Sampled(0.7, top_k=2), temperature) == pytest.approx(0.6), "a token that the target cannot draw"
+    row = torch.tensor([1.0, 0.0, -1.0, 0.5])
+    sampled = 0.6 + 0.4 * (row / 0.7).softmax(-1)[2].item()
+    greedy = 0.6 + 0.4 * (row / temperature).softmax(-1)[2].item()
+    assert seen(row.tolist(), 0.6, verify.sampling(0.7), temperature) == pytest.approx(sampled)
+    assert seen(row.tolist(), 0.6, verify.Rule(), temperature) == pytest.approx(greedy)
+    # A token that the target cannot sample
+    top_2 = verify.sampling(0.7, top_k=2)
+    assert seen(row.tolist(), 0.6, top_2, temperature) == pytest.approx(0.6)
+
+@pytest.mark.parametrize("new, tokens", [
+    ([8], 1), ([1, 8], 2), ([1, 2, 8, 3], 3), ([1, 2, 3, 4, 8], 5), ([1, 2, 3, 4, 6, 5, 7], 5)])
+def test_what_max_grams_chain_would_have_given_is_known_a_round_later(new, tokens, monkeypatch):
+    """G_0 of Eq. 6, where N_0 is the chain 1 2 3 4, and `new` tokens came."""
+    found = []
+
+    def learn(self, expand, undrafted):
+        found.append(undrafted)
+    monkeypatch.setattr(priced.History, "learn", learn)
+    flat = SimpleNamespace(needs={}, reset=lambda *a: 0, begin=lambda *a: 0)
+    flat.expand = lambda tokens, parents: torch.full((len(parents), 9), 1 / 9)
+    mixture = Mixture(flat, MaxGram(confidence=[0.9]))
+    for _ in range(2):                           # a second sequence knows nothing of the first
+        mixture.reset(None, None)
+        expand = partial(mixture.expand)
+        expand.remaining = 20
+        for ids, root in (([5, 0, 1, 2, 3, 4, 6, 5], 0), ([0, *new[:-1]], new[-1])):
+            mixture.begin(SimpleNamespace(tokens=torch.tensor(ids), ids=ids, hidden={}), root)
+            mixture.graft(expand, torch.tensor([root]), cost=0.1, node_price=0.01, chain=4)
+            assert True in expand.history.means, "a round with a suggested chain"
+    assert found == 2 * [1, tokens]
