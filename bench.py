@@ -4,6 +4,7 @@
     python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost "fixed(size=4)"
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
     python bench.py --drafter "mixture(edd, maxgram)" --tree pct-cost graft
+    python bench.py --drafter glide "glide(temperature=1)" --tree cape pct    # raw confidences, too
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)" --prompts mt_bench.jsonl
 
@@ -16,25 +17,28 @@ Three rules keep the table honest:
  2. Speedups are paired: each prompt's speed is divided by the baseline's speed on that prompt.
  3. Outputs are compared token for token with the baseline's, and the first difference is reported.
 
-This file is in the order of the work: arguments, what they name, one timed decoding, the arms, the
+This file is in the order of the work: arguments, prompts, one timed decoding, the arms, the
 measurement, a row's figures, the tables.  Drafters and trees are named as their functions would be
-called: see cape.py, pct.py and runtime/load.py.  A legend under the table explains its columns.
+called: see cape.py, pct.py and runtime/load.py.  Sentences under the table explain its columns.
+
+With --json FILE an interrupted table goes on: its finished prompts stand in FILE.part, and the same
+command skips them.
 """
-import json
+import argparse
 import os
-import platform
 import random
+import shlex
 import sys
 import time
-from collections import Counter
-from functools import cached_property, partial
+from collections import Counter, namedtuple
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import torch
-import transformers
 from tqdm import tqdm
+from transformers import EosTokenCriteria
 
 import cape
 import cascade
@@ -42,74 +46,92 @@ import maxgram
 import pct
 import verify
 from beyond import graft, priced
-from runtime import load, measure, report, text
+from runtime import chats, load, measure, report, text
 from runtime.calls import check_tree, read_call
-from verify import UserError
+from runtime.errors import UserError
+from runtime.program import Parser
 
-# A cascade and Max-Gram draft a whole chain themselves, without these builders.  For them the two
-# names only say whether its tokens are the most probable ones or sampled.
-CHAINS = {"chain": cape.chain, "drawn": cape.drawn}
-TREES = {**CHAINS, "cape": cape.cape, "fixed": cape.fixed, "beam": cape.beam, "pct": pct.pct,
-         "vct": pct.vct, "own-confidence": pct.own_confidence, "pct-cost": priced.pct_cost,
-         "graft": graft.graft, "eagle2": pct.eagle2}
-PROMPTS = load.CHECKPOINTS / "prompts.jsonl"             # the project's own
-FEW = 9                                                  # rows of PROMPTS: a minute or less
-UNMEASURED = 4                  # rows, after those of the table, to measure prices on
+TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
+         "beam": cape.beam, "pct": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2,
+         "token-confidence": pct.token_confidence, "pct-cost": priced.pct_cost,
+         "graft": graft.Mixture.graft}
+CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
+PROMPTS = CHECKPOINTS / "prompts.jsonl"
+PRICE_PROMPTS = CHECKPOINTS / "price_prompts.jsonl"
+FEW = 9                         # prompts of PROMPTS: a minute or less
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
+# kind: of text.  question: the number of its row, as a chat gives a prompt for each of its turns.
+# limit: of new tokens
+Prompt = namedtuple("Prompt", "kind question ids limit")
+
+# One way of decoding.
+#   name      as the table prints it: "glide x cape", "generate()"
+#   decode    decode(ids, limit, number of the prompt) -> Record
+#   drafter   the drafter's label; None for a baseline, as are tree and cascade
+#   tree      the tree's label
+#   settings  {setting: value} of the tree's builder
+#   cascade   the drafter, if it is a cascade
+Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
+                 defaults=(None, None, {}, None))
+
 # ---------------------------------------------------------------- arguments
+def between(kind, low, high):
+    """An argparse type: numbers of a kind, int or float, from low to high."""
+    def number(text):
+        value = kind(text)
+        if not low <= value <= high:                     # NaN is not, either
+            raise argparse.ArgumentTypeError(f"{text} is not between {low} and {high}")
+        return value
+    return number
+
 def parser():
-    p = text.Parser(description="Decode with a target, any drafters and trees, and without them.")
+    p = Parser(description="Decode with a target, any drafters and trees, and without them.")
     flag = p.add_argument
-    flag("--target", default=str(load.CHECKPOINTS / "target"),
+    positive = between(int, 1, 2 ** 31 - 1)              # above that some libraries overflow
+    flag("--target", default=str(CHECKPOINTS / "target"),
          help="folder or hub name (default: the stand-in)")
-    flag("--drafter", nargs="+", default=["glide"], help="folders of --checkpoint, maxgram, "
-         '"mixture(edd, maxgram)", '
+    flag("--drafter", nargs="+", default=["glide"], help="folders of --checkpoint, "
+         '"glide(temperature=1)" with raw confidences, maxgram, "mixture(edd, maxgram)", '
          '"cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" (default: glide)')
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, with settings: '
          '"pct(width=7, leaf=0)" (default: cape)')
-    flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of a drafter, or a folder "
+    flag("--checkpoint", default=str(CHECKPOINTS), help="folder of a drafter, or a folder "
          "with one folder for each drafter (default: the stand-in's)")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=int, help="read this many rows, balanced by kind (default: all; of the "
-         f"project's own {FEW})")
+    flag("--limit", type=positive, help="decode after so many prompts, balanced by kind (default: "
+         f"all; of the project's own {FEW})")
+    flag("--price-prompts", nargs="+", default=[str(PRICE_PROMPTS)], help="files of other prompts, "
+         "on which the costs of drafting and verifying are measured for pct, pct-cost and graft "
+         "(default: the project's own)")
     flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
          "(default: the tokenizer's own, or plain)")
-    flag("--max-new-tokens", type=int, default=128, help="for each prompt (default: 128)")
-    flag("--temperature", type=float, default=0.0,
+    flag("--max-new-tokens", type=positive, default=128, help="for each prompt (default: 128)")
+    flag("--temperature", type=between(float, 0, 1e6), default=0.0,
          help="sampling temperature; 0 is greedy (default: 0)")
-    flag("--top-k", type=int, help="sample among the k most probable tokens (default: among all)")
-    flag("--top-p", type=float, default=1.0, help="sample among the most probable tokens whose "
-         "probabilities sum to p (default: 1, all)")
-    flag("--seed", type=int, default=0, help="of all random choices (default: 0)")
+    flag("--top-k", type=positive,
+         help="sample among the k most probable tokens (default: among all)")
+    flag("--top-p", type=between(float, 1e-6, 1), default=1.0, help="sample among the most "
+         "probable tokens whose probabilities sum to p (default: 1, all)")
+    flag("--seed", type=between(int, 0, 2 ** 31 - 1), default=0,
+         help="of all random choices (default: 0)")
     flag("--dtype", default="float32",
          choices=["float32", "float16", "bfloat16", "float64", "auto"],
          help="auto: the dtype in which the target's weights are stored (default: float32)")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda, "
          "cuda:1, or auto: spread over all devices by accelerate (default: cuda if there is one)")
-    flag("--threads", type=int, help="CPU threads (default: PyTorch's)")
+    flag("--threads", type=positive, help="CPU threads (default: PyTorch's)")
     flag("--graphs", action="store_true",
          help="static shapes and CUDA graphs (default: exact shapes)")
     flag("--revision", help="of the target on the hub: branch, tag or commit (default: the newest)")
     flag("--trust-remote-code", action="store_true",
          help="run code that hub models bring (default: no)")
-    flag("--json", help="write the rows to this file, one line each (default: none)")
+    flag("--json", metavar="FILE", help="write the rows to this file, one line each; FILE.part "
+         "keeps the finished prompts of an interrupted table (default: none)")
     flag("--show", action="store_true",
-         help="print a continuation for each drafter and tree (default: no)")
+         help="print a continuation for each drafter and tree, as it is made (default: no)")
     return p
-
-def check_numbers(a):
-    """Refuse numbers out of range."""
-    least = {"max_new_tokens": 1, "limit": 1, "top_k": 1, "threads": 1, "temperature": 0, "seed": 0}
-    for name, low in least.items():
-        value = getattr(a, name)
-        # Above 2^31 some libraries overflow.  NaN fails both comparisons.
-        if value is not None and not low <= value < 2 ** 31:
-            flag = name.replace("_", "-")
-            raise UserError(f"--{flag} is {value}: it must be at least {low} and below 2^31")
-    if not 0 < a.top_p <= 1:
-        raise UserError(f"--top-p is {a.top_p}: it must be above 0 and at most 1")
 
 def check(a):
     """Refuse what cannot work, before anything is loaded.
@@ -123,9 +145,12 @@ def check(a):
         labels = [call.label for call in calls]
         if len(set(labels)) < len(labels):
             raise UserError(f"{' '.join(labels)}: name each once")
-    check_numbers(a)
     for tree in trees:
-        check_tree(tree, MOST_NODES)
+        trial = tree
+        if tree.name == "graft":                         # pct_cost's settings, and chain
+            shared = {name: x for name, x in tree.settings.items() if name != "chain"}
+            trial = tree._replace(function=priced.pct_cost, settings=shared)
+        check_tree(trial, MOST_NODES)
         if tree.name == "drawn" and a.temperature == 0:
             raise UserError("--tree drawn samples its tokens: give --temperature above 0, or take "
                             "--tree chain")
@@ -137,257 +162,223 @@ def check(a):
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees
 
-# ---------------------------------------------------------------- what they name, loaded
-class Run(load.Setup):
-    """The flags, and everything they name, loaded.
+def check_target(name, target, drafters, trees):
+    """Refuse the Calls of drafters and trees that this target does not take."""
+    if not target.verifies_trees and not {tree.name for tree in trees} <= {"chain", "drawn"}:
+        raise UserError(f"{name} ignores a tree's mask or positions: it takes --tree chain")
+    named = {call.name for call in drafters}
+    if target.encoder_decoder and not named <= {"maxgram", "cascade"}:
+        raise UserError(f"{name} has an encoder: it takes --drafter maxgram or cascade(...)")
 
-    a            the flags as they were parsed
-    model        transformers' own, and its tokenizer
-    target       the model as verify.generate takes it
-    cuda         whether the target is on a GPU
-    eos          the token ids that end a sequence
-    trees        [Call]: name, function, settings; defaults of all its settings; label
-    drafters     {label: drafter}
-    stages       {name: language model}, of all cascades
-    limit        how many rows of the prompts' files are read; None: all
-    prompts      [(kind of text, token ids, limit of new tokens)]
-    prices       {label: measured prices, or None}, once a tree has asked for them
-    notes        [sentence for the reader]
+# ---------------------------------------------------------------- prompts
+def read_prompts(a, setup, paths, limit=None):
+    """Files of prompts -> at most `limit` Prompts, balanced by kind of text."""
+    context = setup.target.context
+    prompts, too_long = [], 0
+    for number, (kind, document) in enumerate(text.prompt_rows(paths)):
+        if len(prompts) == limit:
+            break
+        kind = "all rows" if kind == "all" else kind     # "all" is the table of all prompts
+        for ids in questions(a, setup, document):
+            remaining = setup.target.remaining(ids)
+            if remaining < 1:
+                too_long += 1                            # and so are all further turns of this row
+                break
+            prompts.append(Prompt(kind, number, ids, min(a.max_new_tokens, remaining)))
+            if len(prompts) == limit:
+                break
+    if not prompts:
+        raise UserError(f"{' '.join(map(str, paths))}: no prompt of at most {context} tokens, the "
+                        "target's context, is there")
+    if too_long:
+        setup.notes.append(f"{too_long} prompts longer than the context left out")
+    return prompts
+
+def questions(a, setup, document):
+    """Yield the token ids of each question of a row; the target answers what is left open."""
+    template = chats.template_of(a.template, setup.tokenizer)
+    vocab = setup.target.config.vocab_size
+    turns = []
+    try:
+        for part in text.questions_of(document):
+            if turns and part[0].role == "user":         # nobody has answered the question before
+                most = min(a.max_new_tokens, setup.target.remaining(ids))
+                tokens = decode(a, setup, None, verify.root_only, ids, most).tokens
+                answer = setup.tokenizer.decode(tokens, skip_special_tokens=True)
+                turns.append(text.Turn("assistant", answer, False))
+            turns += part
+            ids = chats.prompt_ids(turns, setup.tokenizer, template)
+            if not ids or max(ids) >= vocab:
+                raise UserError(f"{document.place} gives no tokens, or others than the target's "
+                                f"{vocab}: correct the row or --template")
+            yield ids
+    except text.LeftOut as why:
+        raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
+                        "--template") from None
+
+# ---------------------------------------------------------------- one timed decoding
+def decode(a, setup, drafter, build, ids, limit, number=0, streamer=None):
+    """Speculative decoding by the flags' sampling -> Record.  drafter None: plain decoding.
+
+    number: the prompt's.  Two prompts are sampled with different noise, all arms of one prompt with
+    the same.
     """
+    rule = verify.Rule()
+    if a.temperature > 0:
+        top_p = a.top_p if a.top_p < 1 else None
+        rule = verify.sampling(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
+    stop = [] if setup.eos is None else [EosTokenCriteria(setup.eos)]
+    return measure.decode(setup.target, drafter, build, ids, limit, rule, stop, streamer)
 
-    def __init__(self, argv=None):
-        a = self.a = parser().parse_args(argv)
-        calls, self.trees = check(a)
-        if a.threads:
-            torch.set_num_threads(a.threads)
-        super().__init__(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
-                         a.graphs)
-        self.check_target(calls)
-        self.limit = a.limit or (None if a.prompts else FEW)
-        self.prompts = self.read_prompts(self.limit)
-        self.prices = {}
-        self.drafters = {call.label: load.called(self, call) for call in calls}
-
-    def check_target(self, calls):
-        """Refuse drafters and trees that this target does not take."""
-        named = {tree.name for tree in self.trees}
-        if not self.target.verifies_trees and not named <= CHAINS.keys():
-            raise UserError(f"{self.a.target} ignores a tree's mask or positions: it takes "
-                            "--tree chain")
-        named = {call.name for call in calls}
-        if self.target.encoder_decoder and not named <= {"maxgram", "cascade"}:
-            raise UserError(f"{self.a.target} has an encoder: it takes --drafter maxgram or "
-                            "cascade(...)")
-
-    def read_prompts(self, limit, skip=0):
-        """The prompts of --prompts: skip the first `skip` rows, then read `limit` rows."""
-        a = self.a
-        return text.prompts_of(self, a.prompts or [str(PROMPTS)], limit, a.max_new_tokens,
-                               self.answer, a.template, skip)
-
-    @cached_property
-    def unmeasured(self):
-        """Prompts on which prices are measured: from rows after those of the table."""
-        found = self.read_prompts(UNMEASURED, skip=self.limit) if self.limit else []
-        if not found:
-            self.notes.append("prices are measured on prompts of the table")
-        return found or self.prompts[:UNMEASURED]
-
-    # ------------------------------------------------------------ one timed decoding
-    def decode(self, drafter, build, ids, limit, number=0, streamer=None):
-        """verify.generate with the flags' sampling, timed -> Record.  drafter None: plain decoding.
-
-        number: the prompt's.  Two prompts are sampled with different noise, all arms of one prompt
-        with the same.
-        """
-        a = self.a
-        rule = verify.Greedy()
-        if a.temperature > 0:
-            # verify.Sampled, which also records how far p_target and p_draft overlap
-            top_p = a.top_p if a.top_p < 1 else None
-            rule = measure.Overlap(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
-        stop = []
-        if self.eos is not None:
-            stop.append(transformers.EosTokenCriteria(self.eos))
-        # verify.generate knows no clock: it gets a target and a drafter whose calls are timed.
-        clock = measure.Clock(self.cuda)
-        target = clock.around(self.target)
-        timed = clock.around(drafter) if drafter else None
-        out = verify.generate(target, timed, build, ids, limit, rule, stop, streamer)
-        overlaps = getattr(rule, "overlaps", ())
-        stage_runs = getattr(drafter, "runs", ())
-        return measure.Record(out.tokens, out.rounds, clock, overlaps, stage_runs)
-
-    def answer(self, ids):
-        """The target's answer as text, by plain decoding."""
-        limit = min(self.a.max_new_tokens, self.target.remaining(ids))
-        out = self.decode(None, verify.root_only, ids, limit)
-        return self.tokenizer.decode(out.tokens, skip_special_tokens=True)
+def library(a, setup, ids, limit, number, **more):
+    """transformers' own generate() -> Record"""
+    torch.manual_seed(prompt_seed(a.seed, number))
+    given = torch.tensor([ids], device=setup.target.device)
+    start = time.perf_counter()
+    # With top_k=0 the library samples among all tokens; its default is 50.
+    with torch.inference_mode():
+        out = setup.model.generate(
+            given, attention_mask=torch.ones_like(given), max_new_tokens=limit,
+            do_sample=a.temperature > 0, temperature=a.temperature or 1.0, top_k=a.top_k or 0,
+            top_p=a.top_p, **more)
+    # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
+    first = 1 if setup.target.encoder_decoder else len(ids)
+    tokens = out[0, first:].tolist()                     # a device-to-host sync
+    return measure.Record(tokens, Counter(), [], time.perf_counter() - start)
 
 def prompt_seed(seed, number):
     """--seed and a prompt's number -> the seed of its noise"""
     return random.Random(f"{seed} {number}").getrandbits(63)
 
 # ---------------------------------------------------------------- arms
-class Arm:
-    """One way of decoding, and what it gave.
+def arms_of(a, setup, drafters, trees, prices):
+    """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees.
 
-    name       as the table prints it: "glide x cape", "generate()"
-    decode     decode(ids, limit, number) -> Record
-    drafter    the drafter's label, or the name of a baseline
-    tree       the tree's label, or None
-    settings   {setting: value} of the tree's builder
-    results    {number of a prompt: Record}
-    memory     the peak in bytes, on CUDA
+    drafters: {label: drafter}.  trees: Calls.  prices: {label: its prices, or None}.
     """
-    def __init__(self, drafter, decode, tree=None, settings=None):
-        self.drafter, self.decode, self.tree = drafter, decode, tree
-        self.settings = settings or {}
-        self.name = f"{drafter} x {tree}" if tree else drafter
-        self.results, self.memory = {}, None
-
-    def speedups(self, base, which):
-        """On each of the prompts `which`, how many times as fast as the arm `base`."""
-        return [self.results[i].speed() / base.results[i].speed() for i in which]
-
-def arms_of(run):
-    """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees."""
-    arms = [plain_arm(run), *library_arms(run)]
-    for label in run.drafters:
-        for tree in run.trees:
-            arms.append(drafted_arm(run, label, tree))
+    arms = [Arm("plain", partial(decode, a, setup, None, verify.root_only))]
+    arms += library_arms(a, setup, drafters)
+    baselines = len(arms)
+    for label, drafter in drafters.items():
+        for tree in trees:
+            build, settings = builder(label, drafter, tree, prices.get(label))
+            if build is None:
+                setup.notes.append(f"no arm {label} x graft, which takes mixture(...) or maxgram")
+                continue
+            decoding = partial(decode, a, setup, drafter, build)
+            own = drafter if isinstance(drafter, cascade.Cascade) else None
+            arms.append(Arm(f"{label} x {tree.label}", decoding, label, tree.label, settings, own))
+    if len(arms) == baselines:
+        raise UserError("--tree graft takes --drafter mixture(...) or maxgram")
     return arms
 
-def plain_arm(run):
-    """Plain decoding by our own loop: the baseline, and the reference arm for losslessness."""
-    return Arm("plain", partial(run.decode, None, verify.root_only))
-
-def library(run, ids, limit, number, **more):
-    """transformers' own generate() -> Record"""
-    a = run.a
-    torch.manual_seed(prompt_seed(a.seed, number))
-    given = torch.tensor([ids], device=run.target.device)
-    # With top_k=0 the library samples among all tokens; its default is 50.
-    with torch.inference_mode():
-        out = run.model.generate(
-            given, attention_mask=torch.ones_like(given), max_new_tokens=limit,
-            do_sample=a.temperature > 0, temperature=a.temperature or 1.0, top_k=a.top_k or 0,
-            top_p=a.top_p, **more)
-    # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
-    start = 1 if run.target.encoder_decoder else len(ids)
-    return measure.Record(out[0, start:].tolist())
-
-def library_arms(run):
+def library_arms(a, setup, drafters):
     """transformers' own: plain, with each model of a cascade as assistant, with prompt lookup."""
-    arms = [Arm("generate()", partial(library, run))]
-    for name, model in run.stages.items():
+    arms = [Arm("generate()", partial(library, a, setup))]
+    for name, model in setup.stages.items():
         # Where the vocabulary sizes differ, transformers assumes that the tokenizers differ, too.
-        if model.config.get_text_config().vocab_size != run.target.config.vocab_size:
-            run.notes.append(f"no assisted generation with {name}: transformers wants equal "
-                             "vocabularies")
+        if model.config.get_text_config().vocab_size != setup.target.config.vocab_size:
+            setup.notes.append(f"no assisted generation with {name}: transformers wants equal "
+                               "vocabularies")
             continue
-        assisted = partial(library, run, assistant_model=model)
+        assisted = partial(library, a, setup, assistant_model=model)
         arms.append(Arm(f"assisted generation ({name})", assisted))
     # Prompt lookup is the library's Max-Gram.  It does not search an encoder's input.
-    with_gram = [drafter for drafter in run.drafters.values() if getattr(drafter, "gram", None)]
-    if with_gram:
-        lookup = partial(library, run, prompt_lookup_num_tokens=maxgram.N)
+    if any(getattr(drafter, "gram", None) for drafter in drafters.values()):
+        lookup = partial(library, a, setup, prompt_lookup_num_tokens=maxgram.N)
         arms.append(Arm("prompt lookup", lookup))
     return arms
 
-def drafted_arm(run, label, tree):
-    """The arm of the drafter `label` with the tree that the Call `tree` names."""
-    build = builder(run, label, tree)
-    settings = build.keywords
-    if build.func is tree.function:              # not a chain that the drafter writes itself
-        settings = {**tree.defaults, **settings}
-    decode = partial(run.decode, run.drafters[label], build)
-    return Arm(label, decode, tree.label, settings)
+def is_open(tree, *names):
+    """Whether a tree's Call leaves one of these settings to its default."""
+    return bool(tree.defaults.keys() & set(names) - tree.settings.keys())
 
-def builder(run, label, tree):
-    """The Call `tree` as a builder for the drafter `label` -> partial
+def builder(label, drafter, tree, prices):
+    """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
 
-    A tree's prices (cost, node_price) depend on the target and the drafter.  Those that --tree does
-    not set are measured, once for all trees of the run.
+    The builder is None where the drafter has no such tree.
     """
-    drafter = run.drafters[label]
-    if hasattr(drafter, "chain") and tree.name in CHAINS:
-        if tree.settings:
-            raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; say "
-                            f"{tree.name}")
-        return partial(cascade.proposal, drawn=tree.name == "drawn")
     settings = dict(tree.settings)
-    left_open = tree.defaults.keys() - settings.keys()
-    if left_open & {"cost", "node_price"}:
-        if not run.prices:
-            run.prices = measure.prices(run)
-        for name, price in (run.prices[label] or {}).items():
-            if name in left_open:
-                settings[name] = price
-    return partial(tree.function, **settings)
+    for name, price in (prices or {}).items():
+        if is_open(tree, name):
+            settings[name] = price
+    if isinstance(drafter, cascade.Cascade):
+        if tree.name in ("chain", "drawn"):
+            if settings:
+                raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; "
+                                f"say {tree.name}")
+            return getattr(drafter, tree.name), {}
+        if tree.name in ("pct-cost", "graft") and not drafter.stages:
+            # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
+            names = settings.keys() & {"node_price", "start", "max_nodes"}
+            settings = {name: settings[name] for name in names}
+            return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
+    function = tree.function
+    if tree.name == "graft":
+        function = getattr(drafter, "graft", None)
+    build = partial(function, **settings) if function else None
+    return build, {**tree.defaults, **settings}
+
+def measured_prices(a, setup, drafters, trees, prompts):
+    """The prices that trees need and --tree leaves open -> {label: prices, or None}"""
+    if not any(is_open(tree, "cost", "node_price") for tree in trees):
+        return {}
+    others = read_prompts(a, setup, a.price_prompts)
+    known = {tuple(prompt.ids) for prompt in prompts}
+    if any(tuple(prompt.ids) in known for prompt in others):
+        raise UserError("--price-prompts: a prompt of the table is among them; prices are measured "
+                        "on prompts of their own")
+    print("measuring the prices of drafting and verifying, for half a minute", file=sys.stderr)
+    return measure.prices(partial(decode, a, setup), drafters, [(p.ids, p.limit) for p in others])
 
 # ---------------------------------------------------------------- measure
-def warm_up(run, arms):
+def warm_up(arms, prompts, graphs):
     """Decode without measuring, so that kernels, allocator and caches settle.
 
     With --graphs every prompt is decoded whole: a graph is recorded at the first use of its size.
     """
-    prompts = run.prompts if run.a.graphs else run.prompts[:1]
-    for _, ids, limit in prompts:
+    for prompt in prompts if graphs else prompts[:1]:
         for arm in arms:
-            arm.decode(ids, limit if run.a.graphs else min(WARM_UP, limit), 0)
+            arm.decode(prompt.ids, prompt.limit if graphs else min(WARM_UP, prompt.limit), 0)
 
-def measure_one(run, arm, number):
-    """Decode one prompt with one arm -> Record with its seconds"""
-    _, ids, limit = run.prompts[number]
-    if run.cuda:
-        torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
-    record = arm.decode(ids, limit, number)
-    if run.cuda:
-        torch.cuda.synchronize()
-        arm.memory = max(arm.memory or 0, torch.cuda.max_memory_allocated())
-    record.seconds = time.perf_counter() - start
-    return record
+def measure_all(arms, prompts, table, graphs=False):
+    """Decode every prompt with every arm, and add what each gave to `table`, a report.Unfinished.
 
-def measure_all(run, arms, after=None):
-    """Decode every prompt with every arm -> how many prompts all arms have finished.
-
-    Ctrl-C ends it early, and keeps what was measured.  after(i) is called when prompt i is done.
+    Prompts that are in the table already are skipped.  Ctrl-C ends it early.
     """
-    warm_up(run, arms)
-    bar = tqdm(total=len(run.prompts) * len(arms), unit="run", dynamic_ncols=True, disable=None)
+    done = len(table.results)
+    if done == len(prompts):
+        return
+    warm_up(arms, prompts, graphs)
+    bar = tqdm(total=len(prompts) * len(arms), initial=done * len(arms), unit="run", disable=None)
     try:
-        for i in range(len(run.prompts)):
+        for number in range(done, len(prompts)):
             # Arm order is random in each prompt, since an arm leaves traces (caches, clock speed)
-            # for the next one.  Results that are there already are kept: figures/paper.py
-            # goes on with an interrupted table.
-            missing = [arm for arm in arms if i not in arm.results]
-            bar.update(len(arms) - len(missing))
-            for arm in random.Random(i).sample(missing, len(missing)):
-                arm.results[i] = measure_one(run, arm, i)
+            # for the next one.
+            found = {}
+            for arm in random.Random(number).sample(arms, len(arms)):
+                found[arm.name] = arm.decode(prompts[number].ids, prompts[number].limit, number)
                 bar.update()
-            if after and missing:
-                after(i)
-            show_progress(bar, arms, i + 1, len(run.prompts))
+            table.add(found)
+            if bar.disable:                              # no terminal
+                print(f"prompt {number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         pass
     bar.close()
-    return min(len(arm.results) for arm in arms)
-
-def show_progress(bar, arms, done, count):
-    """The fastest arm so far, beside the bar; without a terminal, a line for each prompt."""
-    medians = [(median(arm.speedups(arms[0], range(done))), arm.name) for arm in arms]
-    speedup, name = max(medians)
-    fastest = f"fastest so far: {name} {speedup:.2f}x"
-    bar.set_postfix_str(fastest)
-    if bar.disable:
-        print(f"prompt {done} of {count}; {fastest}", file=sys.stderr, flush=True)
 
 # ---------------------------------------------------------------- a row: the papers' figures
 def ratio(x, y):
     """x / y, or None where there is nothing to divide, or to divide by."""
     return x / y if y and x is not None else None
+
+def speedups(name, base, results):
+    """On each prompt, how many times as fast as the arm `base` the arm `name` is.
+
+    Speed is in tokens per second, prefill included.
+    """
+    def speed(record):
+        return len(record.tokens) / record.seconds
+    return [speed(found[name]) / speed(found[base]) for found in results]
 
 def expected_speedup(alpha, c, gamma):
     """GLIDE's E(Spd.) (section 5.1, after Leviathan et al. 2023), which is Cascade's Corollary 4.2.
@@ -402,12 +393,22 @@ def swi(tokens, runs, costs):
     """Standardized walltime improvement (Cascade, section 5.1): 1 for plain decoding.
 
     tokens = n, all that were generated; runs[0] = count(S, M_t, T), runs[i] = count(S, M_di, T);
-    costs[i] = c_i, a forward of M_di over one of M_t: costs[0] = 1, Max-Gram's is 0.
-    Erratum: "simply the sum of GPU time by all models" describes the denominator.
+    costs[i] = c_i, a run of M_di over one of M_t: costs[0] = 1.  Every run of a model costs the
+    same.
     """
     assert len(runs) == len(costs) and costs[0] == 1, "each model has a cost; the target's is 1"
     # n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
+
+def plain_step(records):
+    """Seconds of a plain decoding step, s_t, from Records of plain decoding without the prefill."""
+    steps = sum(len(record.tokens) - 1 for record in records)
+    seconds = sum(record.seconds - record.total["prefill"] for record in records)
+    return seconds / max(1, steps)
+
+def sum_of(records):
+    """The sums of Record.total over several decodings."""
+    return sum((record.total for record in records), Counter())
 
 def acceptance(total):
     """What was drafted and accepted, per round.  total: sums over rounds, of Record.total."""
@@ -418,9 +419,7 @@ def acceptance(total):
     return {
         # tau: new tokens per round, the target's own included
         "tau": ratio(total["new"], rounds),
-        "depth": ratio(total["depth"], rounds),
         "nodes": ratio(total["nodes"], rounds),
-        "draft_forwards": ratio(total["draft_forwards"], rounds),
         # alpha: accepted over tested tokens of a chain.  Nothing after a rejection is tested.
         "alpha": ratio(accepted, total["tested"]),
         # GLIDE's alpha under sampling: the mean of sum_x min(p_target(x), p_draft(x))
@@ -432,85 +431,112 @@ def time_of_rounds(total, step):
     """How long a round takes, and for what.  step: seconds of a plain decoding step, s_t."""
     rounds = total["rounds"]
     spent = total["draft"] + total["verify"] + total["other"]
-    row = {
-        "round_ms": ratio(1e3 * spent, rounds),
-        "target_ms": 1e3 * step,
-        "begin_ms": ratio(1e3 * total["begin"], rounds)}
+    row = {"round_ms": ratio(1e3 * spent, rounds), "target_ms": 1e3 * step}
     for what in ("draft", "verify", "other"):
         row[f"{what}_ms"] = ratio(1e3 * total[what], rounds)
         row[f"share_{what}"] = ratio(total[what], spent)
     return row
 
-def plain_step(records):
-    """Seconds of a plain decoding step, s_t, from Records of plain decoding without the prefill."""
-    steps = sum(len(record.tokens) - 1 for record in records)
-    seconds = sum(record.seconds - record.total["prefill"] for record in records)
-    return seconds / max(1, steps)
+def runs_of(records):
+    """Of a cascade: the number of runs of the target, and of each stage -> list"""
+    # The target runs once per round, and once per prompt for the prefill.
+    target = sum_of(records)["rounds"] + len(records)
+    return [target, *map(sum, zip(*(record.stage_runs for record in records)))]
 
-def speeds(arm, base, generate, which):
-    """Speed of an arm on the prompts `which`, beside plain decoding (base) and generate()."""
-    tokens = sum(len(arm.results[i].tokens) for i in which)
-    seconds = sum(arm.results[i].seconds for i in which)
-    speedups = arm.speedups(base, which)
-    low, middle, high = np.quantile(speedups, [0.25, 0.5, 0.75]).tolist()
-    return {
+def costs_of(records, step):
+    """Of a cascade: what a run of the target, 1, and of each stage takes in target steps: c_i.
+
+    Max-Gram's is 0, as in the paper.  step: seconds of a plain decoding step, s_t.
+    """
+    total = sum_of(records)
+    costs = [1.0]
+    for number, count in enumerate(runs_of(records)[1:]):
+        seconds = total[str(number)]                     # of one of the models
+        costs.append((ratio(seconds, count) or 0.0) / step)
+    return costs
+
+def metrics(arm, records, plain, costs):
+    """The papers' figures of an arm.  plain: Records of plain decoding after the same prompts.
+
+    costs: of a cascade, see costs_of; else None.
+    """
+    # A baseline has no tau, and no draft.
+    total = sum_of(records) if arm.tree else Counter()
+    step = plain_step(plain)
+    row = {**acceptance(total), **time_of_rounds(total, step)}
+    # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
+    # Several stages have no common c.
+    drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
+    row["c"] = None if costs and len(costs) > 2 else ratio(drafting, step)
+    gamma = arm.cascade.K[0][0] if arm.cascade else arm.settings.get("gamma")
+    row["expected_speedup"] = None
+    if row["alpha"] is not None and row["c"] and gamma:
+        row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)
+    if arm.cascade:
+        tokens = sum(len(record.tokens) for record in records)
+        runs = runs_of(records)
+        weights = [1, *arm.cascade.costs, 0][:len(runs)]          # Max-Gram has none
+        row["runs"] = runs
+        row["swi_pw"] = swi(tokens, runs, costs)                  # Table 2's "Speedup (PW)"
+        row["swi_ms"] = swi(tokens, runs, weights)                # its "Speedup (MS)"
+        row["swi_clock"] = tokens / (runs[0] + total["draft"] / step)
+    return row
+
+def row_of(arm, results, prompts):
+    """An arm on these prompts, beside plain decoding and generate() -> a line of the JSON.
+
+    results: [{name of an arm: Record}], one for each prompt.
+    """
+    records = [found[arm.name] for found in results]
+    plain = [found["plain"] for found in results]
+    of_prompts = speedups(arm.name, "plain", results)
+    low, middle, high = np.quantile(of_prompts, [0.25, 0.5, 0.75]).tolist()
+    tokens = sum(len(record.tokens) for record in records)
+    row = {
+        "drafter": arm.drafter or arm.name,
+        "tree": arm.tree,
+        "baseline": arm.name == "plain",
+        "settings": arm.settings,
+        "prompts": len(prompts),
         "tokens": tokens,
-        "tokens_per_second": tokens / seconds,
+        "tokens_per_second": tokens / sum(record.seconds for record in records),
         "speedup_low": low,
         "speedup": middle,
         "speedup_high": high,
-        "speedup_vs_generate": median(arm.speedups(generate, which))}
+        "speedup_vs_generate": median(speedups(arm.name, "generate()", results))}
+    costs = None
+    if arm.cascade:
+        costs = costs_of(records, plain_step(plain))
+        row |= {"stages": arm.cascade.names, "costs": costs, "K": arm.cascade.K}
+    row |= metrics(arm, records, plain, costs)
+    # The same figures for each prompt, as paired tests need them.  All turns of one chat belong to
+    # one question.
+    row["by_prompt"] = []
+    for prompt, speedup, record, base in zip(prompts, of_prompts, records, plain):
+        about = {"kind": prompt.kind, "question": prompt.question, "speedup": speedup}
+        row["by_prompt"].append(about | metrics(arm, [record], [base], costs))
+    return row
 
-def runs_and_costs(drafter, settings, records, total, step, alpha):
-    """c, E(Spd.), and for a cascade how often the target and each stage ran, and SWI.
+def has_same_noise(arm, results):
+    """Whether an arm, when sampling, gives the tokens of plain sampling, whose noise is keyed.
 
-    settings: of the tree's builder.  total: sums over the rounds of these records.
+    transformers' own arms do not, and neither does a sampled chain: it gives plain sampling's
+    distribution.
     """
-    is_cascade = isinstance(drafter, cascade.Cascade)
-    # The target runs once per round, and once per prompt for the prefill.
-    target_runs = total["rounds"] + len(records)
-    stage_runs = [sum(counts) for counts in zip(*(record.stage_runs for record in records))]
-    # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
-    # The stages of a cascade have no common c.
-    c = None
-    if len(stage_runs) <= 1:
-        drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
-        c = ratio(drafting, step)
-    gamma = drafter.K[0][0] if is_cascade else settings.get("gamma")
-    expected = None
-    if alpha is not None and c and gamma:
-        expected = expected_speedup(alpha, c, gamma)
-    found = {
-        "c": c,
-        "expected_speedup": expected,
-        "runs": [target_runs, *stage_runs] if total["rounds"] else None,
-        "stages": drafter.names if is_cascade else None,
-        "K": drafter.K if is_cascade else None}
-    if is_cascade:
-        tokens = sum(len(record.tokens) for record in records)
-        found["swi_measured"] = tokens / (target_runs + total["draft"] / step)
-        # costs: of the models, by their weights.  Max-Gram's is 0.
-        runs = [target_runs, *stage_runs[:len(drafter.costs)]]
-        found["swi_ms"] = swi(tokens, runs, [1, *drafter.costs])
-    return found
+    drawn = any(found[arm.name].total["drawn"] for found in results)
+    return arm.name == "plain" or bool(arm.tree) and not drawn
 
-def losslessness(run, arm, base, which):
-    """Are all tokens those of plain decoding (base), and where is the first that is not?
+def losslessness(arm, which, results, prompts, target):
+    """Are all tokens those of plain decoding, and where is the first that is not?
 
-    Both are None where tokens are sampled with other noise, so that other tokens are expected: by
-    transformers' own arms, and by a sampled chain, which gives plain sampling's distribution but
-    not its tokens.  All other arms key their noise by position, as plain sampling does.
+    which: the numbers of the prompts.
     """
-    drawn = any(arm.results[i].total["drawn"] for i in which)
-    same_noise = arm is base or (arm.tree and not drawn)
-    if run.a.temperature > 0 and not same_noise:
-        return {"lossless": None, "first_divergence": None}
     for i in which:
-        ours, plain = arm.results[i].tokens, base.results[i].tokens
+        ours, plain = results[i][arm.name].tokens, results[i]["plain"].tokens
         if ours != plain:
-            where = divergence(run.target, run.prompts[i][1], ours, plain)
+            where = divergence(target, prompts[i].ids, ours, plain)
             return {"lossless": False, "first_divergence": {"prompt": i, **where}}
-    return {"lossless": True, "first_divergence": None}
+    return {"lossless": True}
 
 @torch.inference_mode()
 def divergence(target, ids, ours, plain):
@@ -524,117 +550,98 @@ def divergence(target, ids, ours, plain):
     while at < shorter and ours[at] == plain[at]:
         at += 1
     if at < shorter:
-        target.capture({})
-        logits = target.prefill(ids)                                # (V,)
+        logits, _ = target.prefill(ids)                             # (V,)
         if at:
-            logits = target.sync(target.ids + plain[:at])[-1]
+            logits, _ = target.align(target.ids + plain[:at])        # (1, V)
+        logits = logits.flatten()
         gap = (logits[plain[at]] - logits[ours[at]]).item()
     return {"token": at, "logit_gap": gap}
 
-def figures(run, arm, base, which):
-    """The papers' figures of an arm on the prompts `which`.  base: plain decoding"""
-    records = [arm.results[i] for i in which]
-    total = Counter()
-    for record in records:
-        total.update(record.total)
-    step = plain_step([base.results[i] for i in which])
-    # A baseline has no tau, and no draft.
-    drafted = total if arm.tree else Counter()
-    found = {**acceptance(drafted), **time_of_rounds(drafted, step)}
-    drafter = run.drafters.get(arm.drafter)
-    return found | runs_and_costs(drafter, arm.settings, records, total, step, found["alpha"])
+# ---------------------------------------------------------------- the tables
+def about_run(a, setup, argv):
+    """What all rows of a run share."""
+    is_folder = Path(a.target).is_dir()
+    return {
+        "command": shlex.join(["python", "bench.py", *argv]),
+        "target": os.path.relpath(a.target) if is_folder else a.target,
+        "dtype": str(setup.model.dtype).removeprefix("torch."),
+        "device": a.device,
+        "temperature": a.temperature,
+        "max_new_tokens": a.max_new_tokens,
+        **report.provenance(setup.target.device)}
 
-def row_of(run, arm, base, generate, group, which):
-    """A line of the JSON: an arm on the prompts `which`, beside the arms `base` and `generate`."""
-    records = [arm.results[i] for i in which]
-    is_folder = Path(run.a.target).is_dir()
-    row = {
-        "target": os.path.relpath(run.a.target) if is_folder else run.a.target,
-        "dtype": str(run.model.dtype).removeprefix("torch."),
-        "device": run.a.device,
-        "seed": run.a.seed,
-        "temperature": run.a.temperature,
-        "drafter": arm.drafter,
-        "tree": arm.tree,
-        "baseline": arm is base,
-        "settings": arm.settings,
-        "prices": run.prices.get(arm.drafter),
-        "group": group,
-        "batch": 1,
-        "prompts": len(records),
-        "prompt_tokens": sum(len(run.prompts[i][1]) for i in which),
-        "threads": torch.get_num_threads(),
-        "peak_memory": arm.memory}
-    row |= speeds(arm, base, generate, which)
-    row["time_to_first_token"] = None
-    if records[0].rounds:
-        row["time_to_first_token"] = median(record.total["prefill"] for record in records)
-    row |= figures(run, arm, base, which)
-    # The same figures for each prompt, as paired tests need them
-    row["by_prompt"] = []
-    for i, speedup in zip(which, arm.speedups(base, which)):
-        row["by_prompt"].append({"speedup": speedup, **figures(run, arm, base, [i])})
-    row |= losslessness(run, arm, base, which)
-    row["versions"] = {"python": platform.python_version(), "torch": torch.__version__,
-                       "transformers": transformers.__version__}
-    return row
-
-# ---------------------------------------------------------------- the tables, the JSON
-def tables(run, arms, finished):
+def tables(arms, prompts, table, target):
     """Print a table of all prompts, then one for each kind -> rows, those of all prompts first."""
-    groups = {"all": list(range(finished))}
-    for i in range(finished):
-        kind, _, _ = run.prompts[i]
-        # "mt_bench/math" is a part of "mt_bench".
-        for group in dict.fromkeys([kind.split("/")[0], kind]):
-            groups.setdefault(group, []).append(i)
-    if len(groups) == 2:
-        # One kind alone has the same table.
-        del groups[kind]
-    # arms_of puts plain decoding first, then generate().
-    base, generate = arms[0], arms[1]
+    results = table.results
+    finished = prompts[:len(results)]
+    kinds = {}
+    for i, prompt in enumerate(finished):
+        kinds.setdefault(prompt.kind, []).append(i)
+    groups = {"all": range(len(finished))}
+    if len(kinds) > 1:                                   # one kind alone has the same table
+        groups |= kinds
     names = [arm.name for arm in arms]
     rows = []
     for group, which in groups.items():
-        fresh = [row_of(run, arm, base, generate, group, which) for arm in arms]
-        print(f"\n{group}: {len(which)} prompts\n{report.table(names, fresh)}")
+        of_group = []
+        for arm in arms:
+            row = row_of(arm, [results[i] for i in which], [prompts[i] for i in which])
+            if table.about["temperature"] == 0 or has_same_noise(arm, results):
+                row |= losslessness(arm, which, results, prompts, target)
+            about = {"group": group, "prices": table.prices.get(arm.drafter), "lossless": None}
+            of_group.append(table.about | about | row)
+        print(f"\n{group}: {len(which)} prompts\n{report.table(names, of_group)}")
         if group == "all":
-            print(*report.notes(run, names, fresh), sep="\n")
-        rows += fresh
+            print(*report.sentences(names, of_group, table.prices), sep="\n")
+        rows += of_group
     return rows
-
-def write_json(path, rows):
-    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 def run_table(argv):
     """From arguments to the table -> exit status"""
-    run = Run(argv)
-    arms = arms_of(run)
-    print(report.headline(run), flush=True)
-    for arm in arms:
-        if run.a.show and arm.tree:
-            report.show(run, arm)
-    finished = measure_all(run, arms)
-    if not finished:
+    argv = sys.argv[1:] if argv is None else argv
+    a = parser().parse_args(argv)
+    drafter_calls, trees = check(a)
+    if a.threads:
+        torch.set_num_threads(a.threads)
+    setup = load.Setup(a.target, a.checkpoint, a.dtype, a.device, a.revision, a.trust_remote_code,
+                       a.graphs)
+    check_target(a.target, setup.target, drafter_calls, trees)
+    drafters = {call.label: setup.drafter(call) for call in drafter_calls}
+    limit = a.limit or (None if a.prompts else FEW)
+    prompts = read_prompts(a, setup, a.prompts or [PROMPTS], limit)
+    table = report.Unfinished(a.json, about_run(a, setup, argv))
+    print(report.headline(table.about, len(prompts)), flush=True)
+    if table.prices is None:
+        table.begin(measured_prices(a, setup, drafters, trees, prompts))
+    arms = arms_of(a, setup, drafters, trees, table.prices)
+    for note in setup.notes:
+        print(note)
+    if a.show:
+        for arm in arms:
+            if arm.tree:
+                report.show(arm, prompts[0], setup.tokenizer)
+    measure_all(arms, prompts, table, a.graphs)
+    if not table.results:
         raise KeyboardInterrupt
-    rows = tables(run, arms, finished)
-    if run.a.json:
-        write_json(run.a.json, rows)
-    if finished == len(run.prompts):
+    rows = tables(arms, prompts, table, setup.target)
+    is_whole = len(table.results) == len(prompts)
+    table.finish(rows, is_whole)
+    if is_whole:
         return 0
-    print(f"interrupted: the table has {finished} of {len(run.prompts)} prompts", file=sys.stderr)
+    print(f"interrupted: the table has {len(table.results)} of {len(prompts)} prompts",
+          file=sys.stderr)
     return 130
 
-def main(argv=None, work=run_table, name="bench.py"):
+def main(argv=None):
     """Exit status: 0; 2 after one sentence about a user's mistake; 130 after Ctrl-C."""
     try:
-        return work(argv)
+        return run_table(argv)
     except KeyboardInterrupt:
-        print(f"{name}: interrupted before there was anything to report", file=sys.stderr)
+        print("bench.py: interrupted before there was anything to report", file=sys.stderr)
         return 130
     except (UserError, OSError, torch.OutOfMemoryError) as why:
         first_line = str(why).partition("\n")[0]
-        print(f"{name}: {first_line}", file=sys.stderr)
+        print(f"bench.py: {first_line}", file=sys.stderr)
         return 2
 
 if __name__ == "__main__":

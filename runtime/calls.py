@@ -8,12 +8,11 @@ mixture name models, too, which need no quotes: "cascade(google/flan-t5-base, k=
 """
 import ast
 import inspect
-import re
 from collections import namedtuple
 
 import torch
 
-from verify import UserError
+from runtime.errors import UserError
 
 # What the models in a call are
 MODELS = {"cascade": "names of models, the largest first",
@@ -22,17 +21,17 @@ MODELS = {"cascade": "names of models, the largest first",
 # of all settings.  label: the call as tables show it.
 Call = namedtuple("Call", "name function words settings defaults label")
 
-def quoted(match):
-    """A word of a call, in quotes if it is the name of a model."""
-    word = match.group()
-    before = match.string[:match.start()].rstrip()[-1:]
-    after = match.string[match.end():].lstrip()[:1]
-    try:
-        ast.literal_eval(word)                     # a number, None, or in quotes already
-        return word
-    except (SyntaxError, ValueError):
-        is_setting = "=" in (before, after)
-        return word if is_setting else repr(word)
+def arguments_in(inside):
+    """"base, k=(8, 13)" -> ["base", "k=(8, 13)"]: the parts between commas outside of brackets."""
+    parts = []
+    for piece in inside.split(","):
+        before = parts[-1] if parts else ""
+        is_open = sum(map(before.count, "([")) > sum(map(before.count, ")]"))
+        if is_open:
+            parts[-1] = f"{before},{piece}"
+        else:
+            parts.append(piece)
+    return [part.strip() for part in parts if part.strip()]
 
 def read_call(text, functions, what):
     """"pct(width=7)" -> Call.  functions: {name: function}; what: "tree", as an error calls it."""
@@ -42,20 +41,21 @@ def read_call(text, functions, what):
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
     parameters = inspect.signature(functions[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
-    defaults.pop("generator", None)
-    takes = [f"{key}={value!r}" for key, value in defaults.items()]
-    if name in MODELS:
-        takes.insert(0, MODELS[name])
-    wrong = UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}")
+    words, settings = [], {}
     try:
-        source = re.sub(r"'[^']*'|[^\s(),=\[\]']+", quoted, inside) if bracket else ")"
-        call = ast.parse(f"call({source}", mode="eval").body
-        settings = {given.arg: ast.literal_eval(given.value) for given in call.keywords}
-        words = [str(ast.literal_eval(word)) for word in call.args]
-    except (AttributeError, SyntaxError, ValueError):
-        raise wrong from None
-    if not settings.keys() <= defaults.keys() or bool(words) != (name in MODELS):
-        raise wrong
+        for argument in arguments_in(inside.removesuffix(")")):
+            key, equals, value = argument.partition("=")
+            if equals:
+                settings[key.strip()] = ast.literal_eval(value.strip())
+            else:
+                words.append(argument.strip("'\""))
+        is_closed = inside.endswith(")") == bool(bracket)
+        if not is_closed or settings.keys() - defaults.keys() or bool(words) != (name in MODELS):
+            raise ValueError
+    except (SyntaxError, ValueError):
+        takes = [MODELS[name]] if name in MODELS else []
+        takes += [f"{key}={value!r}" for key, value in defaults.items()]
+        raise UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}") from None
     arguments = words + [f"{key}={value!r}" for key, value in settings.items()]
     label = f"{name}({', '.join(arguments)})" if arguments else name
     return Call(name, functions[name], words, settings, defaults, label)

@@ -1,40 +1,51 @@
 """What a decoding takes, measured from outside: verify.generate knows no clock.
 
-    clock = Clock()
-    out = verify.generate(clock.around(target), clock.around(drafter), build, ids)
-    Record(out.tokens, out.rounds, clock).total["draft"]               # seconds
+    record = decode(target, drafter, build, ids, 128)       # verify.generate, timed
+    record.total["draft"]                                   # seconds in the drafter
 
 And what some trees must know of this machine before they are built:
 
-    prices(run)                                    # of a draft and of a node, for pct and pct-cost
+    prices(decode, drafters, prompts)     # of a draft and of a node, for pct, pct-cost and graft
 """
+import inspect
 import time
-from collections import Counter
+from collections import Counter, namedtuple
 from functools import partial
 
 import torch
+from tqdm import tqdm
 
 import pct
 import verify
 from beyond import priced
 
 # {method of a target or a drafter: what its time counts as}
-METHODS = {"prefill": "prefill", "forward": "verify",
-           "begin": "begin", "expand": "draft", "chain": "draft"}
+METHODS = {"prefill": "prefill", "forward": "verify", "begin": "begin", "expand": "draft",
+           "chain": "draft", "drawn": "draft"}
 TURNS = 12               # how often prices() decodes with each drafter, after one turn to warm up
 ENOUGH = 30              # seconds after which it stops sooner,
 FEWEST = 6               # though not before this many turns
 PRICE_TOKENS = 24        # of each of its decodings
 
+# What one decoding gave, and what it took; all of it can be written as JSON.
+#   tokens      the new token ids
+#   total       {what: sum over the rounds}: counts, see counts_of; and seconds:
+#                 prefill, draft (in the drafter), verify (in the target), other (all the rest);
+#                 begin: the part of draft before a round's first forward, for committed tokens;
+#                 0, 1, ...: the parts of draft in the forwards of each model of a cascade
+#   stage_runs  the number of forwards of each stage of a cascade
+#   seconds     of the whole decoding, prefill included
+Record = namedtuple("Record", "tokens total stage_runs seconds", defaults=((), None))
+
 # ---------------------------------------------------------------- the clock
 class Clock:
     """Seconds of one decoding, by what they were spent on.
 
-    calls counts the calls of each timed method.  Before the first round untimed work counts as
-    "prefill", after that as "other".
+    Time outside of all timed calls counts as "prefill" before the first round, and then as "other".
+    A timed call within another one counts for itself alone.
     """
     def __init__(self, cuda=False):
-        self.cuda, self.untimed = cuda, "prefill"
+        self.cuda, self.now_in = cuda, "prefill"
         self.marks, self.calls = [], Counter()
         self.mark(None)
 
@@ -47,31 +58,41 @@ class Clock:
             now = time.perf_counter()
         self.marks.append((what, now))
 
-    def around(self, inner):
-        """A target or a drafter whose METHODS are timed."""
-        return Timed(inner, self)
-
-    def timed(self, method, what):
-        """A method as a function whose calls are timed."""
+    def timed(self, function, what):
+        """The same function, with the time of its calls counted as `what`."""
         def call(*args, **more):
-            self.mark(self.untimed)
-            result = method(*args, **more)
+            before = self.now_in
+            self.mark(before)
+            self.now_in = what
+            result = function(*args, **more)
             self.mark(what)
-            self.calls[method.__name__] += 1
-            self.untimed = "prefill" if what == "prefill" else "other"
+            self.calls[what] += 1
+            is_first_round = before == "prefill" != what
+            self.now_in = "other" if is_first_round else before
             return result
         return call
 
-    def parts(self):
-        """To be called when the decoding is over -> [(what, seconds)], in order."""
-        self.mark(self.untimed)
+    def around(self, inner):
+        """A target or a drafter whose METHODS are timed, and the models of a cascade with it."""
+        for number, stage in enumerate(getattr(inner, "stages", ())):
+            of_class = partial(type(stage).align, stage)          # not that of an earlier clock
+            stage.align = self.timed(of_class, str(number))
+        return Timed(inner, self)
+
+    def builder(self, build):
+        """A builder, timed where it is a drafter's own method: then building it is drafting."""
+        is_drafting = inspect.ismethod(build) and build.__name__ in METHODS
+        return self.timed(build, METHODS[build.__name__]) if is_drafting else build
+
+    def seconds(self):
+        """To be called when the decoding is over -> Counter {what: seconds}"""
+        self.mark(self.now_in)
         if self.cuda:
             self.marks[-1][1].synchronize()
-        parts = []
+        seconds = Counter()
         for (_, before), (what, now) in zip(self.marks, self.marks[1:]):
-            seconds = before.elapsed_time(now) / 1000 if self.cuda else now - before
-            parts.append((what, seconds))
-        return parts
+            seconds[what] += before.elapsed_time(now) / 1000 if self.cuda else now - before
+        return seconds
 
 class Timed:
     """See Clock.around.  Everything else is the target's or drafter's own."""
@@ -79,66 +100,51 @@ class Timed:
         self.inner = inner
         for name, what in METHODS.items():
             if hasattr(inner, name):
-                method = getattr(inner, name)
-                setattr(self, name, clock.timed(method, what))
+                setattr(self, name, clock.timed(getattr(inner, name), what))
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-class Overlap(verify.Sampled):
-    """Sampling that records sum_x min(p_target(x), p_draft(x)) for a sampled chain: GLIDE's alpha.
+class Overlap(verify.Rule):
+    """A Rule that records sum_x min(p_target(x), p_draft(x)) for a sampled chain: GLIDE's alpha.
 
-    overlaps: an entry for each call of choose(): a tensor (n - 1,), one for each drafted token; or
-    None for a tree without p_draft.
+    overlaps: an entry for each tree, the prefill's first: a tensor (n - 1,), one number for each
+    drafted token; or None for a tree without p_draft.  In greedy decoding it stays empty.
     """
-    def __init__(self, temperature, top_k, top_p, seed):
-        super().__init__(temperature, top_k, top_p, seed)
+    def __init__(self, processors, seed):
+        super().__init__(processors, seed)
         self.overlaps = []
 
-    def warp(self, logits):
-        self.p_target = super().warp(logits)                                           # (n, V)
-        return self.p_target
-
-    def choose(self, tree, logits, first):
-        choice = super().choose(tree, logits, first)
+    def distribution(self, tree, logits, text):
+        p_target = super().distribution(tree, logits, text)                            # (n, V)
         overlap = None
         if tree.p_draft is not None:
-            # choose() has warped the target's logits.  After the last node nothing was drafted.
-            overlap = torch.minimum(self.p_target[:-1], tree.p_draft).sum(1)
+            # After the last node nothing was drafted.
+            overlap = torch.minimum(p_target[:-1], tree.p_draft).sum(1)
         self.overlaps.append(overlap)
-        return choice
+        return p_target
 
-# ---------------------------------------------------------------- what one decoding gave and took
-class Record:
-    """What one decoding gave, and what it took.
-
-    tokens       the new token ids
-    rounds       [verify.Round]; none from transformers' own generate()
-    parts        [(what, seconds)] in order: prefill, begin, draft, verify, other
-    stage_runs   forwards of each stage of a cascade
-    total        sums over the rounds: see counts_of, and the seconds of each part.
-                 "draft" is all time in the drafter, and "begin" is its part before the first
-                 forward of a round, for tokens that were just committed.
-    seconds      of the whole decoding, prefill included; bench.py sets it
-    """
-    def __init__(self, tokens, rounds=(), clock=None, overlaps=(), stage_runs=()):
-        self.tokens, self.rounds, self.stage_runs = tokens, rounds, list(stage_runs)
-        self.parts, self.seconds = [], None
-        self.total = counts_of(rounds, overlaps)
-        if clock:
-            self.parts = clock.parts()
-            for what, seconds in self.parts:
-                self.total[what] += seconds
-            self.total["draft"] += self.total["begin"]
-            called = clock.calls["expand"] + clock.calls["chain"]
-            self.total["draft_forwards"] = sum(stage_runs) or called
-
-    def speed(self):
-        """Tokens per second, prefill included."""
-        return len(self.tokens) / self.seconds
+# ---------------------------------------------------------------- one decoding
+def decode(target, drafter, build, ids, limit, rule=verify.Rule(), stop=(), streamer=None):
+    """verify.generate, timed -> Record.  drafter None and build root_only: plain decoding."""
+    cuda = target.device.type == "cuda"
+    rule = Overlap(rule.processors, rule.seed)
+    start = time.perf_counter()
+    clock = Clock(cuda)
+    timed = clock.around(drafter) if drafter else None
+    out = verify.generate(clock.around(target), timed, clock.builder(build), ids, limit, rule, stop,
+                          streamer)
+    seconds = clock.seconds()
+    total = counts_of(out.rounds, rule.overlaps)
+    total.update(seconds)
+    models = [seconds[str(number)] for number in range(len(getattr(drafter, "stages", ())))]
+    total["draft"] += total["begin"] + sum(models)
+    stage_runs = getattr(drafter, "runs", [])
+    total["draft_forwards"] = sum(stage_runs) or clock.calls["draft"]
+    return Record(out.tokens, total, stage_runs, time.perf_counter() - start)
 
 def counts_of(rounds, overlaps=()):
-    """Sums over the rounds of a decoding -> Counter
+    """Sums over the verify.Rounds of a decoding -> Counter
 
     rounds, new (tokens), nodes (excluding the root), depth; accepted and tested nodes; trees: how
     many rounds had siblings; drawn, overlap: rounds with a sampled chain, see Overlap.
@@ -163,35 +169,36 @@ def counts_of(rounds, overlaps=()):
     return total
 
 # ---------------------------------------------------------------- prices
-def prices(run):
-    """Prices of all drafters of a bench.Run -> {label: see priced.prices_of, or None}
+def prices(decode, drafters, prompts):
+    """Prices of {label: drafter} -> {label: see priced.prices_of, or None}
 
-    They are measured on prompts that are not in the table.  All drafters take turns with plain
-    decoding, since other programs may disturb the machine for a while.  None: for a cascade with a
-    model, which drafts its whole chain whatever the tree, and where all outputs ended at once.
+    decode(drafter, build, ids, limit) -> Record.  prompts: [(ids, limit)], none of the table's.
+    All drafters take turns with plain decoding, since other programs may disturb the machine for a
+    while.  None: for a cascade with a model, which drafts its whole chain whatever the tree, and
+    where all outputs ended at once.
     """
-    prompts = run.unmeasured
-    rounds = {label: rounds_for_prices(drafter) for label, drafter in run.drafters.items()}
+    rounds = {label: rounds_for_prices(drafter) for label, drafter in drafters.items()}
     started = time.perf_counter()
     turns = []
-    for turn in range(1 + TURNS):
-        _, ids, limit = prompts[turn % len(prompts)]
+    for turn in tqdm(range(1 + TURNS), "measuring prices", unit="turn", leave=False, disable=None):
+        ids, limit = prompts[turn % len(prompts)]
         limit = min(limit, PRICE_TOKENS)
-        plain = spent(run.decode(None, verify.root_only, ids, limit))
+        plain = spent(decode(None, verify.root_only, ids, limit))
         of_label = {}
         for label, kinds in rounds.items():
-            of_label[label] = [spent(run.decode(*how, ids, limit)) for how in kinds]
+            of_label[label] = [spent(decode(*how, ids, limit)) for how in kinds]
         if turn > 0:
             turns.append((plain, of_label))
         if turn >= FEWEST and time.perf_counter() - started > ENOUGH:
             break
-    return {**dict.fromkeys(run.drafters), **priced.prices_of(turns)}
+    return {**dict.fromkeys(drafters), **priced.prices_of(turns)}
 
 def rounds_for_prices(drafter):
     """Decodings with trees of several sizes -> [(drafter, builder)]"""
-    if getattr(drafter, "stages", None):
+    models = getattr(drafter, "stages", None)              # of a cascade
+    if models:
         return []
-    if hasattr(drafter, "chain"):
+    if models == []:
         # Max-Gram drafts without a forward.  What a node costs, any tokens show.
         return [(None, partial(repeated_root, nodes=nodes)) for nodes in (1, 8, 24)]
     # 1, 5 and 20 nodes.  Not only a few: on some machines a forward of 2 tokens takes longer than
@@ -203,11 +210,10 @@ def repeated_root(expand, root, nodes):
     """A chain that repeats the root's token -> Tree"""
     tokens = root.repeat(1 + nodes)
     parents = torch.arange(-1, nodes, device=root.device)
-    return verify.Tree(tokens, parents)
+    return verify.Tree(tokens, parents, torch.full_like(parents, -1))
 
 def spent(record):
     """A Record -> priced.Spent"""
     total = record.total
-    drafting = total["draft"] - total["begin"]
-    return priced.Spent(total["rounds"], total["nodes"], total["draft_forwards"], total["begin"],
-                        drafting, total["verify"], total["other"])
+    return priced.Spent(total["rounds"], total["nodes"], total["draft_forwards"],
+                        total["draft"] - total["begin"], total["verify"], total["other"])

@@ -1,15 +1,29 @@
-"""What a run of bench.py prints: a headline, tables, notes below them, a continuation in colour.
+"""What a run of bench.py prints and writes: tables, sentences below them, a file that goes on.
 
-    print(headline(run))
+    print(headline(about, prompts))
     print(table(names, rows))                 # rows: bench.row_of's; names: their arms'
-    print(*notes(run, names, rows), sep="\\n")
-    show(run, arm)                            # a continuation, round by round
+    print(*sentences(names, rows, prices), sep="\\n")
+    show(name, decode, prompt, tokenizer)     # a continuation, round by round
+    Unfinished("rows.jsonl", about)           # prompts that are done, of an interrupted table
 """
+import json
+import os
+import platform
+import re
+import subprocess
 import sys
+from collections import Counter
+from datetime import date
+from pathlib import Path
 
 import torch
+import transformers
 from transformers.generation import BaseStreamer
 
+from runtime.errors import UserError
+from runtime.measure import Record
+
+ROOT = Path(__file__).resolve().parent.parent
 # {column: format of a row}
 COLUMNS = {
     "tok/s": "{tokens_per_second:.1f}",
@@ -18,6 +32,7 @@ COLUMNS = {
     "tau": "{tau:.2f}",
     "alpha": "{alpha:.3f}",
     "nodes": "{nodes:.1f}",
+    "c": "{c:.3f}",
     "draft": "{share_draft:.0%}",
     "verify": "{share_verify:.0%}",
     "other": "{share_other:.0%}",
@@ -27,17 +42,41 @@ COLUMNS = {
 LEGEND = """\
 tok/s          new tokens per second over all prompts, prefill included
 speedup        over plain decoding, prompt by prompt: median [lower quartile-upper quartile]
-vs generate()  speedup over transformers' own generate(), the median
+vs generate()  speedup over transformers' own generate(), prompt by prompt: the median
 tau            new tokens per round, the target's own included
 alpha          accepted / tested drafted tokens; for chains only
 nodes          drafted tokens that are verified per round
-draft, verify, other (all the rest)   shares of a round's time, ms/round
+c              a forward of the drafter (of Max-Gram: a proposal) / a plain decoding step
+draft          share of a round's time in the drafter
+verify         share of a round's time in the target's forward
+other          share of a round's time in all the rest: building trees, accepting, committing
+ms/round       milliseconds of a round
 lossless       every token is that of plain decoding (-: sampled with other noise)"""
 LOSSLESS = {True: "yes", False: "NO", None: "-"}
-# Keys of a row that are printed below the table
-DETAILS = ("c", "expected_speedup", "alpha_overlap", "K", "runs", "swi_measured", "swi_ms",
-           "swi_given", "first_divergence")
-MEASURED = ("cost", "node_price", "start", "size")       # settings that bench.py may have measured
+
+# ---------------------------------------------------------------- where and with what
+def provenance(device):
+    """What rows say of the code and the machine -> dict"""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    machine = f"{os.cpu_count()} cores of {found[1] if found else platform.machine()}"
+    if device.type == "cuda":
+        machine = f"{torch.cuda.get_device_name(device)}, {machine}"
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__}
+    return {"commit": commit(), "machine": machine, "threads": torch.get_num_threads(),
+            "date": date.today().isoformat(), "versions": versions}
+
+def commit():
+    """The commit of this code, "+changes" where files differ from it; "unknown" without git."""
+    def git(*command):
+        return subprocess.run(["git", *command], cwd=ROOT, text=True, capture_output=True,
+                              check=True).stdout.strip()
+    try:
+        changes = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        return git("rev-parse", "--short=10", "HEAD") + changes
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 # ---------------------------------------------------------------- the table
 def cell(form, row):
@@ -60,58 +99,124 @@ def table(names, rows):
         text.append("  ".join([name.ljust(first), *right]).rstrip())
     return "\n".join(text)
 
-def headline(run):
-    """Target, device, prompts, notes: the line that a run begins with."""
-    a = run.a
-    where = f"{torch.get_num_threads()} threads"
-    if run.cuda:
-        where = torch.cuda.get_device_name()
-    about = [f"target {a.target}", str(run.model.dtype).removeprefix("torch."),
-             f"{a.device} ({where})", f"temperature {a.temperature:g}",
-             f"{len(run.prompts)} prompts", f"up to {a.max_new_tokens} new tokens"]
-    return "; ".join([", ".join(about), *run.notes])
+def headline(about, prompts):
+    """The line that a run begins with.  about: what all its rows share.  prompts: their number."""
+    return (f"target {about['target']}, {about['dtype']}, {about['device']} ({about['machine']}; "
+            f"{about['threads']} threads), temperature {about['temperature']:g}, {prompts} prompts "
+            f"of up to {about['max_new_tokens']} new tokens, commit {about['commit']}")
 
-# ---------------------------------------------------------------- below a table
-def notes(run, names, rows):
-    """Lines below the table of all prompts: a legend and details."""
-    lines = [LEGEND, "", f"baseline: plain decoding, {rows[0]['target_ms']:.2f} ms per token"]
+# ---------------------------------------------------------------- below the table of all prompts
+def sentences(names, rows, prices):
+    """Lines: the legend, then what has no column.  prices: {label: measured prices, or None}."""
+    lines = [LEGEND, "", f"A plain decoding step takes {rows[0]['target_ms']:.2f} ms."]
     for name, row in zip(names, rows):
-        lines += details(name, row)
-    return lines + prices(run)
-
-def details(name, row):
-    """A line with the figures of an arm that have no column."""
-    found = []
-    for key in DETAILS:
-        if row.get(key):
-            found.append(f"{key} {rounded(row[key])}")
-    # What a tree was built with, as given or as measured
-    for key in MEASURED:
-        if key in row["settings"]:
-            found.append(f"{key} {rounded(row['settings'][key])}")
-    if row["tree"] and row["speedup"] < 1:
-        found.append("slower than plain decoding, see docs/speed.md")
-    wanted = row["tree"] or row["lossless"] is False
-    return [f"{name}: {'; '.join(found)}"] if wanted and found else []
-
-def rounded(value):
-    return f"{value:.3g}" if isinstance(value, float) else value
-
-def prices(run):
-    """What a draft and a node cost, in plain decoding steps, with the quartiles of the turns."""
-    lines = []
-    for label, price in run.prices.items():
-        if price is None:
-            continue
-        drafting = "drafts without a forward"
-        if price["cost"]:
-            low, high = price["cost_range"]
-            drafting = f"measured s_d / s_t {price['cost']:.3f} [{low:.3f}-{high:.3f}]"
-        low, high = price["node_price_range"]
-        node = f"{price['node_price']:.3f} [{low:.3f}-{high:.3f}]"
-        lines.append(f"{label}: {drafting}; in plain decoding steps, a verified node takes {node}, "
-                     f"and all else that a round with a tree adds {price['start']:.3f}")
+        lines += [f"{name}: {sentence}" for sentence in (*formulas(row), *remarks(row))]
+    prices = {label: price for label, price in prices.items() if price}
+    if prices:
+        lines.append("Prices for pct, pct-cost and graft, where --tree sets no others, in plain "
+                     "decoding steps; measured before the table on other prompts [quartiles]:")
+    for label, price in prices.items():
+        lines.append(f"{label}: {prices_in_words(price)}")
     return lines
+
+def formulas(row):
+    """Yield what the papers' formulas make of an arm's figures."""
+    if row["expected_speedup"]:
+        yield (f"from alpha and c GLIDE's formula expects a speedup of "
+               f"{row['expected_speedup']:.2f}x.")
+    if row["alpha_overlap"]:
+        yield (f"the distributions of drafter and target overlap by {row['alpha_overlap']:.3f} on "
+               "average, which is GLIDE's alpha when sampling.")
+    models = [name for name in row.get("stages") or [] if name != "maxgram"]
+    if models:
+        runs = [f"the target ran {row['runs'][0]} times"]
+        for name, count, cost in zip(models, row["runs"][1:], row["costs"][1:]):
+            runs.append(f"{name} {count} times ({cost:.3f} plain decoding steps each)")
+        yield (f"{', '.join(runs)}. Standardized walltime improvement, tokens / sum of runs x cost "
+               f"(Cascade, section 5.1): {row['swi_pw']:.2f} by these measured costs (its PW), "
+               f"{row['swi_ms']:.2f} by the sizes of the models (its MS); by the clock, with all "
+               f"time in the drafter, {row['swi_clock']:.2f}.")
+
+def remarks(row):
+    """Yield what a reader of an arm's row should know."""
+    found = row.get("first_divergence")
+    if found:
+        gap = "One of the two outputs ends there."
+        if found["logit_gap"] is not None:
+            gap = (f"The target's logits of these two tokens differ by {found['logit_gap']:.2g}; a "
+                   "difference near 0 is rounding.")
+        yield (f"not lossless: after prompt {found['prompt'] + 1} the output differs from plain "
+               f"decoding's from token {found['token'] + 1} on. {gap}")
+    if row["tree"] and row["speedup"] < 1:
+        yield "slower than plain decoding; docs/speed.md says when that happens."
+
+def prices_in_words(price):
+    """Prices, with their quartiles over the turns."""
+    drafting = "no forward to draft"
+    if price["cost"]:
+        low, high = price["cost_range"]
+        drafting = f"a forward of the drafter {price['cost']:.3f} [{low:.3f}-{high:.3f}]"
+    low, high = price["node_price_range"]
+    return (f"{drafting}; a verified node {price['node_price']:.3f} [{low:.3f}-{high:.3f}]; all "
+            f"else that a round with a tree adds {price['start']:.3f}.")
+
+# ---------------------------------------------------------------- a table that goes on
+class Unfinished:
+    """The finished prompts of a table, in the file `path`.part: an interrupted one goes on there.
+
+    Its first line holds what all rows share, and the prices; each other line a prompt.
+    path: of --json; None: nothing is written.
+
+    about       what all rows share: of the file, where there is one
+    prices      {label: prices}; None: not measured yet
+    results     [{name of an arm: Record}], one for each finished prompt
+    """
+    def __init__(self, path, about):
+        self.path = Path(f"{path}.part") if path else None
+        self.about, self.prices, self.results = about, None, []
+        if not self.path or not self.path.exists():
+            return
+        text = self.path.read_text()
+        whole = text[:text.rfind("\n") + 1]       # a line that was cut by a kill has no end
+        try:
+            first, *lines = map(json.loads, whole.splitlines())
+            if not lines:                          # nothing was finished
+                return
+            self.about, self.prices = first["about"], first["prices"]
+            for found in lines:
+                self.results.append({name: record_of(*kept) for name, kept in found.items()})
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UserError(f"{self.path} is damaged: delete it to begin the table anew") from None
+        for key, value in json.loads(json.dumps(about)).items():
+            if key != "date" and self.about.get(key) != value:
+                raise UserError(f"{self.path} holds an interrupted table with another {key}: "
+                                "repeat its command to go on with it, or delete the file")
+        self.path.write_text(whole)
+
+    def begin(self, prices):
+        """The prices are known, and prompts can be measured."""
+        self.prices = prices
+        if self.path and not self.results:
+            self.path.write_text(json.dumps({"about": self.about, "prices": prices}) + "\n")
+
+    def add(self, found):
+        """A prompt is finished: {name of an arm: Record}."""
+        self.results.append(found)
+        if self.path:
+            with open(self.path, "a") as file:
+                file.write(json.dumps(found) + "\n")
+
+    def finish(self, rows, is_whole):
+        """Write the rows to --json; where all prompts are in them, the other file goes."""
+        if self.path:
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            self.path.with_suffix("").write_text(lines)
+            if is_whole:
+                self.path.unlink()
+
+def record_of(tokens, total, stage_runs, seconds):
+    """A Record's values as JSON has them -> Record"""
+    return Record(tokens, Counter(total), stage_runs, seconds)
 
 # ---------------------------------------------------------------- a continuation as it is made
 class Screen(BaseStreamer):
@@ -137,10 +242,11 @@ class Screen(BaseStreamer):
     def end(self):
         print()
 
-def show(run, arm):
-    """Print an arm's continuation of the first prompt as it is made."""
-    group, ids, limit = run.prompts[0]
-    screen = Screen(run.tokenizer)
-    print(f"\n--- {arm.name}, prompt 1 of {group}: {screen.form.format('accepted')}bonus")
-    record = arm.decode(ids, limit, 0, streamer=screen)
-    print(f"--- tau {record.total['new'] / max(1, record.total['rounds']):.2f}")
+def show(arm, prompt, tokenizer):
+    """Print an arm's continuation of a prompt as it is made."""
+    screen = Screen(tokenizer)
+    colours = screen.form.format("accepted") + "bonus"
+    print(f"\n--- {arm.name}, prompt 1 of {prompt.kind}: {colours}")
+    record = arm.decode(prompt.ids, prompt.limit, 0, streamer=screen)
+    tau = record.total["new"] / max(1, record.total["rounds"])
+    print(f"--- {len(record.tokens)} tokens in {record.total['rounds']} rounds, tau {tau:.2f}")

@@ -19,7 +19,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from verify import Target, UserError
+from runtime.errors import UserError
+from verify import Target
 
 GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
 KEYS = 256               # the number of keys that a forward reads is a multiple of this
@@ -31,6 +32,17 @@ def padded(n, dtype):
     is_half = dtype in (torch.float16, torch.bfloat16)
     return size if is_half or size <= 4 else max(size, 32)
 
+def bucket(entries):
+    """How many keys are read where `entries` are needed: a multiple of KEYS."""
+    return -(-entries // KEYS) * KEYS
+
+def lengthened(entries):
+    """A view (1, H, t, d) of the target's cache -> the same, up to a multiple of KEYS."""
+    _, heads, t, d = entries.shape
+    allocated = entries.stride(1) // entries.stride(2)
+    keys = min(bucket(t), allocated)
+    return entries.as_strided((1, heads, keys, d), entries.stride(), entries.storage_offset())
+
 def static(x, record=True):
     """Give a target, or a drafter with a method `run`, static shapes -> x.
 
@@ -39,7 +51,7 @@ def static(x, record=True):
     # A model that verifies chains only counts positions by its cache, and takes no padding.
     if not hasattr(x, "run") or not getattr(x, "verifies_trees", True):
         return x
-    spread = getattr(getattr(x, "model", None), "hf_device_map", None) or {}
+    spread = getattr(x.model, "hf_device_map", None) or {}
     if len(set(spread.values())) > 1:
         raise UserError("a CUDA graph is of one device, and the target is spread over several: "
                         "leave --graphs out")
@@ -59,17 +71,15 @@ class Static:
         self.graphs = record and x.device.type == "cuda"
         self.recorded, self.addresses, self.pool = {}, None, None
 
-    def __call__(self, end, x, position, slots, mask, logits_to_keep=0):
+    def __call__(self, end, x, position, slots, mask, *logits_to_keep):
         """As Target.run, and as the drafters' run."""
         n = len(x)
         # A prompt without a mask, a large tree, and the first forward, which allocates KV entries
         if n > GRAPHED or mask is None and n > 1 or not self.kv_entries():
-            more = [logits_to_keep] if self.is_target else []
-            return self.own(end, x, position, slots, mask, *more)
-        size = padded(n, self.dtype)
-        padding = size - n
+            return self.own(end, x, position, slots, mask, *logits_to_keep)
+        padding = padded(n, self.dtype) - n
         keys = self.reserve(end + padding)
-        sees = torch.zeros(size, keys, dtype=torch.bool, device=self.x.device)
+        sees = torch.zeros(n + padding, keys, dtype=torch.bool, device=self.x.device)
         sees[:n, :end] = True if mask is None else mask        # None: a single node sees all keys
         sees[n:, 0] = True                                     # a softmax over no key would be NaN
         after = torch.arange(end, end + padding, device=slots.device)
@@ -78,53 +88,41 @@ class Static:
             F.pad(position, (0, padding)),                                             # (size,)
             torch.cat((slots, after)),                                                 # (size,)
             sees]
-        if getattr(self.x, "kv", None):
-            outputs = self.glide_forward(keys, inputs)
-        else:
-            outputs = self.forward(keys, inputs)
+        outputs = self.beside_views(keys, inputs) if self.views() else self.forward(keys, inputs)
         first, *states = [out[:n] for out in outputs]          # logits, or what a drafter predicts
-        return [first[-logits_to_keep:], *states]
+        for count in logits_to_keep:
+            first = first[-count:]
+        return [first, *states]
 
-    def glide_forward(self, keys, inputs):
+    def views(self):
+        """{layer: [K, V]}: the target's KV entries that a GLIDE reads, or nothing."""
+        return {} if self.is_target else getattr(self.x, "kv", {})
+
+    def beside_views(self, keys, inputs):
         """As forward, for a drafter that also reads views of the target's KV entries, `x.kv`."""
         views = self.x.kv
-        self.x.kv = {}
-        for layer, pair in views.items():
-            self.x.kv[layer] = [self.lengthened(entries) for entries in pair]
-            length = self.x.kv[layer][0].shape[2]
+        self.x.kv = {layer: [lengthened(x) for x in pair] for layer, pair in views.items()}
+        [length] = {x.shape[2] for pair in self.x.kv.values() for x in pair}
         committed = torch.arange(length, device=self.x.device) < self.x.t
-        glimpse_mask = committed.repeat(len(inputs[0]), 1)      # (size, length)
+        glimpse_mask = committed.repeat(len(inputs[0]), 1)     # (size, length)
         outputs = self.forward(keys, [*inputs, glimpse_mask])
         self.x.kv = views
         return outputs
 
     def reserve(self, entries):
-        """Allocate for `entries` -> how many keys are read: a multiple of KEYS."""
-        keys = -(-entries // KEYS) * KEYS
-        owner = getattr(self.x, "cache", self.x)               # GLIDE's drafter is its own cache
-        if not self.is_target:
-            owner.reserve(keys)
-            return keys
-        # If the target's cache grew, all recordings would be void: use what the prefill allocated.
-        owner.reserve(entries)
-        return min(keys, owner.allocated)
-
-    def lengthened(self, entries):
-        """A view (1, H, t, d) of the target's cache -> the same, up to a multiple of KEYS."""
-        _, heads, t, d = entries.shape
-        allocated = entries.stride(1) // entries.stride(2)
-        keys = min(-(-t // KEYS) * KEYS, allocated)
-        return entries.as_strided((1, heads, keys, d), entries.stride(), entries.storage_offset())
+        """Allocate for `entries` -> how many keys are read."""
+        if self.is_target:
+            # If its cache grew, all recordings would be void: use what the prefill allocated.
+            self.x.cache.reserve(entries)
+            return min(bucket(entries), self.x.cache.allocated)
+        self.x.reserve(bucket(entries))
+        return bucket(entries)
 
     def kv_entries(self):
         """The tensors that hold the KV entries which x reads."""
         if self.is_target:
-            pairs = self.x.cache.kv.values()
-        elif hasattr(self.x, "store"):                         # GLIDE's own, and the target's
-            pairs = [[self.x.store], *self.x.kv.values()]
-        else:                                                  # EDD's
-            pairs = [self.x.cache.kept.values()]
-        return [entries for pair in pairs for entries in pair]
+            return self.x.cache.stacks
+        return [self.x.store, *(entries for pair in self.views().values() for entries in pair)]
 
     # ------------------------------------------------------------ recordings
     def forward(self, keys, inputs):

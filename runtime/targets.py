@@ -3,7 +3,7 @@
 verify.Target serves models that are built as Llama is.  AnyTarget adds
 
     windows         layers with a sliding window, alone or beside layers with full attention
-    devices         a model that accelerate has spread over several devices
+    devices         a model that accelerate has spread over several devices, or offloaded
     vocabularies    logits padded or cut to another model's vocabulary size
     contexts        other names for their length in a configuration; longrope's short table alone
     chains          a model that ignores a tree's mask or position_ids verifies chains only
@@ -11,62 +11,88 @@ verify.Target serves models that are built as Llama is.  AnyTarget adds
 and AnyEncoderDecoder serves T5 and its relatives.
 
 The proof.  Whether a model of an unknown family can verify trees is found by experiment, when it is
-loaded: a few tiny forwards compare the logits of a tree's nodes with those of the model's own
+wrapped: a few tiny forwards compare the logits of a tree's nodes with those of the model's own
 forward over each path.  If they differ, the same is tried with a chain.  A model that fails both
 tests is refused.  docs/families.md lists what is served.
 
     target = any_target(model)       # in place of verify.Target(model)
 """
+from inspect import signature
+from threading import Lock
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
-from runtime.text import first_line
-from verify import CHUNK, Target, TreeCache, UserError
+from runtime.errors import UserError
+from runtime.program import first_line
+from verify import MARGIN, Target, TreeCache
 
 # Parents of the small tree and of the chain that a model is tried with
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
-WINDOW = 3               # the length of sliding windows in the proof, so that its texts are short
+WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
+UNSTATED = 2048          # the context of a model whose configuration states none
 
 # ---------------------------------------------------------------- what a configuration says
 def context_of(config):
     """The most tokens that a sequence may have."""
-    context = getattr(config, "max_position_embeddings", None) or 2048
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "longrope":
-        return context
-    # longrope rotates all keys of a long text by a second table, but cached keys cannot change.
-    short = rope.get("original_max_position_embeddings")
-    return short or config.original_max_position_embeddings
+    context = getattr(config, "max_position_embeddings", None)
+    context = context or getattr(config, "max_seq_len", None) or UNSTATED
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    original = rope.get("original_max_position_embeddings")
+    original = original or getattr(config, "original_max_position_embeddings", None) or context
+    if kind == "longrope":
+        # It rotates all keys of a long text by a second table, but cached keys cannot change.
+        return original
+    if kind == "yarn":
+        return max(context, int(rope["factor"] * original))
+    return context
 
 def windows_of(config):
-    """{kind of layer: its sliding window, or None for full attention}"""
+    """{kind of layer: its sliding window, or None for full attention}, and the kinds unknown here.
+
+    The second is a set; our mask for a tree would be wrong in layers of such a kind.
+    """
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [default])
+    known = kinds & {"full_attention", "sliding_attention"}
     # GPT-Neo's "local" layers add a window of their own to the mask that they are given.
     others = set(getattr(config, "attention_layers", None) or []) - {"global"}
-    unknown = others | kinds - {"full_attention", "sliding_attention"}
-    if unknown:
-        raise UserError(f"the target has layers of kind {', '.join(unknown)}: take a target with "
-                        "full or sliding attention")
-    return {kind: window if kind == "sliding_attention" else None for kind in kinds}
+    windows = {kind: window if kind == "sliding_attention" else None for kind in known}
+    return windows, others | kinds - known
+
+def layers_of(config):
+    """The number of layers that cache keys and values: of an encoder-decoder, the decoder's."""
+    names = ("num_decoder_layers", "decoder_layers", "num_hidden_layers")
+    return next((getattr(config, name) for name in names if getattr(config, name, None)), 1)
 
 def device_of(model):
-    """The device of a model's inputs: where its embedding is, if accelerate has spread it."""
-    if not getattr(model, "hf_device_map", None):
-        return model.device
+    """The device of a model's inputs: where its embedding computes, if accelerate places it."""
     hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    return torch.device(getattr(hook, "execution_device", None) or model.device)
+    for part in (hook, *getattr(hook, "hooks", ())):           # accelerate may chain several
+        if getattr(part, "execution_device", None) is not None:
+            return torch.device(part.execution_device)
+    return model.device
+
+def state_of(model):
+    """What a Target and its proof depend on.  Where it has changed they are made anew.
+
+    That is the dtypes and devices of the weights, autocast, and the configuration.
+    """
+    kinds = {(p.dtype, p.device) for p in model.parameters()}
+    device = device_of(model).type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return kinds, autocast, str(vars(model.config.get_text_config()))
 
 # ---------------------------------------------------------------- small parts
-def with_vocabulary(logits, vocab):
-    """Logits (n, V) -> (n, vocab): cut, or padded with -inf."""
-    missing = vocab - logits.shape[-1]
-    return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+def with_vocabulary(x, vocab, value=float("-inf")):
+    """Logits, or probabilities, x (n, V) -> (n, vocab): cut, or padded with `value`."""
+    missing = vocab - x.shape[-1]
+    return F.pad(x, (0, missing), value=value) if missing else x
 
 def within_window(mask, window, position, slots):
     """mask (n, keys) bool -> the same without keys that lie `window` or more before their query."""
@@ -85,12 +111,14 @@ class AnyTarget(Target):
     the proof found.  Raises UserError for a model that fails it.
     """
     encoder_decoder = False
-    proven = WeakKeyDictionary()     # {model: verifies_trees}: a model is tried once
+    proven = WeakKeyDictionary()     # {model: (its state, verifies_trees)}: a model is tried once
+    proving = Lock()                 # the proof changes the configuration for a moment
 
     def __init__(self, model, capacity=None, vocab=None):
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
-        self.windows = windows_of(self.config)
+        self.windows, self.unknown = windows_of(self.config)
+        self.keeps_logits = "logits_to_keep" in signature(model.forward).parameters
         # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
         # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -100,62 +128,67 @@ class AnyTarget(Target):
             self.dtype = model.get_input_embeddings()(token).dtype
         self.known_ids = self.vocab = self.config.vocab_size
         self.context = self.capacity = context_of(self.config)
-        self.cache = TreeCache()
-        self.capture({})
-        if model not in self.proven:
-            self.proven[model] = self.prove()
-        self.verifies_trees = self.proven[model]
+        self.prepare()
+        with self.proving:
+            state = state_of(model)
+            if self.proven.get(model, [None])[0] != state:
+                self.proven[model] = state, self.prove()
+        self.verifies_trees = self.proven[model][1]
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
-        self.cache = TreeCache()
-        self.reset()
+        self.prepare()
+
+    def prepare(self):
+        """Take a new cache: what a failed forward has left there may be anything."""
+        self.cache = TreeCache(layers_of(self.config))
+        self.configure({})
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
-        """As Target.forward; refuses a tree where only chains can be verified."""
+        """As Target.forward, for ids and logits of self.vocab.
+
+        Raises UserError for a tree where only chains can be verified.
+        """
         chain = list(range(-1, len(tokens) - 1))
         if not self.verifies_trees and parents is not None and parents.tolist() != chain:
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour "
-                            "the mask or the positions of a tree): use --tree chain")
-        return super().forward(tokens, parents, logits_to_keep)
+                            "the mask or the positions of a tree): draft a chain, by cape.chain, "
+                            "which is --tree chain on the command line")
+        # Ids that the model does not know become the last that it knows: nobody predicts them.
+        known = tokens.clamp(0, self.known_ids - 1)
+        logits, states = super().forward(known, parents, logits_to_keep)
+        states = [state.to(self.device) for state in (tokens, *states[1:])]
+        return with_vocabulary(logits.to(self.device), self.vocab), states
 
-    def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
-        """As Target.run, for ids and logits of self.vocab."""
-        tokens = self.within_vocabulary(tokens)
-        logits, *states = super().run(end, tokens, position, slots, mask, logits_to_keep)
-        states = [state.to(self.device) for state in states]
-        return [with_vocabulary(logits.to(self.device), self.vocab), *states]
-
-    def within_vocabulary(self, ids):
-        """Ids that the model does not know become the last that it knows: nobody predicts them."""
-        return ids.clamp(max=self.known_ids - 1) if self.known_ids < self.vocab else ids
-
-    def position_and_mask(self, position, slots, mask):
-        """As Target.position_and_mask, with a mask for each kind of layer where they differ."""
+    def inputs(self, position, slots, mask, logits_to_keep):
+        """As Target.inputs, with a mask for each kind of layer where they differ."""
+        found = super().inputs(position, slots, None, logits_to_keep)
+        found["return_dict"] = True
+        if not self.keeps_logits:
+            del found["logits_to_keep"]
         if not self.verifies_trees:
-            return {}                # the model counts positions by its cache
-        found = super().position_and_mask(position, slots, mask)
-        if mask is None:
-            return found             # the model applies its windows itself
-        masks = {}
-        for kind, window in self.windows.items():
-            seen = within_window(mask, window, position, slots) if window else mask
-            of_kind = super().position_and_mask(position, slots, seen)
-            masks[kind] = of_kind["attention_mask"]
-        found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
+            del found["position_ids"]                          # it counts them by its cache
+        elif mask is not None:                                 # else it applies its windows itself
+            masks = {}
+            for kind, window in self.windows.items():
+                seen = within_window(mask, window, position, slots) if window else mask
+                of_kind = super().inputs(position, slots, seen, logits_to_keep)
+                masks[kind] = of_kind["attention_mask"]
+            found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
 
     # ------------------------------------------------ the proof
     @torch.no_grad()
     def prove(self):
         """True where a tree's logits are those of its paths, False where only a chain's are."""
-        config, windows = self.config, self.windows
-        own_window = getattr(config, "sliding_window", None)
-        exact = torch.finfo(self.dtype).bits > 16
-        if own_window:
-            config.sliding_window = WINDOW
-            self.windows = {kind: window and WINDOW for kind, window in windows.items()}
+        windows, reason = self.windows, "nothing was tried"
+        names = ("sliding_window", "attention_chunk_size")
+        own = {name: getattr(self.config, name, None) for name in names}
+        for name, length in own.items():
+            if length:
+                setattr(self.config, name, WINDOW)
+        self.windows = {kind: window and WINDOW for kind, window in windows.items()}
         try:
-            for parents, self.verifies_trees in ((TREE, True), (CHAIN, False)):
+            for parents, self.verifies_trees in self.trials():
                 try:
                     errors = self.errors(parents)
                 except torch.OutOfMemoryError:
@@ -163,18 +196,25 @@ class AnyTarget(Target):
                 except Exception as why:           # a model's own code may fail in any way
                     reason = f"{type(why).__name__}: {first_line(why)}"
                     continue
-                # In half precision the routing of an MoE can flip for single nodes: the median.
+                # In half precision, which may be autocast's, the routing of an MoE can flip for
+                # single nodes: the median.
+                exact = all(torch.finfo(x.dtype).bits > 16 for x in self.cache.stacks)
                 error = (errors.max() if exact else errors.median()).item()
                 if error < (1e-3 if exact else 0.1):
                     return self.verifies_trees
                 reason = f"logits are off by {error:.0%} of their spread"
         finally:
             self.windows = windows
-            if own_window:
-                config.sliding_window = own_window
+            for name, length in own.items():
+                if length:
+                    setattr(self.config, name, length)
         raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does "
-                        f"without one ({reason}): take a decoder-only language model that caches "
-                        "keys and values")
+                        f"without one ({reason}): take a language model that caches keys and "
+                        "values alone, or decode without speculation")
+
+    def trials(self):
+        """The parents of what is tried in turn, and whether it is a tree."""
+        return [(CHAIN, False)] if self.unknown else [(TREE, True), (CHAIN, False)]
 
     def errors(self, parents):
         """How far each node's logits are from those of its path alone -> (n + 1,).
@@ -187,11 +227,9 @@ class AnyTarget(Target):
         ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
         text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]
         tokens = [ids[(5 * i + 1) % len(ids)] for i in range(n)]
-        # A failed forward may have left anything in the cache.
-        self.cache = TreeCache()
-        self.reset()
-        self.sync(text)
-        logits = self.forward(torch.tensor(tokens), torch.tensor(parents))     # (n, V)
+        self.prepare()
+        self.align(text)
+        logits, states = self.forward(torch.tensor(tokens), torch.tensor(parents))     # (n, V)
         errors = []
         for node in range(n):
             path = [node]
@@ -199,16 +237,22 @@ class AnyTarget(Target):
                 path.insert(0, parents[path[0]])
             path_ids = [tokens[i] for i in path]
             errors.append(self.error(logits[node], text + path_ids))
-        self.commit(path, path_ids)
-        following = self.forward(torch.tensor(ids[-1:]), torch.tensor([-1]))[0]        # (V,)
-        errors.append(self.error(following, text + path_ids + ids[-1:]))
+        self.commit(path, path_ids, states)
+        following, _ = self.forward(torch.tensor(ids[-1:]), torch.tensor([-1]))        # (1, V)
+        errors.append(self.error(following[0], text + path_ids + ids[-1:]))
         return torch.stack(errors)
 
     def error(self, logits, ids):
         """Logits (V,) against the model's own, without a cache, after ids: standard deviations."""
-        ids = torch.tensor([ids], device=self.device)
-        alone = self.model(input_ids=ids, use_cache=False).logits[0, -1]
-        return (logits - alone).float().norm() / (alone - alone.mean()).float().norm()
+        alone = self.alone(torch.tensor([ids], device=self.device))[0, -1].to(self.device)
+        # A model may give some tokens a logit of -inf, or nearly.
+        finite = alone.isfinite() & (alone > -1e30)
+        logits, alone = logits[finite].float(), alone[finite].float()
+        return (logits - alone).norm() / (alone - alone.mean()).norm()
+
+    def alone(self, ids):
+        """The model's own logits (1, n, V) for ids (1, n), without a cache."""
+        return self.model(input_ids=ids, use_cache=False, return_dict=True).logits
 
 def any_target(model, capacity=None, vocab=None):
     """What decodes with a Hugging Face language model: AnyTarget or AnyEncoderDecoder."""
@@ -219,33 +263,50 @@ def any_target(model, capacity=None, vocab=None):
 class AnyEncoderDecoder(AnyTarget):
     """An encoder-decoder target, such as FLAN-T5 (Cascade Speculative Drafting, section 5.2).
 
-    It verifies chains only.  The encoder reads the prompt once; the decoder begins with its start
-    token.  A drafter finds the prompt in the first view of a decoding, as view.source.
+    It verifies chains only: positions in the decoder follow the cache, not the depth in a tree.
+    The encoder reads the prompt once; the decoder begins with its start token.  Where `given` is
+    set, to encoder outputs and their attention mask, the encoder has run already, and a prompt is
+    the decoder's.
     """
     encoder_decoder = True
+    given = None
 
-    def prove(self):
-        """Positions in the decoder follow the cache, not the depth in a tree."""
-        return False
+    def trials(self):
+        return [(CHAIN, False)]
 
     def remaining(self, ids):
-        """The prompt takes no position of the decoder; its start token takes one."""
-        return self.capacity
+        """The encoder's prompt takes no position of the decoder; its start token takes one."""
+        return super().remaining(ids if self.given else [0])
 
-    def prefill(self, ids, new_tokens=0):
-        """Encode the prompt and reserve cache for new_tokens -> logits (V,) of the first token."""
-        self.encode(ids)
-        self.source = ids
-        self.cache.reserve(1 + new_tokens + CHUNK)
-        start = self.model.generation_config.decoder_start_token_id
-        return self.sync([start])[-1]
+    def errors(self, parents):
+        self.encode([0, 1])                                    # any text
+        return super().errors(parents)
 
+    def prefill(self, ids, new_tokens=0, needs={}):
+        """As Target.prefill.  The View is that of the decoder's tokens."""
+        self.configure(needs)
+        if self.given is None:
+            self.encode(ids)
+            self.source = ids
+            ids = [self.model.generation_config.decoder_start_token_id]
+        else:
+            self.attend(*self.given)
+        self.cache.reserve(len(ids) + new_tokens + MARGIN)
+        logits, view = self.align(ids)
+        return logits[-1], view
+
+    @torch.no_grad()
     def encode(self, ids):
         """Run the encoder over ids (list), and empty the decoder's cache."""
-        self.reset()
-        ids = self.within_vocabulary(torch.tensor([ids], device=self.device))
+        ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
+        mask = torch.ones_like(ids)
         encoder = self.model.get_encoder()
-        self.encoded = encoder(input_ids=ids, attention_mask=torch.ones_like(ids))
+        self.attend(encoder(input_ids=ids, attention_mask=mask, return_dict=True), mask)
+
+    def attend(self, encoded, mask):
+        """Attend to what the encoder returned, and empty the decoder's cache."""
+        self.reset()
+        self.encoded, self.mask = encoded, mask
         # run() sets the first cache, of self-attention.  The model's first decoder step fills the
         # second, of cross-attention, with the keys and values of what the encoder returned.
         self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
@@ -253,8 +314,13 @@ class AnyEncoderDecoder(AnyTarget):
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run, without hidden states.  The decoder makes a chain's positions and mask."""
         self.caches.self_attention_cache = self.cache.step(slots, end)
-        tokens = self.within_vocabulary(tokens)
-        out = self.model(encoder_outputs=self.encoded, decoder_input_ids=tokens[None],
-                         past_key_values=self.caches, use_cache=True)
-        logits = out.logits[0, -logits_to_keep:].to(self.device)
-        return [with_vocabulary(logits, self.vocab)]
+        logits = self.decode(tokens[None], past_key_values=self.caches, use_cache=True)
+        return [logits[0, -logits_to_keep:]]
+
+    def alone(self, ids):
+        return self.decode(ids, use_cache=False)
+
+    def decode(self, ids, **how):
+        """The model's logits (1, n, V) for the decoder's ids (1, n)."""
+        return self.model(encoder_outputs=self.encoded, attention_mask=self.mask,
+                          decoder_input_ids=ids, return_dict=True, **how).logits

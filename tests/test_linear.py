@@ -3,7 +3,8 @@ import copy
 
 import pytest
 import torch
-from conftest import plain, random_edd, random_glide, tiny
+from conftest import plain, tiny
+from test_glide import new_edd, new_glide
 
 import cape
 import edd
@@ -14,7 +15,8 @@ from runtime import linear
 PROMPT = [3, 1, 4, 1, 5]
 
 # PyTorch may have no oneDNN, or this may be no x86 CPU: F.linear serves all products there.
-pytestmark = pytest.mark.skipif(not linear.can_pack(torch.nn.Linear(256, 256)), reason="no oneDNN for this CPU")
+pytestmark = pytest.mark.skipif(not linear.can_pack(torch.nn.Linear(256, 256)),
+                                reason="no oneDNN for this CPU")
 
 @pytest.fixture
 def everything(monkeypatch):
@@ -30,7 +32,8 @@ def test_products_are_f_linears(everything):
     """And with gradients they are F.linear's own."""
     for bias in (True, False):
         module = packed(24, bias=bias)[0]
-        assert isinstance(module, linear.PackedLinear) and [*module.state_dict()] == ["weight", "bias"][:1 + bias]
+        assert isinstance(module, linear.PackedLinear)
+        assert [*module.state_dict()] == ["weight", "bias"][:1 + bias]
         for shape in ((1, 24), (17, 24), (3, 5, 24), (0, 24)):
             across = torch.randn(shape[::-1]).permute(*range(len(shape))[::-1])
             for x in (torch.randn(shape), across):
@@ -46,18 +49,24 @@ def test_a_copy_has_no_blocks(everything):
     other = copy.deepcopy(module)
     assert module.blocks is not None and other.blocks is None
     other.load_state_dict(torch.nn.Linear(24, 24).state_dict())
-    torch.testing.assert_close(other(x), torch.nn.functional.linear(x, other.weight, other.bias))
+    expected = torch.nn.functional.linear(x, other.weight, other.bias)
+    torch.testing.assert_close(other(x), expected)
 
 def test_packed_models_decode_as_before(everything, monkeypatch):
     """The target, a GLIDE and an EDD, whose head is the target's."""
     model = tiny("llama").float()
     text = plain(model, PROMPT, 8)
-    drafters = [glide.Drafter(random_glide(model).float()), edd.Drafter(random_edd(model).float())]
+    drafters = [glide.Drafter(new_glide(model).float()), edd.Drafter(new_edd(model).float())]
     for module in (model, *[drafter.model for drafter in drafters]):
         linear.pack(module)
     calls, op = [], torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda *args: calls.append(1) or op(*args), raising=False)
+
+    def watched(*args):
+        calls.append(1)
+        return op(*args)
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", watched, raising=False)
     assert plain(model, PROMPT, 8) == text and calls
+    target = verify.Target(model)
     for drafter in drafters:
         calls.clear()
-        assert verify.generate(verify.Target(model), drafter, cape.cape, PROMPT, 8).tokens == text and calls
+        assert verify.generate(target, drafter, cape.cape, PROMPT, 8).tokens == text and calls

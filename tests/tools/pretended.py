@@ -1,9 +1,10 @@
-"""Decoding on a pretended CUDA device: what would mix devices there fails, what would wait there is counted.
+"""Decoding on a pretended CUDA device: mixed devices fail there, and what would wait is counted.
 
-The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations run on what they hold;
-one that gets tensors of both kinds raises.  Counted are device-to-host syncs, host-to-device copies, and forwards of target
-and drafters, as each embeds its tokens once.  Times mean nothing; kernels, streams and graphs are not pretended.  Needs g++
-where torch is a CPU build, for a device guard that does nothing.  test_device.py runs main() in a forked process, as it
+The idea.  A tensor on the pretended device says "cuda" and holds a tensor of the CPU.  Operations
+run on what they hold; one that gets tensors of both kinds raises.  Counted are device-to-host
+syncs, host-to-device copies, and forwards of target and drafters, as each embeds its tokens once.
+Times mean nothing; kernels, streams and graphs are not pretended.  Needs g++ where torch is a CPU
+build, for a device guard that does nothing.  test_device.py runs main() in a forked process, as it
 replaces parts of torch.
 """
 import collections
@@ -21,9 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 DEVICE = torch.device("cuda", 0)
-READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal", "aten::is_nonzero"}
+READS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::equal",
+         "aten::is_nonzero"}
 GUARD = """#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10 { namespace impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) } }
+namespace c10 { namespace impl {
+C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
+} }
 """
 NEW = 14                                           # tokens that are made
 counts = collections.Counter()                     # {"read", "copy" or "forward": how often}
@@ -36,8 +40,8 @@ def register_guard():
         return
     folder, root = Path(tempfile.mkdtemp()), Path(torch.__file__).parent
     (folder / "guard.cpp").write_text(GUARD)
-    command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include", str(folder / "guard.cpp"),
-               "-o", str(folder / "guard.so"), f"-L{root}/lib", "-lc10"]
+    command = ["g++", "-shared", "-fPIC", "-std=c++20", f"-I{root}/include",
+               str(folder / "guard.cpp"), "-o", str(folder / "guard.so"), f"-L{root}/lib", "-lc10"]
     subprocess.run(command, check=True)
     ctypes.CDLL(str(folder / "guard.so"))
 
@@ -48,8 +52,8 @@ class Pretended(torch.Tensor):
     @staticmethod
     def __new__(cls, held):
         made = torch.Tensor._make_wrapper_subclass(
-            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype,
-            layout=held.layout, device=DEVICE, requires_grad=held.requires_grad)
+            cls, held.size(), strides=held.stride(), storage_offset=held.storage_offset(),
+            dtype=held.dtype, layout=held.layout, device=DEVICE, requires_grad=held.requires_grad)
         made.held = held
         return made
 
@@ -69,8 +73,8 @@ def operate(func, args, kwargs):
     kind = None if device is None else torch.device(device).type
     moves = name in ("aten::_to_copy", "aten::copy_", "aten::to.device")
     if there and any(x.dim() for x in here) and not moves:
-        sides = ", ".join(f"{x.device.type} {tuple(x.shape)}" for x in flat if isinstance(x, torch.Tensor))
-        raise RuntimeError(f"tensors on two devices in {name}: {sides}")
+        sides = [f"{x.device.type} {tuple(x.shape)}" for x in flat if isinstance(x, torch.Tensor)]
+        raise RuntimeError(f"tensors on two devices in {name}: {', '.join(sides)}")
     if there and (name in READS or name == "aten::_to_copy" and kind == "cpu"):
         counts["read"] += 1
     if name == "aten::embedding":
@@ -115,24 +119,28 @@ class Functions(TorchFunctionMode):
             if made.numel():
                 counts["copy"] += 1
             return Pretended(made)
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__) and isinstance(first, Pretended):
+        indexed = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        if indexed and isinstance(first, Pretended):
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if any(isinstance(i, list) for i in index):
                 counts["copy"] += 1
-                index = tuple(Pretended(torch.tensor(i)) if isinstance(i, list) else i for i in index)
+                index = tuple(Pretended(torch.tensor(i)) if isinstance(i, list) else i
+                              for i in index)
             args = (first, index, *args[2:])
         if func is F.scaled_dot_product_attention:
             tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
             if any(isinstance(x, Pretended) for x in tensors):
                 assert all(isinstance(x, Pretended) for x in tensors), "attention over two devices"
-                return Pretended(func(*map(held, args), **{k: held(v) for k, v in kwargs.items()}))
+                named = {name: held(x) for name, x in kwargs.items()}
+                return Pretended(func(*map(held, args), **named))
         return func(*args, **kwargs)
 
 def move(x, rest, kwargs):
     """Tensor.to"""
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
     for given in rest:
-        device = given if isinstance(given, (str, torch.device)) else getattr(given, "device", device)
+        names_device = isinstance(given, (str, torch.device))
+        device = given if names_device else getattr(given, "device", device)
         dtype = given if isinstance(given, torch.dtype) else getattr(given, "dtype", dtype)
     kind = x.device.type if device is None else torch.device(device).type
     value = held(x) if dtype is None else held(x).to(dtype)
@@ -160,8 +168,13 @@ def move_module(module, device="cuda", dtype=None):
             if x is None or isinstance(x, Pretended):
                 continue
             if id(x) not in moved:
-                new = Pretended(x.detach() if dtype is None or not x.is_floating_point() else x.detach().to(dtype))
-                moved[id(x)] = x, torch.nn.Parameter(new, requires_grad=False) if kept is part._parameters else new
+                new = x.detach()
+                if dtype is not None and x.is_floating_point():
+                    new = new.to(dtype)
+                new = Pretended(new)
+                if kept is part._parameters:
+                    new = torch.nn.Parameter(new, requires_grad=False)
+                moved[id(x)] = x, new
             kept[name] = moved[id(x)][1]
     return module
 
@@ -173,7 +186,10 @@ def pretend():
 
 # ---------------------------------------------------------------- some decodings
 def decodings():
-    """-> [(name, builder, what makes the drafter of a model on the CPU or on the device, rule)]"""
+    """[(name, what makes the drafter of a model on the CPU or on the device, builder, rule)]
+
+    builder: a function, or the name of a drafter's method, with its settings.
+    """
     from conftest import tiny
 
     import cape
@@ -188,37 +204,49 @@ def decodings():
 
     def glides(model):
         torch.manual_seed(1)
-        config = glide.Config.for_target(model, 24, 1)
-        made = glide.Glide(config, glide.target_angles(model, 64)).float()
+        config = glide.Config.for_target(model, 24)
+        made = glide.Glide(config, glide.tables_of(model, config, 64)).float()
         return glide.Drafter(made.to(model.device, torch.float32))
 
     def edds(model):
         torch.manual_seed(1)
-        return edd.Drafter(edd.EDD(edd.Config.for_target(model, 2), model))
+        made = edd.EDD(edd.Config.for_target(model, 2), edd.parts_of(model))
+        return edd.Drafter(made.to(model.device, torch.float32))
 
     def cascades(model):
-        stages = [verify.Target(tiny("llama", seed=seed).float().to(model.device)) for seed in (1, 2)]
-        return cascade.Cascade(stages, gram=maxgram.MaxGram())
+        stages = [tiny("llama", seed=seed).float().to(model.device) for seed in (1, 2)]
+        return cascade.Cascade([verify.Target(stage) for stage in stages], gram=maxgram.MaxGram())
 
     def mixtures(model):
         return graft.Mixture(edds(model), maxgram.MaxGram())
-    greedy, sampled = verify.Greedy(), measure.Overlap(0.8, None, None, 0)
-    return [("glide x chain", cape.chain, glides, greedy),
-            ("glide x cape, sampled", cape.cape, glides, sampled),
-            ("edd x eagle2", partial(pct.eagle2, total=15, depth=4), edds, greedy),
-            ("cascade", cascade.proposal, cascades, greedy),
-            ("mixture x graft", partial(graft.graft, cost=0.1, depth=3), mixtures, greedy),
-            ("edd x pct, static", partial(pct.pct, cost=0.1, depth=5), edds, greedy)]
+    greedy, sampled = verify.Rule(), verify.sampling(0.8)
+    overlap = measure.Overlap(sampled.processors, sampled.seed)
+    return [("glide x chain", glides, cape.chain, greedy),
+            ("glide x cape, sampled", glides, cape.cape, overlap),
+            ("edd x eagle2", edds, partial(pct.eagle2, total=15, depth=4), greedy),
+            ("cascade", cascades, ("chain", {}), greedy),
+            ("mixture x graft", mixtures, ("graft", {"cost": 0.1, "depth": 3}), greedy),
+            ("edd x pct, static", edds, partial(pct.pct, cost=0.1, depth=5), greedy)]
+
+def builder(build, drafter):
+    """A builder; of a drafter's own it is a method."""
+    if callable(build):
+        return build
+    name, settings = build
+    return partial(getattr(drafter, name), **settings)
 
 def after_prefill(prefill, *given):
     """Only from here on is counted."""
-    logits = prefill(*given)
+    found = prefill(*given)
     counts.clear()
-    return logits
+    return found
 
 @torch.no_grad()
 def main(out):
-    """Decode here and there, a JSON line to `out` for each decoding.  No inference mode: wrapped tensors do not know it."""
+    """Decode here and there, a JSON line to `out` for each decoding.
+
+    Without inference mode, which wrapped tensors do not know.
+    """
     pretend()
     from conftest import tiny
 
@@ -226,8 +254,9 @@ def main(out):
     from runtime.static import static
     generate = verify.generate.__wrapped__
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
-    for name, build, make, rule in decodings():
-        expected = generate(verify.Target(here), make(here), build, prompt, NEW, rule).tokens
+    for name, make, build, rule in decodings():
+        target, drafter = verify.Target(here), make(here)
+        expected = generate(target, drafter, builder(build, drafter), prompt, NEW, rule)
         with Functions(), Operations():
             there.to("cuda")
             target, drafter = verify.Target(there), make(there)
@@ -235,7 +264,8 @@ def main(out):
             if name.endswith("static"):
                 target, drafter = [static(x, record=False) for x in (target, drafter)]
             target.prefill = partial(after_prefill, target.prefill)
-            found = generate(target, drafter, build, prompt, NEW, rule)
-        row = {"name": name, "tokens": found.tokens, "expected": expected, "rounds": len(found.rounds)}
+            found = generate(target, drafter, builder(build, drafter), prompt, NEW, rule)
+        row = {"name": name, "tokens": found.tokens, "expected": expected.tokens,
+               "rounds": len(found.rounds)}
         row |= {what: counts[what] for what in ("read", "copy", "forward")}
         print(json.dumps(row), file=out, flush=True)
