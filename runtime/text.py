@@ -1,362 +1,301 @@
 """User-supplied files: their rows become documents to learn from, or prompts to decode after.
 
-    read_rows(path)                              the rows of a file
-    documents(paths)                             (place, row, document) for each row of many files
-    encode_all(documents, tokenizer, template)   their token ids, and which of them are labels
-    prompts_of(setup, paths, ...)                (kind, ids, new tokens) for each prompt
+    documents(paths)              a Document for each row of files and folders
+    prompt_rows(paths, limit)     (kind, Document) for each row of files of prompts
+    questions_of(document)        what it asks, turn by turn
 
-A file is JSON lines (.jsonl), a JSON list of rows (.json) or plain text, which is one row; its name
-may end in .gz.  This is what a row may hold:
+runtime/files.py reads the files, runtime/chats.py makes token ids of documents and of prompts.
 
-    its fields                           as a document             as prompts
-    conversations, conversation or       a chat                    each question, after all that
-      messages, with role and content                              comes before it
-      (or from and value)
-    turns, what a user asks in turn      a chat without labels     the same; the target answers
-    question, answer                     question and answer       the question
-    text                                 the text                  the text
-    prompt, canonical_solution or        both                      the prompt
-      completion
-    instruction, input, output           all                       instruction and input
-    ids                                  these token ids           -
-    prompt, answer: lists of ids         both; only the answer     -
-                                         gives labels
+A row is read by the names of its fields, in any case.  The first line of this table that fits is
+taken; null, "" and [] count as absent:
 
-A row's group, category or source names the kind of its text, which is otherwise the file's name.
-"held_out": true or false says whether training leaves a row out for validation.
+    the row has                     it becomes
+    one of CHATS                    a chat: a list of turns, each with a role and a content; below
+                                    the pairs, so is any field that holds such a list
+    ids; or prompt and answer,      token ids; of prompt and answer, the answer alone is learned
+      lists of token ids
+    prompt, and completion or       a text; what goes on after the prompt is learned
+      canonical_solution
+    one of QUESTIONS and one of     a chat of two turns: the question, with a field of CONTEXTS
+      ANSWERS                       below it, and the answer.  `history` stands before it
+    one of TEXTS                    a text, which is learned
+    one of QUESTIONS alone          a prompt: it is asked, but nothing can be learned
 
-Training and asking use one chat template, so a prompt is the beginning of a text that was learned.
+Of a chat the answers are learned.  A field of SYSTEM begins it.  Only strings, numbers and lists of
+text parts are text.  A row that is not understood is left out with its reason, never in silence.
 """
-import argparse
-import gzip
 import json
-import os
-import zlib
-from collections import Counter
+from collections import Counter, namedtuple
 from pathlib import Path
 
-import jinja2
-import numpy as np
-from tqdm import tqdm
+from runtime.files import NAMES, files_of, is_chat, is_message, parsed, read_rows, suffix_of
+# ---------------------------------------------------------------- the table of forms
+CHATS = ("conversations", "conversation", "messages", "chat", "turns")
+QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "inputs", "text",
+             "user", "human")
+CONTEXTS = ("input", "context")
+ANSWERS = ("output", "response", "solution", "answer", "answers", "completion",
+           "canonical_solution", "chosen", "target", "targets", "code", "assistant", "gpt")
+CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a prompt
+TEXTS = ("text", "content", "code")
+SYSTEM = ("system", "system_prompt", "system_message")
+KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
-from verify import UserError
+ROLES = {
+    "user": ("user", "human", "prompter"),
+    "assistant": ("assistant", "gpt", "model", "bing", "chatgpt", "bot"),
+    "system": ("system", "developer"),
+    "tool": ("tool", "function", "observation"),
+}
+READ_ONLY = ("weight", "loss", "train")                  # 0 or false: an answer is not learned
 
-CHATS = ("conversations", "conversation", "messages")
-# The fields of a document, after the string that joins them
-DOCUMENTS = (
-    ("", "text"),
-    ("", "prompt", "canonical_solution", "completion"),          # HumanEval
-    ("\n", "instruction", "input", "output"),                    # Alpaca
-)
-# What a row asks: the first form whose fields the row has
-QUESTIONS = (
-    ("prompt", "{prompt}"),
-    ("text", "{text}"),
-    ("question", "Question: {question}\nAnswer:"),               # GSM8K
-    ("instruction input", "{instruction}\n{input}\n"),
-    ("instruction", "{instruction}\n"),
-)
-# Chat templates by name, in Jinja.  "plain" serves a tokenizer that has none of its own.
-PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
-         "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
-# FastChat's vicuna_v1.1: the tokenizer of Vicuna has no template.
-VICUNA = (
-    "{% set turns = messages %}"
-    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
-    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
-    "{% if turns and turns[0].role == 'system' %}"
-    "{% set system = turns[0].content %}{% set turns = turns[1:] %}{% endif %}"
-    "{{ bos_token }}{{ system }} "
-    "{% for turn in turns %}"
-    "{% if turn.role == 'user' %}USER: {{ turn.content }} "
-    "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
-TEMPLATES = {"plain": PLAIN, "vicuna": VICUNA}
+HELD_OUT = 50                                            # every fiftieth row is held out
+MOST_KINDS = 50
 
-# ---------------------------------------------------------------- what every program needs
-class Parser(argparse.ArgumentParser):
-    """argparse that raises a UserError in place of printing its usage."""
+# role: user, assistant, system or tool in a chat; else "text" or "ids".  content: a string, or a
+# list of token ids.  learned: whether its tokens are labels
+Turn = namedtuple("Turn", "role content learned")
+# place    "row 3 of questions.jsonl"
+# names    of its kind of text, from the finest: the row's own, the file's, the argument's
+# held_out whether it is left for validation
+# form     the names of the fields that were read
+# turns    [Turn], empty where the row is left out
+# note     what of the row is left out, or None.  why: for what reason all of it is, or None
+# row      its fields, in lower case
+Document = namedtuple("Document", "place names held_out form turns note why row")
 
-    def error(self, message):
-        raise UserError(f"{message} (see --help)")
+class LeftOut(Exception):
+    """Why a row is left out: a phrase that is the same for all such rows."""
 
-def first_line(why):
-    """The first line of an exception's message."""
-    return str(why).partition("\n")[0][:150]
+# ---------------------------------------------------------------- the values of a row
+def lowered(row):
+    """A dict with its keys in lower case, without absent values."""
+    found = {}
+    for name, value in row.items():
+        is_blank = isinstance(value, str) and not value.strip()
+        if not is_blank and value is not None and value != []:
+            found.setdefault(name.lower(), value)
+    return found
 
-def write_atomically(path, write):
-    """Call write(temporary path), then rename the file: a killed write leaves the old file."""
-    path = Path(path)
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write(part)
-    os.replace(part, path)
+def first_of(names, row):
+    """The first of these names that a row has, or None."""
+    return next((name for name in names if name in row), None)
 
-# ---------------------------------------------------------------- the rows of a file
-def files_of(paths, flag):
-    """Yield the files of files and folders, sorted, without hidden ones.  flag: what gave them."""
-    for path in map(Path, paths):
-        if path.is_file():
-            yield path
-        elif path.is_dir():
-            for file in sorted(path.rglob("*")):
-                names = file.relative_to(path).parts
-                hidden = any(name.startswith(".") for name in names)
-                if file.is_file() and not hidden:
-                    yield file
-        else:
-            raise UserError(f"{flag}: {path} does not exist, or is no file")
-
-def read_rows(path):
-    """Yield the rows of a file."""
-    opener = gzip.open if path.suffix == ".gz" else open
-    try:
-        # Only \n ends a line: a string in JSON may hold U+2028.
-        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
-            if ".jsonl" in path.name:
-                yield from (json.loads(line) for line in file if line.strip())
-            elif ".json" in path.name:
-                found = json.load(file)
-                yield from found if isinstance(found, list) else [found]
-            else:
-                yield {"text": file.read()}
-    except (OSError, EOFError, ValueError, zlib.error) as why:
-        raise UserError(f"{path} cannot be read as text or JSON lines ({first_line(why)}): correct "
-                        "it, or name another file") from None
-
-def kind_of_text(row, path):
-    """The kind of text that a row says it is, or else the name of its file."""
-    about = row if isinstance(row, dict) else {}
-    kind = about.get("group") or about.get("category") or about.get("source")
-    return str(kind or Path(path).name.partition(".")[0])
-
-# ---------------------------------------------------------------- a row as a document
-def conversation(row):
-    """A row with turns or with a chat -> [{"role", "content"}], of any other -> None."""
-    try:
-        if "turns" in row:
-            return [{"role": "user", "content": turn} for turn in row["turns"]]
-        turns = next(row[name] for name in CHATS if name in row)
-        messages = []
-        for turn in turns:
-            role = turn.get("from", turn.get("role"))
-            role = {"human": "user", "gpt": "assistant"}.get(role, role)
-            content = turn.get("value", turn.get("content"))
-            if content:
-                messages.append({"role": role, "content": content})
-        return messages
-    except (AttributeError, TypeError, StopIteration):           # a row of another shape
-        return None
+def string_of(row, name):
+    """A field of a row as a string: of a string, a number or text parts.  "" where it is absent."""
+    value = row.get(name)
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        # Half of a character that JSON writes in two halves becomes U+FFFD.
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, (bool, int, float)):
+        return json.dumps(value)
+    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
+        raise LeftOut(f"{name} is a {type(value).__name__}, and no text")
+    for part in value:
+        kind = part.get("type", "text")
+        if not str(kind).endswith("text") or not isinstance(part.get("text"), str):
+            raise LeftOut(f"{name} has a part of type {kind}, which is no text")
+    return "".join(string_of(part, "text") for part in value)
 
 def are_ids(value):
     """Whether a value is a list of token ids."""
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2 ** 31 for i in value)
 
-def document(row):
-    """A row -> a text, chat messages or a list of token ids; None where no known field is there.
+# ---------------------------------------------------------------- a row as turns
+def role_of(message):
+    """The role of a message, a dict with its keys in lower case; None where it is unknown."""
+    said = str(message[first_of(("role", "from"), message)]).strip().lower()
+    return next((role for role, names in ROLES.items() if said in names), None)
 
-    The ids of a prompt, which are no labels, are given as their complement ~id.
+def turn_of(message):
+    """A message of a chat -> Turn.  One that calls a tool has no content."""
+    role = role_of(message)
+    if role is None:
+        raise LeftOut(f"a role is unknown: {message[first_of(('role', 'from'), message)]}")
+    content = string_of(message, first_of(("content", "value", "text", "parts"), message))
+    if first_of(("tool_calls", "function_call"), message):
+        content = ""
+    read_only = any(message.get(flag) in (0, False) for flag in READ_ONLY)
+    return Turn(role, content, role == "assistant" and not read_only)
+
+def turns_of(row, name):
+    """A field of a row as the turns of a chat.
+
+    It is a list of messages, of pairs, or of strings, all of which a user says; or JSON of these.
     """
-    messages = conversation(row)
-    if messages is not None or not isinstance(row, dict):
-        return messages
-    prompt, answer = row.get("prompt"), row.get("answer")
-    if are_ids(prompt) and are_ids(answer):
-        return [~number for number in prompt] + answer
-    if "question" in row:
-        return f"{question_text({'question': row['question']})} {row.get('answer', '')}\n"
-    for between, *names in DOCUMENTS:
-        if names[0] in row:
-            return between.join(row[name] for name in names if isinstance(row.get(name), str))
-    return row["ids"] if are_ids(row.get("ids")) else None
+    value = parsed(row[name]) if isinstance(row[name], str) else row[name]
+    if value is None:
+        raise LeftOut(f"{name} is a string, and no list of turns")
+    turns = []
+    for one in value if isinstance(value, list) else [value]:
+        if isinstance(one, list) and len(one) == 2:      # [question, answer]
+            one = dict(zip(("human", "assistant"), one))
+        if isinstance(one, str) and name == "turns":
+            turns.append(Turn("user", string_of({name: one}, name), False))
+            continue
+        one = lowered(one) if isinstance(one, dict) else {}
+        if is_message(one):
+            turns.append(turn_of(one))
+        elif first_of(QUESTIONS, one):
+            turns += pair_in(one)[1]
+            if turns[-1].role != "assistant":
+                turns.append(Turn("assistant", "", True))
+        else:
+            raise LeftOut(f"{name} has turns without a role")
+    return turns
 
-def documents(paths, bad=None):
-    """Yield (place, row, document) for all rows of the files and folders of --data.
+def side_of(row, name, role):
+    """A field that holds a question or an answer -> [Turn]: one, or those of messages"""
+    if is_chat(row[name]) or is_message(row[name]):
+        return turns_of(row, name)
+    return [Turn(role, string_of(row, name), role == "assistant")]
 
-    bad: a list to which the places of rows without a document are appended; None: such a row is a
-    UserError.
-    """
-    for file in files_of(paths, "--data"):
-        for number, row in enumerate(read_rows(file), 1):
-            place = f"row {number} of {file}"
-            row = {"text": row} if isinstance(row, str) else row
-            found = document(row)
-            if found is not None:
-                yield place, row, found
-            elif bad is not None:
-                bad.append(place)
-            else:
-                known = ", ".join([*CHATS, "turns", "question", "text", "prompt", "ids"])
-                raise UserError(f"--data: {place} has none of the fields {known}")
+def pair_in(row):
+    """A question, with its answer if there is one -> names of the fields that were read, [Turn]"""
+    question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
+    fields, turns = [question], side_of(row, question, "user")
+    context = first_of([name for name in CONTEXTS if name != question], row)
+    if context and len(turns) == 1:
+        turns = [Turn("user", f"{turns[0].content}\n{string_of(row, context)}", False)]
+        fields.append(context)
+    if "history" in row:
+        turns = turns_of(row, "history") + turns
+        fields.append("history")
+    if answer:
+        answers = side_of(row, answer, "assistant")
+        begins_anew = answers[0].role != "assistant"     # it holds the question, too
+        turns = answers if begins_anew else turns + answers
+        fields.append(answer)
+    return fields, turns
 
-# ---------------------------------------------------------------- chats and texts as token ids
-def template_of(name, tokenizer):
-    """--template as Jinja.  name: a key of TEMPLATES, a file, or None for the tokenizer's own."""
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    if name is None:
-        return tokenizer.get_chat_template() if tokenizer.chat_template else PLAIN
+def turns_in(row):
+    """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
+    chat, text = first_of(CHATS, row), first_of(TEXTS, row)
+    question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
+    more = first_of(CONTINUATIONS, row)
+    if chat:
+        return [chat], turns_of(row, chat)
+    if "ids" in row and are_ids(row["ids"]):
+        return ["ids"], [Turn("ids", row["ids"], True)]
+    if "prompt" in row and are_ids(row["prompt"]) and are_ids(row.get("answer", [])):
+        asked, answered = row["prompt"], row.get("answer", [])
+        return ["prompt", "answer"], [Turn("ids", asked, False), Turn("ids", answered, True)]
+    if isinstance(row.get("prompt"), str) and isinstance(row.get(more), str):
+        asked, answered = string_of(row, "prompt"), string_of(row, more)
+        return ["prompt", more], [Turn("text", asked, False), Turn("text", answered, True)]
+    if question and answer:
+        return pair_in(row)
+    spoken = next((name for name in (*ANSWERS, *row) if is_chat(row.get(name))), None)
+    if spoken:
+        return [spoken], turns_of(row, spoken)
+    if is_message(row) and role_of(row):
+        raise LeftOut("it is a single message: a row holds all messages of a chat")
+    if text:
+        return [text], [Turn("text", string_of(row, text), True)]
+    if question == "prompt" and isinstance(row["prompt"], str):
+        return ["prompt"], [Turn("text", string_of(row, "prompt"), False)]
+    if question:
+        return pair_in(row)
+    if not row:
+        raise LeftOut("it is empty, or has no fields")
+    raise LeftOut("no known field holds a text or a question: " + ", ".join(list(row)[:8]))
+
+def tidied(turns):
+    """A chat from its first question on, up to its first empty turn -> [Turn], note or None"""
+    turns = [turn for turn in turns if turn.content or turn.role != "system"]
+    note = None
+    first = sum(turn.role == "system" for turn in turns[:1])
+    while turns[first:] and turns[first].role == "assistant":
+        del turns[first]
+        note = "the assistant's turns before the first question"
+    for number, turn in enumerate(turns):
+        if not turn.content:
+            return turns[:number], "the rest of a chat, from a turn that is empty or calls a tool"
+    return turns, note
+
+def document_of(row, place, names, number):
+    """A row as a Document.  names: of its file and argument.  number: of the row, for held_out."""
+    form, turns, note, why = "", [], None, None
+    held_out = number % HELD_OUT == 0
+    row = {"text": row} if isinstance(row, str) else row
+    row = {"messages": row} if is_chat(row) else row
+    row = lowered(row) if isinstance(row, dict) else {}
     try:
-        return Path(name).read_text(encoding="utf-8")
-    except (OSError, UnicodeError):
-        raise UserError(f"--template {name}: choose {' or '.join(TEMPLATES)}, or name a file with "
-                        "a Jinja template") from None
+        if row.get("held_out", True) not in (True, False):
+            raise LeftOut("held_out is neither true nor false")
+        held_out = row.get("held_out", held_out)
+        if isinstance(row.get(first_of(KINDS, row)), (str, int)):
+            names = (string_of(row, first_of(KINDS, row)), *names)
+        fields, turns = turns_in(row)
+        form = " + ".join(fields)
+        if turns[0].role not in ("text", "ids"):
+            system = first_of(SYSTEM, row)
+            if system and turns[0].role != "system":
+                turns = [Turn("system", string_of(row, system), False), *turns]
+                form = f"{system} + {form}"
+            turns, note = tidied(turns)
+        if not note and not any(turn.learned for turn in turns):
+            note = "its fields: " + ", ".join(list(row)[:8])
+    except LeftOut as left_out:
+        turns, why = [], str(left_out)
+    return Document(place, names, held_out, form, turns, note, why, row)
 
-def chat_text(messages, tokenizer, template, ask=False):
-    """Chat messages as text.  ask: end where the assistant's next answer begins."""
-    return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
-                                         add_generation_prompt=ask)
+def documents(paths, flag="--data"):
+    """Yield a Document for each row of files and folders.  flag: what gave them."""
+    number = 0
+    for file, given in files_of(paths, flag):
+        names = file.name.partition(".")[0], Path(given).absolute().name
+        if str(file) != given and suffix_of(file) not in NAMES:
+            why = (f"of a folder only {', '.join(NAMES)} are read, of others name each file to see "
+                   "how it becomes rows")
+            yield Document(str(file), names, False, "", [], None, why, {})
+            continue
+        for place, row in read_rows(file):
+            number += 1
+            yield document_of(row, f"row {place} of {file}", names, number)
 
-def chat_ids(messages, tokenizer, template, ask=True):
-    """Chat messages -> list of token ids, as chat_text gives the text."""
-    try:
-        text = chat_text(messages, tokenizer, template, ask)
-    except (jinja2.TemplateError, TypeError) as why:     # say, it wants roles to alternate
-        raise UserError(f"the chat template refuses the messages ({first_line(why)}): give "
-                        "another --template") from None
-    # The template has written what a tokenizer puts before a text.
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+def kinds_of(names):
+    """Names of many documents -> {a document's names: its kind of text}
 
-def is_chat(document):
-    """Whether a document is chat messages."""
-    return isinstance(document, list) and bool(document) and isinstance(document[0], dict)
-
-def encode(document, tokenizer, special_tokens=True):
-    """One document -> list of its token ids.  special_tokens: also those that begin a text."""
-    if is_chat(document):
-        return chat_ids(document, tokenizer, template_of(None, tokenizer), ask=False)
-    if isinstance(document, str):
-        return tokenizer(document, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-    return [~number if number < 0 else number for number in document]
-
-def answers_in(chat, tokenizer, template):
-    """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
-
-    Mostly one text.  But some templates write an answer otherwise once a turn follows it, for
-    example without its reasoning.  Then each answer has a text of its own, which ends with it, as
-    it does in decoding.
+    It is the row's own kind; where there are more than MOST_KINDS, the file's name, or else that of
+    the folder that was given.
     """
-    try:
-        whole = chat_text(chat, tokenizer, template)
-        spans, ends_with_answer = [], []
-        for i, turn in enumerate(chat):
-            if turn["role"] == "assistant":
-                before = chat_text(chat[:i], tokenizer, template, ask=True) if i else ""
-                after = chat_text(chat[:i + 1], tokenizer, template)
-                spans.append((len(before), len(after)))
-                ends_with_answer.append(after)
-    except (jinja2.TemplateError, TypeError):            # the template refuses this chat
-        return []
-    if all(whole.startswith(text) for text in ends_with_answer):
-        return [(whole, spans)]
-    return [(text, [span]) for text, span in zip(ends_with_answer, spans)]
-
-def only_answers(ids, offsets, spans):
-    """Token ids of a chat -> array (n,), with ~id for each token that belongs to no answer.
-
-    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer.
-    """
-    ids = np.array(ids, "i4")
-    ends = np.array(offsets).reshape(-1, 2)[:, 1]
-    ends = np.maximum.accumulate(ends)                   # a special token's may be 0
-    is_label = np.zeros(len(ids), bool)
-    for start, end in spans:
-        # From the first token that reaches into the answer to the last that ends within it
-        first = np.searchsorted(ends, start, side="right")
-        last = np.searchsorted(ends, end, side="right")
-        is_label[first:last] = True
-    return np.where(is_label, ids, ~ids)
-
-def encode_all(found, tokenizer, template):
-    """Yield for each document a list of arrays of token ids, int32: mostly one, none if empty.
-
-    Of a chat, what is not the assistant's comes as ~id: it is read, but is no label.
-    """
-    for one in found:
-        parts = []
-        if is_chat(one):
-            for text, spans in answers_in(one, tokenizer, template):
-                encoded = tokenizer(text, add_special_tokens=False, verbose=False,
-                                    return_offsets_mapping=True)
-                parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
-        elif not isinstance(one, str):
-            parts.append(np.array(one, "i4"))
-        elif one.strip():
-            parts.append(np.array(tokenizer(one, verbose=False)["input_ids"], "i4"))
-        yield [ids for ids in parts if len(ids)]
+    for level in range(3):
+        found = {of_one: of_one[max(0, level + len(of_one) - 3)] for of_one in names}
+        if len(set(found.values())) <= MOST_KINDS:
+            break
+    return found
 
 # ---------------------------------------------------------------- rows as prompts
-def question_text(row):
-    """What a row asks -> text, or None."""
-    if not isinstance(row, dict):
-        return row if isinstance(row, str) else None
-    for names, form in QUESTIONS:
-        if all(row.get(name) for name in names.split()):
-            return form.format_map(row)
-    return None
-
 def prompt_rows(paths, limit=None, skip=0):
-    """Rows of files of prompts, balanced by kind -> [(kind, row, place)]
+    """Rows of files of prompts, balanced by kind -> [(kind, Document)]
 
     skip: how many of them to leave out first.  limit: how many to take then; None: all.
     """
+    found = list(documents(paths, "--prompts"))
+    kinds = kinds_of({document.names for document in found})
     count, rows = Counter(), []
-    for path in files_of(paths, "--prompts"):
-        for number, row in enumerate(read_rows(path), 1):
-            kind = kind_of_text(row, path)
-            count[kind] += 1
-            rows.append((count[kind], kind, row, f"row {number} of {path}"))
+    for document in found:
+        kind = kinds[document.names]
+        count[kind] += 1
+        rows.append((count[kind], kind, document))
     # The first row of each kind, then the second of each, and so on
     rows.sort(key=lambda row: row[0])
     end = None if limit is None else skip + limit
     return [row[1:] for row in rows[skip:end]]
 
-def questions_of(row, place, tokenizer, template, answer=None):
-    """Yield the token ids of each prompt of a row: for a chat, of each question.
+def questions_of(document):
+    """What a Document asks -> [[Turn]]: each question, after the turns since the one before.
 
-    answer(ids) -> text: answers a question that the row leaves open.
+    Where a question follows another one directly, the answer between is left open.  LeftOut where
+    it asks nothing.
     """
-    chat = conversation(row)
-    if not chat:
-        text = question_text(row)
-        if not text:
-            known = " ".join(["turns", *CHATS, *(names for names, _ in QUESTIONS)])
-            raise UserError(f"{place} asks nothing: it has none of the fields {known}")
-        yield encode(text, tokenizer)
-        return
-    messages = []
-    for message in chat:
-        is_question = message["role"] == "user"
-        if is_question and messages and messages[-1]["role"] == "user":
-            messages.append({"role": "assistant", "content": answer(ids)})
-        messages.append(message)
-        if is_question:
-            ids = chat_ids(messages, tokenizer, template)
-            yield ids
-
-def prompts_of(setup, paths, limit, most, answer, form=None, skip=0):
-    """Files of prompts -> [(kind, ids, new tokens)]: at most `most` of them, as the context allows.
-
-    limit, skip: see prompt_rows.  form: --template.  answer: see questions_of.
-    """
-    template = template_of(form, setup.tokenizer)
-    vocab = setup.target.config.vocab_size
-    prompts, too_long = [], 0
-    rows = prompt_rows(paths, limit, skip)
-    for kind, row, place in tqdm(rows, "prompts", leave=False, disable=None):
-        for ids in questions_of(row, place, setup.tokenizer, template, answer):
-            if not ids or max(ids) >= vocab:
-                raise UserError(f"{place} gives no tokens, or others than the target's {vocab}: "
-                                "correct the row or --template")
-            remaining = setup.target.remaining(ids)
-            if remaining < 1:
-                too_long += 1                            # and so are all further turns of this row
-                break
-            prompts.append((kind, ids, min(most, remaining)))
-    if not prompts and not skip:
-        raise UserError(f"--prompts: {' '.join(map(str, paths))} holds no prompt of at most "
-                        f"{setup.target.context} tokens, the target's context")
-    if too_long:
-        setup.notes.append(f"{too_long} prompts longer than the context left out")
-    return prompts
+    turns = document.turns
+    if turns and turns[0].role in ("text", "ids"):
+        return [[turn for turn in turns if not turn.learned] or turns]
+    ends = [i for i, turn in enumerate(turns, 1) if turn.role == "user"]
+    if not ends:
+        raise LeftOut(document.why or f"no question is in {document.form}")
+    return [turns[start:end] for start, end in zip([0, *ends], ends)]

@@ -1,8 +1,13 @@
-"""User-supplied files: rows become the documents and prompts that they mean, and one chat template serves training and asking."""
+"""User-supplied files: each row is read as it is meant, or left out with its reason.
+
+The tables below are the specification: what a file holds, and the documents that are learned from
+it, with their labels between brackets, or why it is left out, or the sentence that refuses it.
+"""
 import copy
 import gzip
 import json
-from types import SimpleNamespace
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -10,134 +15,389 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from runtime import text
-from verify import UserError
+from runtime import chats, files, text
+from runtime.errors import UserError
+from training import documents, reading
 
-USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
+TAGS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}")
 
 @pytest.fixture(scope="module")
 def tokenizer():
     bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     bpe.train_from_iterator(["def add(a, b):\n    return a + b\n" * 9], trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+
+def learned(tokenizer, template, *paths):
+    """What is learned from files -> [(text with marks, kind, held out)], the report's lines"""
+    report = reading.Report()
+    template = chats.template_of(template, tokenizer)
+    found = []
+    try:
+        for document, parts in documents.encoded(paths, tokenizer, template, 300, report):
+            marked = [reading.marked(ids, tokenizer) for ids in parts]
+            found += [(one, document.names[0], document.held_out) for one in marked]
+    except UserError as why:
+        assert "no text to learn from" in str(why)
+    return found, "\n".join(report.lines())
 
 def dump(path, rows):
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 # ---------------------------------------------------------------- rows
-def test_rows_of_files(tmp_path):
-    def rows_of(content, name="rows.jsonl"):
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        return list(text.read_rows(tmp_path / name))
-    two = [{"text": "a"}, {"text": "b\u2028c"}]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in two)
-    assert rows_of(lines) == rows_of(json.dumps(two, indent=1), "x.json") == two, "U+2028 ends no line"
-    assert rows_of(json.dumps(two[0]), "y.json") == two[:1] and rows_of(json.dumps(two)) == [two]
-    assert rows_of(gzip.compress(lines.encode()), "x.jsonl.gz") == two
-    assert rows_of("plain\ntext\n", "x.txt") == [{"text": "plain\ntext\n"}]
-    damaged = bytearray(gzip.compress(lines.encode() * 9))
-    damaged[20:30] = b"0123456789"
-    with pytest.raises(UserError, match="cannot be read as"):
-        rows_of(bytes(damaged), "x.gz")
+def turns(*contents, role="role", content="content", names=("user", "assistant")):
+    return [{role: names[i % 2], content: said} for i, said in enumerate(contents)]
 
-SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
+def chat(*contents, **more):
+    return {"messages": turns(*contents, **more)}
 
-@pytest.mark.parametrize("row, document, asks", [
-    ({"conversations": SHAREGPT}, [USER, ASSISTANT], None), ({"id": 1, "conversation": [USER, ASSISTANT]}, [USER, ASSISTANT], None),
-    ({"messages": [USER, ASSISTANT], "text": "other"}, [USER, ASSISTANT], "other"), ({"conversations": []}, [], None),
-    ({"turns": ["hi", "more"], "category": "writing"}, [USER, {"role": "user", "content": "more"}], None), ({"ids": [1, 2]}, [1, 2], None),
-    ({"question": "1 + 1?", "answer": "2"}, "Question: 1 + 1?\nAnswer: 2\n", "Question: 1 + 1?\nAnswer:"),
-    ({"text": "turns and messages"}, "turns and messages", "turns and messages"), ({"text": None}, "", None),
-    ({"prompt": "def f():\n", "canonical_solution": "    return 1\n"}, "def f():\n    return 1\n", "def f():\n"),
-    ({"prompt": "a", "completion": "b"}, "ab", "a"), ({"prompt": [1, 2], "answer": [3]}, [~1, ~2, 3], None),
-    ({"instruction": "Sum up", "input": "a text", "output": "short"}, "Sum up\na text\nshort", "Sum up\na text\n"),
-    ({"instruction": "Why?", "input": "", "output": "So."}, "Why?\n\nSo.", "Why?\n"),
-    ({"sentence": "a"}, None, None), ([1], None, None), (3, None, None), ({"conversations": "hi"}, None, None), ({"messages": [3]}, None, None)])
-def test_what_rows_mean(row, document, asks):
-    assert text.document(row) == document
-    if document is None or isinstance(document, str):
-        assert text.question_text(row) == asks
+U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+QA = "<user>q|<assistant>⟦a|⟧"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
+PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
+# A row -> what is learned from it; or, after "left out", words of the reason
+ROWS = [
+    # chats
+    (chat("q", "a"), QA),
+    ({"conversation": [U, A], "id": 7}, QA),
+    ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
+    ({"Messages": turns("q", "a", names=("User", "ASSISTANT"))}, QA),
+    (chat("q", "a", names=("human", "bing")), QA),
+    (chat("q", "a", names=("user", "model")), QA),
+    (chat("q", "a", names=("user", "chatgpt")), QA),
+    ([U, A], QA),
+    ({"messages": json.dumps([U, A])}, QA),
+    ({"messages": [{"from": None, "value": None, **turn} for turn in (U, A)]}, QA),
+    ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
+    ({"messages": [U, A], "text": "other"}, QA),
+    (chat("q", "a", "b", "c"), "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
+    ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
+    ({"system": "", "conversations": [U, A]}, QA),
+    ({"messages": [{"role": "system", "content": None}, U, A]}, QA),
+    ({"messages": [{"role": "critic", "content": "x"}, U, A]}, "left out: a role is unknown: crit"),
+    ({"messages": "hi"}, "left out: messages is a string, and no list of turns"),
+    ({"items": [U, A]}, QA),
+    ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
+                   {"role": "model", "parts": [{"text": "a"}]}]}, QA),
+    ({"messages": ["q", "a"]}, "left out: messages has turns without a role"),
+    ({"conversations": []}, "left out: it is empty, or has no fields"),
+    (U, "left out: it is a single message"),
+    # which answers are learned
+    ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": 1}]},
+     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
+    ({"conversations": [U, {**A, "loss": False}, U, {**A, "loss": True}]},
+     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
+    ({"messages": [U, {**A, "weight": 0}]}, "left out: no answer to learn is in messages"),
+    ({"messages": [A, U, A]}, QA),
+    ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
+    ({"turns": ["q", "more"]}, "left out: no answer to learn is in turns"),
+    # contents
+    (chat("q", 0), "<user>q|<assistant>⟦0|⟧"),
+    (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
+    (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
+    (chat("q", IMAGE), "left out: content has a part of type image_url"),
+    (chat("q", {"a": 1}), "left out: content is a dict, and no text"),
+    (chat(None, "a"), "left out: no answer to learn is in messages (the rest of a chat, from a"),
+    (chat("q", "a", "", "b"), QA),
+    (chat("q", "a", "b", None, "c", "d"), "<user>q|<assistant>⟦a|⟧<user>b|"),
+    ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
+    ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
+     QA + "<tool>5|<assistant>⟦a|⟧"),
+    ({"text": "a \ud83d b"}, "⟦a \ufffd b</s>⟧"),
+    ({"text": "\ud83d\ude00"}, "⟦\U0001f600</s>⟧"),
+    # a question and its answer
+    ({"instruction": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),   # Dolly
+    ({"instruction": "q", "input": "c", "output": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),      # Alpaca
+    ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
+     "<system>s|" + QA),
+    ({"instruction": "q", "output": "a", "history": [["b", "c"]]},
+     "<user>b|<assistant>⟦c|⟧" + QA),
+    ({"prompt": "q", "response": "a"}, QA),
+    ({"instruction": "q", "response": "a"}, QA),
+    ({"prompt": "q", "chosen": "a", "rejected": "b"}, QA),
+    ({"prompt": "q", "chosen": [U, A], "rejected": [U, A]}, QA),
+    ({"chosen": [U, A], "rejected": [U, A]}, QA),
+    ({"prompt": [U], "completion": [A]}, QA),
+    ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
+    ({"system_prompt": "s", "question": "q", "response": "a"}, "<system>s|" + QA),           # Orca
+    ({"question": "q", "answer": "a"}, QA),                                                  # GSM8K
+    ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
+    ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),
+    ({"question": "q", "answer": ["a"]}, "left out: answer is a list, and no text"),
+    ({"question": "q", "answers": {"text": ["a"]}}, "left out: answers is a dict, and no text"),
+    ({"question": "q", "answer": None}, "left out: no answer to learn is in question"),
+    ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
+    ({"prompt": "q"}, "left out: no answer to learn is in prompt"),
+    # texts and token ids
+    ({"text": "a text", "url": "http://x"}, "⟦a text</s>⟧"),
+    ("a text", "⟦a text</s>⟧"),
+    ({"text": "a text</s>"}, "⟦a text</s>⟧"),
+    ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
+    ({"prompt": "a", "completion": " b"}, "a⟦ b</s>⟧"),
+    ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
+    ({"ids": [7, 8]}, "⟦'(⟧"),
+    ({"ids": [-1]}, "left out: no known field holds a text or a question: ids"),
+    ({"ids": [5]}, "left out: it has a single token"),
+    ({"text": " "}, "left out: it is empty"),
+    ({"body": "x"}, "left out: no known field holds a text or a question: body"),
+    (3, "left out: it is empty, or has no fields"),
+    # flags
+    ({"text": "a text", "held_out": "false"}, "left out: held_out is neither true nor false"),
+]
 
-def test_what_holds_no_document_is_named(tmp_path):
-    """It is a mistake; or, with bad=[], its place is noted.  Hidden files of a folder are left out."""
-    rows = dump(tmp_path / "rows.jsonl", [{"text": "a"}, {"other": 1}, {"text": "b"}, {"ids": [-1]}])
-    with pytest.raises(UserError, match="--data: row 2 of .*rows.jsonl has none of the fields"):
-        list(text.documents([rows]))
-    bad = []
-    assert [found for *_, found in text.documents([rows], bad)] == ["a", "b"] and bad == [f"row 2 of {rows}", f"row 4 of {rows}"]
-    for name in ("b.txt", "a.txt", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt"):
-        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "data" / name).write_text(name)
-    assert [document for *_, document in text.documents([tmp_path / "data"])] == ["a.txt", "b.txt", "d/e.txt"]
+@pytest.mark.parametrize("row, expected", ROWS, ids=lambda value: str(value)[:60])
+def test_what_is_learned_from_a_row(tokenizer, tmp_path, row, expected):
+    (tmp_path / "tags.jinja").write_text(TAGS)
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    found, report = learned(tokenizer, str(tmp_path / "tags.jinja"), path)
+    if expected.startswith("left out"):
+        assert not found and expected in report and f"(row 1 of {path})" in report
+    else:
+        assert [one for one, *_ in found] == [expected]
 
-# ---------------------------------------------------------------- chats: one template
-HIS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+# ---------------------------------------------------------------- files
+TWO = [{"text": "a"}, {"text": "b\u2028c"}]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TWO)
+MARKED = ["⟦a</s>⟧", "⟦b\u2028c</s>⟧"]
+BOM = "\ufeff"
+# The name of a file, its content -> what is learned; or words of the sentence
+FILES = [
+    ("x.jsonl", LINES, MARKED),
+    ("x.JSONL", LINES.replace("\n", "\r\n"), MARKED),
+    ("x.ndjson", LINES, MARKED),
+    ("x.jl", BOM + LINES, MARKED),
+    ("x.json", LINES, MARKED),
+    ("x.json", json.dumps(TWO, indent=1), MARKED),
+    ("x.json", BOM + json.dumps(TWO), MARKED),
+    ("x.json", json.dumps(TWO[0], indent=1), MARKED[:1]),
+    ("x.json", json.dumps([U, A]), ["USER: q\n\nASSISTANT:⟦ a\n\n⟧"]),
+    ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
+    ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
+    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]),
+     ["USER: q\n\nASSISTANT:⟦ a\n\n⟧"] * 2),
+    ("x.txt", "\na text\n", ["⟦\na text\n</s>⟧"]),
+    ("x.txt", BOM + "a text", ["⟦a text</s>⟧"]),
+    ("x.txt", LINES, MARKED),
+    ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
+    ("x.txt", "", "it is empty"),
+    ("x.jsonl", "\n", "no rows"),
+    ("x.csv", "q,a\n", r"pandas.read_csv\('.*x.csv'\).to_json\('x.jsonl'"),
+    ("x.parquet", b"PAR1", r"pandas.read_parquet\("),
+    ("x.arrow", b"ARROW1", r"datasets.Dataset.from_file\("),
+    ("x.zip", b"PK", r"shutil.unpack_archive\("),
+    ("x.tar.gz", b"", r"shutil.unpack_archive\("),
+    ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
+    ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
+    ("x.jsonl", "[" * 99999, "line 1 of .* cannot be read"),
+    ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
+    ("x.txt", "a".encode("utf-16"), "line 1 of .*x.txt cannot be read"),
+    ("x.txt", b"a\0b", "it holds NUL bytes"),
+    ("x.gz", b"no gzip", "cannot be read"),
+    ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
+]
+
+@pytest.mark.parametrize("name, content, expected", FILES)
+def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expected):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    report = reading.Report()
+    found = documents.encoded([path], tokenizer, text_template("plain"), 300, report)
+    if isinstance(expected, str):
+        with pytest.raises(UserError, match=expected):
+            list(found)
+    else:
+        assert [reading.marked(ids, tokenizer) for _, parts in found for ids in parts] == expected
+
+def text_template(name):
+    return chats.TEMPLATES[name]
+
+def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
+    """The rest is named.  Hidden files are left out, linked folders are read, a circle ends."""
+    top = tmp_path / "data"
+    names = ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt", "README.md",
+             "d/x.csv", "a.txt~", "Thumbs.db")
+    for name in names:
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(name)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "z.txt").write_text("linked")
+    (top / "linked").symlink_to(tmp_path / "elsewhere")
+    (top / "d" / "up").symlink_to(top)
+    found, report = learned(tokenizer, None, top)
+    assert [one for one, *_ in found] == [f"⟦{name}</s>⟧" for name in
+                                          ("a.TXT", "b.txt", "d/e.txt", "linked")]
+    assert "4 left out: of a folder only .json" in report and "README.md" in report
+    for path, words in (("", "an empty name"), (tmp_path / "no", "does not exist")):
+        with pytest.raises(UserError, match=f"--data: .*{words}"):
+            list(text.documents([path]))
+
+def test_a_pipe_is_read(tokenizer, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(LINES,))
+    writer.start()
+    found, _ = learned(tokenizer, None, tmp_path / "pipe")
+    writer.join()
+    assert [one for one, *_ in found] == MARKED
+
+# ---------------------------------------------------------------- kinds, what is held out
+def test_the_kind_of_a_text(tokenizer, tmp_path):
+    """group, category or source; beyond fifty kinds the file, beyond fifty files the folder."""
+    rows = [{"text": "aa", "group": "all"}, {"text": "aa", "source": 3}, {"text": "aa"},
+            {"text": "aa", "source": {"a": 1}}]
+    path = dump(tmp_path / "x.y.jsonl", rows)
+    names = [document.names for document in text.documents([path])]
+    assert list(text.kinds_of(names).values()) == ["all", "3", "x"]
+    path = dump(tmp_path / "y.jsonl", [{"text": "aa", "source": f"http://{i}"} for i in range(51)])
+    names = {document.names for document in text.documents([path])}
+    assert set(text.kinds_of(names).values()) == {"y"}
+    (tmp_path / "many").mkdir()
+    for i in range(51):
+        (tmp_path / "many" / f"{i}.txt").write_text("aa")
+    names = {document.names for document in text.documents([tmp_path / "many"])}
+    assert set(text.kinds_of(names).values()) == {"many"}
+
+def test_every_fiftieth_row_is_held_out_unless_it_says(tmp_path):
+    rows = [{"text": "a"}] * 100
+    rows[2], rows[99] = {"text": "a", "held_out": True}, {"text": "a", "held_out": False}
+    path = dump(tmp_path / "rows.jsonl", rows)
+    held_out = [number for number, document in enumerate(text.documents([path]), 1)
+                if document.held_out]
+    assert held_out == [3, 50]
+
+# ---------------------------------------------------------------- templates and labels
 # As Qwen3's: an assistant's thoughts are written for the last turn only.
-THINKS = ("{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}(thought) {% endif %}{{ m.content }}|"
-          "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}")
-CHAT = [{"role": role, "content": content} for role, content in (
-    ("user", "add a"), ("assistant", "a + b"), ("user", "return"), ("assistant", "return b"))]
+THINKS = ("{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}"
+          "(thought) {% endif %}{{ m.content }}|{% endfor %}"
+          "{% if add_generation_prompt %}<assistant>{% endif %}")
+# As R1's: the target is asked with the beginning of a thought.
+ASKS_FOR_A_THOUGHT = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
+                      "{% if add_generation_prompt %}<assistant><think>\n{% endif %}")
+REFUSES = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+           + TAGS)
+FOUR = turns("add a", "a + b", "return", "return b")
+LABELS = [
+    (TAGS, FOUR, ["<user>add a|<assistant>⟦a + b|⟧<user>return|<assistant>⟦return b|⟧"]),
+    ("plain", FOUR, ["USER: add a\n\nASSISTANT:⟦ a + b\n\n⟧USER: return\n\n"
+                     "ASSISTANT:⟦ return b\n\n⟧"]),
+    ("question", FOUR, ["Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
+                        "Answer:⟦ return b\n</s>⟧"]),
+    (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
+                    "<user>add a|<assistant>a + b|<user>return|"
+                    "<assistant>⟦(thought) return b|⟧"]),
+    (ASKS_FOR_A_THOUGHT, [U, A], ["<user>q|<assistant>⟦a|⟧"]),
+    (REFUSES, [{"role": "system", "content": "s"}, U, A], "the chat template refuses it (no syst"),
+    ("{{ 1 / 0 }}", [U, A], "the chat template refuses it (division by zero)"),
+    ("{% for %}", [U, A], "the chat template refuses it"),
+    ("{{ x }}", [U, A], "an answer that the template does not write"),
+]
 
-def learned_of(tokenizer, chat, template):
-    """[(a text, its labels)]"""
-    parts, = text.encode_all([chat], tokenizer, template)
-    return [(tokenizer.decode(np.where(part < 0, ~part, part)), tokenizer.decode(part[part >= 0])) for part in parts]
+@pytest.mark.parametrize("template, messages, expected", LABELS)
+def test_labels_are_the_answers(tokenizer, tmp_path, template, messages, expected):
+    if template not in chats.TEMPLATES:
+        (tmp_path / "t.jinja").write_text(BOM + template)
+        template = str(tmp_path / "t.jinja")
+    found, report = learned(tokenizer, template, dump(tmp_path / "x.jsonl", [messages]))
+    if isinstance(expected, str):
+        assert not found and expected in report
+    else:
+        assert [one for one, *_ in found] == expected
 
-@pytest.mark.parametrize("template, answers", [(HIS, "a + b|return b|"), ("plain", " a + b\n\n return b\n\n"), ("vicuna", " a + b</s> return b</s>")])
-def test_training_and_asking_have_one_format(tokenizer, template, answers):
-    """The labels of a chat are its answers; each prompt is the beginning of what was learned."""
-    template = text.TEMPLATES.get(template, template)
-    (whole, learned), = learned_of(tokenizer, CHAT, template)
-    assert learned.split() == answers.split()
-    for turns in (1, 3):
-        asked = tokenizer.decode(text.chat_ids(CHAT[:turns], tokenizer, template))
-        assert whole.startswith(asked) and whole[len(asked):].lstrip().startswith(CHAT[turns]["content"])
-    (_, learned), = learned_of(tokenizer, CHAT[:1], template)
-    assert learned == "", "a question alone"
+@pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
+def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
+    jinja = chats.TEMPLATES[template]
+    path = dump(tmp_path / "x.jsonl", [FOUR])
+    (whole, *_), = learned(tokenizer, template, path)[0]
+    whole = whole.replace("⟦", "").replace("⟧", "")
+    document, = text.documents([path])
+    asked = []
+    for part, answer in zip(text.questions_of(document), ("a + b", "return b")):
+        asked += part
+        prompt = tokenizer.decode(chats.prompt_ids(asked, tokenizer, jinja))
+        assert whole.startswith(prompt) and whole[len(prompt):].lstrip().startswith(answer)
 
-def test_answers_are_learned_where_a_template_writes_earlier_turns_otherwise(tokenizer):
-    """Each from a text of its own that ends with it, as the target would write it."""
-    first, second = learned_of(tokenizer, CHAT, THINKS)
-    assert first == ("<user>add a|<assistant>(thought) a + b|", "(thought) a + b|")
-    assert second == ("<user>add a|<assistant>a + b|<user>return|<assistant>(thought) return b|", "(thought) return b|")
+def with_ends(tokenizer):
+    """A tokenizer that writes its end of text before and after each text."""
+    own = copy.deepcopy(tokenizer)
+    own.bos_token, own.chat_template = "</s>", "{{ bos_token }}" + TAGS
+    own._tokenizer.post_processor = TemplateProcessing(single="</s> $A </s>",
+                                                       special_tokens=[("</s>", 0)])
+    return own
+
+def test_a_text_ends_once_and_a_prompt_not_at_all(tokenizer, tmp_path):
+    own = with_ends(tokenizer)
+    rows = [{"text": "a b"}, {"prompt": "a", "completion": " b"}, {"messages": [U, A]}]
+    path = dump(tmp_path / "x.jsonl", rows)
+    found, _ = learned(own, None, path)
+    assert [one for one, *_ in found] == ["⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
+    template = chats.template_of(None, own)
+    prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
+               for document in text.documents([path])]
+    assert own.decode(prompts[0]) == "</s>a b" and own.decode(prompts[1]) == "</s>a"
+    assert own.decode(prompts[2]) == "</s><user>q|<assistant>"
 
 def test_templates_by_name(tokenizer, tmp_path):
     own = copy.deepcopy(tokenizer)
-    assert text.template_of(None, own) == text.PLAIN
-    for own.chat_template in (HIS, {"default": HIS, "tools": "x"}):
-        assert text.template_of(None, own) == HIS
-    (tmp_path / "mine.jinja").write_text(THINKS)
-    assert text.template_of(str(tmp_path / "mine.jinja"), own) == THINKS
-    # A template that writes the first token itself: the tokenizer must not add another.
-    own.bos_token, own.chat_template = "<|endoftext|>", "{{ bos_token }}" + HIS
-    own._tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)])
-    assert own.decode(text.encode([USER, ASSISTANT], own)) == "<|endoftext|><user>hi|<assistant>yes|"
-    assert text.encode("hi", own) == [0, *text.encode("hi", own, special_tokens=False)]
+    assert chats.template_of(None, own) == chats.QUESTION, "it has none"
+    for own.chat_template in (TAGS, {"default": TAGS, "tools": "x"}):
+        assert chats.template_of(None, own) == TAGS
+    own.chat_template = {"tools": "x", "rag": "y"}
+    for name, words in ((None, "is missing"), ("bush", "bush"), (str(tmp_path), "directory")):
+        with pytest.raises(UserError, match=f"--template .*{words}.*choose plain or question"):
+            chats.template_of(name, own)
+
+def test_a_slow_tokenizer_is_refused(tokenizer, tmp_path):
+    class Slow:
+        is_fast = False
+    with pytest.raises(UserError, match="Slow does not say where"):
+        list(documents.encoded([tmp_path], Slow(), TAGS, 300, reading.Report()))
 
 # ---------------------------------------------------------------- prompts
-def test_prompts_are_balanced_by_kind_and_fit_the_context(tokenizer, tmp_path):
-    rows = [{"text": f"{kind}{i}", "group": kind} for kind, n in (("a", 4), ("b", 2)) for i in range(n)]
-    paths = [dump(tmp_path / "x.jsonl", rows), dump(tmp_path / "c.jsonl", [{"text": "c0 " + "x" * 99}])]
+def test_prompts_are_balanced_by_kind(tmp_path):
+    rows = [{"text": f"{kind}{i}", "group": kind} for kind, n in (("a", 4), ("b", 2))
+            for i in range(n)]
+    paths = [dump(tmp_path / "x.jsonl", rows), dump(tmp_path / "c.jsonl", [{"text": "c0"}])]
     found = text.prompt_rows(paths, 5)
-    assert [(kind, row["text"][:2]) for kind, row, _ in found] == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1")]
-    assert found[1][2] == f"row 5 of {tmp_path / 'x.jsonl'}" and text.prompt_rows(paths, 2, skip=3) == found[3:]
-    target = SimpleNamespace(config=SimpleNamespace(vocab_size=300), context=10, remaining=lambda ids: 11 - len(ids))
-    setup = SimpleNamespace(tokenizer=tokenizer, target=target, notes=[])
-    prompts = text.prompts_of(setup, paths, 5, 9, None)
-    assert prompts == [(kind, tokenizer(row["text"])["input_ids"], 9) for kind, row, _ in found if kind != "c"]
-    assert setup.notes == ["1 prompts longer than the context left out"] and text.prompts_of(setup, paths, 5, 9, None, skip=9) == []
+    asked = [(kind, document.turns[0].content) for kind, document in found]
+    assert asked == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1")]
+    assert found[1][1].place == f"row 5 of {tmp_path / 'x.jsonl'}"
+    assert text.prompt_rows(paths, 2, skip=3) == found[3:]
 
-def test_each_question_of_a_chat_is_a_prompt(tokenizer):
-    """After all before it; an answer that the row leaves open is the target's."""
-    def asked(row, **more):
-        return [tokenizer.decode(ids) for ids in text.questions_of(row, "row 1", tokenizer, HIS, **more)]
-    answers, two = [], {"turns": ["one", "two"]}
-    answer = lambda ids: answers.append(tokenizer.decode(ids)) or "yes"                                     # noqa: E731
-    assert asked(two, answer=answer) == ["<user>one|<assistant>", "<user>one|<assistant>yes|<user>two|<assistant>"]
-    assert answers == ["<user>one|<assistant>"], "the last question is not answered"
-    first = "<user>add a|<assistant>"
-    assert asked({"messages": CHAT}) == [first, first + "a + b|<user>return|<assistant>"] and asked({"messages": [ASSISTANT]}) == []
+# A row -> its questions, each after what comes before it; or words of the reason
+QUESTIONS = [
+    ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>two|<assistant>"]),
+    ({"messages": FOUR}, ["<user>add a|<assistant>", "<assistant>a + b|<user>return|<assistant>"]),
+    ({"system": "s", "question": "q"}, ["<system>s|<user>q|<assistant>"]),
+    ({"instruction": "q", "input": "c", "output": "a"}, ["<user>q\nc|<assistant>"]),
+    ({"prompt": [U], "completion": [A]}, ["<user>q|<assistant>"]),
+    ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
+    ({"prompt": "a"}, ["a"]),
+    ({"text": "a b"}, ["a b"]),
+    ({"prompt": [7, 8], "answer": [9]}, ["'("]),
+    ({"messages": [A]}, "no question is in messages"),
+    ({"prompt": ""}, "it is empty"),
+    ({"body": "x"}, "no known field"),
+]
+
+@pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
+def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
+    document, = text.documents([dump(tmp_path / "x.jsonl", [row])])
+    if isinstance(expected, str):
+        with pytest.raises(text.LeftOut, match=expected):
+            text.questions_of(document)
+        return
+    ids = [chats.prompt_ids(part, tokenizer, TAGS) for part in text.questions_of(document)]
+    assert [tokenizer.decode(one) for one in ids] == expected
+
+def test_labels_are_found_by_the_ends_of_tokens():
+    """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
+    offsets = [(0, 0), (0, 4), (4, 6), (6, 9), (0, 0), (9, 12)]
+    found = chats.only_answers(range(6), offsets, [(5, 9)])
+    assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
+    assert files.suffix_of(files.Path("a/b.JSONL.GZ")) == ".jsonl"

@@ -1,0 +1,165 @@
+"""Documents and prompts as token ids, by one chat template for training and asking.
+
+    template = template_of(name, tokenizer)
+    encode(document, tokenizer, template)     token ids of a text.Document, and which are labels
+    prompt_ids(turns, tokenizer, template)    token ids of a prompt: an answer begins after them
+"""
+from os.path import commonprefix
+from pathlib import Path
+
+import numpy as np
+
+from runtime.program import first_line
+from runtime.text import LeftOut, Turn
+from runtime.errors import UserError
+
+# ---------------------------------------------------------------- chat templates
+# By name, in Jinja.  "plain" and "question" serve a tokenizer that has none of its own.
+PLAIN = ("{% for turn in messages %}{{ turn.role | upper }}: {{ turn.content }}\n\n{% endfor %}"
+         "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+QUESTION = (
+    "{% for turn in messages %}"
+    "{% if turn.role == 'user' %}Question: {{ turn.content }}\n"
+    "{% elif turn.role == 'assistant' %}Answer: {{ turn.content }}\n{{ eos_token }}"
+    "{% else %}{{ turn.content }}\n\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}")
+# FastChat's vicuna_v1.1: the tokenizer of Vicuna has no template.
+VICUNA = (
+    "{% set turns = messages %}"
+    "{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
+    "{% if turns and turns[0].role == 'system' %}"
+    "{% set system = turns[0].content %}{% set turns = turns[1:] %}{% endif %}"
+    "{{ bos_token }}{{ system }} "
+    "{% for turn in turns %}"
+    "{% if turn.role == 'user' %}USER: {{ turn.content }} "
+    "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+TEMPLATES = {"plain": PLAIN, "question": QUESTION, "vicuna": VICUNA}
+
+def template_of(name, tokenizer):
+    """--template as Jinja.  name: a key of TEMPLATES, a file, or None for the tokenizer's own."""
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    try:
+        if name is None:
+            return tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        return Path(name).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as why:                 # ValueError: several, and no default
+        raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
+                        f"{' or '.join(TEMPLATES)}, or name a file with a Jinja template") from None
+
+def chat_text(messages, tokenizer, template, ask=False):
+    """Chat messages, dicts or Turns, as text.  ask: end where the assistant's next answer begins.
+
+    LeftOut where the template does not take them.
+    """
+    messages = [{"role": turn.role, "content": turn.content} if isinstance(turn, Turn) else turn
+                for turn in messages]
+    try:
+        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
+                                             add_generation_prompt=ask)
+    except Exception as why:                             # a template is a program of somebody's
+        raise LeftOut(f"the chat template refuses it ({first_line(why)})") from None
+
+# ---------------------------------------------------------------- documents -> token ids
+def answers_in(chat, tokenizer, template):
+    """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
+
+    Mostly one text.  But some templates write an answer otherwise once a turn follows it, for
+    example without its reasoning.  Then each answer has a text of its own, which ends with it, as
+    it does in decoding.
+    """
+    whole = chat_text(chat, tokenizer, template)
+    spans, ends_with_answer = [], []
+    for i, turn in enumerate(chat):
+        if turn.learned:
+            before = chat_text(chat[:i], tokenizer, template, ask=True)
+            after = chat_text(chat[:i + 1], tokenizer, template)
+            # Some templates ask with the beginning of a thought, which this answer may not have.
+            start = len(commonprefix((before, after)))
+            spans.append((start, len(after)))
+            ends_with_answer.append(after)
+    if all(whole.startswith(text) for text in ends_with_answer):
+        return [(whole, spans)]
+    return [(text, [span]) for text, span in zip(ends_with_answer, spans)]
+
+def only_answers(ids, offsets, spans):
+    """Token ids of a text -> array (n,), with ~id for each token that belongs to no answer.
+
+    offsets: (start, end) in the text, of each token.  spans: (start, end) of each answer.
+    """
+    ids = np.array(ids, "i4")
+    ends = np.array(offsets).reshape(-1, 2)[:, 1]
+    ends = np.maximum.accumulate(ends)                   # a special token's may be 0
+    is_label = np.zeros(len(ids), bool)
+    for start, end in spans:
+        # From the first token that reaches into the answer to the last that ends within it
+        first = np.searchsorted(ends, start, side="right")
+        last = np.searchsorted(ends, end, side="right")
+        is_label[first:last] = True
+    return np.where(is_label, ids, ~ids)
+
+def without_end(ids, tokenizer):
+    """Token ids without the ends of text that they end with: some tokenizers append one."""
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+def encode_text(turns, tokenizer):
+    """A text, of which a prompt may be the first turn -> list of token ids, with one end of text"""
+    text = "".join(turn.content for turn in turns)
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=len(turns) > 1)
+    ids = without_end(encoded["input_ids"], tokenizer)
+    if len(turns) > 1:
+        answer = len(turns[0].content), len(text)
+        ids = only_answers(ids, encoded["offset_mapping"][:len(ids)], [answer]).tolist()
+    end = tokenizer.eos_token_id
+    return ids if end is None else [*ids, end]
+
+def encode_chat(turns, tokenizer, template):
+    """A chat -> a list of arrays of token ids"""
+    parts = []
+    for text, spans in answers_in(turns, tokenizer, template):
+        # The template has written what a tokenizer puts before a text.
+        encoded = tokenizer(text, add_special_tokens=False, verbose=False,
+                            return_offsets_mapping=True)
+        parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
+    return parts
+
+def encode(document, tokenizer, template):
+    """A text.Document -> its token ids, int32, in a list of arrays (n,): mostly one.
+
+    What is no label comes as ~id: it is read, but not learned.  A text ends with one end of text, a
+    chat as its template says, token ids as they are.  LeftOut where there is no label.
+    """
+    turns = document.turns
+    if document.why:
+        raise LeftOut(document.why)
+    if not any(turn.learned and turn.content for turn in turns):
+        raise LeftOut(f"no answer to learn is in {document.form} ({document.note})")
+    if turns[0].role == "ids":
+        parts = [[i if turn.learned else ~i for turn in turns for i in turn.content]]
+    elif turns[0].role == "text":
+        parts = [encode_text(turns, tokenizer)]
+    else:
+        parts = encode_chat(turns, tokenizer, template)
+    # The first token of a document is no label: nothing predicts it.
+    parts = [np.array(ids, "i4") for ids in parts if (np.array(ids[1:]) >= 0).any()]
+    if not parts:
+        raise LeftOut("it has a single token, or an answer that the template does not write")
+    return parts
+
+def prompt_ids(turns, tokenizer, template):
+    """The turns up to a question -> list of token ids, which end where the answer begins.
+
+    LeftOut where the template does not take them.
+    """
+    if turns[0].role == "ids":
+        return [i for turn in turns for i in turn.content]
+    if turns[0].role == "text":
+        text = "".join(turn.content for turn in turns)
+        return without_end(tokenizer(text, verbose=False)["input_ids"], tokenizer)
+    text = chat_text(turns, tokenizer, template, ask=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]

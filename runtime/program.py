@@ -1,0 +1,63 @@
+"""What every program of this project needs: arguments, sentences for mistakes, whole files."""
+import argparse
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+from runtime.errors import UserError
+
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Defaults stand beside the flags, except None and False; a description keeps its lines."""
+
+    def _get_help_string(self, action):
+        if action.default in (None, False):
+            return action.help
+        return super()._get_help_string(action)
+
+class Parser(argparse.ArgumentParser):
+    """argparse that raises a UserError in place of printing its usage."""
+
+    def __init__(self, **settings):
+        super().__init__(**{"formatter_class": Help, **settings})
+
+    def error(self, message):
+        raise UserError(f"{message} (see --help)")
+
+def first_line(why):
+    """The first line of an exception's message, or the exception's name where it has none."""
+    said = getattr(why, "strerror", None) or str(why)    # an OSError's has no number
+    return said.strip().partition("\n")[0][:150] or type(why).__name__
+
+def write_atomically(path, write):
+    """Write a file whole or not at all.
+
+    write(part) writes to a temporary path beside the file, which then takes the file's name: a
+    killed write leaves the old file.  The file can be read by others (mode 0644).
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as part:
+        part = Path(part) / path.name
+        write(part)
+        os.chmod(part, 0o644)
+        os.replace(part, path)
+
+@contextmanager
+def folder_atomically(folder, last):
+    """Yield a new folder.  Its files move into `folder` when all of them are written.
+
+    They replace files of the same names and nothing else.  last: the file by which the folder is
+    known to be complete: an old one is removed first, the new one comes last.
+    """
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as part:
+        part = Path(part)
+        yield part
+        folder.mkdir(exist_ok=True)
+        (folder / last).unlink(missing_ok=True)
+        for path in sorted(part.iterdir(), key=lambda path: path.name == last):
+            os.chmod(path, 0o644)
+            os.replace(path, folder / path.name)
