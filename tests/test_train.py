@@ -1,6 +1,8 @@
-"""train.py: a resumed run is an uninterrupted one, each loss is what it says, drafters are measured as decoding sees them."""
+"""train.py: a resumed run is an uninterrupted one; losses, updates, metrics are what they say."""
 import json
 import math
+import re
+import shlex
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -8,36 +10,39 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 import torch.nn.functional as F
 import transformers
-from conftest import shared, tiny
+from conftest import ROOT, tiny
 
 import cape
-import glide
 import train
 import verify
-from runtime import load
-from training import drafters, evaluate, muon
-from training.forward import reads_of
+from runtime import families, load
+from runtime.errors import UserError
+from training import evaluate, models, muon
 
-KINDS = ["glide", "edd", "eagle", "medusa", "small"]
 TEXT = "def add(a, b):\n    return a + b\n\n"
+GLIDE, EDD = "glide(width=16)", "edd(hidden=2)"
+NAMES = {"glide": GLIDE, "edd": EDD, "eagle": "eagle", "medusa": "medusa", "small": "small",
+         "own": "own=glide-shared(feed_forward=16)"}
 
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Few prompts and pieces to measure drafters on."""
-    for name, value in (("PROMPTS", 2), ("NEW", 12)):
-        monkeypatch.setattr(evaluate, name, value)
+    monkeypatch.setattr(evaluate, "PROMPTS", 2)
+    monkeypatch.setattr(evaluate, "NEW", 12)
     monkeypatch.setattr(train, "HELD_OUT", 96)
 
 def tokenizer_of(text, vocab=300):
     """A byte-level BPE tokenizer; its end-of-text token has the id 0."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab, special_tokens=["<|endoftext|>"], show_progress=False, initial_alphabet=alphabet)
+    from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+    from tokenizers import models as tokenizer_models
+    bpe = Tokenizer(tokenizer_models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|endoftext|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator([text], trainer)
     return transformers.PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|endoftext|>")
 
@@ -50,56 +55,71 @@ def small(tmp_path_factory):
     """A tiny random target with a tokenizer, saved as Hugging Face does, and text of two kinds."""
     folder = tmp_path_factory.mktemp("target")
     tokenizer_of(TEXT * 400).save_pretrained(folder / "model")
-    tiny("llama", vocab_size=300, max_position_embeddings=64).float().save_pretrained(folder / "model")
-    rows = [{"text": (TEXT * 9)[i:i + 20 + 37 * i % 250], "group": "ab"[i % 2], "held_out": i % 10 in (4, 7)} for i in range(60)]
+    model = tiny("llama", vocab_size=300, max_position_embeddings=64).float()
+    model.save_pretrained(folder / "model")
+    rows = []
+    for i in range(60):
+        text = (TEXT * 9)[i:i + 20 + 37 * i % 250]
+        rows.append({"text": text, "group": "ab"[i % 2], "held_out": i % 10 in (4, 7)})
     write_rows(folder / "rows.jsonl", rows)
     return folder
 
-def flags(small, out, *more, names=KINDS):
-    return [*names, "--hidden", "2", "--target", str(small / "model"), "--data", str(small / "rows.jsonl"), "--out", str(out / "out"),
-            "--work", str(out / "work"), "--device", "cpu", "--steps", "4", "--batch", "3", "--length", "40", "--width", "16",
-            "--every", "2", "--optimizer", "adamw", "--lr", "1e-3", *more]
+def flags(small, out, *more, names=NAMES):
+    """train.py's arguments.  names: of NAMES."""
+    given = [NAMES[name] for name in names]
+    return [*given, "--target", str(small / "model"), "--data", str(small / "rows.jsonl"),
+            "--out", str(out / "out"), "--work", str(out / "work"), "--device", "cpu",
+            "--steps", "4", "--batch", "3", "--length", "40", "--every", "2",
+            "--optimizer", "adamw", "--lr", "1e-3", *more]
 
-def saved(out, names=KINDS):
+def saved(out, names=NAMES):
     return [(out / "out" / name / "model.safetensors").read_bytes() for name in names]
 
 def about_of(out, name):
     return json.loads((out / "out" / name / "training.json").read_text())
 
 def state_of(out):
-    with safe_open(out / "work" / "state.safetensors", "pt") as file:
-        models = {name.removeprefix("model "): file.get_tensor(name) for name in file.keys() if name.startswith("model ")}
-        return {"step": int(file.metadata()["step"]), "models": models}
+    return torch.load(out / "work" / "state.pt", weights_only=True)
+
+def weights_of(state):
+    """{"glide layers.0.o.weight": tensor} of a state's drafters"""
+    return {f"{name} {key}": weight for name, weights in state["drafters"].items()
+            for key, weight in weights.items()}
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
-    gradients, calls = train.Gradients.__call__, []
+    loss_of, calls = train.sum_gradients, []
 
-    def interrupting(self, step):
+    def interrupting(drafters):
         calls.append(1)
         if len(calls) == at:
             how()
-        return gradients(self, step)
-    monkeypatch.setattr(train.Gradients, "__call__", interrupting)
+        return loss_of(drafters)
+    monkeypatch.setattr(train, "sum_gradients", interrupting)
 
 def refused(capsys, argv, words, main=train.main):
+    """One sentence with these words, and exit status 2."""
     assert main(argv) == 2
     err = capsys.readouterr().err.replace("\r", "\n").splitlines()
     assert words in err[-1] and not any("Traceback" in line for line in err), err
 
 # ---------------------------------------------------------------- going on
-@pytest.mark.parametrize("number, optimizer, names", [(signal.SIGINT, "adamw", KINDS), (signal.SIGTERM, "muon", ["glide", "edd"])])
-def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(small, tmp_path, monkeypatch, capsys, number, optimizer, names):
+@pytest.mark.parametrize("number, optimizer, names", [
+    (signal.SIGINT, "adamw", list(NAMES)), (signal.SIGTERM, "muon", ["glide", "edd"])])
+def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(
+        small, tmp_path, monkeypatch, capsys, number, optimizer, names):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     handler, how = signal.getsignal(number), ("--optimizer", optimizer)
     assert train.main(flags(small, whole, *how, names=names)) == 0
     with monkeypatch.context() as patch:
         interrupt(patch, 4, lambda: signal.raise_signal(number))
-        refused(capsys, flags(small, cut, *how, names=names), "stopped after 3 of 4 steps: the same command with --resume goes on")
-    assert not (cut / "out").exists() and signal.getsignal(number) is handler and state_of(cut)["step"] == 3
+        refused(capsys, flags(small, cut, *how, names=names),
+                "stopped after 3 of 4 steps: the same command with --resume goes on")
+    assert not (cut / "out").exists() and signal.getsignal(number) is handler
+    assert state_of(cut)["step"] == 3
     assert train.main(flags(small, cut, *how, "--resume", names=names)) == 0
     assert saved(whole, names) == saved(cut, names)
-    a, b = state_of(whole)["models"], state_of(cut)["models"]
+    a, b = weights_of(state_of(whole)), weights_of(state_of(cut))
     assert a and all(torch.equal(value, b[key]) for key, value in a.items())
 
 def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeypatch, capsys):
@@ -107,73 +127,114 @@ def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeyp
     def killed():
         raise MemoryError
     one = partial(flags, small, tmp_path, names=["glide"])
+    state = tmp_path / "work" / "state.pt"
     refused(capsys, one("--resume"), "--resume: there is no interrupted run")
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         interrupt(patch, 4, killed)
         train.main(one())
-    before = (tmp_path / "work" / "state.safetensors").read_bytes()
-    refused(capsys, one(), "state.safetensors is there already")
-    refused(capsys, one("--seed", "1", "--resume"), "had another --seed;")
-    assert (tmp_path / "work" / "state.safetensors").read_bytes() == before and state_of(tmp_path)["step"] == 2
+    before = state.read_bytes()
+    refused(capsys, one(), "state.pt is there already")
+    refused(capsys, one("--seed", "1", "--resume"), "had another seed; only")
+    other = flags(small, tmp_path, "--resume", names=["edd"])
+    refused(capsys, other, "had another drafters; only")
+    assert state.read_bytes() == before and state_of(tmp_path)["step"] == 2
+    state.write_bytes(before[:-99])
+    refused(capsys, one("--resume"), "state.pt is damaged")
+    state.write_bytes(before)
     assert train.main(one("--resume", "--lr", "1e-5", "--every", "3", "--micro", "64")) == 0
     refused(capsys, one("--work", str(tmp_path / "other")), "out/glide is there already")
     weights = saved(tmp_path, ["glide"])
     assert train.main(one("--overwrite")) == 0 and saved(tmp_path, ["glide"]) != weights
 
+def test_a_resumed_run_has_the_learning_rate_that_it_is_given(small, tmp_path, monkeypatch, capsys):
+    """The optimizers come back with the old one."""
+    one = partial(flags, small, tmp_path, names=["glide"])
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3, lambda: signal.raise_signal(signal.SIGINT))
+        refused(capsys, one(), "stopped after 2 of 4 steps")
+    before = weights_of(state_of(tmp_path))
+    assert train.main(one("--resume", "--lr", "1e-30")) == 0
+    after = weights_of(state_of(tmp_path))
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
 # ---------------------------------------------------------------- the loop
 class OneWeight(torch.nn.Module):
-    def __init__(self, size):
+    """Its loss in step i is losses[i](weight)."""
+
+    def __init__(self, size, losses):
         super().__init__()
         self.layer = torch.nn.Linear(size, 1, bias=False).double()
+        self.losses, self.config = iter(losses), None
 
-def fit(models, loss_of, folder, steps=6, lr=0.1, optimizer="adamw"):
-    """train.fit of modules with given losses: loss_of(step, name, weight) -> loss."""
-    a = SimpleNamespace(work=str(folder), what=list(models), every=1, resume=False)
+    def terms(self, batch, block):
+        return [(torch.ones(1, 1, 1), torch.ones(1, 1), None)]
+
+    def loss_of(self, x, labels):
+        return next(self.losses)(self.layer.weight)
+
+def fit(drafters, folder, monkeypatch, steps=6, lr=0.1):
+    """train.fit of OneWeights, on a text of one label a step."""
     folder.mkdir(exist_ok=True)
+    monkeypatch.setattr(train, "evaluate", lambda *_: {name: {"held_out_loss": 0.0}
+                                                       for name in drafters})
+    batch = SimpleNamespace(loss_mask=torch.ones(1, 1, dtype=torch.bool))
+    frozen = SimpleNamespace(device=torch.device("cpu"), positions=1, batch=lambda *_: batch)
+    data = SimpleNamespace(tokens=np.arange(2 * steps), documents=np.array([[0, 2 * steps, 0]]))
+    a = SimpleNamespace(work=str(folder), every=1, resume=False, seed=0, length=2, batch=1,
+                        micro=2, dtype="float32", identity={})
+    return train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, a)
 
-    def gradients(step):
-        losses = {name: loss_of(step, name, module.layer.weight) for name, module in models.items()}
-        sum(losses.values()).backward()
-        return {name: loss.detach() for name, loss in losses.items()}
-    learners = muon.optimizers(torch.nn.ModuleDict(models), optimizer, lr)
-    return train.fit(models, learners, gradients, lambda: {name: {"held_out_loss": 0.0} for name in models}, steps, 1, a, "cpu")
-
-def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path):
-    """Betas 0.9 and 0.95 (the official code's), decay 0.01, a norm of at most 1 for each drafter: written out."""
-    models = {name: OneWeight(2) for name in ("a", "b")}
+def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path, monkeypatch):
+    """Betas 0.9 and 0.95 (the official code's), decay 0.01, each drafter's norm at most 1."""
     slopes = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([0.6, 0.0]).double()}
-    scales, start = [1.0, 0.1, 20.0, 0.01, 3.0, 0.5], {name: m.layer.weight.detach().clone() for name, m in models.items()}
-    fit(models, lambda step, name, weight: scales[step] * (weight * slopes[name]).sum(), tmp_path / "w")
-    for name, m in models.items():
+    scales = [1.0, 0.1, 20.0, 0.01, 3.0, 0.5]
+    drafters = {}
+    for name, slope in slopes.items():
+        losses = [lambda w, c=scale * slope: (w * c).sum() for scale in scales]
+        drafters[name] = OneWeight(2, losses)
+    start = {name: module.layer.weight.detach().clone() for name, module in drafters.items()}
+    fit(drafters, tmp_path, monkeypatch)
+    for name, module in drafters.items():
         w, mean, square = start[name], 0.0, 0.0
         for step, scale in enumerate(scales):
             g = scale * slopes[name]
             g = g / max(1.0, g.norm().item())
             mean, square = 0.9 * mean + 0.1 * g, 0.95 * square + 0.05 * g ** 2
-            w = w - 0.1 * train.cosine(step, 6) * (0.01 * w + mean / (1 - 0.9 ** (step + 1)) / ((square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8))
-        torch.testing.assert_close(m.layer.weight, w, atol=1e-5, rtol=0)
+            root = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
+            update = 0.01 * w + mean / (1 - 0.9 ** (step + 1)) / root
+            w = w - 0.1 * train.cosine(step, 6) * update
+        torch.testing.assert_close(module.layer.weight, w, atol=1e-5, rtol=0)
     steps = [train.cosine(i, 1000) for i in range(1000)]
-    assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24, "2.5 % of warm-up, as GLIDE's"
-    assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5 and train.cosine(0, 1) == 1.0
+    assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24, "2.5 %"
+    assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5 and train.cosine(0, 1) == 1
 
 @pytest.mark.parametrize("bad", [lambda w: (w * 0).sqrt().sum(), lambda w: (w * math.nan).sum()])
-def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, bad):
-    models = {name: OneWeight(1) for name in ("a", "b")}
-    with pytest.raises(verify.UserError, match="step 3: the loss of b .* give a lower --lr, and go on with --resume"):
-        fit(models, lambda step, name, w: bad(w) if (step, name) == (3, "b") else w.square().sum(), tmp_path / "w")
-    assert safe_open(tmp_path / "w" / "state.safetensors", "pt").metadata()["step"] == "2"
-    assert all(torch.isfinite(p).all() for m in models.values() for p in m.parameters())
+def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, monkeypatch, bad):
+    def good(w):
+        return w.square().sum()
+    drafters = {"a": OneWeight(1, [good] * 6), "b": OneWeight(1, [good] * 3 + [bad])}
+    with pytest.raises(UserError, match="step 3: the loss of b .* give a lower --lr, and go on"):
+        fit(drafters, tmp_path / "x", monkeypatch)
+    state = torch.load(tmp_path / "x" / "state.pt", weights_only=True)
+    assert state["step"] == 2
+    assert all(torch.isfinite(p).all() for m in drafters.values() for p in m.parameters())
 
 def test_muon_takes_stacked_matrices_one_by_one(llama):
-    """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each of them alone; tables and norms learn by AdamW."""
-    module = start("glide", llama)
-    adamw, by_muon = muon.optimizers(torch.nn.ModuleDict({"a-head": module}), "muon", 0.1)
-    rest, held = {id(p) for p in adamw.param_groups[0]["params"]}, {id(w): count for w, count in by_muon.weights}
+    """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each alone; tables, norms by AdamW."""
+    module = start("glide(width=16)", llama)
+    adamw, by_muon = muon.optimizers({"a-head": module}, "muon")
+    rest = {id(p) for p in adamw.param_groups[0]["params"]}
+    held = {id(weight): count for weight, count in by_muon.weights}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest
     assert len(rest) + len(held) == len(list(module.parameters()))
-    assert [held[id(getattr(module.layers[0], name).weight)] for name in ("qkv", "up", "o", "down", "glimpse_q")] == [3, 2, 1, 1, 1]
-    fused, alone, how = torch.nn.Parameter(torch.randn(12, 6)), torch.nn.Parameter(torch.randn(4, 6)), dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
-    parts = [torch.nn.Parameter(part.clone()) for part in (*fused.detach().chunk(3), alone.detach())]
+    layer = module.layers[0]
+    counts = [held[id(getattr(layer, name).weight)] for name in ("qkv", "up", "o", "glimpse_q")]
+    assert counts == [3, 2, 1, 1]
+    fused = torch.nn.Parameter(torch.randn(12, 6))
+    alone = torch.nn.Parameter(torch.randn(4, 6))
+    how = dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
+    chunks = (*fused.detach().chunk(3), alone.detach())
+    parts = [torch.nn.Parameter(part.clone()) for part in chunks]
     ours, theirs = muon.StackedMuon([(fused, 3), (alone, 1)], **how), torch.optim.Muon(parts, **how)
     for _ in range(3):
         fused.grad, alone.grad = torch.randn(12, 6), torch.randn(4, 6)
@@ -182,139 +243,211 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
         ours.step()
         theirs.step()
         ours.zero_grad()
-    assert fused.grad is alone.grad is None and torch.equal(torch.cat(parts), torch.cat((fused, alone)))
+    assert fused.grad is alone.grad is None
+    assert torch.equal(torch.cat(parts), torch.cat((fused, alone)))
 
-def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path):
-    args = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "50", names=["glide", "edd"])
-    assert train.main(args) == 0
-    about, rows = about_of(tmp_path, "glide"), [json.loads(line) for line in (tmp_path / "work" / "log.jsonl").read_text().splitlines()]
-    assert about["command"] == rows.pop(0)["command"] == " ".join(["python train.py", *args]) and [row["step"] for row in rows] == [0, 50]
-    assert about["validation"]["held_out_loss"] < 0.8 * rows[0]["glide"]["held_out_loss"] and rows[1]["glide"]["loss"] < 2
-    assert rows[1]["tokens_seen"] == about["tokens_seen"] == 50 * 3 * 40 and rows[1]["seconds_per_step"] > 0
-    assert (about["kind"], about["init"], about["seed"], about["config"]["loss"]) == ("glide", None, 0, "kl") and about["config"]["norm"]
+def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path, capsys):
+    names = ["glide", "edd"]
+    argv = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "50", names=names)
+    assert train.main(argv) == 0
+    about = about_of(tmp_path, "glide")
+    log = [json.loads(line) for line in open(tmp_path / "work" / "log.jsonl")]
+    assert about["command"] == log.pop(0)["command"] == " ".join(["python train.py", *argv])
+    assert [row["step"] for row in log] == [0, 50] and log[1]["glide"]["loss"] < 2
+    assert about["validation"]["held_out_loss"] < 0.8 * log[0]["glide"]["held_out_loss"]
+    assert log[1]["tokens_seen"] == about["tokens_seen"] == 50 * 3 * 40
+    assert (about["kind"], about["init"], about["seed"]) == ("glide", None, 0)
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    drafter, _ = glide.load(tmp_path / "out" / "glide", model)
-    assert about["target"] == load.fingerprint(model, tokenizer) and set(about["validation"]["by_kind"]) == {"a", "b"}
+    drafter, _ = families.load(tmp_path / "out" / "glide", model)
+    assert about["target"] == load.fingerprint(model, tokenizer)
+    by_kind = about["validation"]["by_kind"]
+    losses = [values["held_out_loss"] for values in by_kind.values()]
+    assert set(by_kind) == {"a", "b"}
+    assert about["validation"]["held_out_loss"] == pytest.approx(sum(losses) / 2)
     assert drafter.temperature == about["validation"]["temperature"] != 1
-    kept = state_of(tmp_path)["models"]
-    assert all(torch.equal(value, kept[f"glide.{key}"].bfloat16().float()) for key, value in drafter.model.state_dict().items())
-    # A second stage starts from it; --steps 0 only measures.
-    again, init = tmp_path / "again", ("--init", str(tmp_path / "out"))
-    plain = [word for word in flags(small, again, *init, names=["glide", "edd"]) if word not in ("--width", "16", "--hidden")]
-    plain.remove("2")
-    assert train.main([*plain, "--steps", "0"]) == 0 and saved(again, ["glide", "edd"]) == saved(tmp_path, ["glide", "edd"])
-    assert about_of(again, "edd")["init"]["tokens_seen"] == 6000 and about_of(again, "edd")["tokens_seen"] == 0
+    kept = state_of(tmp_path)["drafters"]["glide"]
+    for key, value in drafter.model.state_dict().items():
+        assert torch.equal(value, kept[key].bfloat16().float())
+    # A second stage starts from it, by the names of its folders; --steps 0 only measures.
+    again = tmp_path / "again"
+    argv = flags(small, again, "--init", str(tmp_path / "out"), "--steps", "0", names=names)
+    refused(capsys, argv, "--init fixes the architecture, so only loss may be given")
+    refused(capsys, ["x=glide", *argv[2:]], "--init: there is no ")
+    refused(capsys, ["glide=edd", *argv[2:]], "does not serve as edd here: it is a glide")
+    assert train.main([*names, *argv[2:]]) == 0
+    assert saved(again, names) == saved(tmp_path, names)
+    assert about_of(again, "edd")["init"]["tokens_seen"] == 6000
+    assert about_of(again, "edd")["tokens_seen"] == 0
 
 def test_each_drafter_is_that_of_its_own_run(small, tmp_path):
-    names, more = ["glide", "edd", "vdm-ce"], ["--steps", "2"]
+    names, more = ["glide", "edd", "small"], ["--steps", "2"]
     assert train.main(flags(small, tmp_path / "all", *more, names=names)) == 0
-    together = state_of(tmp_path / "all")["models"]
+    together = state_of(tmp_path / "all")["drafters"]
     for name in names:
         assert train.main(flags(small, tmp_path / name, *more, names=[name])) == 0
-        alone = state_of(tmp_path / name)["models"]
-        assert alone and all(torch.equal(together[key], value) for key, value in alone.items())
+        alone = state_of(tmp_path / name)["drafters"][name]
+        assert alone and all(torch.equal(together[name][key], x) for key, x in alone.items())
 
-# ---------------------------------------------------------------- names, words, what is kept
-def arguments(**more):
-    a = vars(train.parser().parse_args(["glide", "--data", "x"]))
-    return SimpleNamespace(**{**a, "length": 40, "device": "cpu", "hidden": 2, "width": 16, **more})
-
-def start(name, model, tokens=np.arange(12), **more):
-    """The draft model of a name."""
-    module, _ = drafters.start(name, model, None, tokens, arguments(**more))
+# ---------------------------------------------------------------- names
+def start(text, model, tokens=np.arange(12)):
+    """The draft model of a call."""
+    torch.manual_seed(0)
+    call, = train.calls_of([text]).values()
+    module, _ = models.start(call, model, None, models.Options(40, tokens))
     return module
 
-def weighty(name, model, **more):
+def weighty(text, model, **more):
     """A draft model with weights far from zero, which sometimes guesses right."""
-    module = start(name, model, **more).to(model.dtype)
+    module = start(text, model, **more).to(model.dtype)
     for p in module.parameters():
-        torch.nn.init.normal_(p, std=0.25) if p.ndim == 2 else None
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.25)
     return module
 
-@pytest.mark.parametrize("name, more, expected", [
-    ("glide", {}, {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl"}), ("glide-top", {"layer": 1}, {"layers_read": (2,), "norm": False}),
-    ("glide-l1", {}, {"layers_read": (1,), "norm": True}),
-    ("glide", {"layer": 1, "norm": "no", "loss": "ce"}, {"layers_read": (1,), "norm": False, "loss": "ce"}),
-    ("glide-n2", {}, {"layers_read": (1, 2)}), ("glide-w32", {}, {"width": 32}), ("vanilla", {}, {"glimpse": False}),
-    ("edd", {}, {"hidden": 2, "loss": "kl"}), ("edd-h1", {}, {"hidden": 1}), ("edd-top", {"hidden": 2}, {"hidden": 1}),
-    ("vdm-ce", {}, {"encoding": False, "loss": "ce"}), ("glide-shared-f24", {"words": 5}, {"feed_forward": 24, "words": 5, "norm": True}),
-    ("edd-shared", {"words": 5}, {"words": 5, "hidden": 2})])
-def test_names_stand_for_their_settings(name, more, expected):
-    model = shared("llama") if name != "edd-top" else tiny("llama", num_hidden_layers=4)
-    config = vars(start(name, model, **more).config)
+@pytest.mark.parametrize("text, expected", [
+    ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
+    ("glide(layer=1, norm=False, loss='ce')", {"layers_read": (1,), "norm": False, "loss": "ce"}),
+    ("glide(layers=2, width=24, block=3)", {"layers_read": (1, 2), "width": 24, "block": 3}),
+    ("vanilla", {"glimpse": False}), ("edd(hidden=1)", {"hidden": 1, "encoding": True}),
+    ("edd(hidden=2, blocks=(5, 5))", {"blocks": (5, 5)}), ("medusa(heads=2)", {"heads": 2}),
+    ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}), ("eagle", {"hidden": 3}),
+    ("glide-shared(feed_forward=24, words=5, loss='lk')", {"feed_forward": 24, "loss": "lk"}),
+    ("edd_shared(hidden=2, words=5)", {"hidden": 2})])
+def test_calls_become_their_settings(text, expected):
+    config = vars(start(text, tiny("llama", num_hidden_layers=3)).config)
     assert {key: config[key] for key in expected} == expected
 
+def test_a_call_may_have_a_name():
+    calls = train.calls_of(["top=glide(norm=False)", "glide(layer=1)", "a-2 = edd"])
+    assert [(name, call.name) for name, call in calls.items()] == [
+        ("top", "glide"), ("glide", "glide"), ("a-2", "edd")]
+    assert calls["top"].settings == {"norm": False}
+
+@pytest.mark.parametrize("given, words", [
+    ("glid", "there is no drafter called 'glid': choose among glide"),
+    ("glide(wdith=1)", "glide takes layer=None, norm=True"),
+    ("glide(layer=1) glide", 'called glide: name one of them, say "glide-2=glide"'),
+    ("../a=glide", "cannot be the name of a folder"),
+    ("=glide", "cannot be the name of a folder"),
+    ("glide(layer=3)", "glide(layer=3): layer 3 of the target cannot be read"),
+    ("glide(loss='lk')", "it learns by the loss kl or ce"),
+    ("glide(tables=1)", 'choose "target" or "random"'),
+    ("edd(blocks=(5,4))", "give the shortest and the longest block"),
+    ("edd-shared(words=0,hidden=2)", "take 1 to 300"),
+    ("edd(hidden='x')", "edd(hidden='x')"),
+    ("glide-shared(words=5) small", "must have the same `words`"),
+    ("glide --steps 0", "--steps is 0"),
+    ("glide --lr nan", "--lr is nan"),
+    ("glide --length 65", "more than the target's context of 64")])
+def test_mistakes_are_one_sentence(small, tmp_path, capsys, given, words):
+    """And leave no folder for a drafter behind."""
+    drafters, dashes, more = given.partition(" --")
+    argv = [*drafters.split(), *flags(small, tmp_path, names=[]), *(dashes + more).split()]
+    refused(capsys, argv, words)
+    assert not (tmp_path / "out").exists()
+
 def test_a_drafter_starts_from_the_target_where_the_widths_agree(llama):
-    wide = start("glide", llama, width=None)
-    assert torch.equal(wide.embed.weight, llama.get_input_embeddings().weight.float())
+    wide, random = start("glide", llama), start("glide(tables='random')", llama)
+    table = llama.get_input_embeddings().weight.float()
+    assert torch.equal(wide.embed.weight, table) and not torch.equal(random.embed.weight, table)
 
-def batch_of(model, modules, ids, learn=None, **more):
-    """What train.py shows draft models of ids (B, T)."""
-    pieces = np.array([[i * ids.shape[1], ids.shape[1], 0] for i in range(len(ids))])
-    learn = torch.ones_like(ids, dtype=torch.bool) if learn is None else learn
-    tokens = torch.where(learn, ids, ~ids).flatten().int().numpy()
-    frozen = train.FrozenTarget(model, modules)
-    batch = frozen.batch(tokens, pieces, count=max(1, train.labels_in(tokens, pieces)))
-    return {**batch, "block": 5, "random": None, **more}
+def test_the_commands_of_the_documentation_are_understood():
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "training.md").read_text()
+    commands = re.findall(r"^python train\.py (.*)", text, re.M)
+    assert len(commands) > 3
+    for command in commands:
+        a = train.parser().parse_args(shlex.split(command))
+        assert train.calls_of(a.drafters)
 
-def test_the_loss_is_the_divergence_on_answers_alone(llama):
-    """KL against float64, over the positions whose next token is learned; with --words among the words; --loss ce."""
-    ids = torch.randint(12, (2, 20), generator=torch.Generator().manual_seed(0))
-    learn = torch.rand(2, 20, generator=torch.Generator().manual_seed(1)) < 0.5
-    with torch.no_grad():
-        log_p = llama(ids).logits.log_softmax(-1)
-    chosen = learn[:, 1:]
-    for name, more, words in (("glide", {}, range(12)), ("edd", {}, range(12)), ("small", {}, range(12)), ("glide", {"loss": "ce"}, None),
-                              ("glide-shared", {"words": 5}, None), ("edd-shared", {"words": 5}, None)):
-        module = weighty(name, llama, tokens=ids.flatten().numpy(), **more)
-        batch = batch_of(llama, {name: module}, ids, learn)
-        assert batch["learn"][:, :-1].equal(chosen) and not batch["learn"][:, -1].any()
-        if name == "small":
-            logits = module.lm(ids).logits
-        elif name.startswith("glide"):
-            logits = module.head(module(ids, batch["kv"]))
-        else:
-            logits = module.head(module(ids, batch["hidden"][2], 5))
-        if more.get("loss") == "ce":
-            expected = F.cross_entropy(logits[:, :-1][chosen], ids[:, 1:][chosen])
-        else:
-            words = list(words or module.words)
-            p, log_q = log_p[..., words].softmax(-1), logits[..., words].log_softmax(-1)
-            expected = (p * (p.log() - log_q)).sum(-1)[:, :-1][chosen].mean()
-        assert module.loss(batch).item() == pytest.approx(expected.item(), rel=1e-4), name
+# ---------------------------------------------------------------- losses
+@pytest.mark.parametrize("text", [
+    "glide", "edd(hidden=2)", "edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
+    "glide-shared(words=5)"])
+def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text):
+    """Value and gradients: all at once, and five positions at a time.
 
-@pytest.mark.parametrize("name", ["glide", "edd", "edd-ce", "eagle", "medusa", "small"])
-def test_a_loss_in_chunks_and_with_padding_is_the_whole_one(llama, name):
-    """Value and gradients: all at once; five positions at a time; each document alone, without padding."""
-    module = weighty(name, llama)
+    The oracle: each document alone, without padding, by the drafter's own terms.
+    """
     tokens = torch.randint(12, (60,), generator=torch.Generator().manual_seed(4)).int().numpy()
     tokens[20:23] = ~tokens[20:23]
-    pieces, found = np.array([[0, 18, 0], [18, 7, 0], [40, 11, 0]]), []
-    frozen = train.FrozenTarget(llama, {name: module})
-    for size, some in ((10 ** 6, [pieces]), (5, [pieces]), (10 ** 6, [pieces[:1], pieces[1:2], pieces[2:]])):
+    module = weighty(text, llama, tokens=tokens)
+    pieces = np.array([[0, 18, 0], [18, 7, 0], [40, 11, 0]])
+    kind = text.partition("(")[0]
+    frozen = train.FrozenTarget(llama, {"x": module}, {"x": models.decoder_of(kind, module)})
+    found = []
+    for size in (10 ** 6, 5):
         module.zero_grad()
-        total = 0.0
-        for part in some:
-            batch = {**frozen.batch(tokens, part, count=30), "block": 5, "random": None}
-            loss = module.loss({**batch, "sum": partial(train.in_chunks, size)})
-            loss.backward()
-            total += loss.item()
-        found.append([torch.tensor(total), *(p.grad if p.grad is not None else torch.zeros_like(p) for p in module.parameters())])
-    for whole, chunks, alone in zip(*found):
-        torch.testing.assert_close(whole, chunks, atol=1e-5, rtol=1e-4)
-        torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-4)
+        loss = train.loss_of(module, frozen.batch(tokens, pieces), 5, size)
+        loss.backward()
+        found.append([loss, *(p.grad for p in module.parameters())])
+    module.zero_grad()
+    total = 0.0
+    for start_, size, _ in pieces:
+        given = torch.from_numpy(tokens[start_:start_ + size].astype("i8"))
+        batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size, 0]]))
+        is_label = given[1:] >= 0
+        for x, labels, mask in module.terms(batch, 5):
+            mask = is_label if mask is None else is_label & mask[0, :-1]
+            total = total + module.loss_of(x[0, :-1][mask], labels[0, :-1][mask])
+    total.backward()
+    expected = [total, *(p.grad for p in module.parameters())]
+    for ours in found:
+        for value, oracle in zip(ours, expected):
+            torch.testing.assert_close(value, oracle, atol=1e-5, rtol=1e-4)
+
+def test_block_lengths_are_uniform_and_known_by_the_step():
+    """EDD, 3.1.  Drafters of one range have the same in each step."""
+    module = SimpleNamespace(config=SimpleNamespace(blocks=(5, 10)))
+    found = [train.block_of_step(module, 0, step) for step in range(3000)]
+    assert found == [train.block_of_step(module, 0, step) for step in range(3000)]
+    counts = np.bincount(found, minlength=11)
+    assert counts[5:].sum() == 3000 and abs(counts[5:] - 500).max() < 80
+    assert found != [train.block_of_step(module, 1, step) for step in range(3000)]
+
+def test_what_is_read_of_the_target(llama):
+    """The batch against the target's own forward: layers, hidden states, logits, those of words."""
+    ids = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
+    pieces = np.array([[0, 9, 0], [9, 9, 0]])
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        out = llama(ids, past_key_values=cache, output_hidden_states=True)
+    for texts, kv, hidden, words in (
+            (["glide(layer=1)", "eagle"], {1}, {3}, slice(None)), (["edd(hidden=2)"], set(), {2},
+             slice(None)), (["edd(hidden=2, loss='ce')", "medusa"], set(), {2, 3}, None),
+            (["edd-shared(hidden=2, words=4)"], set(), {2, 3}, [11, 0, 1, 2])):
+        modules = {text: start(text, llama, tokens=np.array([11] * 3 + [0, 1, 2] * 2))
+                   for text in texts}
+        decoders = {text: models.decoder_of(text.partition("(")[0], module)
+                    for text, module in modules.items()}
+        frozen = train.FrozenTarget(llama, modules, decoders)
+        batch = frozen.batch(ids.flatten().int().numpy(), pieces)
+        assert torch.equal(batch.ids, ids)
+        assert batch.loss_mask.tolist() == [[True] * 8 + [False]] * 2
+        assert batch.kv.keys() == kv and batch.hidden.keys() == hidden
+        for layer in kv:
+            torch.testing.assert_close(batch.kv[layer][0], cache.layers[layer].keys)
+            torch.testing.assert_close(batch.kv[layer][1], cache.layers[layer].values)
+        for index in hidden:
+            torch.testing.assert_close(batch.hidden[index], out.hidden_states[index])
+        if words is None:
+            assert batch.logits is None
+        else:
+            torch.testing.assert_close(batch.logits, out.logits[..., words])
 
 def test_drafters_of_few_words_learn_them_and_draft_them(small, tmp_path):
-    names = ["glide-shared-f16", "edd-shared"]
-    assert train.main(flags(small, tmp_path, "--words", "20", names=names)) == 0
+    argv = flags(small, tmp_path, names=[])
+    given = ["glide-shared(feed_forward=16, words=20)", "edd-shared(hidden=2, words=20)"]
+    assert train.main([*given, *argv]) == 0
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    for name in names:
-        weights = state_of(tmp_path)["models"]
-        words = set(weights[f"{name}.words"].tolist())
-        assert len(words) == 20 and tokenizer.eos_token_id in words and not any("embed" in key or "head" in key for key in weights)
-        module, _ = drafters.trained(name, model, load.fingerprint(model, tokenizer), arguments(init=tmp_path / "out"))
-        out = verify.generate(verify.Target(model), drafters.drafter_of(module), cape.cape, [5, 6, 7], 8)
-        assert out.tokens == verify.generate(verify.Target(model), None, verify.root_only, [5, 6, 7], 8).tokens
+    for name in ("glide-shared", "edd-shared"):
+        weights = state_of(tmp_path)["drafters"][name]
+        words = set(weights["between.words"].tolist())
+        assert len(words) == 20 and tokenizer.eos_token_id in words
+        assert not any("embed" in key or "head" in key for key in weights)
+        drafter, _ = families.load(tmp_path / "out" / name, model)
+        target, plain = verify.Target(model), verify.root_only
+        out = verify.generate(target, drafter, cape.cape, [5, 6, 7], 8)
+        assert out.tokens == verify.generate(target, None, plain, [5, 6, 7], 8).tokens
         assert {token for each in out.rounds for token in each.tokens[1:]} <= words
 
 # ---------------------------------------------------------------- how drafters are measured
@@ -329,15 +462,13 @@ def chats_at_random(documents, seed=0):
         index.append((begin, len(tokens) - begin, number % 2))
     return np.array(tokens, "i4"), np.array(index)
 
-def walks_of(model, modules, tokens, documents, length=36):
-    data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
-    return evaluate.Walks(model, train.FrozenTarget(model, modules).forward, data, length)
-
 def decoded(model, drafter, text, begin):
-    """A chain of five by verify.generate -> accepted tokens of each round, and how many drafted tokens were tested."""
+    """A chain of five by verify.generate -> accepted tokens of each round, and tested ones."""
     rounds, tested, t = [], 0, begin
-    # One token more than the text has, so that its last one is drafted, too; the last round has no end.
-    done = verify.generate(verify.Target(model), drafter, cape.chain, text[:begin], len(text) - begin + 1)
+    # One token more than the text has, so that its last one is drafted, too; the last round has no
+    # end.
+    new = len(text) - begin + 1
+    done = verify.generate(verify.Target(model), drafter, cape.chain, text[:begin], new)
     assert done.tokens[:-1] == text[begin:]
     for each in done.rounds:
         right = [a == b for a, b in zip(each.tokens[1:], text[t + 1:])]
@@ -347,23 +478,25 @@ def decoded(model, drafter, text, begin):
         rounds.append(accepted)
     return rounds, tested
 
-def test_what_is_read_of_the_target(llama):
-    reads = reads_of({name: weighty(name, llama) for name in ("glide", "medusa")}, llama)
-    assert (reads.kv, reads.hidden, reads.logits) == ({2}, {3}, True)
-    assert reads_of({"edd": weighty("edd-ce", llama)}, llama) == (set(), {2}, False, None)
-
 def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
     """On chats, of which the target continues the prompt up to the first answer."""
     monkeypatch.setattr(evaluate, "PROMPTS", 8)
     monkeypatch.setattr(evaluate, "NEW", 20)
     tokens, documents = chats_at_random(30)
-    modules = {name: weighty(name, llama) for name in ("glide", "edd", "eagle", "medusa", "small")}
-    walks = walks_of(llama, modules, tokens, documents)
+    modules = {name: weighty(text, llama) for name, text in (
+        ("glide", "glide"), ("edd", EDD), ("eagle", "eagle"), ("medusa", "medusa"),
+        ("small", "small"))}
+    decoders = {name: models.decoder_of(name, module) for name, module in modules.items()}
+    frozen = train.FrozenTarget(llama, modules, decoders)
+    data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
+    walks = evaluate.Walks(llama, frozen.forward, data, 36, decoders)
     assert [kind for _, _, kind in walks.texts] == [0, 1] * 4
-    found = walks(modules)
-    assert found == walks(modules), "the same each time"
+    found = walks()
+    assert found == walks(), "the same each time"
     for name, module in modules.items():
-        rounds, tested = zip(*(decoded(llama, drafters.drafter_of(module), text.tolist(), size) for text, size, _ in walks.texts))
+        drafter = models.decoder_of(name, module)
+        results = [decoded(llama, drafter, text.tolist(), size) for text, size, _ in walks.texts]
+        rounds, tested = zip(*results)
         right = sum(map(sum, rounds))
         assert right > 2, "a drafter that is never right would show nothing"
         assert found[name]["alpha"] == right / sum(tested), name
@@ -371,7 +504,7 @@ def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
         assert found[name]["tau"] == pytest.approx(1 + sum(ended) / len(ended)), name
 
 def test_the_temperature_is_found_again():
-    """Choices sampled from softmax(logits / T): the fit finds T, as a search of the whole grid does."""
+    """Choices sampled from softmax(logits / T): the fit finds T, as a search of the grid does."""
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(4000, 8, generator=g)
     for t in (0.35, 1.0, 2.5):
@@ -381,5 +514,5 @@ def test_the_temperature_is_found_again():
         assert found == min(evaluate.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
     assert evaluate.fit_temperature([], []) == 1
     muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
-    assert evaluate.fit_temperature([*logits, muted], [*choice.tolist(), 5]) == found, "what it cannot predict"
-
+    again = evaluate.fit_temperature([*logits, muted], [*choice.tolist(), 5])
+    assert again == found, "what it cannot predict"

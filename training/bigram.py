@@ -1,7 +1,7 @@
 """Max-Gram's bigram for a tokenizer and a text, and how far its predictions can be trusted.
 
-    python training/bigram.py count --data work/corpus --tokenizer checkpoints/target --out b.json
-    python training/bigram.py agreement --drafter edd glide --data work/corpus --target smollm2 \\
+    python training/bigram.py count --data written.jsonl --tokenizer smollm2 --out b.json
+    python training/bigram.py agreement --drafter edd glide --data written.jsonl --target smollm2 \\
         --checkpoint my-drafters
 
 `count` writes the most frequent follower of each token, and the confidence: how often the first
@@ -15,7 +15,6 @@ probability of it, and whether it was right.  A logistic regression says how lik
 
     rho = sigmoid(a + b length + c logit(p_draft))
 """
-import argparse
 import json
 import sys
 import time
@@ -29,11 +28,13 @@ from tqdm import tqdm
 
 import maxgram
 from beyond.graft import LEAST, Mixture
-from runtime import load, text
-from training.prepare import is_held_out
+from runtime import chats, load
+from runtime.errors import UserError
+from runtime.program import Parser, write_atomically
+from training.documents import encoded, plain_ids, prompts_in
+from training.reading import Report
 from training.state import status_of
-from training.write import prompts_in
-from verify import Tree, UserError, generate
+from verify import Tree, generate
 
 LONGEST = 384             # tokens of a prompt, at most
 NEW = 64                  # tokens that the target writes after each
@@ -69,16 +70,16 @@ def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
 
 def count(a):
     """`bigram.py count`"""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(a.tokenizer)
+    tokenizer = load.load_tokenizer(a.tokenizer, revision=a.revision, trust=a.trust_remote_code)
     vocab = max(tokenizer.get_vocab().values()) + 1
-    learned, held_out = [], []
-    documents = tqdm(text.documents(a.data, bad=[]), unit=" documents", disable=None)
-    for number, (_, row, document) in enumerate(documents, 1):
-        ids = text.encode(document, tokenizer, special_tokens=False)
-        split = held_out if is_held_out(number, row) else learned
-        split.append(ids)
+    template = chats.template_of(a.template, tokenizer)
+    learned, held_out, report = [], [], Report()
+    for document, parts in encoded(a.data, tokenizer, template, vocab, report):
+        split = held_out if document.held_out else learned
+        split.append(plain_ids(parts[-1]))               # the whole chat, where there are several
+    print(*report.lines(), sep="\n")
     if not learned:
-        raise UserError("--data holds no text to count")
+        raise UserError("--data holds no text to count: all of it is held out")
     bigram = maxgram.build_bigram(learned, vocab)
     found = {
         "bigram": bigram,
@@ -87,45 +88,52 @@ def count(a):
         "command": a.command,
         "date": time.strftime("%Y-%m-%d"),
     }
-    text.write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
+    write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
           f"documents; confidence by length of match: {found['confidence']}")
 
 # ---------------------------------------------------------------- agreement
 class Unmixed(Mixture):
-    """A drafter beside Max-Gram, each with predictions of its own."""
+    """A drafter and Max-Gram together, without Eq. 1: expand gives the drafter's own p_draft."""
 
-    def adjust(self, probs):
-        return probs
+    def mixture(self, p_draft, predicted, lengths):
+        return p_draft
 
-def suggestions(target, drafter, gram, prompts, new, stopping_criteria=()):
+    def suggestion(self, expand, root):
+        """The builder: the chain that Max-Gram suggests after the root, read by one forward.
+
+        self.last: its tokens, the lengths of their matches, and p_draft (n + 1, V) after each node.
+        """
+        tokens, lengths = self.gram.propose([self.root], min(maxgram.N, expand.remaining))
+        n = next((i for i, length in enumerate(lengths) if length < LEAST), len(lengths))
+        nodes = root.new_tensor([self.root, *tokens[:n]])
+        parents = list(range(-1, n))
+        self.last = tokens[:n], lengths, expand(nodes, parents)
+        return Tree(nodes, root.new_tensor(parents), expand_index=torch.arange(n + 1).to(root))
+
+def suggestions(target, drafter, gram, prompts, new, stop=()):
     """Max-Gram's suggestions along the target's own greedy text -> [(length, p_draft, right)].
 
-    A suggestion that the drafter has no prediction for is left out.
+    In a round these are the tokens of the chain up to the first wrong one.  Left out is what the
+    drafter cannot predict, for example since it is not in its list of words: there p_draft is 0.
     """
     both = Unmixed(drafter, gram)
-    rounds, found = [], []
-
-    def review(expand, root):
-        """The chain that Max-Gram suggests after the root"""
-        most = min(maxgram.N, expand.remaining)
-        tokens, _ = both.suggest(root.item(), parent=-1, most=most, match=LEAST)
-        nodes = root.new_tensor([root.item(), *tokens])
-        parents = list(range(-1, len(tokens)))
-        probs = expand(nodes, parents)                                 # (n + 1, V)
-        # Max-Gram's first predictions: after the root, after the chain's first token, ...
-        _, _, lengths = both.predictions
-        rounds.append((tokens, lengths.tolist(), probs))
-        return Tree(nodes, root.new_tensor(parents))
-
+    found = []
     for ids in prompts:
-        rounds.clear()
-        out = generate(target, both, review, ids, new, stopping_criteria=stopping_criteria)
-        for (tokens, lengths, probs), chosen in zip(rounds, out.rounds):
+        rounds = []
+
+        def build(expand, root):
+            tree = both.suggestion(expand, root)
+            rounds.append(both.last)
+            return tree
+
+        out = generate(target, both, build, ids, new, stop=stop)
+        for (tokens, lengths, p_draft), chosen in zip(rounds, out.rounds):
             # The new tokens of a round end with the target's own, after the first wrong one.
-            for token, length, row, right in zip(tokens, lengths, probs, chosen.new):
-                if row.sum() > 0:
-                    found.append((length, row[token].item(), token == right))
+            for token, length, row, right in zip(tokens, lengths, p_draft, chosen.new):
+                p = row[token].item()
+                if p > 0:
+                    found.append((length, p, token == right))
     return found
 
 def regressors(lengths, p):
@@ -164,28 +172,29 @@ def agreement(a):
             prompts.append(ids)
     stop = [] if setup.eos is None else [transformers.EosTokenCriteria(setup.eos)]
     for name in a.drafter:
-        drafter = load.load_drafter(setup, name)
-        gram = load.load_gram(setup)
+        mixture = load.load_mixture(setup, name, "maxgram")
         bar = tqdm(prompts, disable=None)
-        found = suggestions(setup.target, drafter, gram, bar, NEW, stop)
+        found = suggestions(setup.target, mixture.drafter, mixture.gram, bar, NEW, stop)
         if not found:
             raise UserError("--data: Max-Gram suggests nothing in these texts")
         fitted = fit(found)
         print(f"{name}: {json.dumps(fitted)}")
         fitted["made"] = {"command": a.command, "date": time.strftime("%Y-%m-%d")}
         written.setdefault("agreement", {})[name] = fitted
-    text.write_atomically(path, lambda part: part.write_text(json.dumps(written) + "\n"))
+    write_atomically(path, lambda part: part.write_text(json.dumps(written) + "\n"))
 
 # ---------------------------------------------------------------- command line
 def parser():
-    p = text.Parser(description="Max-Gram's bigram, and how far it can be trusted.")
+    p = Parser(description="Max-Gram's bigram, and how far it can be trusted.")
     commands = p.add_subparsers(dest="made", required=True)
-    how = {"formatter_class": argparse.ArgumentDefaultsHelpFormatter}
-    c = commands.add_parser("count", help="followers of each token, and the confidence", **how)
+    c = commands.add_parser("count", help="followers of each token, and the confidence")
     c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
-    c.add_argument("--tokenizer", required=True, help="folder or hub name: the target's")
+    c.add_argument("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
+    c.add_argument("--revision", help="of the tokenizer on the hub")
+    c.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
+    c.add_argument("--template", help="chat format, as of train.py")
     c.add_argument("--out", required=True, help="JSON file to write")
-    c = commands.add_parser("agreement", help="trust where a drafter agrees, or not", **how)
+    c = commands.add_parser("agreement", help="trust where a drafter agrees, or not")
     c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
     c.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name")
     c.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="drafters, bigram.json")

@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import torch
 from safetensors.torch import load_file, save_file
 
+import glide
 from beyond import eagle, medusa
-from runtime import drafters, load, text
+from runtime import families, load
+from runtime.errors import UserError
+from runtime.program import Parser, folder_atomically
 from training.state import status_of
-from verify import UserError
 
 PREFIXES = ("small_model.", "medusa_head.")
 # Names of GLIDE's weights; several published matrices are stacked in one of ours.
@@ -48,6 +50,7 @@ GLIDE_LAYER = {
     "down": ["mlp.down_proj"],
 }
 GLIMPSE_THETA = 10000.0                            # of the queries' RoPE in GLIDE's official code
+POSITIONS = 64                                     # at which the target's RoPE is compared with it
 
 # ---------------------------------------------------------------- reading
 def read_weights(folder):
@@ -77,12 +80,13 @@ def read_settings(folder):
 
 # ---------------------------------------------------------------- layouts -> kind, model, weights
 def from_eagle(weights, settings, target):
-    config = eagle.Config.for_target(target, bias="fc.bias" in weights)
-    renamed = {}
+    config = eagle.Config.for_target(target)
+    # Some have no bias.
+    renamed = {"fc.bias": torch.zeros(config.width)}
     for name, weight in weights.items():
         if name != "embed_tokens.weight":
             renamed[name.replace("layers.0.", "layer.")] = weight
-    return "eagle", drafters.Eagle(config, target), renamed
+    return "eagle", families.new("eagle", config, target), renamed
 
 def from_medusa(weights, settings, target):
     renamed = {}
@@ -92,23 +96,34 @@ def from_medusa(weights, settings, target):
         renamed[name] = weight
     heads = sum(name.startswith("heads.") for name in renamed)         # config.json may be wrong
     config = medusa.Config.for_target(target, heads=heads)
-    return "medusa", drafters.Medusa(config, target), renamed
+    return "medusa", families.new("medusa", config, target), renamed
 
 def glide_config(weights, settings, target):
     """The sizes of a GLIDE, from its weights; what they do not tell, from config.json."""
     vocab, width = weights["model.embed_tokens.weight"].shape
     layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
-    config = drafters.glide_config(target, width, layers, block=settings.get("block_size", 5))
+    config = glide.Config.for_target(target, width, layers, block=settings.get("block_size", 5))
     config.vocab = vocab
     config.feed_forward = len(weights["model.layers.0.mlp.gate_proj.weight"])
     config.heads = settings.get("num_attention_heads", 32)
     config.eps = settings.get("rms_norm_eps", 1e-6)
-    config.theta = settings.get("rope_theta", 10000.0)
-    config.glimpse_theta = GLIMPSE_THETA
     return config
+
+def check_rope(table, theta):
+    """Refuse a GLIDE whose RoPE is not the target's, as ours is.  table (2, T, d): cos and sin."""
+    _, length, size = table.shape
+    frequency = theta ** (-torch.arange(0, size, 2) / size)                    # (d / 2,)
+    angle = torch.arange(length)[:, None] * frequency                          # (T, d / 2)
+    angle = torch.cat((angle, angle), 1)                                       # (T, d)
+    if not torch.allclose(table.float().cpu(), torch.stack((angle.cos(), angle.sin())), atol=0.02):
+        raise UserError(f"its RoPE has theta = {theta:g}, and the target's is another: take the "
+                        "target that it was made for")
 
 def from_glide(weights, settings, target):
     config = glide_config(weights, settings, target)
+    module = families.new("glide", config, target, POSITIONS)
+    check_rope(module.table, settings.get("rope_theta", 10000.0))
+    check_rope(module.glimpse_table, GLIMPSE_THETA)
     weights = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
     renamed = {}
     for theirs, ours in GLIDE.items():
@@ -120,7 +135,7 @@ def from_glide(weights, settings, target):
                 parts.append(weights.pop(f"model.layers.{m}.{name}"))
             renamed[f"layers.{m}.{ours}.weight"] = torch.cat(parts)
     # What is left, a bias for example, is named by load_state_dict.
-    return "glide", drafters.Glide.for_target(target, config, 1), {**renamed, **weights}
+    return "glide", module, {**renamed, **weights}
 
 def layout_of(weights, source):
     """The function that renames these weights."""
@@ -135,11 +150,11 @@ def layout_of(weights, source):
 
 # ---------------------------------------------------------------- command line
 def run(argv):
-    p = text.Parser(description="Convert a published drafter.")
+    p = Parser(description="Convert a published drafter.")
     p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
     p.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name of its target")
-    p.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    p.add_argument("--device", default="cpu", help="cpu or cuda")
     a = p.parse_args(argv)
     out = Path(a.out)
     if out.exists():
@@ -154,7 +169,7 @@ def run(argv):
     try:
         kind, module, renamed = convert(weights, read_settings(folder), target)
         module.load_state_dict(renamed)
-    except (KeyError, RuntimeError) as why:        # names that are missing; what does not fit
+    except (KeyError, RuntimeError, ValueError) as why:                # what is missing or no fit
         why = " ".join(str(why).split())
         raise UserError(f"{a.source} does not fit the target {a.target}: {why}") from None
     about = {
@@ -167,10 +182,9 @@ def run(argv):
         "validation": {},
     }
     renamed = {name: weight.contiguous() for name, weight in renamed.items()}
-    text.write_atomically(out / "model.safetensors",
-                          lambda part: save_file(renamed, part, {"format": "pt"}))
-    about = json.dumps(about, indent=1) + "\n"
-    text.write_atomically(out / "training.json", lambda part: part.write_text(about))
+    with folder_atomically(out, last="training.json") as part:
+        save_file(renamed, part / "model.safetensors", {"format": "pt"})
+        (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 def main(argv):

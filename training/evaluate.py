@@ -1,13 +1,13 @@
 """How well draft models draft: along what the target itself writes, without running it again.
 
-    walks = Walks(target, forward, data, a)             # once: the target is frozen
-    metrics = walks(models)                             # each time that drafters are measured
+    walks = Walks(target, forward, data, length, decoders)        # once: the target is frozen
+    metrics = walks()                                   # each time that drafters are measured
 
 The idea.  Greedy decoding gives the target's own text, whatever the drafter does.  So the target
 continues some held-out prompts once.  Along each text the drafter then drafts as in decoding: a
 round begins where the last round's accepted tokens and the target's own token end, and it drafts a
 chain until a token is not the text's.  So alpha, tau and the fitted temperature equal those of
-decoding.  All draft models are measured by their own decoder, by the contract in verify.py.
+decoding.  Draft models are measured by what decodes with them, by the contract in verify.py.
 
     alpha           accepted / tested drafted tokens, of chains of five
     tau             new tokens a round, with the target's own
@@ -20,9 +20,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from training.drafters import drafter_of
-from training.write import continuations, plain_ids, prompt_size
-from verify import UserError, View
+from runtime.errors import UserError
+from training.batched import continuations
+from training.documents import plain_ids, prompt_size
+from verify import View
 
 CHAIN = 5                                  # drafted tokens a round, of alpha and tau
 DEEP = 10                                  # drafted tokens a round, of the temperature
@@ -37,6 +38,10 @@ GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ..
 Walk = namedtuple("Walk", "tested right accepted logits choice")
 
 # ---------------------------------------------------------------- a drafter along a text
+def raw(logits, temperature):
+    """In place of a rule's probs: expand then gives the drafter's logits."""
+    return logits
+
 @torch.no_grad()
 def walk(drafter, kv, hidden, text, start):
     """Draft along a text -> Walk.
@@ -45,7 +50,7 @@ def walk(drafter, kv, hidden, text, start):
     hidden {index: (1, T, D)}: of the target's forward over the text.
     """
     found = Walk([], [], [], [], [])
-    drafter.reset()
+    drafter.reset(raw, None)
     ids = text.tolist()
     last = len(ids) - 1                              # index of the last token that can be predicted
     committed, shown = start, 0                      # tokens; those that the drafter has been shown
@@ -56,7 +61,7 @@ def walk(drafter, kv, hidden, text, start):
             kv_now[layer] = k[:, :, :committed], v[:, :, :committed]
         hidden_new = {index: states[0, shown:committed] for index, states in hidden.items()}
         new = slice(shown, committed)
-        drafter.begin(View(text[new], committed, kv_now, hidden_new, ids[new], ids[committed]))
+        drafter.begin(View(text[new], ids[new], committed, kv_now, hidden_new), ids[committed])
         shown = committed
         right = []                                   # of each drafted token: is it the text's?
         while all(right) and len(right) < DEEP and committed + len(right) < last:
@@ -116,7 +121,7 @@ def fit_temperature(logits, choices):
             high = middle
     return GRID[low]
 
-# ---------------------------------------------------------------- all draft models of a run
+# ---------------------------------------------------------------- all drafters of a run
 def prompts_of(tokens, documents, length):
     """The prompts of held-out documents (n, 3) -> [(ids, kind)], the kinds in turns.
 
@@ -140,21 +145,22 @@ def prompts_of(tokens, documents, length):
     found.sort(key=lambda prompt: prompt[:2])
     return [(ids, kind) for _, kind, ids in found[:PROMPTS]]
 
-def figures(total):
+def metrics_of(total):
+    """Counts of walks, summed -> {"alpha", "tau"}"""
     return {
         "alpha": total["right"] / max(1, total["tested"]),
         "tau": 1 + total["accepted"] / max(1, total["rounds"]),
     }
 
 class Walks:
-    """Measures draft models along the same texts each time, evenly over the kinds of text.
+    """Measures drafters along the same texts each time, evenly over the kinds of text."""
 
-    forward(ids) -> kv, hidden, None: of the frozen target.  data: a prepare.Prepared.  length: the
-    most tokens of a text.
-    """
+    def __init__(self, target, forward, data, length, decoders):
+        """forward(ids (1, T)) -> kv, hidden, None: the frozen target's.  data: a prepare.Prepared.
 
-    def __init__(self, target, forward, data, length):
-        self.forward, self.kinds = forward, data.kinds
+        length: the most tokens of a text.  decoders: {name: drafter by the contract in verify.py}.
+        """
+        self.forward, self.kinds, self.decoders = forward, data.kinds, decoders
         prompts = prompts_of(data.held_tokens, data.held_documents, length)
         if not prompts:
             raise UserError(f"--length {length}: no held-out chat's first answer begins early "
@@ -166,15 +172,14 @@ class Walks:
             text = torch.tensor(text, device=target.device)
             self.texts.append((text, len(prompt), kind))
 
-    def __call__(self, models):
-        """{name: module} -> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
-        drafters = {name: drafter_of(module) for name, module in models.items()}
-        totals = {name: {} for name in models}
-        logits = {name: [] for name in models}
-        choices = {name: [] for name in models}
+    def __call__(self):
+        """-> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
+        totals = {name: {} for name in self.decoders}        # {kind of text: Counter}
+        logits = {name: [] for name in self.decoders}
+        choices = {name: [] for name in self.decoders}
         for text, start, kind in self.texts:
             kv, hidden, _ = self.forward(text[None])
-            for name, drafter in drafters.items():
+            for name, drafter in self.decoders.items():
                 found = walk(drafter, kv, hidden, text, start)
                 total = totals[name].setdefault(self.kinds[kind], Counter())
                 total["tested"] += sum(found.tested)
@@ -186,9 +191,8 @@ class Walks:
                 logits[name] += found.logits[:most]
                 choices[name] += found.choice[:most]
         metrics = {}
-        for name in models:
-            metrics[name] = figures(sum(totals[name].values(), Counter()))
+        for name, by_kind in totals.items():
+            metrics[name] = metrics_of(sum(by_kind.values(), Counter()))
             metrics[name]["temperature"] = fit_temperature(logits[name], choices[name])
-            by_kind = {kind: figures(total) for kind, total in totals[name].items()}
-            metrics[name]["by_kind"] = by_kind
+            metrics[name]["by_kind"] = {kind: metrics_of(total) for kind, total in by_kind.items()}
         return metrics

@@ -37,21 +37,22 @@ class StackedMuon(torch.optim.Muon):
         for weight, _ in self.weights:
             weight.grad = None
 
-def optimizers(models, kind, lr):
-    """The optimizers of a ModuleDict {name: draft model} -> a list; each has step and zero_grad.
+def optimizers(drafters, kind):
+    """The optimizers of draft models {name: module} -> a list; train.py sets their learning rates.
 
     kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
-    AdamW for embeddings, heads, norms and biases.  lr: the peak learning rate.
+    AdamW for embeddings, heads, norms and biases.
     """
     hidden, others = [], []
-    for name, weight in models.named_parameters():
-        modules = name.split(".")[1:-1]                  # without the drafter's own name
+    named = [pair for module in drafters.values() for pair in module.named_parameters()]
+    for name, weight in named:
+        modules = name.split(".")[:-1]
         is_table = any("embed" in module or "head" in module for module in modules)
         if kind == "muon" and weight.ndim == 2 and not is_table:
             hidden.append((weight, STACKED.get(modules[-1], 1)))
         else:
             others.append(weight)
-    found = [torch.optim.AdamW(others, lr, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
+    found = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
     if hidden:
-        found.append(StackedMuon(hidden, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        found.append(StackedMuon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     return found

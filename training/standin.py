@@ -1,7 +1,7 @@
 """The stand-in's own text, from which its drafters learn: stories, retellings, word problems.
 
     python training/standin.py --out work/stand-in/written.jsonl
-    python train.py glide edd --data work/stand-in/written.jsonl --layer 13 --hidden 10
+    python train.py "glide(layer=13)" "edd(hidden=10)" --data work/stand-in/written.jsonl
 
 Nothing is read but the model.  It begins texts itself, sampled at temperature 1, after its end of
 text or after "Question:".  A third of the prompts are beginnings of stories.  A third are the
@@ -9,7 +9,6 @@ beginnings of word problems, up to their answer.  A third ask for a story again 
 as a third of what the stand-in learned from did.  Half of the prompts are then answered greedily,
 the other half at temperature 1.  The rows are those of write.py.
 """
-import argparse
 import json
 import random
 import re
@@ -21,11 +20,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 import torch
 from tqdm import tqdm
 
-from runtime import load, text
-from runtime.text import write_atomically
+from runtime import load
+from runtime.program import Parser, write_atomically
 from training.state import status_of
-from training.write import write
-from verify import UserError
+from training.batched import write
+from runtime.errors import UserError
 
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()
@@ -50,7 +49,7 @@ def word_problem(question):
     return problem + found if found else None
 
 def retelling(story, rng):
-    """A short story and the request to tell it again with another child, or None without a child."""
+    """A short story, and the request to tell it again with another child; None without a child."""
     sentences = re.findall(r"[^.!?]*[.!?]+\"?\s*", story)
     short = "".join(sentences[:rng.randint(4, 8)]).strip()
     children = [name for name in GIRLS + BOYS if re.search(rf"\b{name}\b", short)]
@@ -77,8 +76,7 @@ def prompts_of(texts, kinds, rng):
 
 # ---------------------------------------------------------------- command line
 def run(argv):
-    p = text.Parser(description="Let the stand-in write text of its three kinds.",
-                    formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    p = Parser(description="Let the stand-in write text of its three kinds.")
     p.add_argument("--out", required=True, help="file to write, JSON lines")
     p.add_argument("--texts", type=int, default=30000, help="texts that the model begins")
     p.add_argument("--length", type=int, default=384, help="tokens of a prompt and its answer")
