@@ -1,4 +1,4 @@
-"""GLIDE's Table 4: tokens a second where one prompt is decoded in several copies at once.
+"""GLIDE's Table 4: tokens per second where one prompt is decoded in several copies at once.
 
     python figures/batches.py
     python figures/batches.py --batches 1 4 16 --drafter glide --tree cape --json rows.jsonl
@@ -11,31 +11,32 @@ forwards that compute B copies.  Copies, below, makes them so, in the target and
 
     Table 4                     name here
     Batch Size                  batch: copies of the prompt
-    Only                        plain: tokens a second of one copy, by the target alone
+    Only                        plain: tokens per second of one copy, by the target alone
     +GLIDE                      glide: the same with the drafter, in chains of five or by --tree
     OOM                         no row: the device's memory does not hold this batch
 
 The speed of a whole batch is that of one copy times the batch, as the paper prints it.  The loop
 reads copy 0 alone; what the others choose where half precision rounds them differently is not
-looked at.  Other flags are bench.py's: one GLIDE drafter, one tree, greedy decoding.
+looked at.  Decoding is greedy.
 """
+import inspect
 import sys
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
 
-import torch  # noqa: E402
-from probe import show, work  # noqa: E402
-from tables import with_by_prompt  # noqa: E402
+import torch
 
-import bench  # noqa: E402
-from runtime import text  # noqa: E402
-from verify import UserError  # noqa: E402
+import bench
+import probe
+import verify
+from runtime import report
+from runtime.calls import read_call
+from runtime.errors import UserError
 
 BATCHES = (1, 2, 4, 8, 16)
-COLUMNS = ["batch=batch:d", "+GLIDE, tokens/s a copy=glide:.1f", "only=plain:.1f",
-           "speedup=speedup:.2f", "tau", "lossless=lossless"]
+KEYS = ("batch", "glide", "plain", "speedup", "tau", "lossless")
 
 # ---------------------------------------------------------------- forwards of several copies
 class Copies:
@@ -66,43 +67,49 @@ class Copies:
         return method(x.expand(self.count, -1, -1), *args, **more)
 
 # ---------------------------------------------------------------- the rows of the table
-def row_of(run, copies, batch):
-    """Decode all prompts in `batch` copies -> bench.py's row; speeds are of one copy."""
-    copies.begin(batch)
+def row_of(a, setup, label, drafter, tree, prompts):
+    """Decode all prompts, plainly and with the drafter -> bench.py's row."""
     # A cache that holds entries of one batch takes no other: each batch gets a target of its own.
-    run.target = run.wrap(run.model)
-    [label] = run.drafters
-    plain, drafted = arms = [bench.plain_arm(run), bench.drafted_arm(run, label, run.trees[0])]
-    if bench.measure_all(run, arms) < len(run.prompts):
+    setup.target = setup.wrap(setup.model)
+    build, settings = bench.builder(label, drafter, tree, None)
+    decode = partial(bench.decode, a, setup)
+    plain = bench.Arm("plain", partial(decode, None, verify.root_only))
+    arm = bench.Arm("glide", partial(decode, drafter, build), label, tree.label, settings)
+    table = report.Unfinished(None, {})
+    bench.measure_all([plain, arm], prompts, table)
+    if len(table.results) < len(prompts):
         raise KeyboardInterrupt
-    which = range(len(run.prompts))
-    row = bench.row_of(run, drafted, plain, plain, "all", which)
-    [row] = with_by_prompt([row], run.prompts)
-    alone = bench.speeds(plain, plain, plain, which)["tokens_per_second"]
-    return {**row, "batch": batch, "glide": row["tokens_per_second"], "plain": alone}
+    # transformers' own generate() is not measured here; bench.py's rows compare with it, too.
+    results = [{**found, "generate()": found["plain"]} for found in table.results]
+    row = bench.row_of(arm, results, prompts)
+    alone = bench.row_of(plain, results, prompts)
+    row |= {"glide": row["tokens_per_second"], "plain": alone["tokens_per_second"]}
+    return row | bench.losslessness(arm, range(len(prompts)), results, prompts, setup.target)
 
-def rows_of(argv):
-    """["--batches", "1", "4", bench.py's flags ...] -> a row for each batch, printed as a table"""
-    parser = text.Parser(add_help=False)
-    parser.add_argument("--batches", nargs="+", type=int, default=BATCHES)
-    a, flags = parser.parse_known_args(argv)
-    run = bench.Run(["--drafter", "glide", "--tree", "chain", "--limit", "4", *flags])
-    if run.a.temperature > 0 or len(run.drafters) * len(run.trees) != 1 or min(a.batches) < 1:
-        raise UserError("name one drafter, one tree and batches above 0; decoding must be greedy, "
-                        "so that all copies draft and accept alike")
-    [drafter] = run.drafters.values()
-    copies = Copies(run.model, drafter)
+def work(argv):
+    p = probe.parser(inspect.getdoc(sys.modules[__name__]))
+    p.add_argument("--batches", nargs="+", type=bench.between(int, 1, 4096), default=BATCHES,
+                   help="how many copies")
+    p.add_argument("--drafter", nargs=1, help="a GLIDE (default: glide)")
+    p.add_argument("--tree", nargs=1, help="as bench.py takes it (default: chain)")
+    a, setup, drafters, prompts = probe.begin(p, argv)
+    [(label, drafter)] = drafters.items()
+    if not hasattr(drafter, "store"):
+        raise UserError(f"--drafter {label}: name a GLIDE")
+    tree = read_call(a.tree[0], bench.TREES, "tree")
+    copies = Copies(setup.model, drafter)
     rows = []
     for batch in sorted(a.batches):
+        copies.begin(batch)
         try:
-            rows.append(row_of(run, copies, batch))
+            row = row_of(a, setup, label, drafter, tree, prompts)
         except torch.OutOfMemoryError:
-            run.notes.append(f"a batch of {batch} does not fit into the device's memory")
+            print(f"a batch of {batch} does not fit into the device's memory")
             break
-    show(run, rows, COLUMNS)
-    return rows
+        rows.append({"target": a.target, "batch": batch, "temperature": 0.0, **row})
+    probe.finish(a, rows, KEYS, "batches", argv, setup.target.device)
 
-main = partial(bench.main, work=partial(work, rows_of=rows_of), name="figures/batches.py")
+main = probe.guarded(work, "batches")
 
 if __name__ == "__main__":
     sys.exit(main())

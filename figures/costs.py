@@ -10,24 +10,24 @@ memory can deliver, say how honest the baseline is.
 
     T_v(n)      seconds of a forward of the target with n nodes, a chain, after `context` tokens
 
-With c, a drafter forward over a plain decoding step (--c; a row of bench.py says it), the last lines
-say what drafting has to yield before it is faster than plain decoding: from which acceptance rate a
+With c, a drafter forward over a plain decoding step (--c; bench.py measures it), the last lines say
+what drafting has to yield before it is faster than plain decoding: from which acceptance rate a
 chain is, and from which tau a tree.
 """
+import inspect
 import sys
 import time
 from functools import partial
 from pathlib import Path
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
+import numpy as np
+import torch
 
-import bench  # noqa: E402
-from runtime import text  # noqa: E402
-from verify import UserError  # noqa: E402
+import bench
+import probe
 
 NODES = 1, 2, 4, 8, 16, 32, 64              # of a forward
 TURNS, REPEATS = 5, 5                       # REPEATS calls are timed together, TURNS times
@@ -58,7 +58,6 @@ def forward_seconds(target, ids):
     """{n: median seconds of a forward of a chain of n nodes after the prompt ids}"""
     token = torch.tensor(ids[-1:], device=target.device)
     parents = torch.arange(-1, NODES[-1], device=target.device)
-    target.capture({})
     target.prefill(ids, NODES[-1])
     found = {n: [] for n in NODES}
     for _ in range(TURNS + 1):
@@ -80,51 +79,52 @@ def least_alpha(steps, gamma):
         if tokens >= steps:
             return round(float(alpha), 2)
 
-def show_break_even(seconds, c):
-    """Print from where on chains and trees are faster than plain decoding.  seconds: {n: T_v(n)}"""
+def break_even(seconds, c):
+    """From where on chains and trees are faster than plain decoding -> rows.
+
+    seconds: {n: T_v(n)}.
+    """
     sizes = sorted(seconds)
     ratios = [seconds[n] / seconds[1] for n in sizes]
+    rows = []
     for gamma in CHAINS:
         # Plain decoding steps that a round takes: the root and gamma nodes, and gamma drafts
-        steps = np.interp(gamma + 1, sizes, ratios) + c * gamma
-        print(f"a chain of {gamma} takes {steps:.2f} steps: faster from alpha "
-              f"{least_alpha(steps, gamma)} on")
+        steps = float(np.interp(gamma + 1, sizes, ratios) + c * gamma)
+        rows.append({"drafter": f"a chain of {gamma}", "steps": steps,
+                     "least_alpha": least_alpha(steps, gamma)})
     for nodes in TREES:
-        steps = np.interp(nodes + 1, sizes, ratios) + 5 * c
-        print(f"a tree of {nodes} nodes takes {steps:.2f} steps: faster from tau {steps:.2f} on")
+        steps = float(np.interp(nodes + 1, sizes, ratios) + 5 * c)
+        rows.append({"drafter": f"a tree of {nodes}", "steps": steps, "least_tau": steps})
+    return rows
 
-def rows_of(run, contexts, c):
-    """-> a row for each context and number of nodes"""
-    given = [token for _, ids, _ in run.prompts for token in ids]
+def rows_of(a, setup, prompts):
+    """-> a row for each context and number of nodes, and those of break_even"""
+    given = [token for prompt in prompts for token in prompt.ids]
     rows = []
-    for context in contexts:
+    for context in a.contexts:
         ids = (given * (context // len(given) + 1))[:context]
-        seconds = forward_seconds(run.target, ids)
-        bandwidth = step_bytes(run.model, context) / seconds[1]
-        for n in NODES:
-            row = {"target": run.a.target, "dtype": run.a.dtype, "device": run.a.device,
-                   "context": context, "nodes": n, "ms": 1e3 * seconds[n],
-                   "ratio": seconds[n] / seconds[1], "bytes_per_second": bandwidth}
-            print(f"context {context}, {n:2d} nodes: {row['ms']:.2f} ms, {row['ratio']:.2f} of one")
-            rows.append(row)
-        print(f"a plain decoding step reads {bandwidth / 1e9:.0f} GB a second")
-        show_break_even(seconds, c)
+        seconds = forward_seconds(setup.target, ids)
+        bandwidth = step_bytes(setup.model, context) / seconds[1]
+        of_context = [{"drafter": f"{n} nodes", "ms": 1e3 * seconds[n],
+                       "ratio": seconds[n] / seconds[1], "gb_per_second": bandwidth / 1e9}
+                      for n in NODES]
+        about = {"target": a.target, "dtype": a.dtype, "device": a.device, "context": context,
+                 "c": a.c}
+        rows += [about | row for row in of_context + break_even(seconds, a.c)]
     return rows
 
 def work(argv):
-    parser = text.Parser(add_help=False)
-    parser.add_argument("--contexts", nargs="+", type=int, default=[256])
-    parser.add_argument("--c", type=float, default=0.065)
-    a, flags = parser.parse_known_args(argv)
-    if min(a.contexts) < 1:
-        raise UserError("--contexts: a prompt has at least one token")
-    run = bench.Run([*flags, "--drafter", "maxgram", "--tree", "chain"])
-    rows = rows_of(run, a.contexts, a.c)
-    if run.a.json:
-        bench.write_json(run.a.json, rows)
-    return 0
+    p = probe.parser(inspect.getdoc(sys.modules[__name__]))
+    p.add_argument("--contexts", nargs="+", type=bench.between(int, 1, 10 ** 6), default=[256],
+                   help="tokens before the forward")
+    p.add_argument("--c", type=float, default=0.06, help="a drafter forward / a plain step")
+    p.add_argument("--graphs", action="store_true", help="static shapes and CUDA graphs")
+    a, setup, _, prompts = probe.begin(p, argv, ["maxgram"])
+    keys = ("drafter", "context", "ms", "ratio", "gb_per_second", "steps", "least_alpha",
+            "least_tau")
+    probe.finish(a, rows_of(a, setup, prompts), keys, "costs", argv, setup.target.device)
 
-main = partial(bench.main, work=work, name="figures/costs.py")
+main = probe.guarded(work, "costs")
 
 if __name__ == "__main__":
     sys.exit(main())

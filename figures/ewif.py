@@ -14,7 +14,9 @@ one forward of the target.
 
 Errata of the paper:
  1. Corollary 4.2 prints phi(1), which is always 1; the value beside it is that of phi'(1).
- 2. Equation 6 (appendix C.1) begins with x + ..., where equation 5 and Theorem 4.1 have 1 + ...
+ 2. Equation 6 (appendix C.1) begins with x + ..., as equation 5 does.  But equation 5 sums from
+    i = 1, and the fraction in equation 6 is the sum from i = 0.  So 1 + ... is right, as in
+    Theorem 4.1.
  3. Appendix C.2 uses (1 - (alpha alpha')^{k+1}) / (1 - alpha alpha') < 1; the proof needs > 1,
     which is true.
  4. Theorem 4.3 assumes, without saying so, that M_t's review is independent of M_d1's, and that the

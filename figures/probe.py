@@ -1,21 +1,18 @@
-r"""Is a drafter's confidence right?  Is theory?  Which layer of the target should be read?
+"""Is a drafter's confidence right?  Which tokens are accepted?  Which layer should be read?
 
-    python figures/probe.py calibration --drafter edd glide --json rows.jsonl
-    python figures/probe.py positions --drafter glide "cascade(base, k=30)" "cascade(small, k=30)"
-    python figures/probe.py ewif \
-        --drafter "cascade(base, k=5)" "cascade(small, k=5)" "cascade(base, small, k=(3, 5, 0))"
+    python figures/probe.py calibration --drafter edd "edd(temperature=1)"
+    python figures/probe.py positions --drafter glide "cascade(base, k=30)" --limit 12
+    python figures/probe.py ewif
     python figures/probe.py lookup --target Qwen/Qwen2.5-7B-Instruct --prompts mt_bench.jsonl
 
 calibration  Is a drafter's confidence the probability that its token is accepted?  EDD and PCT (ACL
              2025), section 3.2, Figure 3(b); GLIDE with a CAPE (arXiv 2402.02082), section 4.2,
              Figure 1(b).  Chains of ten.  Tokens after the first rejection in a chain are left out,
-             since the target has not scored them.  "ece" is the error of the confidence that trees
-             see, after the drafter's calibration temperature; "ece_raw" that of its plain softmax.
-positions    How likely is the i-th token of a chain of thirty to be accepted?  Cascade Speculative
-             Drafting (arXiv 2312.11462), section 3.2, Figures 2, 3.  Cascades and Max-Gram write
-             chains of their own length.
-ewif         Do Theorems 4.5 and 4.3 of Cascade predict how much faster decoding is?  Its Table 1;
-             then the named arms: their SWI, which counts the models' forwards alone, and speedup.
+             since the target has not scored them.  temperature=1 gives raw confidences.
+positions    How likely is the i-th token of a chain of thirty to be accepted, and so all before it?
+             Cascade Speculative Drafting (arXiv 2312.11462), section 3.2, Figures 2, 3.  Cascades
+             and Max-Gram write chains of their own length.
+ewif         Table 1 of Cascade by Theorem 4.5; see figures/ewif.py.  It decodes nothing.
 lookup       Which layer of the target should a drafter read?  For GLIDE one with induction heads,
              which attend to what followed the current token earlier in the text.  For EDD one whose
              hidden states still name the token before, by a linear map.  Texts: the target's own.
@@ -23,71 +20,136 @@ lookup       Which layer of the target should a drafter read?  For GLIDE one wit
     paper                         name here
     c_i                           confidence: the drafter's largest probability, its token's
     ECE                           sum over bins of (count / all) |acceptance - confidence|
-    P(accepted), token index      accepted / drafted at a position, from 1: it and all before it
-    alpha_i, c_i                  measured in speculative decoding with that model alone
+    P(accepted), token index      accepted / drafted at a position, from 1
 
-Other flags are bench.py's.
+Decoding is greedy.
 """
+import inspect
+import json
+import shlex
 import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from ewif import ewif_of, ewif_vertical, geometric, table_1  # noqa: E402
-from rounds import listening  # noqa: E402
-from tables import grid, with_by_prompt  # noqa: E402
-from tqdm import tqdm  # noqa: E402
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+from transformers import EosTokenCriteria
 
-import bench  # noqa: E402
-import cape  # noqa: E402
-import cascade  # noqa: E402
-import verify  # noqa: E402
-from runtime import drafters  # noqa: E402
-from verify import UserError  # noqa: E402
+import bench
+import cape
+import verify
+from ewif import table_1
+from runtime import families, load, report
+from runtime.errors import UserError
+from runtime.program import Parser, first_line
 
 CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bins of confidence
 LONG_CHAIN = 30                            # positions
-TEXTS, LONGEST = "36", 512                 # lookup: texts, and tokens of each
+TEXTS, LONGEST = 36, 512                   # lookup: texts, and tokens of each
 RIDGE = 0.01                               # lookup: of the linear map, over the number of tokens
 
-def each_prompt(run, work):
-    """-> [work(ids, limit) of each prompt]"""
-    bar = tqdm(run.prompts, unit="prompt", leave=False, disable=None)
-    return [work(ids, limit) for _, ids, limit in bar]
+# ---------------------------------------------------------------- what programs of figures/ share
+def parser(doc):
+    """An argument parser with the flags that these programs share.  doc: what it prints first."""
+    p = Parser(description=doc)
+    flag = p.add_argument
+    positive = bench.between(int, 1, 2 ** 31 - 1)
+    flag("--target", default=str(bench.CHECKPOINTS / "target"), help="folder or hub name")
+    flag("--checkpoint", default=str(bench.CHECKPOINTS), help="folder of the drafters")
+    flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
+    flag("--limit", type=positive, default=bench.FEW, help="prompts, balanced by kind of text")
+    flag("--max-new-tokens", type=positive, default=128, help="for each prompt")
+    flag("--dtype", default="float32", help="float32, float16, bfloat16, float64 or auto")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda ...")
+    flag("--json", metavar="FILE", help="write the rows to this file, one line each")
+    return p
 
-def row_of(run, label, each, figures):
+def begin(p, argv, drafters=("glide",), tree="chain"):
+    """Read arguments and load what they name -> flags, Setup, {label: drafter}, prompts
+
+    p: of parser().  The flags that p lacks have bench.py's defaults, so that its functions can be
+    called; drafters and tree are the defaults of --drafter and --tree.
+    """
+    a = bench.parser().parse_args(["--drafter", *drafters, "--tree", tree])
+    for action in p._actions:
+        if action.dest not in ("drafter", "tree"):
+            vars(a).pop(action.dest, None)         # p's default counts
+    a = p.parse_args(argv, a)
+    calls, trees = bench.check(a)
+    graphs = getattr(a, "graphs", False)
+    setup = load.Setup(a.target, a.checkpoint, a.dtype, a.device, graphs=graphs)
+    bench.check_target(a.target, setup.target, calls, trees)
+    found = {call.label: setup.drafter(call) for call in calls}
+    prompts = bench.read_prompts(a, setup, a.prompts or [bench.PROMPTS], a.limit)
+    print(*setup.notes, sep="\n", end="\n" * bool(setup.notes))
+    return a, setup, found, prompts
+
+def finish(a, rows, keys, name, argv, device):
+    """Print these keys of the rows as a table, and write the rows to --json."""
+    print("\t".join(keys))
+    for row in rows:
+        cells = (row.get(key) for key in keys)
+        print("\t".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells))
+    about = {"command": shlex.join(["python", f"figures/{name}.py", *argv]),
+             **report.provenance(device)}
+    if a.json:
+        lines = [json.dumps(about | row) + "\n" for row in rows]
+        Path(a.json).write_text("".join(lines), encoding="utf-8")
+
+def guarded(work, name):
+    """work(argv), which is a program, as its main -> exit status: 0; 2 after a user's mistake."""
+    def main(argv=None):
+        try:
+            work(sys.argv[1:] if argv is None else argv)
+        except (UserError, OSError, torch.OutOfMemoryError) as why:
+            print(f"figures/{name}.py: {first_line(why)}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"figures/{name}.py: interrupted", file=sys.stderr)
+            return 130
+        return 0
+    return main
+
+def decoded(setup, drafter, build, prompt):
+    """Greedy decoding after a bench.Prompt -> verify.Output"""
+    stop = [] if setup.eos is None else [EosTokenCriteria(setup.eos)]
+    return verify.generate(setup.target, drafter, build, prompt.ids, prompt.limit, stop=stop)
+
+def row_of(label, prompts, each, figures):
     """A drafter's row: the figures of all prompts together, and as "by_prompt" of each.
 
     each: [what was measured of a prompt, a list]; figures(a list) -> {key: value}
     """
-    found = figures(sum(each, []))
-    of_prompts = [figures(one) for one in each]
-    by_prompt = {key: [one.get(key) for one in of_prompts] for key in found}
-    a = run.a
-    about = {"target": a.target, "drafter": label, "temperature": a.temperature, "seed": a.seed}
-    return {**about, **found, "by_prompt": by_prompt}
+    by_prompt = [{"kind": prompt.kind, "question": prompt.question, **figures(one)}
+                 for prompt, one in zip(prompts, each)]
+    return {"drafter": label, "prompts": len(prompts), **figures(sum(each, [])),
+            "by_prompt": by_prompt}
 
 # ---------------------------------------------------------------- calibration
-def scored_tokens(run, drafter, ids, limit):
-    """Decode a prompt by chains -> [(confidence, raw confidence, accepted?)] of scored tokens"""
-    drafts = []
+def scored_tokens(setup, drafter, prompt):
+    """Decode a prompt by chains -> [(confidence, accepted?)] of the tokens that were scored"""
+    noted = []                                     # of each round: its distributions
+
+    def build(expand, root):
+        rows = []
+
+        def heard(tokens, parents):
+            rows.append(expand(tokens, parents)[0])
+            return rows[-1][None]
+        heard.remaining = expand.remaining
+        noted.append(rows)
+        return cape.chain(heard, root, gamma=CHAIN)
+
     scored = []
-    temperature = getattr(drafter, "temperature", 1.0)
-    build = listening(partial(cape.chain, gamma=CHAIN), drafts)
-    out = run.decode(drafter, build, ids, limit)
-    for one, (_, rows) in zip(out.rounds, drafts):
+    for one, rows in zip(decoded(setup, drafter, build, prompt).rounds, noted):
         # one.new: the accepted tokens, then the target's own, where the first draft was rejected.
-        # rows: the probabilities after the root, after the first drafted token, and so on.
-        for drafted, true, probs in zip(one.tokens[1:], one.new, rows.values()):
-            # softmax(z / T) gives log p = z / T - constant, so softmax(T log p) = softmax(z).
-            raw = (temperature * probs.log()).softmax(-1)
-            scored.append((probs.max().item(), raw.max().item(), drafted == true))
+        for drafted, true, probs in zip(one.tokens[1:], one.new, rows):
+            scored.append((probs.max().item(), drafted == true))
     return scored
 
 def reliability(pairs):
@@ -109,18 +171,15 @@ def reliability(pairs):
 
 def calibration_of(scored):
     """"bin 90": the share accepted of the tokens with a confidence above .9, and so on."""
-    shares, error = reliability([(p, accepted) for p, _, accepted in scored])
-    _, raw_error = reliability([(p, accepted) for _, p, accepted in scored])
-    bins = {f"bin {100 * b // BINS}": share for b, share in enumerate(shares)}
-    return {"ece": error, "ece_raw": raw_error, **bins}
+    shares, error = reliability(scored)
+    return {"ece": error, **{f"bin {100 * b // BINS}": share for b, share in enumerate(shares)}}
 
-def calibration(run):
+def calibration(setup, drafters, prompts):
     rows = []
-    for label, drafter in run.drafters.items():
-        each = each_prompt(run, partial(scored_tokens, run, drafter))
-        rows.append(row_of(run, label, each, calibration_of))
-    bins = [f"bin {b}=bin {b}:.2f" for b in (10, 30, 50, 70, 90)]
-    return rows, ["arm", "ECE, raw", "ECE", *bins]
+    for label, drafter in drafters.items():
+        each = [scored_tokens(setup, drafter, prompt) for prompt in tqdm(prompts, disable=None)]
+        rows.append(row_of(label, prompts, each, calibration_of))
+    return rows, ["drafter", "ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))]
 
 # ---------------------------------------------------------------- acceptance by position
 def positions_of(rounds):
@@ -134,64 +193,15 @@ def positions_of(rounds):
         accepted.update(range(count))
     return {f"position {i + 1}": accepted[i] / drafted[i] for i in range(len(drafted))}
 
-def positions(run):
+def positions(setup, drafters, prompts):
     rows = []
-    for label, drafter in run.drafters.items():
-        build = partial(cape.chain, gamma=LONG_CHAIN)
-        if hasattr(drafter, "chain"):
-            build = cascade.proposal           # it writes a chain of its own
-        outs = each_prompt(run, partial(run.decode, drafter, build))
-        rows.append(row_of(run, label, [out.rounds for out in outs], positions_of))
-    columns = [f"position {i}=position {i}:.2f" for i in (1, 2, 3, 5, 10, 20)]
-    return rows, ["arm", *columns]
-
-# ---------------------------------------------------------------- expected walltime improvement
-def predicted(rows):
-    """bench.py's rows of cascades -> the same with "ewif", None where no theorem applies.
-
-    The rows of the models alone, "cascade(base, k=5)", give alpha(M_t, M_i) and c(M_t, M_i).
-    """
-    alone = {row["stages"][0]: row for row in rows if len(row["stages"]) == 1}
-    found = []
-    for row in rows:
-        missing = [name for name in row["stages"] if name not in alone]
-        if missing:
-            raise UserError(f"{row['drafter']} needs its models alone beside it: add "
-                            f'"cascade({missing[0]}, k=5)"')
-        counts = dict(zip(row["stages"], row["K"][0]))
-        k1, k2 = [*counts.values(), None][:2]
-        found.append({**row, "k1": k1, "k2": k2, "ewif": ewif_of_row(row, counts, alone)})
-    return found
-
-def ewif_of_row(row, counts, alone):
-    """Theorem 4.5 where no model reviews another one, 4.3 where the first reviews the second."""
-    if "maxgram" in row["stages"]:
-        return None                            # its acceptance depends on the length of a match
-    alphas = {name: of_one["alpha"] for name, of_one in alone.items()}
-    costs = {name: of_one["c"] for name, of_one in alone.items()}
-    if not any(any(drafted) for drafted in row["K"][1:]):
-        return ewif_of(counts, alphas, costs)
-    if len(counts) != 2 or row["K"][0][1]:
-        return None                            # a cascade both vertical and horizontal
-    first, second = row["stages"]
-    k = row["K"][1][1]
-    target_runs, first_runs, _ = row["runs"]
-    # The tokens of an inner round are 1 + alpha' + ... + alpha'^k, from which follows alpha'.
-    tokens = row["nodes"] * target_runs / first_runs
-    grid_of_alphas = np.linspace(0, 1, 1001)
-    alpha_inner = np.interp(tokens, geometric(grid_of_alphas, k), grid_of_alphas)
-    n = round(first_runs / target_runs)
-    return ewif_vertical(alphas[first], alpha_inner, costs[first], costs[second], n, k)
-
-def ewif(run):
-    run.trees = [bench.read_call("chain", bench.TREES, "tree")]
-    arms = bench.arms_of(run)
-    if bench.measure_all(run, arms) < len(run.prompts):
-        raise KeyboardInterrupt
-    rows = with_by_prompt(bench.tables(run, arms, len(run.prompts)), run.prompts)
-    rows = [row for row in rows if row["tree"] and row["group"] == "all"]
-    columns = ["arm", "k1=k1:d", "k2=k2:d", "EWIF", "SWI", "speedup=speedup:.2f"]
-    return table_1() + predicted(rows), columns
+    for label, drafter in drafters.items():
+        # A cascade writes a chain of its own.
+        build = getattr(drafter, "chain", partial(cape.chain, gamma=LONG_CHAIN))
+        each = [decoded(setup, drafter, build, prompt).rounds
+                for prompt in tqdm(prompts, disable=None)]
+        rows.append(row_of(label, prompts, each, positions_of))
+    return rows, ["drafter", *(f"position {i}" for i in (1, 2, 3, 5, 10, 20))]
 
 # ---------------------------------------------------------------- induction heads
 @torch.inference_mode()
@@ -245,58 +255,52 @@ def named_before(states, texts):
     predicted_tokens = tokens[scores.argmax(-1)]
     return (predicted_tokens == truth).double().mean().item()
 
-def lookup(run):
-    if run.target.encoder_decoder or len(run.prompts) < 4:
+def lookup(setup, drafters, prompts):
+    if setup.target.encoder_decoder or len(prompts) < 4:
         raise UserError("lookup wants a decoder-only target, and at least four prompts")
-    readable = len(drafters.cached_kv(run.model))              # layers that GLIDE can read
-    outs = each_prompt(run, partial(run.decode, None, verify.root_only))
+    readable = len(families.cached_kv(setup.model))            # layers that GLIDE can read
+    outputs = [decoded(setup, None, verify.root_only, prompt).tokens
+               for prompt in tqdm(prompts, disable=None)]
     texts, states, masses = [], [], []                         # of each prompt
-    for (_, ids, _), out in zip(run.prompts, outs):
-        text = torch.tensor((ids + out.tokens)[-LONGEST:])
-        attention, of_layers = layers_of(run.model, text)
+    for prompt, tokens in zip(prompts, outputs):
+        text = torch.tensor((prompt.ids + tokens)[-LONGEST:])
+        attention, of_layers = layers_of(setup.model, text)
         texts.append(text)
         states.append(of_layers)
-        masses.append(mass_there(attention, text, len(out.tokens)))
+        masses.append(mass_there(attention, text, len(tokens)))
     rows = []
     for layer in range(len(states[0])):
         of_layer = [of_layers[layer] for of_layers in states]
-        before = named_before(of_layer, texts)
-        row = {"target": run.a.target, "drafter": str(layer), "before": before}
+        row = {"drafter": f"layer {layer}", "before": named_before(of_layer, texts)}
         if layer < readable:
             heads = torch.cat([mass[layer] for mass in masses], 1).mean(1)      # (h,)
             row |= {"mass": heads.max().item(), "head": heads.argmax().item()}
         rows.append(row)
-    columns = ["layer=name", "head=head:d", "mass on what followed=mass:.3f",
-               "hidden_states[layer] names the token before=before:.2f"]
-    return rows, columns
+    return rows, ["drafter", "head", "mass", "before"]
+
+def ewif(setup, drafters, prompts):
+    return table_1(), ["drafter", "k1", "k2", "ewif"]
 
 # ---------------------------------------------------------------- the command line
 MEASUREMENTS = {"calibration": calibration, "positions": positions, "ewif": ewif, "lookup": lookup}
 
-def show(run, rows, columns):
-    """Print rows as a table, with the run's notes, and write them to --json."""
-    print(f"\n{grid(rows, columns)}\n", *run.notes, sep="\n")
-    if run.a.json:
-        bench.write_json(run.a.json, rows)
+def work(argv):
+    p = parser(inspect.getdoc(sys.modules[__name__]))
+    p.add_argument("measurement", choices=MEASUREMENTS)
+    p.add_argument("--drafter", nargs="+", help="as bench.py takes them (default: glide)")
+    kind = next((word for word in argv if word in MEASUREMENTS), None)
+    if kind == "ewif":
+        a = p.parse_args(argv)
+        rows, keys = ewif(None, None, None)
+        return finish(a, rows, keys, "probe", argv, torch.device("cpu"))
+    if kind == "lookup":                           # it needs no drafter, and more texts
+        p.set_defaults(limit=TEXTS)
+    a, setup, drafters, prompts = begin(p, argv, ["maxgram" if kind == "lookup" else "glide"])
+    rows, keys = MEASUREMENTS[a.measurement](setup, drafters, prompts)
+    rows = [{"target": a.target, **row} for row in rows]
+    finish(a, rows, keys, "probe", argv, setup.target.device)
 
-def rows_of(argv):
-    """["calibration", bench.py's flags ...] -> rows, printed as a table"""
-    name, flags = argv[0] if argv else "nothing", argv[1:]
-    if name not in MEASUREMENTS:
-        known = " ".join(MEASUREMENTS)
-        raise UserError(f"there is no measurement called {name!r}: choose among {known}")
-    if name == "lookup":                       # it needs no drafter; Max-Gram goes with any target
-        flags = ["--limit", TEXTS, *flags, "--drafter", "maxgram"]
-    run = bench.Run(flags)
-    rows, columns = MEASUREMENTS[name](run)
-    show(run, rows, columns)
-    return rows
-
-def work(argv, rows_of=rows_of):
-    rows_of(sys.argv[1:] if argv is None else argv)
-    return 0
-
-main = partial(bench.main, work=work, name="figures/probe.py")
+main = guarded(work, "probe")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,413 +1,480 @@
-"""Measured rows as Markdown tables, beside the paper's values, with comparisons of their arms.
+"""What is measured: the runs, and the tables of the pages in docs/ that are made of their rows.
 
-A table is an entry of docs/results/tables.json, its rows are the lines of docs/results/FILE.jsonl;
-docs/results/README.md explains the keys.  Under a table stand its comparisons: each says that one
-arm is above another, as the paper claims, and shows what was measured over the prompts:
+A run is one command; its rows stand in docs/results/NAME.jsonl.  A table shows some arms of a run
+beside what a paper prints, and tests what the paper claims about them.  figures/paper.py explains
+how; the pages name a table where it stands.
 
-    effect      of speeds the geometric mean of the prompts' ratios; of all else the mean difference
-    interval    95 %, by a percentile bootstrap over the prompts
-    p           of a paired sign-flip test, adjusted by Holm for all comparisons of a page
-
-An arm's speedup is a geometric mean over the prompts, too, so the ratio of two speedups of a table
-is the effect that stands below it.  In a table tau, alpha and milliseconds are over all rounds of
-all prompts.
+    columns     keys of a row (COLUMNS in paper.py), "tau on story": of one kind of text alone
+    arms        [(arm, its name in the paper, {key: what the paper prints})]; None: all arms
+    claims      [(what, key, first, second)]: the first arm is above the second.  "=tau": the two
+                are equal.  The second may be a pattern, "cascade(*", or several: then the best of
+                all other arms that it fits is compared, whichever that is
 """
-import fnmatch
-import functools
-import json
-import re
-import statistics
-from dataclasses import dataclass
+from collections import namedtuple
 
-import numpy as np
+# minutes: on two quiet cores, where a plain step takes 9 ms; counted: whether its tables show only
+# counts, which other programs on the machine do not disturb.  old: why it cannot be measured again.
+Run = namedtuple("Run", "minutes command counted old", defaults=(False, None))
+Table = namedtuple("Table", "run paper where columns arms claims", defaults=((), None, ()))
 
-SIGNIFICANT = 0.05
-SPEEDS = ("speedup", "expected_speedup", "swi_measured", "swi_ms", "ewif")    # compared by ratios
-# What is kept of each prompt, for comparisons
-BY_PROMPT = ("speedup", "tau", "alpha", "alpha_overlap", "alpha_depth", "nodes", "c",
-             "expected_speedup", "draft_ms", "swi_ms", "swi_measured")
-DRAWS = 10_000                             # the smallest p there can be is 1 / (1 + DRAWS)
+# ---------------------------------------------------------------- the stand-in's runs
+# The fastest k of each cascade on the prompts of the run cascade-k; tests/test_paper.py checks it.
+BASE, SMALL = "cascade(base, k=4)", "cascade(small, k=3)"
+BASE_GRAM, SMALL_GRAM = "cascade(base, maxgram, k=1)", "cascade(small, maxgram, k=1)"
+THREE = "cascade(base, small, maxgram, k=(2, 2, 1))"
+VERTICAL, HORIZONTAL = "cascade(base, small, k=(3, 3, 1))", "cascade(base, small, k=(3, 5, 0))"
+TUNED = (BASE, SMALL, BASE_GRAM, SMALL_GRAM, THREE, VERTICAL, HORIZONTAL)
+LENIENT = THREE.replace("))", "), lenience=3)")
+# What the sweep tries
+KS = {"base": (2, 3, 4, 6, 8), "small": (2, 3, 4, 6), "base, maxgram": (1, 2, 3, 5),
+      "small, maxgram": (1, 2, 3),
+      "base, small, maxgram": ((1, 1, 1), (2, 2, 1), (2, 3, 1), (2, 4, 1), (3, 6, 1)),
+      "base, small": ((2, 2, 1), (3, 3, 1), (4, 4, 1), (4, 4, 2),            # vertical
+                      (1, 3, 0), (2, 4, 0), (3, 5, 0), (3, 6, 0))}           # horizontal
 
-# ---------------------------------------------------------------- rows
-def read_rows(path):
-    """JSON lines -> rows.  mean_speedup: the geometric mean over the prompts."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines]
-    for row in rows:
-        speeds = by_prompt(rows, name_of(row), "speedup", row.get("group"))
-        row["mean_speedup"] = statistics.geometric_mean(speeds) if speeds else row.get("speedup")
-    return rows
+def quoted(*drafters):
+    return " ".join(f'"{drafter}"' for drafter in drafters)
 
-def name_of(row):
-    """The arm's name: "glide × cape", "plain"; "glide × chain, 4 copies" of a prompt."""
-    name = f"{row['drafter']} × {row['tree']}" if row.get("tree") else row["drafter"]
-    copies = row.get("batch", 1)
-    return f"{name}, {copies} copies" if copies > 1 else name
+SWEEP = quoted(*(f"cascade({models}, k={k})" for models, ks in KS.items() for k in ks))
+MEDUSA_TREE = "eagle2(total=63, depth=5)"
+# With the paper's s_d / s_t, 1.1 ms / 29.8 ms, these trees do not depend on the machine.
+PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"
 
-def whole(rows):
-    """The rows over all prompts, without those of one kind of text -> {arm: row}"""
-    return {name_of(row): row for row in rows if row.get("group", "all") == "all"}
-
-def by_prompt(rows, arm, key, group="all"):
-    """An arm's value on each prompt, of one kind of text or of all; [] where it has none.
-
-    The group "mt_bench" also holds the prompts of "mt_bench/math" and its other parts.
-    """
-    kept = whole(rows).get(arm, {}).get("by_prompt", {})
-    values = kept.get(key, [])
-    if group in (None, "all"):
-        return values
-    kinds = kept.get("group", [])
-    return [value for value, kind in zip(values, kinds) if f"{kind}/".startswith(f"{group}/")]
-
-def with_by_prompt(rows, prompts):
-    """bench.py's rows, with "by_prompt" as {key: values}, and in the rows of all prompts alone.
-
-    "group" in it is the kind of each prompt, so the rows of one kind need no values of their own.
-    """
-    for row in rows:
-        each = row.pop("by_prompt")            # [{key: value}]
-        if row["group"] == "all":
-            row["by_prompt"] = {"group": [group for group, *_ in prompts]}
-            for key in BY_PROMPT:
-                values = [one.get(key) for one in each]
-                if any(value is not None for value in values):
-                    row["by_prompt"][key] = values
-    return rows
-
-def rows_of_log(path, drafters):
-    """train.py's log.jsonl -> a row for each drafter whose name fits one of the patterns.
-
-    Of the last run: its last evaluation, alpha_first of its first one, and "alpha 1995k" of the one
-    after 1 995 thousand tokens, and so on.
-    """
-    found = {}                                 # {drafter: {tokens seen: its evaluation}}
-    for line in path.read_text(encoding="utf-8").splitlines():
-        logged = json.loads(line)
-        if "--resume" not in logged.get("command", "--resume"):
-            found = {}                         # what stands before is an earlier run's
-        for name, value in logged.items():
-            fits = any(fnmatch.fnmatch(name, pattern) for pattern in drafters)
-            if fits and isinstance(value, dict):
-                found.setdefault(name, {})[logged["tokens_seen"]] = value
-    rows = []
-    for name, evaluations in found.items():
-        tokens = max(evaluations)
-        first, last = evaluations[min(evaluations)], evaluations[tokens]
-        row = {"drafter": name, "tree": "chain", "group": "all", "alpha": last["alpha"],
-               "alpha_first": first["alpha"], "tau": last["tau"], "tokens_trained": tokens}
-        row |= {f"alpha {n // 1000}k": each["alpha"] for n, each in evaluations.items()}
-        rows.append(row)
-    return rows
-
-# ---------------------------------------------------------------- columns: how a row shows a value
-# {name: (heading, format of a row)}
-COLUMNS = {
-    "arm": ("arm", "{name}"),
-    "tok/s": ("tok/s", "{tokens_per_second:.1f}"),
-    "speedup": ("speedup", "{mean_speedup:.2f}× [{speedup_low:.2f}–{speedup_high:.2f}]"),
-    "tau": ("τ", "{tau:.2f}"),
-    "alpha": ("α", "{alpha:.3f}"),
-    "alpha before": ("α before", "{alpha_first:.3f}"),
-    "overlap": ("Σ min(p_T, p_D)", "{alpha_overlap:.3f}"),
-    "tau/depth": ("τ/depth", "{alpha_depth:.2f}"),
-    "nodes": ("nodes", "{nodes:.1f}"),
-    "draft ms": ("draft ms", "{draft_ms:.1f}"),
-    "verify ms": ("verify ms", "{verify_ms:.1f}"),
-    "other ms": ("other ms", "{other_ms:.1f}"),
-    "c": ("c", "{c:.3f}"),
-    "E(Spd.)": ("E(Spd.)", "{expected_speedup:.2f}"),
-    "SWI": ("SWI, measured", "{swi_measured:.2f}"),
-    "SWI (MS)": ("SWI, by weights", "{swi_ms:.2f}"),
-    "EWIF": ("EWIF", "{ewif:.2f}"),
-    "ECE": ("ECE", "{ece:.3f}"),
-    "ECE, raw": ("ECE, raw", "{ece_raw:.3f}"),
-    "trained": ("tokens trained on", "{tokens_trained:,d}"),
+# In the order of their importance
+RUNS = {
+    "costs": Run(0.3, "python figures/costs.py"),
+    "main": Run(0.7, "python bench.py --drafter glide --tree cape"),
+    "cascade-k": Run(2, "python bench.py --prompts figures/tuning.jsonl --max-new-tokens 64 "
+                     f"--tree chain --drafter {SWEEP}"),
+    "chains": Run(5, "python bench.py --limit 36 --tree chain --drafter glide glide-top vanilla "
+                  "edd edd-top vdm eagle medusa"),
+    "edd-trees": Run(5, "python bench.py --limit 36 --drafter edd --tree chain cape eagle2 pct "
+                     'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
+    "glide-trees": Run(3, "python bench.py --limit 36 --drafter glide --tree chain cape beam "
+                       '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
+    "together": Run(7, "python bench.py --limit 36 --tree chain pct-cost graft --drafter glide "
+                    'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
+                    + quoted(BASE_GRAM, THREE)),
+    "cascade": Run(6.5, "python bench.py --limit 36 --tree chain --drafter glide maxgram "
+                   '"maxgram(matching=False)" ' + quoted(*TUNED, LENIENT)),
+    "sampled": Run(3, "python bench.py --limit 24 --temperature 1 --tree drawn --drafter vanilla "
+                   'glide-top glide "cascade(base, k=5)" "cascade(small, k=5)"'),
+    "sampled-graft": Run(3, "python bench.py --limit 24 --temperature 1 --tree drawn pct-cost "
+                         'graft --drafter glide "mixture(glide, maxgram)"'),
+    "medusa": Run(2, "python bench.py --limit 18 --drafter glide medusa --tree chain cape "
+                  f'"{MEDUSA_TREE}"'),
+    "batches": Run(2, "python figures/batches.py --limit 24 --max-new-tokens 64"),
+    "vct": Run(1, "python bench.py --limit 12 --drafter edd --tree cape pct vct"),
+    # Counts
+    "ewif": Run(0, "python figures/probe.py ewif", counted=True),
+    "raw": Run(6, 'python bench.py --limit 36 --drafter edd "edd(temperature=1)" vdm glide '
+               f'"glide(temperature=1)" --tree cape eagle2 "{PCT}"', counted=True),
+    "width": Run(3, "python bench.py --limit 36 --drafter edd --tree "
+                 + quoted(*map(WIDE.format, (1, 2, 3, 5, 7))), counted=True),
+    "second-seed": Run(4, "python bench.py --limit 36 --checkpoint work/drafters-two --drafter "
+                       "glide glide-top vanilla edd edd-top vdm --tree chain", counted=True),
+    "paper-recipe": Run(2.5, "python bench.py --limit 36 --checkpoint work/drafters-ce --drafter "
+                        "glide-top vanilla --tree chain", counted=True),
+    "calibration": Run(2, 'python figures/probe.py calibration --limit 36 --drafter edd '
+                       '"edd(temperature=1)" glide "glide(temperature=1)"', counted=True),
+    "positions": Run(4, "python figures/probe.py positions --limit 36 --drafter "
+                     '"cascade(base, k=30)" "cascade(small, k=30)" glide maxgram', counted=True),
+    "lookup": Run(2, "python figures/probe.py lookup", counted=True),
+    "grown": Run(9, None, old="measured on an H200 by the program that figures/grown.py grew out "
+                 "of; docs/cuda.md has today's commands"),
 }
-# {key of a row: its heading}
-WORDS = {re.match(r"{(\w+)", form)[1]: heading for heading, form in COLUMNS.values()}
-DEFAULT = ["arm", "tok/s", "speedup", "tau", "alpha", "nodes", "draft ms", "verify ms", "other ms"]
-OF_ROUNDS = ("draft_ms", "verify_ms", "other_ms")
+# ---------------------------------------------------------------- older rows
+LOST = "its drafters are not shipped, and its text was not kept"
+ELSEWHERE = "measured with an earlier commit"
+for name in ("glide-figure-7", "glide-figure-8", "glide-figure-9", "edd-figure-5", "edd-training"):
+    RUNS[f"old/{name}"] = Run(None, None, old=LOST)
+for name in ("k", "papers", "acceptance"):
+    RUNS[f"t5/{name}"] = Run(None, None, old=ELSEWHERE)
+for name in ("main", "papers", "positions", "sampled", "sampled-amd", "cuda", "cuda-graphs",
+             "curve", "curve-2", "curve-3", "equal"):
+    RUNS[f"smollm2/{name}"] = Run(None, None, old=ELSEWHERE)
 
-def heading_and_form(name):
-    """A name of COLUMNS, or "Heading=key:format" -> (heading, format)"""
-    if name in COLUMNS:
-        return COLUMNS[name]
-    heading, _, form = name.rpartition("=")
-    return heading, f"{{{form}}}"
+# ---------------------------------------------------------------- GLIDE with a CAPE
+GRAFT = "mixture(glide, maxgram) x graft"
+H800 = "Vicuna-7B, one H800"
 
-def headings_of(columns):
-    return [heading_and_form(name)[0] for name in columns]
+TABLES = {
+    "glide-table-1": Table(
+        "sampled", "GLIDE", "Vicuna-7B, GSM8K, one H800",
+        ("alpha_overlap", "c", "expected_speedup", "tau", "speedup"),
+        [("cascade(small, k=5) x drawn", "LLAMA-68m",
+          {"alpha_overlap": "0.516", "c": "0.077", "expected_speedup": "1.46"}),
+         ("cascade(base, k=5) x drawn", "LLAMA-160m",
+          {"alpha_overlap": "0.580", "c": "0.490", "expected_speedup": "0.66"}),
+         ("vanilla x drawn", "Vanilla Drafter", {}),
+         ("glide-top x drawn", "", {}),
+         ("glide x drawn", "GLIDE-47m",
+          {"alpha_overlap": "0.648", "c": "0.067", "expected_speedup": "1.97"})],
+        [("GLIDE accepts more than the small models", "alpha_overlap", "glide x drawn",
+          "cascade(*"),
+         ("GLIDE's E(Spd.) is higher than theirs", "expected_speedup", "glide x drawn",
+          "cascade(*"),
+         ("Figure 4: the glimpse raises acceptance", "alpha_overlap", "glide x drawn",
+          "vanilla x drawn"),
+         ("Figure 4: so it does in the paper's layer", "alpha_overlap", "glide-top x drawn",
+          "vanilla x drawn")]),
+    "glide-figure-4": Table(
+        "chains", "GLIDE", "improvement of α by .054 to .235", ("alpha", "tau", "c"),
+        [("vanilla x chain", "Vanilla Drafter", {}), ("glide-top x chain", "", {}),
+         ("glide x chain", "GLIDE", {})],
+        [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
+         ("So it does in the paper's layer, without a norm", "alpha", "glide-top x chain",
+          "vanilla x chain")]),
+    "second-seed": Table(
+        "second-seed", "second seed", "", ("alpha", "tau"), None,
+        [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
+         ("So it does in the paper's layer", "alpha", "glide-top x chain", "vanilla x chain"),
+         ("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
+         ("So it is in the paper's layer", "tau", "edd-top x chain", "vdm x chain")]),
+    "paper-recipe": Table(
+        "paper-recipe", "paper's recipe", "", ("alpha", "tau"), None,
+        [("The glimpse raises acceptance in the paper's layer and recipe", "alpha",
+          "glide-top x chain", "vanilla x chain")]),
+    "glide-figure-5": Table(
+        "cascade", "GLIDE", f"{H800}, MT-Bench; Table 4's first row",
+        ("tokens_per_second", "speedup"),
+        [("plain", "Vicuna-7B", {"tokens_per_second": "54.6"}), ("generate()", "", {}),
+         ("assisted generation (base)", "", {}), (f"{SMALL} x chain", "LLAMA-68m", {}),
+         (f"{BASE} x chain", "LLAMA-160m", {}),
+         ("glide x chain", "GLIDE", {"tokens_per_second": "106.8"})],
+        [("GLIDE is faster than plain decoding", "speedup", "glide x chain", "plain"),
+         ("GLIDE is faster than drafting by a small model", "speedup", "glide x chain",
+          ("cascade(base, k*", "cascade(small, k*", "assisted*"))]),
+    "glide-figure-6": Table(
+        "glide-trees", "GLIDE", f"{H800}, MT-Bench: speedups by the abstract, ms by Table 3",
+        ("speedup", "tau", "nodes", "draft_ms", "verify_ms"),
+        [("glide x chain", "GLIDE", {"speedup": "up to 2.17", "draft_ms": "5.3"}),
+         ("glide x cape", "GLIDE + CAPE", {"speedup": "2.50 to 2.61", "draft_ms": "5.5"}),
+         ("glide x beam", "Beam 4", {"draft_ms": "10.9"}),
+         ("glide x beam(width=8)", "Beam 8", {"draft_ms": "14.8"}),
+         ("glide x fixed(size=2)", "", {}), ("glide x fixed(size=3)", "", {})],
+        [("CAPE is faster than GLIDE alone", "speedup", "glide x cape", "glide x chain"),
+         ("CAPE is faster than beam search", "speedup", "glide x cape", "glide x beam*"),
+         ("GLIDE alone is faster than with beam search", "speedup", "glide x chain",
+          "glide x beam"),
+         ("§5.4: CAPE is faster than a fixed size", "speedup", "glide x cape", "glide x fixed*"),
+         ("Table 3: beam search drafts longer than CAPE", "draft_ms", "glide x beam",
+          "glide x cape")]),
+    "glide-medusa": Table(
+        "medusa", "GLIDE", f"{H800}, MT-Bench; MEDUSA with 64 nodes, the root among them",
+        ("speedup", "tau", "nodes"),
+        [("glide x chain", "GLIDE", {}), ("glide x cape", "GLIDE + CAPE", {}),
+         ("medusa x chain", "", {}), ("medusa x cape", "", {}),
+         (f"medusa x {MEDUSA_TREE}", "MEDUSA", {})],
+        [("CAPE is faster than MEDUSA", "speedup", "glide x cape", "medusa x *"),
+         ("GLIDE alone is faster than MEDUSA", "speedup", "glide x chain", "medusa x *")]),
+    "glide-table-4": Table(
+        "batches", "GLIDE", f"{H800}, fp16; out of memory at 32", ("glide", "plain", "speedup"),
+        [("glide x chain", "1", {"glide": "106.8", "plain": "54.6", "speedup": "1.96"}),
+         ("glide x chain, 2 copies", "2", {"glide": "108.2", "plain": "55.6", "speedup": "1.95"}),
+         ("glide x chain, 4 copies", "4", {"glide": "116.5", "plain": "55.9", "speedup": "2.08"}),
+         ("glide x chain, 8 copies", "8", {"glide": "108.5", "plain": "55.1", "speedup": "1.97"}),
+         ("glide x chain, 16 copies", "16",
+          {"glide": "106.2", "plain": "55.4", "speedup": "1.92"})],
+        [("16 copies have the speedup of one", "=speedup", "glide x chain, 16 copies",
+          "glide x chain")]),
+    "glide-figure-7": Table("old/glide-figure-7", "GLIDE", "", ("alpha", "tau")),
+    "glide-figure-8": Table("old/glide-figure-8", "GLIDE", "", ("alpha", "c", "expected_speedup"),
+                            [("glide-l13 x chain", "1 layer", {}),
+                             ("glide-n2 x chain", "2 layers", {})]),
+    "glide-figure-9": Table("old/glide-figure-9", "GLIDE", "", ("alpha", "c", "expected_speedup"),
+                            [("glide-w64 x chain", "", {}), ("glide-l13 x chain", "", {}),
+                             ("glide-w256 x chain", "", {})]),
 
-def cells_of(row, columns):
-    """The row's cells; a dash where it has no such value."""
-    shown = {**row, "name": name_of(row)}
-    if row.get("tau") is None:                 # plain decoding and transformers have no rounds
-        shown |= dict.fromkeys(OF_ROUNDS)
-    cells = []
-    for name in columns:
-        try:
-            cells.append(heading_and_form(name)[1].format(**shown))
-        except (KeyError, TypeError):          # no such key; None has no format
-            cells.append("–")
-    return cells
+    # ------------------------------------------------------------ EDD and PCT
+    "edd-table-1": Table(
+        "chains", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        ("speedup", "alpha_depth", "tau", "alpha", "c"),
+        [("vdm x chain", "VDM", {"speedup": "1.49", "alpha_depth": "0.39", "tau": "1.96"}),
+         ("medusa x chain", "MEDUSA-1", {"speedup": "1.48", "alpha_depth": "0.34", "tau": "1.71"}),
+         ("eagle x chain", "EAGLE", {"speedup": "1.82", "alpha_depth": "0.50", "tau": "2.50"}),
+         ("edd-top x chain", "", {}),
+         ("edd x chain", "EDD", {"speedup": "1.97", "alpha_depth": "0.55", "tau": "2.73"})],
+        [("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
+         ("So it is in the paper's layer", "tau", "edd-top x chain", "vdm x chain"),
+         ("EDD's τ is above EAGLE's", "tau", "edd x chain", "eagle x chain"),
+         ("EAGLE's τ is above VDM's", "tau", "eagle x chain", "vdm x chain"),
+         ("EDD is faster than VDM, MEDUSA-1 and EAGLE", "speedup", "edd x chain",
+          ("vdm x *", "medusa x *", "eagle x *")),
+         ("MEDUSA-1 is as fast as VDM", "=speedup", "medusa x chain", "vdm x chain")]),
+    "edd-table-2": Table(
+        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        ("speedup", "alpha_depth", "tau", "nodes", "draft_ms", "verify_ms"),
+        [("edd x chain", "EDD", {"speedup": "1.97", "alpha_depth": "0.55", "tau": "2.73"}),
+         ("edd x cape", "CAPE", {"speedup": "2.56", "alpha_depth": "0.67", "tau": "3.35"}),
+         ("edd x eagle2", "EAGLE-2", {"speedup": "2.87", "alpha_depth": "0.67", "tau": "3.99"}),
+         ("edd x pct", "PCT", {"speedup": "3.04", "alpha_depth": "0.74", "tau": "3.99"}),
+         ("edd x pct-cost", "", {})],
+        [("PCT is faster than a chain", "speedup", "edd x pct", "edd x chain"),
+         ("PCT is faster than EAGLE-2", "speedup", "edd x pct", "edd x eagle2"),
+         ("EAGLE-2 is faster than CAPE", "speedup", "edd x eagle2", "edd x cape"),
+         ("PCT's τ is EAGLE-2's", "=tau", "edd x pct", "edd x eagle2"),
+         ("PCT's τ/depth is above EAGLE-2's", "alpha_depth", "edd x pct", "edd x eagle2"),
+         ("EAGLE-2 verifies more nodes than PCT", "nodes", "edd x eagle2", "edd x pct")]),
+    "edd-table-2-vct": Table(
+        "vct", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        ("speedup", "alpha_depth", "tau", "nodes"),
+        [("edd x cape", "CAPE", {"speedup": "2.56", "alpha_depth": "0.67", "tau": "3.35"}),
+         ("edd x pct", "PCT", {"speedup": "3.04", "alpha_depth": "0.74", "tau": "3.99"}),
+         ("edd x vct", "VCT", {"speedup": "2.49", "alpha_depth": "0.71", "tau": "3.56"})],
+        [("CAPE is faster than the vanilla tree", "speedup", "edd x cape", "edd x vct"),
+         ("The vanilla tree is faster than plain decoding", "speedup", "edd x vct", "plain")]),
+    "edd-table-3": Table(
+        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        ("speedup", "alpha_depth", "tau", "nodes"),
+        [("edd x pct", "EDD + PCT", {"speedup": "3.04", "alpha_depth": "0.74", "tau": "3.99"}),
+         ("edd x pct(leaf=0)", "w/o remove leaf nodes",
+          {"speedup": "2.95", "alpha_depth": "0.74", "tau": "3.99"}),
+         ("edd x token-confidence", "w/o expected time gain",
+          {"speedup": "2.73", "alpha_depth": "0.58", "tau": "3.45"}),
+         ("edd x token-confidence(own=0.5)", "", {})],
+        [("Removing leaves is faster", "speedup", "edd x pct", "edd x pct(leaf=0)"),
+         ("The expected time gain is faster than a token's own confidence", "speedup",
+          "edd x pct", "edd x token-confidence*")]),
+    "edd-raw": Table(
+        "raw", "EDD", "LLaMA2-Chat 7B, MT-Bench: raw confidences", ("alpha_depth", "tau", "nodes"),
+        [("edd(temperature=1) x cape", "CAPE", {"alpha_depth": "0.67", "tau": "3.35"}),
+         ("edd x cape", "", {}),
+         ("edd(temperature=1) x eagle2", "EAGLE-2", {"alpha_depth": "0.67", "tau": "3.99"}),
+         ("edd x eagle2", "", {}),
+         (f"edd(temperature=1) x {PCT}", "PCT", {"alpha_depth": "0.74", "tau": "3.99"}),
+         (f"edd x {PCT}", "", {}),
+         (f"vdm x {PCT}", "w/o encoding result", {"alpha_depth": "0.55", "tau": "3.04"}),
+         ("glide(temperature=1) x cape", "", {}), ("glide x cape", "", {})],
+        [("Table 3: without the encoding result τ falls", "tau", f"edd x {PCT}",
+          f"vdm x {PCT}")]),
+    "edd-training": Table("old/edd-training", "EDD", "LLaMA2-Chat 7B, MT-Bench, with PCT",
+                          ("alpha", "tau"),
+                          [("edd x chain", "EDD + PCT", {"tau": "3.99"}),
+                           ("edd-ce x chain", "w/o KL divergence", {"tau": "3.60"}),
+                           ("edd-fixed x chain", "w/o random division length", {"tau": "3.72"}),
+                           ("vdm x chain", "w/o encoding result", {"tau": "3.04"})]),
+    "edd-figure-3": Table(
+        "calibration", "EDD", "LLaMA2-Chat 13B, MT-Bench",
+        ("ece", "bin 10", "bin 30", "bin 50", "bin 70", "bin 90"),
+        [("edd(temperature=1)", "EDD", {"ece": "0.019"}), ("edd", "", {}),
+         ("glide(temperature=1)", "", {}), ("glide", "", {})]),
+    "edd-figure-5": Table("old/edd-figure-5", "EDD", "", ("alpha", "tau")),
+    "edd-figure-6": Table(
+        "width", "EDD", "", ("tau", "nodes"), None,
+        [(f"τ grows from width {a} to {b}", "tau", f"edd x {WIDE.format(b)}",
+          f"edd x {WIDE.format(a)}") for a, b in ((1, 3), (3, 5))]
+        + [("From 5 to 7 it stays", "=tau", f"edd x {WIDE.format(7)}",
+            f"edd x {WIDE.format(5)}")]),
+    "edd-figure-7": Table(
+        "edd-trees", "EDD", "", ("tau on story", "nodes on story", "tau on retell",
+                                 "nodes on retell", "tau on math", "nodes on math"),
+        [("edd x chain", "EDD", {}), ("edd x pct", "EDD + PCT", {})]),
 
-# ---------------------------------------------------------------- Markdown
-def markdown(lines, words=1):
-    """A grid of strings, the headings first -> Markdown, with `words` columns set to the left."""
-    align = ["---"] * words + ["---:"] * (len(lines[0]) - words)
-    found = []
-    for line in [lines[0], align, *lines[1:]]:
-        cells = [cell.replace("|", "\\|") for cell in line]
-        found.append(f"|{'|'.join(cells)}|")
-    return "\n".join(found)
+    # ------------------------------------------------------------ Cascade Speculative Drafting
+    "cascade-table-1": Table(
+        "ewif", "Cascade", "FLAN-T5, parameters as costs", ("k1", "k2", "ewif"),
+        [("CNN/DM (small)", "SMALL", {"ewif": "2.65"}), ("CNN/DM (base)", "BASE", {"ewif": "2.96"}),
+         ("CNN/DM (base, small)", "BASE, SMALL", {"ewif": "3.03"}),
+         ("EnDe (small)", "SMALL", {"ewif": "3.61"}), ("EnDe (base)", "BASE", {"ewif": "3.75"}),
+         ("EnDe (base, small)", "BASE, SMALL", {"ewif": "3.93"})]),
+    "cascade-k": Table("cascade-k", "Cascade", "", ("tokens_per_second", "swi_pw")),
+    "cascade-table-3": Table(
+        "cascade", "Cascade", "LLaMA-2-chat-7B, GSM8K (Table 3; it prints one SWI, by weights)",
+        ("swi_ms", "swi_pw", "swi_clock", "speedup", "tau"),
+        [("plain", "Auto.", {"swi_ms": "1"}), ("prompt lookup", "", {}),
+         ("maxgram x chain", "", {}),
+         (f"{BASE} x chain", "S Decoding, 160M", {"swi_ms": "2.48"}),
+         (f"{BASE_GRAM} x chain", "CS Drafting, 160M, MaG", {"swi_ms": "2.86"}),
+         (f"{SMALL} x chain", "", {}), (f"{SMALL_GRAM} x chain", "", {}),
+         (f"{THREE} x chain", "", {})],
+        [("Max-Gram below a model improves it", "swi_pw", f"{BASE_GRAM} x chain",
+          f"{BASE} x chain"),
+         ("The same by weights, as in the paper", "swi_ms", f"{BASE_GRAM} x chain",
+          f"{BASE} x chain"),
+         ("The same by the clock", "speedup", f"{BASE_GRAM} x chain", f"{BASE} x chain"),
+         ("Table 2: three stages are better than two", "swi_pw", f"{THREE} x chain",
+          (f"{BASE_GRAM} x chain", f"{SMALL_GRAM} x chain")),
+         ("§5.3: with Max-Gram the larger model is the better one", "swi_pw",
+          f"{BASE_GRAM} x chain", f"{SMALL_GRAM} x chain")]),
+    "cascade-parts": Table(
+        "cascade", "Cascade", "", ("swi_pw", "swi_ms", "speedup", "tau", "nodes"),
+        [(f"{BASE} x chain", "", {}), (f"{VERTICAL} x chain", "", {}),
+         (f"{HORIZONTAL} x chain", "", {}), (f"{THREE} x chain", "", {}),
+         (f"{LENIENT} x chain", "", {}), ("maxgram x chain", "", {}),
+         ("maxgram(matching=False) x chain", "", {})],
+        [("§3.1: a vertical cascade improves on its larger model", "swi_pw", f"{VERTICAL} x chain",
+          f"{BASE} x chain"),
+         ("§3.2: a horizontal cascade improves on its larger model", "swi_pw",
+          f"{HORIZONTAL} x chain", f"{BASE} x chain"),
+         ("Table 2: lenience 3 helps", "swi_pw", f"{LENIENT} x chain", f"{THREE} x chain"),
+         ("§3.3: matching is better than the bigram alone", "speedup", "maxgram x chain",
+          "maxgram(matching=False) x chain")]),
+    "cascade-figure-2": Table(
+        "positions", "Cascade", "", [f"position {i}" for i in (1, 2, 3, 5, 10, 20)]),
 
-def grid(rows, columns, paper=None):
-    """Rows as a Markdown table.  paper: the paper's values, which stand left of our own."""
-    headings = headings_of(columns)
-    lines = [cells_of(row, columns) for row in rows]
-    if not paper:
-        return markdown([headings, *lines])
-    printed = {row["arm"]: row for row in paper["rows"]}
-    both = [heading for heading in headings if any(heading in row for row in paper["rows"])]
-    top = ["arm", "in the paper"]
-    for heading in headings[1:]:
-        top += [f"{heading}, paper", f"{heading}, ours"] if heading in both else [heading]
-    found = [top]
-    for name, *cells in lines:
-        theirs = printed.get(name, {})
-        line = [name, theirs.get("as", "–")]
-        for heading, cell in zip(headings[1:], cells):
-            if heading in both:
-                line.append(theirs.get(heading, "–"))
-            line.append(cell)
-        found.append(line)
-    return markdown(found, 2)
+    # ------------------------------------------------------------ all three papers, and beyond
+    "main": Table("main", "GLIDE", f"{H800}, MT-Bench",
+                  ("tokens_per_second", "speedup", "tau", "nodes"),
+                  [("plain", "", {}), ("generate()", "", {}),
+                   ("glide x cape", "GLIDE + CAPE", {"speedup": "2.50 to 2.61"})]),
+    "together": Table(
+        "together", "ours", "", ("tokens_per_second", "speedup", "tau", "nodes", "speedup on story",
+                                 "speedup on retell", "speedup on math"),
+        [("plain", "", {}), ("generate()", "", {}), ("prompt lookup", "", {}),
+         ("assisted generation (base)", "", {}), ("glide x chain", "", {}),
+         ("glide x pct-cost", "", {}), ("maxgram x chain", "", {}),
+         ("maxgram x pct-cost", "", {}), (f"{BASE_GRAM} x chain", "", {}),
+         (f"{THREE} x chain", "", {}), ("mixture(glide, maxgram) x pct-cost", "", {}),
+         ("mixture(edd, maxgram) x graft", "", {}), (GRAFT, "", {})],
+        [("Graft is faster than the best other arm", "speedup", GRAFT, "*"),
+         ("So it is on stories", "speedup on story", GRAFT, "*"),
+         ("So it is on retellings", "speedup on retell", GRAFT, "*"),
+         ("So it is on word problems", "speedup on math", GRAFT, "*")]),
+    "sampled-graft": Table(
+        "sampled-graft", "ours", "", ("tokens_per_second", "speedup", "tau", "nodes"), None,
+        [("At temperature 1 graft is faster than the best other arm", "speedup", GRAFT, "*")]),
+    "grown": Table(
+        "grown", "ours", "GLIDE: Vicuna-7B, H800; EDD: LLaMA2-Chat 7B, A6000; MT-Bench",
+        ("speedup", "tau", "c", "nodes", "draft_ms", "verify_ms"),
+        [("glide x chain", "GLIDE", {"speedup": "up to 2.17", "c": "0.067", "draft_ms": "5.3"}),
+         ("glide x cape", "GLIDE + CAPE", {"speedup": "2.50 to 2.61", "draft_ms": "5.5"}),
+         ("vdm x chain", "VDM", {"speedup": "1.49", "tau": "1.96"}),
+         ("edd x chain", "EDD", {"speedup": "1.97", "tau": "2.73"}),
+         ("edd x cape", "EDD, CAPE", {"speedup": "2.56", "tau": "3.35"}),
+         ("edd x eagle2", "EDD, EAGLE-2", {"speedup": "2.87", "tau": "3.99"}),
+         ("edd x pct", "EDD, PCT", {"speedup": "3.04", "tau": "3.99"})]),
+}
 
-def by_kind(rows, names, columns, whole_kind=""):
-    """A folded table, a row for each named arm, a column for each kind of text -> paragraphs
+# ---------------------------------------------------------------- what a forward costs
+TABLES |= {
+    "costs": Table("costs", "ours", "", ("ms", "ratio"),
+                   [(f"{n} nodes", "", {}) for n in (1, 2, 4, 8, 16, 32, 64)]),
+    "costs-chains": Table("costs", "ours", "", ("steps", "least_alpha"),
+                          [(f"a chain of {n}", "", {}) for n in (1, 3, 5)]),
+    "lookup": Table("lookup", "ours", "", ("mass", "head", "before")),
+}
 
-    whole_kind: "mt_bench" for the columns "mt_bench/math" and its other parts; "": for all whole
-    kinds.
-    """
-    kinds = []
-    for group in dict.fromkeys(row["group"] for row in rows if row["group"] != "all"):
-        inside, _, _ = group.rpartition("/")
-        if inside == whole_kind:
-            kinds.append(group)
-    cells = {(name_of(row), row["group"]): ", ".join(cells_of(row, columns)) for row in rows}
-    lines = [["arm", *(kind.rpartition("/")[2] for kind in kinds)]]
-    for name in names:
-        lines.append([name, *(cells[name, kind] for kind in kinds)])
-    what = ", ".join(headings_of(columns))
-    summary = f"<details><summary>By kind of text: {what}</summary>"
-    return [summary, markdown(lines), "</details>"]
+# ---------------------------------------------------------------- T5
+XXL = "FLAN-T5-XXL, GSM8K"
+T5_THREE = "cascade(base, small, maxgram, k=(1, 1, 1))"
 
-# ---------------------------------------------------------------- intervals and tests over prompts
-# RandomState's numbers are the same in all releases of numpy, so pages can be checked.
-@functools.cache
-def signs(n):
-    """DRAWS rows of n signs, the same each time."""
-    return 2.0 * np.random.RandomState(0).randint(0, 2, (DRAWS, n)) - 1.0              # (DRAWS, n)
+def lenient(k):
+    """The three stages with lenience 1, 3 and 5."""
+    three = f"cascade(base, small, maxgram, k={k}"
+    return [f"{three}{more}) x chain" for more in ("", ", lenience=3", ", lenience=5")]
 
-def sign_flips(differences):
-    """How often would chance give a mean at least as far from zero?  A paired randomisation test.
+TABLES |= {
+    "t5-k": Table("t5/k", "Cascade", "", ("tokens_per_second",)),
+    "t5-table-2": Table(
+        "t5/papers", "Cascade", XXL, ("swi_ms", "swi_pw", "speedup", "tau", "c"),
+        [("plain", "", {"swi_ms": "1", "swi_pw": "1"}), ("prompt lookup", "", {}),
+         ("maxgram x chain", "", {}),
+         ("cascade(base, k=4) x chain", "S Decoding, BASE", {"swi_ms": "3.38", "swi_pw": "2.99"}),
+         ("cascade(small, k=4) x chain", "S Decoding, SMALL", {"swi_ms": "3.06", "swi_pw": "2.76"}),
+         ("cascade(base, maxgram, k=1) x chain", "BASE, MAG", {"swi_ms": "3.70", "swi_pw": "3.27"}),
+         ("cascade(small, maxgram, k=3) x chain", "SMALL, MAG",
+          {"swi_ms": "3.19", "swi_pw": "2.82"}),
+         (f"{T5_THREE} x chain", "BASE, SMALL, MAG", {"swi_ms": "3.88", "swi_pw": "3.43"})],
+        [("A cascade is better than one small model", "swi_ms", f"{T5_THREE} x chain",
+          ("cascade(base, k=4) x chain", "cascade(small, k=4) x chain")),
+         ("The same by the clock", "speedup", f"{T5_THREE} x chain",
+          ("cascade(base, k=4) x chain", "cascade(small, k=4) x chain")),
+         ("… on GSM8K", "speedup on gsm8k_test", f"{T5_THREE} x chain",
+          ("cascade(base, k=4) x chain", "cascade(small, k=4) x chain")),
+         ("Max-Gram below a model improves it", "swi_ms", "cascade(base, maxgram, k=1) x chain",
+          "cascade(base, k=4) x chain"),
+         ("Three stages are better than two", "swi_ms", f"{T5_THREE} x chain",
+          ("cascade(base, maxgram, k=1) x chain", "cascade(small, maxgram, k=3) x chain")),
+         ("With Max-Gram the larger model is the better one", "swi_ms",
+          "cascade(base, maxgram, k=1) x chain", "cascade(small, maxgram, k=3) x chain"),
+         ("A cascade is faster than Max-Gram alone", "speedup", f"{T5_THREE} x chain",
+          "maxgram x chain")]),
+    "t5-kinds": Table(
+        "t5/papers", "Cascade", "", [f"speedup on {kind}" for kind in
+                                     ("story", "retell", "math", "gsm8k_test")],
+        [("maxgram x chain", "", {}), ("cascade(base, k=4) x chain", "", {}),
+         ("cascade(small, k=4) x chain", "", {}), ("cascade(base, maxgram, k=1) x chain", "", {}),
+         (f"{T5_THREE} x chain", "", {})]),
+    "t5-lenience": Table(
+        "t5/papers", "Cascade", XXL, ("swi_ms", "swi_pw", "speedup", "tau"),
+        [(arm, "BASE, SMALL, MAG" if "(8, 13, 1), lenience=3" in arm else "",
+          {"swi_ms": "3.88"} if "(8, 13, 1), lenience=3" in arm else {})
+         for arm in lenient((1, 1, 1)) + lenient((8, 13, 1))],
+        [("Lenience 3 helps with the fastest k", "swi_ms", lenient((1, 1, 1))[1],
+          lenient((1, 1, 1))[0]),
+         ("Lenience 3 helps with the paper's k", "swi_ms", lenient((8, 13, 1))[1],
+          lenient((8, 13, 1))[0])]),
+    "t5-maxgram": Table(
+        "t5/papers", "Cascade", "", ("swi_ms", "speedup", "tau"),
+        [("cascade(base, maxgram, k=1) x chain", "", {}),
+         ("cascade(base, maxgram, k=1, matching=False) x chain", "", {}),
+         ("maxgram x chain", "", {}), ("maxgram(matching=False) x chain", "", {})],
+        [("Matching below a model is better than the bigram alone", "swi_ms",
+          "cascade(base, maxgram, k=1) x chain",
+          "cascade(base, maxgram, k=1, matching=False) x chain"),
+         ("Matching is better than the bigram alone", "speedup", "maxgram x chain",
+          "maxgram(matching=False) x chain")]),
+    "t5-figure-2": Table(
+        "t5/acceptance", "Cascade", "", [f"position {i}" for i in (1, 2, 3, 5, 10, 20)]),
 
-    If two arms did not differ, each prompt's difference could as well have the other sign.  So
-    signs are sampled, and p is the share of sums as far from zero as the observed one.  Of eight
-    differences of 1, two of the 256 ways are that far, all plus and all minus: p = 0.008.
-
-    The test assumes that differences are symmetric.  Where they are strongly skewed (log-normal) it
-    rejects in 12 to 15 % of cases without a difference, not in 5 %.  So speeds are compared by
-    logarithms, and a p close to 0.05 decides nothing.
-    """
-    sampled = signs(len(differences)) @ differences                                      # (DRAWS,)
-    as_far = (np.abs(sampled) >= abs(sum(differences)) - 1e-9).sum()
-    # The observed signs are one of the possible ways.
-    return (1 + as_far) / (1 + DRAWS)
-
-def interval(values):
-    """95 % of the means of DRAWS bootstrap samples of the values (n,) -> [low, high]"""
-    n = len(values)
-    picked = np.random.RandomState(0).randint(0, n, (DRAWS, n))                  # (DRAWS, n)
-    means = values[picked].mean(1)
-    return np.percentile(means, [2.5, 97.5]).tolist()
-
-def holm(ps):
-    """p-values adjusted for their number m (Holm 1979): the smallest times m, the next m - 1 ..."""
-    order = sorted(range(len(ps)), key=ps.__getitem__)
-    adjusted = [0.0] * len(ps)
-    largest = 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, (len(ps) - rank) * ps[i])
-        adjusted[i] = min(1.0, largest)
-    return adjusted
-
-# ---------------------------------------------------------------- comparisons
-@dataclass
-class Comparison:
-    """What was measured of a claim.  Of a total, without values of each prompt, there is no p."""
-    claim: dict                                # its entry of tables.json
-    first: str                                 # the arms, with their key or file where it is theirs
-    second: str
-    effect: float                              # a ratio of their means, or a difference
-    low: float = None                          # its interval
-    high: float = None
-    above: str = "–"                           # "30/36": on how many prompts the first is higher
-    p: float = None
-    adjusted: float = None                     # p by Holm, over the page
-
-    @property
-    def is_ratio(self):
-        return self.claim["key"] in SPEEDS
-
-def values_of(tables, own, claim, given):
-    """One arm of a claim -> (its words, its values: an array, of speeds their logarithms)
-
-    given: its name, or {"arm", and a "key" or "file" of its own}.  The values are those of each
-    prompt, NaN where it has none; or one, where only a total is known; or none of an arm that was
-    not measured.
-    """
-    side = given if isinstance(given, dict) else {"arm": given}
-    arm, key = side["arm"], side.get("key", claim["key"])
-    words = f"`{arm}`"
-    if "key" in side:
-        words += f" ({WORDS.get(key, key)})"
-    if "file" in side:
-        words += f" ({side['file']})"
-    rows = tables.get(side.get("file", own), [])
-    values = by_prompt(rows, arm, key, claim.get("group", "all"))
-    total = whole(rows).get(arm, {}).get(key)
-    if not values and total is not None:
-        values = [total]
-    values = np.array(values, dtype=float)
-    return words, np.log(values) if claim["key"] in SPEEDS else values
-
-def compare(tables, own, claim):
-    """One claim -> Comparison, None where an arm was not measured.
-
-    tables: {file: rows}; own: the file of the table under which the claim stands.  Where the claim
-    names several second arms, it is about the best of those measured, by its mean.
-    """
-    one, others = claim["arms"]
-    others = others if isinstance(others, list) else [others]
-    first, x = values_of(tables, own, claim, one)
-    rivals = [values_of(tables, own, claim, other) for other in others]
-    rivals = [rival for rival in rivals if len(rival[1])]
-    if not len(x) or not rivals:
-        return None
-    second, y = max(rivals, key=lambda rival: np.nanmean(rival[1]))
-    # A total, and what is predicted rather than measured, stands for each prompt.
-    differences = x - y                                                               # (n,)
-    differences = differences[~np.isnan(differences)]
-    numbers = [differences.mean()]
-    if len(differences) > 1:
-        numbers += interval(differences)
-    if claim["key"] in SPEEDS:
-        numbers = np.exp(numbers)
-    made = Comparison(claim, first, second, *numbers)
-    if len(differences) > 1:
-        made.above = f"{(differences > 0).sum()}/{len(differences)}"
-        made.p = sign_flips(differences)
-    return made
-
-def compare_all(specs, tables):
-    """All comparisons of a page, p adjusted by Holm -> {name of the table: [Comparison]}"""
-    by_table = {}
-    for spec in specs:
-        made = [compare(tables, spec["file"], claim) for claim in spec.get("compare", [])]
-        by_table[spec["name"]] = [each for each in made if each]
-    tested = [each for made in by_table.values() for each in made if each.p is not None]
-    for each, adjusted in zip(tested, holm([each.p for each in tested])):
-        each.adjusted = adjusted
-    return by_table
-
-def verdict(each):
-    """A Comparison in a word or two.  That two arms are equal can be refuted, but not shown."""
-    above = each.effect > (1 if each.is_ratio else 0)
-    if each.adjusted is None:
-        return "as claimed, untested" if above else "**not held**, untested"
-    if each.claim.get("equal"):
-        return "not refuted" if each.adjusted >= SIGNIFICANT else "**not held**"
-    if each.adjusted >= SIGNIFICANT:
-        return "undecided"
-    return "held" if above else "**not held**"
-
-def key_in_words(each):
-    """What a Comparison compares, and on which kind of text: "speedup on story", "τ"."""
-    key, group = each.claim["key"], each.claim.get("group")
-    words = WORDS.get(key, key)
-    return f"{words} on {group}" if group else words
-
-def effect_in_words(each):
-    """A Comparison's effect: "1.28×" of a ratio, "+0.173" of a difference"""
-    return f"{each.effect:.2f}×" if each.is_ratio else f"{each.effect:+.3f}"
-
-def comparisons_table(made):
-    """[Comparison] -> a Markdown table"""
-    lines = [["claim", "compared", "ours [95 %]", "above", "p", "verdict"]]
-    for each in made:
-        compared = f"{key_in_words(each)}: {each.first} over {each.second}"
-        effect, p = effect_in_words(each), "–"
-        if each.p is not None:
-            form = ".2f" if each.is_ratio else ".3f"
-            effect += f" [{each.low:{form}}, {each.high:{form}}]"
-            p = f"{each.adjusted:.2g}"
-        lines.append([each.claim["claim"], compared, effect, each.above, p, verdict(each)])
-    return markdown(lines, 2)
-
-# ---------------------------------------------------------------- one table of a page
-def setting(rows):
-    """The settings of the run that made the rows: target, type, device, temperature, versions."""
-    first = next((row for row in rows if "dtype" in row), None)
-    if not first:
-        return []
-    where = first["device"]
-    if where == "cpu":
-        where += f" ({first['threads']} threads)"
-    temperature = f"temperature {first['temperature']:g}"
-    versions = [f"{package} {version}" for package, version in first["versions"].items()]
-    return [f"target `{first['target']}`", first["dtype"], where, temperature, *versions]
-
-def remarks(rows):
-    """Sentences about the baseline, and about outputs that differ from it."""
-    base = next((row for row in rows if row.get("baseline")), None)
-    if base:
-        yield f"Baseline: {name_of(base)}, {base['target_ms']:.2f} ms a token."
-    tested = [row for row in rows if row.get("lossless") is not None]
-    differ = [row for row in tested if not row["lossless"]]
-    if tested and not differ:
-        yield f"Lossless: {len(tested)} of {len(tested)} arms."
-    for row in differ:
-        found = row["first_divergence"]
-        where = f"at token {found['token']} of prompt {found['prompt'] + 1}"
-        if found["logit_gap"] is not None:
-            where += f", where the logits differ by {found['logit_gap']:.2g}"
-        yield f"**Not lossless**: {name_of(row)} leaves plain decoding {where}."
-
-def table(spec, rows, made, head=""):
-    """One table -> paragraphs.  made: its Comparisons; head: the page's, which may name settings"""
-    sentences = [spec.get("shows", "")]
-    if "paper" in spec:
-        sentences.append(f"In the paper: {spec['paper']['where']}.")
-    parts = [f"### {spec['title']}", " ".join(filter(None, sentences))]
-    if "command" in spec:
-        parts.append(f"```\n{spec['command']}\n```")
-    arms = whole(rows)
-    names = [name for name in spec.get("shown", arms) if name in arms]
-    shown = [arms[name] for name in names]
-    about = [f"{shown[0]['prompts']} prompts"] if "prompts" in shown[0] else []
-    about += [shown[0][key] for key in ("machine", "date") if key in shown[0]]
-    if shown[0].get("flags"):
-        about.append(f"with {shown[0]['flags']}")
-    about += [part for part in setting(shown) if part not in head]
-    if "tokens_trained" in shown[0]:
-        about.append("from the log of this training, which `paper.py` does not start")
-    parts.append("; ".join(about) + "." if about else "")
-    parts.append(grid(shown, spec.get("columns", DEFAULT), spec.get("paper")))
-    parts.append(" ".join([*remarks(shown), spec.get("note", "")]).strip())
-    parts.append(comparisons_table(made) if made else "")
-    if "kinds" in spec:
-        drafted = [name for name in names if arms[name]["tree"]]
-        parts += by_kind(rows, drafted, spec["kinds"], spec.get("parts_of", ""))
-    return [part for part in parts if part]
+    # ------------------------------------------------------------ SmolLM2
+    "smollm2-main": Table("smollm2/main", "ours", "",
+                          ("tokens_per_second", "speedup", "tau", "nodes", "draft_ms",
+                           "verify_ms", "other_ms")),
+    "smollm2": Table(
+        "smollm2/papers", "ours", "",
+        ("tokens_per_second", "speedup", "tau", "nodes", "speedup on mt_bench",
+         "speedup on gsm8k_test", "speedup on HumanEval", "speedup on news"),
+        [(arm, "", {}) for arm in
+         ("plain", "generate()", "prompt lookup", "glide-shared x chain", "glide-shared x cape",
+          "glide-shared x pct-cost", "edd-shared x chain", "edd-shared x pct",
+          "edd-shared x pct-cost", "maxgram x chain", "maxgram x pct-cost",
+          "mixture(glide-shared, maxgram) x graft", "mixture(edd-shared, maxgram) x graft")],
+        [("GLIDE is faster than plain decoding", "speedup", "glide-shared x chain", "plain"),
+         ("CAPE is faster than GLIDE alone", "speedup", "glide-shared x cape",
+          "glide-shared x chain"),
+         ("PCT is faster than a chain", "speedup", "edd-shared x pct", "edd-shared x chain"),
+         ("Priced PCT is faster than PCT", "speedup", "edd-shared x pct-cost", "edd-shared x pct"),
+         ("Priced PCT is faster than a chain", "speedup", "glide-shared x pct-cost",
+          "glide-shared x chain"),
+         ("Graft is faster than the best other arm", "speedup",
+          "mixture(glide-shared, maxgram) x graft", "*")]),
+    "smollm2-figure-7": Table(
+        "smollm2/papers", "EDD", "", [f"tau on mt_bench/{kind}" for kind in
+                                      ("writing", "roleplay", "reasoning", "math", "coding",
+                                       "extraction", "stem", "humanities")],
+        [("glide-shared x cape", "", {}), ("edd-shared x chain", "EDD", {}),
+         ("edd-shared x pct", "EDD + PCT", {})]),
+    "smollm2-positions": Table(
+        "smollm2/positions", "Cascade", "", [f"position {i}" for i in (1, 2, 3, 5, 10, 20)]),
+    "smollm2-equal": Table(
+        "smollm2/equal", "training", "", ("alpha", "tau", "c", "speedup"),
+        [("vanilla-shared-f768 x chain", "", {}), ("glide-shared-f768 x chain", "", {}),
+         ("vdm-shared x chain", "", {}), ("edd-shared x chain", "", {})],
+        [("The glimpse raises acceptance", "alpha", "glide-shared-f768 x chain",
+          "vanilla-shared-f768 x chain"),
+         ("EDD's τ is above VDM's", "tau", "edd-shared x chain", "vdm-shared x chain")]),
+    "smollm2-curve": Table("smollm2/curve", "training", "",
+                           ("alpha 1995k", "alpha 3990k", "alpha 5990k")),
+    "smollm2-curve-2": Table("smollm2/curve-2", "training", "",
+                             ("alpha 0k", "alpha 5621k", "alpha 11243k", "alpha 14054k")),
+    "smollm2-curve-3": Table("smollm2/curve-3", "training", "",
+                             ("alpha 0k", "alpha 5621k", "alpha 11243k", "alpha 14054k")),
+    "smollm2-cuda": Table(
+        "smollm2/cuda", "ours, H100", "", ("tokens_per_second", "speedup", "tau", "nodes", "c"),
+        None, [("CAPE is faster than GLIDE alone", "speedup", "glide-shared x cape",
+                "glide-shared x chain")]),
+    "smollm2-cuda-graphs": Table(
+        "smollm2/cuda-graphs", "ours, H100, graphs", "",
+        ("tokens_per_second", "speedup", "tau", "nodes", "c")),
+}
+SAMPLED = ("tokens_per_second", "speedup", "tau", "alpha_overlap", "nodes")
+BEST_SAMPLED = [("Graft is faster than the best other arm", "speedup",
+                 "mixture(glide-shared, maxgram) x graft", "*"),
+                ("GLIDE's sampled chain is faster than plain decoding", "speedup",
+                 "glide-shared x drawn", "plain")]
+TABLES["smollm2-sampled"] = Table("smollm2/sampled", "ours, temperature 1", "", SAMPLED, None,
+                                  BEST_SAMPLED)
+TABLES["smollm2-sampled-amd"] = Table("smollm2/sampled-amd", "ours, temperature 1, AMD", "",
+                                      SAMPLED, None, BEST_SAMPLED)

@@ -1,12 +1,10 @@
-"""Cascade's section 4 (figures/ewif.py) and its SWI: each formula as it is printed, and as a plain sum over what can happen."""
+"""Cascade's section 4 (figures/ewif.py): each formula as printed, and as a sum of probabilities."""
 from itertools import product
 from math import prod
 
 import ewif
 import numpy as np
 import pytest
-
-import bench
 
 def probabilities(alpha, k):
     """Equation 3: {tokens of a round: probability}."""
@@ -20,28 +18,37 @@ def test_phi_is_the_generating_function_of_equation_3(alpha, k):
     for x in (-0.7, 0.0, 0.4, 1.0, 1.25):
         true = sum(q * x ** j for j, q in p.items())
         assert ewif.phi(x, alpha, k) == pytest.approx(true, abs=1e-12)
-        if abs(alpha * x - 1) > 1e-9:                           # as Theorem 4.1 prints it, not equation 6
-            series = (x - 1) * (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
-            assert 1 + series == pytest.approx(true) and (x == 1 or x + series != pytest.approx(true, abs=0.1))
-    assert ewif.ewif_horizontal([alpha] * k, [0.0] * k) == pytest.approx(sum(j * q for j, q in p.items()))
+        # as equation 5 prints it
+        assert x + (x - 1) * sum((alpha * x) ** i for i in range(1, k + 1)) == pytest.approx(true)
+        if abs(alpha * x - 1) > 1e-9:
+            # as Theorem 4.1 prints it, and as equation 6 does: erratum 2
+            fraction = (1 - (alpha * x) ** (k + 1)) / (1 - alpha * x)
+            assert 1 + (x - 1) * fraction == pytest.approx(true)
+            assert x == 1 or x + (x - 1) * fraction != pytest.approx(true, abs=0.1)
+    mean = sum(j * q for j, q in p.items())
+    assert ewif.ewif_horizontal([alpha] * k, [0.0] * k) == pytest.approx(mean)
 
 @pytest.mark.parametrize("alpha, c, k", [(0.65, 0.01, 9), (0.2, 0.3, 1)])
 def test_corollary_4_2_is_glides_expected_speedup(alpha, c, k):
     """By Theorem 4.5 with one drafter."""
+    import bench
     closed = (1 - alpha ** (k + 1)) / ((1 - alpha) * (c * k + 1))
     found = bench.expected_speedup(alpha, c, k), ewif.ewif_horizontal([alpha] * k, [c] * k)
     assert found == pytest.approx((closed,) * 2)
 
 def test_plain_decoding_has_factor_one_and_swi_by_hand():
+    import bench
     assert ewif.ewif_horizontal([], []) == ewif.ewif_vertical(0.5, 0.5, 0.1, 0.1, 0, 3) == 1
-    # 100 tokens by 20 runs of the target, 60 of a drafter at 1/10 and 200 of one at 1/100 of its cost
+    # 100 tokens by 20 runs of the target, 60 of a drafter of 1/10 of its cost, 200 of one of 1/100
     assert bench.swi(100, [20, 60, 200], [1, 0.1, 0.01]) == pytest.approx(100 / 28)
 
 # ---- Theorem 4.3, Corollary 4.4
-@pytest.mark.parametrize("alpha, inner, c1, c2, n, k", [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.95, 0.7, 0.02, 0.001, 5, 5),
-                                                        (1.0, 0.6, 0.1, 0.01, 3, 2), (0.8, 0.0, 0.1, 0.01, 3, 4)])
+VERTICAL = [(0.7, 0.8, 0.1, 0.01, 2, 3), (0.95, 0.7, 0.02, 0.001, 5, 5),
+            (1.0, 0.6, 0.1, 0.01, 3, 2), (0.8, 0.0, 0.1, 0.01, 3, 4)]
+
+@pytest.mark.parametrize("alpha, inner, c1, c2, n, k", VERTICAL)
 def test_theorem_4_3_is_the_sum_over_the_drafts_length(alpha, inner, c1, c2, n, k):
-    """The n-fold convolution of equation 3, and Leviathan et al.'s expectation for a draft of that length."""
+    """The n-fold convolution of equation 3, and the expected tokens of a draft of that length."""
     value, seconds = ewif.ewif_vertical(alpha, inner, c1, c2, n, k), 1 + n * (c1 + k * c2)
     lengths = np.array([1.0])
     for _ in range(n):
@@ -49,12 +56,15 @@ def test_theorem_4_3_is_the_sum_over_the_drafts_length(alpha, inner, c1, c2, n, 
     exact = sum(p * sum(alpha ** i for i in range(j + 1)) for j, p in enumerate(lengths))
     assert value == pytest.approx(exact / seconds)
     if alpha < 1:                                               # equation 2 as printed
-        assert value == pytest.approx((1 - alpha * ewif.phi(alpha, inner, k) ** n) / ((1 - alpha) * seconds))
+        printed = (1 - alpha * ewif.phi(alpha, inner, k) ** n) / ((1 - alpha) * seconds)
+        assert value == pytest.approx(printed)
 
 def test_corollary_4_4():
-    for alpha, inner, n, k, c1 in product((0.05, 0.4, 0.99), (0.05, 0.95), (1, 8), (1, 10), (0.01, 0.2)):
+    grid = product((0.05, 0.4, 0.99), (0.05, 0.95), (1, 8), (1, 10), (0.01, 0.2))
+    for alpha, inner, n, k, c1 in grid:
         assert ewif.phi(alpha, inner, k) < alpha
-        assert ewif.ewif_vertical(alpha, inner, c1, 0.0, n, k) > ewif.ewif_horizontal([alpha] * n, [c1] * n)
+        alone = ewif.ewif_horizontal([alpha] * n, [c1] * n)
+        assert ewif.ewif_vertical(alpha, inner, c1, 0.0, n, k) > alone
 
 # ---- Theorem 4.5, Table 1 (its printed values: test_paper.py)
 ALPHAS, COSTS = [0.8, 0.8, 0.55, 0.3, 0.9], [0.1, 0.1, 0.02, 0.0, 0.3]
@@ -67,6 +77,8 @@ def test_theorem_4_5_is_the_sum_over_the_first_rejected_token():
 def test_table_1s_k_are_the_best_but_in_its_third_row():
     costs = {name: weights / ewif.XXL for name, weights in ewif.WEIGHTS.items()}
     for row, (data, counts) in zip(ewif.table_1(), ewif.TABLE_1):
-        every = [dict(zip(counts, ks)) for ks in product(range(16), repeat=len(counts))]
-        best = max(every, key=lambda ks: ewif.ewif_of(ks, ewif.ALPHAS[data], costs))                         # noqa: B023
-        assert list(best.values()) == ([5, 5] if row["drafter"] == "CNN/DM (base, small)" else list(counts.values()))
+        values = {}
+        for ks in product(range(16), repeat=len(counts)):
+            values[ks] = ewif.ewif_of(dict(zip(counts, ks)), ewif.ALPHAS[data], costs)
+        third = row["drafter"] == "CNN/DM (base, small)"
+        assert max(values, key=values.get) == ((5, 5) if third else tuple(counts.values()))

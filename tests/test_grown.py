@@ -1,0 +1,44 @@
+"""A grown target and its drafters decode as the small ones: the same tokens, rounds and trees."""
+import grown
+import pytest
+import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import cape
+import edd
+import glide
+import pct
+import verify
+from runtime import families
+
+SHAPE = (26, 256, 8, 704)        # two layers more, and twice as wide
+CHECKPOINTS = ROOT / "checkpoints"
+
+@pytest.fixture(scope="module")
+def targets():
+    small = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target", dtype=torch.float32).eval()
+    return small, grown.grow_target(small, SHAPE, 1100, torch.float32)
+
+@torch.no_grad()
+def test_the_grown_target_has_the_small_ones_logits(targets):
+    small, large = targets
+    ids = torch.randint(1024, (2, 64), generator=torch.Generator().manual_seed(0))
+    logits = large(ids).logits
+    torch.testing.assert_close(logits[..., :1024], small(ids).logits, atol=1e-3, rtol=1e-3)
+    assert (logits[..., 1024:].max(-1).values < logits[..., :1024].min(-1).values).all()
+
+@pytest.mark.parametrize("name, build", [
+    ("glide", cape.cape), ("vanilla", cape.chain), ("edd", pct.pct), ("vdm", cape.beam)])
+def test_a_grown_drafter_drafts_the_same_trees(targets, name, build):
+    small, large = targets
+    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
+    ids = tokenizer("A baker has 36 rolls. He sells 14 in the morning and")["input_ids"]
+    drafter, _ = families.load(CHECKPOINTS / name, small)
+    draft_model, _ = grown.grow_drafter(CHECKPOINTS / name, small, large)
+    drafter_class = glide.Drafter if isinstance(draft_model, glide.Glide) else edd.Drafter
+    other = drafter_class(draft_model, drafter.temperature)
+    expected = verify.generate(verify.Target(small), drafter, build, ids, 24)
+    found = verify.generate(verify.Target(large), other, build, ids, 24)
+    assert found.tokens == expected.tokens
+    assert found.rounds == expected.rounds, "the same trees, and the same nodes accepted"
