@@ -46,38 +46,38 @@ RUNS = {
     "main": Run(0.7, "python bench.py --drafter glide --tree cape"),
     "cascade-k": Run(2, "python bench.py --prompts figures/tuning.jsonl --max-new-tokens 64 "
                      f"--tree chain --drafter {SWEEP}"),
-    "chains": Run(5, "python bench.py --limit 36 --tree chain --drafter glide glide-top vanilla "
+    "chains": Run(5, "python bench.py --limit 18 --tree chain --drafter glide glide-top vanilla "
                   "edd edd-top vdm eagle medusa"),
-    "edd-trees": Run(5, "python bench.py --limit 36 --drafter edd --tree chain cape eagle2 pct "
+    "edd-trees": Run(5, "python bench.py --limit 18 --drafter edd --tree chain cape eagle2 pct "
                      'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
-    "glide-trees": Run(3, "python bench.py --limit 36 --drafter glide --tree chain cape beam "
+    "glide-trees": Run(3, "python bench.py --limit 18 --drafter glide --tree chain cape beam "
                        '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
-    "together": Run(7, "python bench.py --limit 36 --tree chain pct-cost graft --drafter glide "
+    "together": Run(7, "python bench.py --limit 18 --tree chain pct-cost graft --drafter glide "
                     'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
                     + quoted(BASE_GRAM, THREE)),
-    "cascade": Run(6.5, "python bench.py --limit 36 --tree chain --drafter glide maxgram "
+    "cascade": Run(6.5, "python bench.py --limit 18 --tree chain --drafter glide maxgram "
                    '"maxgram(matching=False)" ' + quoted(*TUNED, LENIENT)),
-    "sampled": Run(3, "python bench.py --limit 24 --temperature 1 --tree drawn --drafter vanilla "
+    "sampled": Run(3, "python bench.py --limit 12 --temperature 1 --tree drawn --drafter vanilla "
                    'glide-top glide "cascade(base, k=5)" "cascade(small, k=5)"'),
-    "sampled-graft": Run(3, "python bench.py --limit 24 --temperature 1 --tree drawn pct-cost "
+    "sampled-graft": Run(3, "python bench.py --limit 12 --temperature 1 --tree drawn pct-cost "
                          'graft --drafter glide "mixture(glide, maxgram)"'),
     "medusa": Run(2, "python bench.py --limit 18 --drafter glide medusa --tree chain cape "
                   f'"{MEDUSA_TREE}"'),
-    "batches": Run(2, "python figures/batches.py --limit 24 --max-new-tokens 64"),
+    "batches": Run(2, "python figures/batches.py --limit 12 --max-new-tokens 64"),
     "vct": Run(1, "python bench.py --limit 12 --drafter edd --tree cape pct vct"),
     # Counts
     "ewif": Run(0, "python figures/probe.py ewif", counted=True),
-    "raw": Run(6, 'python bench.py --limit 36 --drafter edd "edd(temperature=1)" vdm glide '
+    "raw": Run(6, 'python bench.py --limit 18 --drafter edd "edd(temperature=1)" vdm glide '
                f'"glide(temperature=1)" --tree cape eagle2 "{PCT}"', counted=True),
-    "width": Run(3, "python bench.py --limit 36 --drafter edd --tree "
+    "width": Run(3, "python bench.py --limit 18 --drafter edd --tree "
                  + quoted(*map(WIDE.format, (1, 2, 3, 5, 7))), counted=True),
-    "second-seed": Run(4, "python bench.py --limit 36 --checkpoint work/drafters-two --drafter "
+    "second-seed": Run(4, "python bench.py --limit 18 --checkpoint work/drafters-two --drafter "
                        "glide glide-top vanilla edd edd-top vdm --tree chain", counted=True),
-    "paper-recipe": Run(2.5, "python bench.py --limit 36 --checkpoint work/drafters-ce --drafter "
+    "paper-recipe": Run(2.5, "python bench.py --limit 18 --checkpoint work/drafters-ce --drafter "
                         "glide-top vanilla --tree chain", counted=True),
-    "calibration": Run(2, 'python figures/probe.py calibration --limit 36 --drafter edd '
+    "calibration": Run(2, 'python figures/probe.py calibration --limit 18 --drafter edd '
                        '"edd(temperature=1)" glide "glide(temperature=1)"', counted=True),
-    "positions": Run(4, "python figures/probe.py positions --limit 36 --drafter "
+    "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
                      '"cascade(base, k=30)" "cascade(small, k=30)" glide maxgram', counted=True),
     "lookup": Run(2, "python figures/probe.py lookup", counted=True),
     "grown": Run(9, None, old="measured on an H200 by the program that figures/grown.py grew out "

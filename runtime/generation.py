@@ -235,6 +235,10 @@ def cache_of(target, ids, padding, model_kwargs):
     Raises UserError where its entries are not those of the prompt's first tokens.
     """
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
+    if cache is None and model_kwargs.get("use_cache") is not False:
+        cache = cache_utils.DynamicCache(config=target.config)     # the model would make its own
+        if target.encoder_decoder:
+            cache = EncoderDecoderCache(cache, cache_utils.DynamicCache())
     if cache is None:
         return None
     parts = [cache]
