@@ -52,7 +52,7 @@ RUNS = {
                      'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
     "glide-trees": Run(3, "python bench.py --limit 18 --drafter glide --tree chain cape beam "
                        '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
-    "together": Run(7, "python bench.py --limit 18 --tree chain pct-cost graft --drafter glide "
+    "together": Run(7, "python bench.py --limit 12 --tree chain pct-cost graft --drafter glide "
                     'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
                     + quoted(BASE_GRAM, THREE)),
     "cascade": Run(6.5, "python bench.py --limit 18 --tree chain --drafter glide maxgram "
