@@ -54,7 +54,8 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--prompts T/chats.jsonl --template T/silent.jinja", "gives no tokens"))]
 
 CASES += [
-    ("train.py", "glide --target MODEL --device cpu --length 32 --data T/no --out OUT", "T/no does not exist"),
+    ("train.py", "glide --target MODEL --device cpu --length 32 --data T/no --out OUT",
+     "T/no does not exist"),
     ("prepare.py", "T/no --tokenizer MODEL --out OUT", "T/no does not exist"),
     ("write.py", "--target nowhere --device cpu --data T/chats.jsonl --out OUT/o.jsonl",
      "nowhere does not exist"),

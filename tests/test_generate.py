@@ -97,7 +97,8 @@ HOW = {
     "suppressed": dict(suppress_tokens=[0, 2, 4, 6, 8, 10]),
     "scores alone": dict(renormalize_logits=True, remove_invalid_values=True),
     "outputs without a dict": dict(output_scores=True, output_hidden_states=True),
-    "chunks": dict(prefill_chunk_size=2, use_cache=True), "static cache": dict(cache_implementation="static")}
+    "chunks": dict(prefill_chunk_size=2, cache_implementation="dynamic"),
+    "static cache": dict(cache_implementation="static")}
 
 @pytest.mark.parametrize("name", HOW)
 def test_greedy_is_generates_own(model, name):

@@ -172,17 +172,28 @@ class OneWeight(torch.nn.Module):
     def loss_of(self, x, labels):
         return next(self.losses)(self.layer.weight)
 
-def fit(drafters, folder, monkeypatch, steps=6, lr=0.1):
-    """train.fit of OneWeights, on a text of one label a step."""
+def fit(drafters, folder, monkeypatch, steps=6, lr=0.1, pieces=6):
+    """train.fit of OneWeights, on a text of one label a step -> the pieces of all steps"""
     folder.mkdir(exist_ok=True)
     monkeypatch.setattr(train, "evaluate", lambda *_: {name: {"held_out_loss": 0.0}
                                                        for name in drafters})
-    batch = SimpleNamespace(loss_mask=torch.ones(1, 1, dtype=torch.bool))
-    frozen = SimpleNamespace(device=torch.device("cpu"), positions=1, batch=lambda *_: batch)
-    data = SimpleNamespace(tokens=np.arange(2 * steps), documents=np.array([[0, 2 * steps, 0]]))
+    read = []
+
+    def batch(tokens, of_part):
+        read.append(of_part)
+        return SimpleNamespace(loss_mask=torch.ones(1, 1, dtype=torch.bool))
+    frozen = SimpleNamespace(device=torch.device("cpu"), positions=1, batch=batch)
+    data = SimpleNamespace(tokens=np.arange(2 * pieces), documents=np.array([[0, 2 * pieces, 0]]))
     a = SimpleNamespace(work=str(folder), every=1, resume=False, seed=0, length=2, batch=1,
                         micro=2, dtype="float32", identity={})
-    return train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, a)
+    train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, a)
+    return np.concatenate(read)
+
+def test_each_epoch_has_another_order(tmp_path, monkeypatch):
+    """Twelve steps over six pieces of text are two epochs."""
+    drafters = {"a": OneWeight(1, [torch.sum] * 12)}
+    read = fit(drafters, tmp_path, monkeypatch, steps=12)[:, 0].tolist()
+    assert sorted(read[:6]) == sorted(read[6:]) == [0, 2, 4, 6, 8, 10] and read[:6] != read[6:]
 
 def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path, monkeypatch):
     """Betas 0.9 and 0.95 (the official code's), decay 0.01, each drafter's norm at most 1."""
