@@ -365,8 +365,10 @@ SCORES_ALONE = {getattr(generation, name, None) for name in SCORES_ALONE}
 class Rule:
     """How the target chooses a token: logits processors, then the argmax or a sample.
 
-    processors: transformers' own, applied in order.  seed: None is greedy decoding; with a number
-    tokens are sampled, and the same seed gives the same tokens.  See also sampling().
+    processors: transformers' own, applied in order.  Those that look at the text get all texts of
+    one length as a batch, so they must treat each text alike and keep no state (runtime/
+    generation.py serves all others).  seed: None is greedy decoding; with a number tokens are
+    sampled, and the same seed gives the same tokens.  See also sampling().
     """
     def __init__(self, processors=(), seed=None):
         self.processors, self.seed = list(processors), seed
