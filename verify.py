@@ -286,16 +286,20 @@ class Target:
         return logits[-logits_to_keep:], view
 
 # ---------------------------------------------------------------- acceptance
-def accept(tokens, parents, choice):
-    """Walk down from the root while the target's choice after a node is one of its children.
-
-    tokens, parents, choice: lists of n.  Returns the accepted nodes, and the choice after each.  Of
-    two children with the same token the first counts.
-    """
-    child = {}                                                 # {(parent, token): node}
+def children(tokens, parents):
+    """{(a node, a token): its child with that token}; of several such children the first counts."""
+    child = {}
     for node, (parent, token) in enumerate(zip(parents, tokens)):
         assert -1 <= parent < node, "a tree has parents before their children"
         child.setdefault((parent, token), node)
+    return child
+
+def accept(tokens, parents, choice):
+    """Walk down from the root while the target's choice after a node is one of its children.
+
+    tokens, parents, choice: lists of n.  Returns the accepted nodes, and the choice after each.
+    """
+    child = children(tokens, parents)
     path, node = [], 0
     while node is not None:
         path.append(node)
@@ -365,10 +369,8 @@ SCORES_ALONE = {getattr(generation, name, None) for name in SCORES_ALONE}
 class Rule:
     """How the target chooses a token: logits processors, then the argmax or a sample.
 
-    processors: transformers' own, applied in order.  Those that look at the text get all texts of
-    one length as a batch, so they must treat each text alike and keep no state (runtime/
-    generation.py serves all others).  seed: None is greedy decoding; with a number tokens are
-    sampled, and the same seed gives the same tokens.  See also sampling().
+    processors: transformers' own or yours, applied in order.  seed: None is greedy decoding; with
+    a number tokens are sampled, and the same seed gives the same tokens.  See also sampling().
     """
     def __init__(self, processors=(), seed=None):
         self.processors, self.seed = list(processors), seed
@@ -389,39 +391,58 @@ class Rule:
                 logits = processor(None, logits)
         return logits.softmax(-1).nan_to_num(0.0)
 
-    def scores(self, tree, logits, text):
-        """The target's logits (n, V) after the processors, each node's with its own text."""
-        if not self.processors:
-            return logits
-        scores = logits.float()
-        if len(self.scores_only) == len(self.processors):
-            for processor in self.processors:
-                scores = processor(None, scores)
-            return scores
-        # Nodes of one depth have texts of one length, which a processor takes as a batch.
-        processed = torch.empty_like(scores)
-        for nodes, texts in texts_by_depth(tree, text.to(logits.device)):
-            of_depth = scores[nodes]                                                   # (k, V)
-            for processor in self.processors:
-                of_depth = processor(texts, of_depth)
-            processed[nodes] = of_depth
-        return processed
-
-    def distribution(self, tree, logits, text):
-        """The distributions p_target (n, V) that tokens are sampled from."""
-        return self.scores(tree, logits, text).float().softmax(-1)
-
     def choose(self, tree, logits, text):
         """The target's logits (n, V) at the tree's nodes -> the token after each node (n,).
 
-        text (1, t + 1): the ids of the sequence, which ends with the root.
+        text (1, t + 1): the ids of the sequence, which ends with the root.  Where a processor looks
+        at the text, nodes that are not accepted get -1.
+        """
+        if len(self.scores_only) < len(self.processors):
+            return self.choose_by_text(tree, logits, text)
+        scores = self.process(None, logits)
+        return self.choose_by_scores(tree, scores, text.shape[1])
+
+    def process(self, text, logits):
+        """The target's logits (k, V) after the processors; text: as in choose, or None."""
+        scores = logits.float() if self.processors else logits
+        for processor in self.processors:
+            scores = processor(text, scores)
+        return scores
+
+    def choose_by_text(self, tree, logits, text):
+        """Choose by processors that look at the text, and may remember what they saw.
+
+        They are called as plain decoding calls them: for one text, once for each new token, in
+        order.  So this walks down the accepted path, with a device-to-host sync at each node.
+        """
+        child = children(tree.tokens.tolist(), tree.parents.tolist())
+        choice = torch.full_like(tree.tokens, -1)
+        text = text.to(logits.device)
+        node = 0
+        while node is not None:
+            # The node alone, or the next one as well if it was sampled as its draft.
+            tokens, p_draft = tree.tokens[node:node + 1], None
+            if tree.p_draft is not None:
+                tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
+            parents = torch.arange(len(tokens), device=tokens.device) - 1
+            chain = Tree(tokens, parents, None, p_draft)
+            scores = self.process(text, logits[node:node + 1]).expand(len(tokens), -1)
+            choice[node] = self.choose_by_scores(chain, scores, text.shape[1])[0]
+            token = choice[node].item()
+            text = F.pad(text, (0, 1), value=token)
+            node = child.get((node, token))
+        return choice
+
+    def choose_by_scores(self, tree, scores, first):
+        """Processed scores (n, V) -> the token after each node (n,), the argmax or a sample.
+
+        first: the position of the token that follows the root.
         """
         if self.seed is None:
-            return self.scores(tree, logits, text).argmax(-1)
-        p_target = self.distribution(tree, logits, text)                               # (n, V)
-        first = text.shape[1]                    # the position of the token that follows the root
+            return scores.argmax(-1)
+        p_target = self.distribution(tree, scores)                                     # (n, V)
         if tree.p_draft is not None:
-            generator = generator_for(self.seed, f"accept {first}", logits.device)
+            generator = generator_for(self.seed, f"accept {first}", scores.device)
             return accept_sampled(tree, p_target, generator)
         # All nodes of one depth share their noise, since they share a position.
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
@@ -429,24 +450,16 @@ class Rule:
         deepest = 0 if root_alone else depth.max().item()      # a device-to-host sync
         noise = []
         for d in range(deepest + 1):
-            noise.append(keyed_noise(self.seed, first + d, logits.shape[1], logits.device))
+            noise.append(keyed_noise(self.seed, first + d, scores.shape[1], scores.device))
         noise = torch.stack(noise)                                                     # (depths, V)
         return (p_target / noise[depth]).argmax(-1)
 
-def texts_by_depth(tree, text):
-    """Yield the k nodes of each depth, a list, and their texts (k, t + 1 + depth), ids that end
-    with the node.
+    def distribution(self, tree, scores):
+        """The distributions p_target (n, V) that the tokens after a tree's nodes are sampled from.
 
-    text (1, t + 1) ends with the root.  One device-to-host sync.
-    """
-    parents = tree.parents.tolist()
-    nodes, texts = [0], text
-    while nodes:
-        yield nodes, texts
-        children = [child for child, parent in enumerate(parents) if parent in nodes]
-        above = [nodes.index(parents[child]) for child in children]
-        texts = torch.cat((texts[above], tree.tokens[children, None]), 1)
-        nodes = children
+        runtime/measure.py records them.
+        """
+        return scores.float().softmax(-1)
 
 def sampling(temperature=1.0, top_k=None, top_p=None, seed=0):
     """The Rule of sampling: temperature, then the k most probable tokens, then those of mass p."""

@@ -291,61 +291,25 @@ def ordinary(callback, *given):
         return callback(*(x.clone() if isinstance(x, torch.Tensor) else x for x in given))
 
 class Rule(verify.Rule):
-    """verify.Rule by generate()'s processors.
-
-    Those that look at the scores alone are applied to all nodes at once.  All others may look at
-    the text, and remember what they saw.  So they are called as generate() calls them: for one
-    text, once for each new token, in order.  That is down the accepted path, node by node.
-    """
+    """verify.Rule by generate()'s processors, which see the padding, too, on the model's device."""
     def __init__(self, processors, seed, padding):
         """padding (1, p): what stands before a text and is hidden from the model."""
         super().__init__(processors, seed)
-        self.called, self.padding = processors, padding
-        self.without = verify.Rule((), seed)
+        self.padding = padding
 
-    def distribution(self, tree, logits, text):
-        p_target = super().distribution(tree, logits, text)
-        self.broken = p_target.isnan().any(-1)                                         # (n,)
-        return p_target
+    def process(self, text, logits):
+        if text is not None:
+            text = torch.cat((self.padding, text.to(self.padding.device)), 1)
+        process = super().process
+        scores = ordinary(process, text, logits.to(self.padding.device))
+        return scores.to(logits.device)
 
-    def choose(self, tree, logits, text):
-        """As verify.Rule.choose; -1 where there is nothing to sample from."""
-        logits = logits.float()
-        at_once = len(self.scores_only) == len(self.processors)
-        if not at_once or self.padding.device != logits.device:
-            return torch.tensor(self.walk(tree, logits, text), device=logits.device)
-        choice = super().choose(tree, logits, text)
-        return choice if self.seed is None else choice.masked_fill(self.broken, -1)
-
-    def walk(self, tree, logits, text):
-        """The token after each node of the accepted path, -1 after all others -> list of n."""
-        tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
-        child = {}                                             # {(parent, token): node}
-        for node, (parent, token) in enumerate(zip(parents, tokens)):
-            child.setdefault((parent, token), node)
-        choice, node = [-1] * len(tokens), 0
-        text, logits = text.to(self.padding.device), logits.to(self.padding.device)
-        while node is not None:
-            seen = torch.cat((self.padding, text), 1)
-            scores = ordinary(self.called, seen, logits[node:node + 1])                # (1, V)
-            if self.seed is not None and scores.softmax(-1).isnan().any():
-                break
-            choice[node] = self.pick(tree, node, scores, text)
-            text = F.pad(text, (0, 1), value=choice[node])
-            node = child.get((node, choice[node]))
-        return choice
-
-    def pick(self, tree, node, scores, text):
-        """The token after one node, by its scores (1, V) -> int"""
-        tokens, p_draft = tree.tokens[node:node + 1], None
-        if tree.p_draft is not None:
-            # The node after it in the chain, if there is one, was sampled from this distribution.
-            p_draft = tree.p_draft[node:node + 1].to(scores.device)
-            tokens = tree.tokens[node:node + 2]
-        tokens = tokens.to(scores.device)
-        parents = torch.arange(len(tokens), device=scores.device) - 1
-        part = verify.Tree(tokens, parents, None, p_draft)
-        return self.without.choose(part, scores.expand(len(tokens), -1), text)[0].item()
+    def choose_by_scores(self, tree, scores, first):
+        """As verify.Rule's; -1 where there is nothing to sample from."""
+        choice = super().choose_by_scores(tree, scores, first)
+        if self.seed is None:
+            return choice
+        return choice.masked_fill(scores.softmax(-1).isnan().any(-1), -1)
 
 class Stops:
     """generate()'s stopping criteria, as one.  They see every token, on the model's device."""

@@ -115,8 +115,8 @@ class Overlap(verify.Rule):
         super().__init__(processors, seed)
         self.overlaps = []
 
-    def distribution(self, tree, logits, text):
-        p_target = super().distribution(tree, logits, text)                            # (n, V)
+    def distribution(self, tree, scores):
+        p_target = super().distribution(tree, scores)                                  # (n, V)
         overlap = None
         if tree.p_draft is not None:
             # After the last node nothing was drafted.

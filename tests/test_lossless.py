@@ -331,7 +331,7 @@ def run(case):
     if sampling:
         # (An oracle of its own for the processors is in test_generate.py.)
         root = verify.root_only(None, torch.tensor([0]))
-        p_target = rule.distribution(root, score, None).double()
+        p_target = rule.distribution(root, rule.process(None, score)).double()
         possible = p_target[range(len(tokens)), tokens] > 0
         assert possible.all(), "a token that the target cannot sample"
         noise = []

@@ -198,24 +198,36 @@ def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
 # ---------------------------------------------------------------- processors that look at the text
 class Counts(generation.LogitsProcessor):
     """A user's own: a token is the less probable, the more often the text has it."""
+    def __init__(self):
+        self.seen = []
+
     def __call__(self, ids, scores):
+        self.seen.append(ids.tolist())
         counts = torch.zeros_like(scores)
         counts.scatter_add_(1, ids, torch.ones_like(ids, dtype=scores.dtype))
         return scores - counts * torch.arange(scores.shape[1])
 
-def test_each_node_is_processed_with_its_own_text():
-    tokens, parents = random_tree(18, 3)
+def test_processors_see_the_accepted_path_token_by_token():
+    """One of them is called once for each new token, with the text before it, and remembers it."""
+    tokens, parents = random_tree(18, 11)
     tree = verify.Tree(tokens, torch.tensor(parents), torch.full((18,), -1))
-    text = torch.tensor([[1, 1, 5, tokens[0]]])
-    logits = torch.randn(18, VOCAB)
-    rule = verify.Rule([Counts(), generation.RepetitionPenaltyLogitsProcessor(1.3)])
-    found = rule.scores(tree, logits, text)
-    for node in range(18):
-        own = torch.cat((text[:, :-1], tokens[path_to(node, parents)][None]), 1)
-        expected = logits[node:node + 1]
-        for processor in rule.processors:
-            expected = processor(own, expected)
-        torch.testing.assert_close(found[node:node + 1], expected)
+    text, longest = torch.tensor([[1, 1, 5, tokens[0]]]), 0
+    for seed in range(40):
+        logits = torch.randn(18, VOCAB, generator=verify.generator_for(seed, "logits"))
+        logits[parents[1:], tokens[1:]] += 9                   # so that children are chosen
+        counts, penalty = Counts(), generation.RepetitionPenaltyLogitsProcessor(1.3)
+        rule = verify.Rule([counts, penalty])
+        choice = rule.choose(tree, logits, text)
+        path, new = verify.accept(tokens.tolist(), parents, choice.tolist())
+        texts = []
+        for i, (node, token) in enumerate(zip(path, new)):
+            own = torch.cat((text[:, :-1], tokens[path_to(node, parents)][None]), 1)
+            texts.append(own.tolist())
+            assert own[0, 4:].tolist() == new[:i]
+            assert token == penalty(own, Counts()(own, logits[node:node + 1])).argmax()
+        assert counts.seen == texts
+        longest = max(longest, len(path))
+    assert longest > 2, "no path of several nodes"
 
 # ---------------------------------------------------------------- sampling
 def test_the_nodes_of_a_depth_share_their_noise():
@@ -227,7 +239,7 @@ def test_the_nodes_of_a_depth_share_their_noise():
     depths = verify.ancestor_mask(wide.parents).sum(1) - 1
     assert depths.max() == 5
     text = torch.zeros(1, 100, dtype=torch.long)
-    p_target = rule.distribution(wide, logits, text)
+    p_target = rule.distribution(wide, rule.process(None, logits))
     expected = []
     for p, d in zip(p_target, depths.tolist()):
         expected.append((p / verify.keyed_noise(3, 100 + d, 30, p.device)).argmax().item())
