@@ -12,15 +12,15 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and `fit`, below, sums loss_of over the positions of the loss mask.  A batch has the attributes
+and `fit`, below, sums loss_of over the positions of both masks.  A batch has the attributes
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's prediction after each token, of a short list of words
-                                 alone where the drafters have one; None if nobody reads it
+    logits      (B, T, V)        the target's logits after each token; of a list of words alone
+                                 where the drafters have one; None if no drafter learns them
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
@@ -38,7 +38,6 @@ import re
 import sys
 import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -52,20 +51,19 @@ from tqdm import tqdm
 from runtime import load
 from runtime.calls import read_call
 from runtime.errors import UserError
-from runtime.program import Parser, write_atomically
+from runtime.program import Parser, first_line, write_atomically
 from runtime.targets import context_of
 from training import models
 from training.documents import is_prepared, prepare, read, report_of
 from training.evaluate import Walks
 from training.muon import optimizers
-from training.state import claim_folders, damaged, interruptible, status_of
+from training.state import claim_folders, interruptible, program
 
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
 HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
 HELD_OUT_BLOCK = 5              # EDD's block length there; in training it is random
-LOWER = "give a lower --lr, and go on with --resume"
 FREE = "lr every micro device out work resume overwrite".split()       # a resumed run may change
 
 # ---------------------------------------------------------------- the flags
@@ -179,6 +177,14 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # of each step
     return np.split(shuffled, first_piece[1:])[:-1]
 
+def pieces_of_steps(pieces, step_tokens, seed, step):
+    """Yield the pieces of step `step`, of the next one, and so on, epoch after epoch."""
+    in_epoch = steps_in_epoch(pieces, step_tokens)
+    while True:
+        epoch, done = divmod(step, in_epoch)
+        yield from pieces_of_epoch(pieces, step_tokens, seed, epoch)[done:]
+        step = (epoch + 1) * in_epoch
+
 def parts_of(pieces, most):
     """Sort pieces by size and split them into parts of at most `most` tokens with padding.
 
@@ -208,87 +214,65 @@ def labels_in(tokens, pieces):
     return sum(int((tokens[start + 1:start + size] >= 0).sum()) for start, size, _ in pieces)
 
 # ---------------------------------------------------------------- the frozen target
-class SomeLayersCache(transformers.DynamicCache):
-    """A cache that keeps the keys and values of some layers: kv {layer: (K, V)}."""
-
-    def __init__(self, layers):
-        super().__init__()
-        self.layers_kept, self.kv = layers, {}
-
-    def update(self, k, v, layer_idx, *args, **kwargs):
-        if layer_idx in self.layers_kept:
-            self.kv[layer_idx] = k, v
-        return k, v
-
 class FrozenTarget:
     """What the drafters of a run read of the target: one forward pass for all of them."""
 
     def __init__(self, target, drafters, decoders):
         """drafters: {name: module}.  decoders: {name: what decodes with it}, with their `needs`."""
         self.target, self.device = target, target.device
-        c = target.config.get_text_config()
-        self.positions = max(1, LOGITS // c.vocab_size)  # whose logits are in memory at a time
+        vocab = target.config.get_text_config().vocab_size
+        self.positions = max(1, LOGITS // vocab)         # whose logits are in memory at a time
         self.kv, self.hidden = set(), set()              # layers, and indices of hidden_states
         for decoder in decoders.values():
             self.kv.update(decoder.needs.get("kv", ()))
             self.hidden.update(decoder.needs.get("hidden", ()))
-        # The target's logits: all of them, those of a short list of words, or none
-        learners = [module for module in drafters.values() if models.learns_logits(module)]
-        lists = {models.words_of(module) for module in learners}
-        if len(lists) > 1:
+        # Of which words the drafters learn the target's logits: a list, or slice(None) for all
+        lists = [models.words_of(module) for module in drafters.values()
+                 if models.learns_logits(module)]
+        if any(words != lists[0] for words in lists):
             raise UserError("drafters that are trained together must have the same `words`: train "
                             "the others in a run of their own")
-        self.reads_logits, self.head, self.last = bool(learners), None, c.num_hidden_layers
-        if lists - {None}:
-            self.head = learners[0].between.tables.head
-            self.hidden.add(self.last)
+        self.words = lists[0] if lists else None         # None: no drafter learns from logits
 
     @torch.no_grad()
-    def forward(self, ids, logits=False):
+    def forward(self, ids):
         """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None."""
-        wanted = logits and self.reads_logits
-        cache = SomeLayersCache(self.kv)
-        # No autocast: the target computes in its own dtype.
-        with torch.autocast(self.device.type, enabled=False):
-            out = self.target(
-                input_ids=ids.to(self.device), past_key_values=cache, use_cache=True,
-                output_hidden_states=bool(self.hidden),
-                logits_to_keep=0 if wanted and self.head is None else 1)
-            hidden = {index: out.hidden_states[index] for index in self.hidden}
-            found = out.logits if wanted else None
-            if wanted and self.head is not None:
-                found = self.head(hidden[self.last])                   # (B, T, words)
-        return cache.kv, hidden, found
+        cache = transformers.DynamicCache() if self.kv else None
+        out = self.target(
+            input_ids=ids.to(self.device), past_key_values=cache, use_cache=bool(self.kv),
+            output_hidden_states=bool(self.hidden), logits_to_keep=1 if self.words is None else 0)
+        kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in self.kv}
+        hidden = {index: out.hidden_states[index] for index in self.hidden}
+        logits = None if self.words is None else out.logits[..., self.words]
+        return kv, hidden, logits
 
     def batch(self, tokens, pieces):
         """The batch of some pieces, as the top of this file has it."""
         ids, loss_mask = gather(tokens, pieces)
         ids, loss_mask = ids.to(self.device), loss_mask.to(self.device)
-        kv, hidden, logits = self.forward(ids, logits=True)
+        kv, hidden, logits = self.forward(ids)
         return SimpleNamespace(ids=ids, loss_mask=loss_mask, kv=kv, hidden=hidden, logits=logits)
 
 # ---------------------------------------------------------------- losses
-def loss_of(module, batch, block, size):
+def masked_loss(module, batch, block, size):
     """A drafter's loss, summed over the loss mask of a batch -> ().
 
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
     So they are computed for `size` positions at a time, and once more for the gradient.
     """
-    def loss_of_chunk(labels, x, chosen):
-        return module.loss_of(x, labels[chosen])
+    def loss_at(x, labels, positions):
+        return module.loss_of(x, labels[positions])
 
     total = 0.0
     for x, labels, mask in module.terms(batch, block):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
-        chosen = loss_mask.flatten().nonzero()[:, 0]                   # (n,)
-        x, labels = x.flatten(0, 1)[chosen], labels.flatten(0, 1)      # (n, ...), (B T, ...)
-        chunks = list(zip(x.split(size), chosen.split(size)))
-        for x_chunk, chosen_chunk in chunks:
-            if len(chunks) == 1:
-                total = total + loss_of_chunk(labels, x_chunk, chosen_chunk)
-            else:
-                total = total + checkpoint(partial(loss_of_chunk, labels), x_chunk, chosen_chunk,
-                                           use_reentrant=False, preserve_rng_state=False)
+        positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
+        x, labels = x.flatten(0, 1)[positions], labels.flatten(0, 1)   # (n, ...), (B T, ...)
+        if len(x) <= size:
+            total = total + loss_at(x, labels, positions)
+            continue
+        for x_chunk, chunk in zip(x.split(size), positions.split(size)):
+            total = total + checkpoint(loss_at, x_chunk, labels, chunk, use_reentrant=False)
     return total
 
 def block_of_step(module, seed, step):
@@ -314,7 +298,7 @@ def evaluate(drafters, frozen, walks, data, a):
         for part in parts_of(chosen, a.micro):
             batch = frozen.batch(data.held_tokens, part)
             for name, module in drafters.items():
-                loss = loss_of(module, batch, HELD_OUT_BLOCK, frozen.positions)
+                loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.positions)
                 losses[name] += loss.item() / count
         for name, loss in losses.items():
             metrics[name]["held_out_loss"] += loss / len(kinds)
@@ -335,52 +319,39 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
     lr: the peak learning rate.  a: the flags.
     """
     rank, world = rank_and_world()
-    on_cuda = frozen.device.type == "cuda"
-    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and on_cuda
-    pieces = pieces_of(data.documents, a.length)
+    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
+    autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     step_tokens = a.batch * a.length
-    in_epoch, epoch = steps_in_epoch(pieces, step_tokens), None
     start = resume(drafters, optimizer_list, a) if a.resume else 0
-    recent, began = {name: [] for name in drafters}, time.perf_counter()
+    text = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
+    recent = {name: [] for name in drafters}             # losses since the last evaluation
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:
             # Evaluate, and log
             if step == steps or step % a.every == 0:
-                seconds = time.perf_counter() - began
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:
-                    log_metrics(a, step, step * step_tokens, seconds, recent, metrics)
-                if not all(math.isfinite(values["held_out_loss"]) for values in metrics.values()):
-                    raise UserError(f"step {step}: a held-out loss is not finite: {LOWER}")
-                recent, began = {name: [] for name in drafters}, time.perf_counter()
+                    log_metrics(a, step, step * step_tokens, recent, metrics)
+                recent = {name: [] for name in drafters}
             if step == steps:
                 break
 
-            # The pieces of this step, which (seed, step) alone decides
-            if step // in_epoch != epoch:
-                epoch = step // in_epoch
-                pieces_of_steps = pieces_of_epoch(pieces, step_tokens, a.seed, epoch)
-            of_step = pieces_of_steps[step % in_epoch]
-            count = max(1, labels_in(data.tokens, of_step))
-            blocks = {name: block_of_step(module, a.seed, step)
-                      for name, module in drafters.items()}
-
             # Forward of the frozen target, losses, backward.  The gradient is that of the mean over
             # all labels of the step, whichever process reads them.
+            pieces = next(text)
+            count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(drafters, 0.0)
-            for part in parts_of(of_step, a.micro * world):
+            for part in parts_of(pieces, a.micro * world):
                 part = part[rank::world]
                 if not len(part):                        # fewer pieces than processes
                     continue
                 batch = frozen.batch(data.tokens, part)
-                of_part = {}
-                with torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16):
-                    for name, module in drafters.items():
-                        loss = loss_of(module, batch, blocks[name], frozen.positions)
-                        of_part[name] = loss / count
-                sum(of_part.values()).backward()
-                for name, loss in of_part.items():
+                for name, module in drafters.items():
+                    block = block_of_step(module, a.seed, step)
+                    with autocast:
+                        loss = masked_loss(module, batch, block, frozen.positions) / count
+                    loss.backward()
                     losses[name] += loss.detach()
             sum_gradients(drafters)
             *values, interrupted = summed([*losses.values(), len(signals)], frozen.device)
@@ -399,11 +370,9 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
                     group["lr"] = lr * cosine(step, steps)
                 optimizer.step()
                 optimizer.zero_grad()
-            shown = []
             for name, loss in zip(drafters, values):
                 recent[name].append(loss)
-                shown.append(f"{name} {loss:.3f}")
-            bar.set_postfix_str(f"loss of {', '.join(shown)}", refresh=False)
+            bar.set_postfix(dict(zip(drafters, values)), refresh=False)
     if rank == 0:
         save(steps, drafters, optimizer_list, a)
     return metrics
@@ -413,21 +382,19 @@ def clip(drafters, losses, step):
     for (name, module), loss in zip(drafters.items(), losses):
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(loss + norm):
-            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: "
-                            f"{LOWER}")
+            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
+                            "a lower --lr, and go on with --resume")
 
 def log(a, row):
     """Append a row to --work/log.jsonl."""
     with open(Path(a.work) / "log.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
-def log_metrics(a, step, tokens_seen, seconds, losses, metrics):
-    """Print what was measured, and log it.  seconds, losses {name: [loss]}: since the last time."""
-    steps = len(next(iter(losses.values())))
+def log_metrics(a, step, tokens_seen, losses, metrics):
+    """Print and log the metrics of evaluate(), and the mean of the losses {name: [loss]} so far."""
     row = {"step": step, "tokens_seen": tokens_seen}
-    row["seconds_per_step"] = seconds / steps if steps else None
     for name, values in metrics.items():
-        loss = float(np.mean(losses[name])) if steps else None
+        loss = float(np.mean(losses[name])) if losses[name] else None
         row[name] = {"loss": loss, **values}
         shown = [f"{key} {value:.3f}" for key, value in values.items() if key != "by_kind"]
         tqdm.write(f"step {step} {name}: {', '.join(shown)}")
@@ -454,18 +421,21 @@ def save(step, drafters, optimizer_list, a):
 def resume(drafters, optimizer_list, a):
     """Restore what save() wrote -> the number of steps done."""
     path = Path(a.work) / "state.pt"
-    with damaged(path):
+    try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         before = state["identity"]
-        changed = [name for name, value in a.identity.items() if before.get(name) != value]
-        if changed:
-            raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
-                            f"{', '.join(FREE)} may change")
-        for name, module in drafters.items():
-            module.load_state_dict(state["drafters"][name])
-        for optimizer, saved in zip(optimizer_list, state["optimizers"]):
-            optimizer.load_state_dict(saved)
-        return state["step"]
+    except Exception as why:                             # whatever a damaged file raises
+        raise UserError(f"{path} is damaged, or was not saved by this program "
+                        f"({first_line(why)}): begin again with --overwrite") from None
+    changed = [name for name, value in a.identity.items() if before.get(name) != value]
+    if changed:
+        raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
+                        f"{', '.join(FREE)} may change")
+    for name, module in drafters.items():
+        module.load_state_dict(state["drafters"][name])
+    for optimizer, saved in zip(optimizer_list, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    return state["step"]
 
 # ---------------------------------------------------------------- several processes
 def rank_and_world():
@@ -561,7 +531,8 @@ def train(a, calls, argv):
         models.save(Path(a.out) / name, module, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
 
-def run(argv):
+@program
+def main(argv):
     a = parser().parse_args(argv)
     check(a)
     calls = calls_of(a.drafters)
@@ -571,9 +542,6 @@ def run(argv):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -33,7 +33,7 @@ from runtime.errors import UserError
 from runtime.program import Parser, write_atomically
 from training.documents import encoded, plain_ids, prompts_in
 from training.reading import Report
-from training.state import status_of
+from training.state import program
 from verify import Tree, generate
 
 LONGEST = 384             # tokens of a prompt, at most
@@ -204,13 +204,11 @@ def parser():
     c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
     return p
 
-def run(argv):
+@program
+def main(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python training/bigram.py", *argv])
     {"count": count, "agreement": agreement}[a.made](a)
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

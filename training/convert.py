@@ -30,7 +30,7 @@ from beyond import eagle, medusa
 from runtime import families, load
 from runtime.errors import UserError
 from runtime.program import Parser, folder_atomically
-from training.state import status_of
+from training.state import program
 
 PREFIXES = ("small_model.", "medusa_head.")
 # Names of GLIDE's weights; several published matrices are stacked in one of ours.
@@ -149,7 +149,8 @@ def layout_of(weights, source):
                     f"cross_attn, MEDUSA-1 0.0.linear.weight; this has {next(iter(weights))}")
 
 # ---------------------------------------------------------------- command line
-def run(argv):
+@program
+def main(argv):
     p = Parser(description="Convert a published drafter.")
     p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
@@ -186,9 +187,6 @@ def run(argv):
         save_file(renamed, part / "model.safetensors", {"format": "pt"})
         (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

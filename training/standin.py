@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.program import Parser, write_atomically
-from training.state import status_of
+from training.state import program
 from training.batched import write
 from runtime.errors import UserError
 
@@ -75,7 +75,8 @@ def prompts_of(texts, kinds, rng):
     return [(kind, prompt) for prompt, kind in found.items()]
 
 # ---------------------------------------------------------------- command line
-def run(argv):
+@program
+def main(argv):
     p = Parser(description="Let the stand-in write text of its three kinds.")
     p.add_argument("--out", required=True, help="file to write, JSON lines")
     p.add_argument("--texts", type=int, default=30000, help="texts that the model begins")
@@ -124,9 +125,6 @@ def run(argv):
     write_atomically(out, write_rows)
     counts = ", ".join(f"{kind} {count}" for kind, count in tokens.items())
     print(f"saved {out}: {len(prompts)} texts; tokens of answers: {counts}")
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

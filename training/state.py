@@ -1,14 +1,14 @@
 """How the programs of training/ begin and end: what is replaced, interrupted, and said of mistakes.
 
-    status_of(run, argv)               the exit status of a program
+    @program
+    def main(argv): ...                main(argv) returns an exit status
     with claim_folders(a, names):      a used --out or --work needs --resume or --overwrite
     with locked(folder):               one run at a time
-    with damaged(path):                what goes wrong while a file is read is a sentence
-    with interruptible():              Ctrl-C and SIGTERM let the current step end
+    with interruptible() as signals:   Ctrl-C and SIGTERM let the current step end
 """
 import contextlib
 import fcntl
-import json
+import functools
 import os
 import signal
 import sys
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from runtime.program import first_line
 from runtime.errors import UserError
 
 # What is said in a sentence: mistakes of the user, of the disk, of a file's content
@@ -28,31 +27,26 @@ def is_first():
     """Whether this is the first process of a run, or the only one."""
     return int(os.environ.get("RANK", 0)) == 0
 
-def status_of(run, argv):
-    """Run a program -> exit status: 0; 2 after one sentence about a mistake; 130 after Ctrl-C."""
-    program = Path(run.__code__.co_filename).name
-    try:
-        run(argv)
-    except SENTENCES as why:
-        # All processes of a run raise the same UserError: the first one prints it.
-        if is_first() or not isinstance(why, UserError):
-            print(f"{program}: {why}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+def program(run):
+    """Make of run(argv) a main(argv) -> exit status.
 
-@contextlib.contextmanager
-def damaged(path):
-    """Whatever goes wrong while a saved file is read becomes a UserError."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as why:
-        raise UserError(f"{path} is damaged, or was not saved by this program "
-                        f"({first_line(why)}): begin again with --overwrite") from None
+    It is 0; 2 after one sentence about a mistake; 130 after Ctrl-C.
+    """
+    @functools.wraps(run)
+    def main(argv):
+        name = Path(run.__code__.co_filename).name
+        try:
+            run(argv)
+        except SENTENCES as why:
+            # All processes of a run raise the same UserError: the first one prints it.
+            if is_first() or not isinstance(why, UserError):
+                print(f"{name}: {why}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted", file=sys.stderr)
+            return 130
+        return 0
+    return main
 
 # ---------------------------------------------------------------- folders
 def lock(file, name):
@@ -78,42 +72,28 @@ def locked(folder):
             with contextlib.suppress(OSError):           # it is not empty
                 path.rmdir()
 
-def is_log(path):
-    """Whether train.py has written this file: its first row names the command."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            return "command" in json.loads(file.readline())
-    except (OSError, ValueError, TypeError):
-        return False
-
 @contextlib.contextmanager
 def claim_folders(a, names):
-    """Refuse to replace anything unasked, make --work and keep other runs out of it and of --out.
+    """Lock --work and the folders of --out, and refuse to replace what is there unasked.
 
-    a: the flags of train.py.  names: of the folders in --out.  Without --resume, an older run is
-    removed from --work.
+    a: the flags of train.py.  names: of the folders in --out.
     """
     if not is_first():
         yield                                            # the first process claims them for all
         return
-    work = Path(a.work)
-    state, log = work / "state.pt", work / "log.jsonl"
+    state = Path(a.work) / "state.pt"
     outs = [Path(a.out) / name for name in names]
     if a.resume and not state.exists():
-        raise UserError(f"--resume: there is no interrupted run in {work}")
-    used = [state, *[out for out in outs if out.is_dir() and any(out.iterdir())]]
-    for path in used if not a.resume else ():
-        if path.exists() and not a.overwrite:
+        raise UserError(f"--resume: there is no interrupted run in {a.work}")
+    for path in () if a.resume or a.overwrite else (state, *outs):
+        if path.is_file() or path.is_dir() and any(path.iterdir()):
             raise UserError(f"{path} is there already: go on with an interrupted run by --resume, "
                             "name another --work or --out, or --overwrite")
-    if log.exists() and not is_log(log):
-        raise UserError(f"{log} is not a log of train.py: name another --work")
     with contextlib.ExitStack() as locks:
-        for folder in (work, *outs):
+        for folder in (a.work, *outs):
             locks.enter_context(locked(folder))
         if not a.resume:
-            for path in (state, log):
-                path.unlink(missing_ok=True)
+            state.unlink(missing_ok=True)
         yield
 
 # ---------------------------------------------------------------- signals
@@ -122,7 +102,7 @@ def interruptible():
     """While this is open, Ctrl-C and SIGTERM are only noted, in the list that it yields.
 
     A second signal ends the process at once.  Under torchrun it does not: torchrun sends its own
-    SIGTERM to each process after a Ctrl-C, which all processes have received already.
+    signal to each process after a Ctrl-C, which all processes have received already.
     """
     signals = []
 
@@ -131,11 +111,10 @@ def interruptible():
             sys.exit(130)
         signals.append(number)
 
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, note)
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = [signal.signal(number, note) for number in numbers]
     try:
         yield signals
     finally:
-        for number, handler in handlers.items():
+        for number, handler in zip(numbers, handlers):
             signal.signal(number, handler)

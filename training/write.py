@@ -26,7 +26,7 @@ from runtime.program import Parser
 from runtime.targets import context_of
 from training.batched import write
 from training.documents import prompts_in
-from training.state import lock, status_of
+from training.state import lock, program
 
 # ---------------------------------------------------------------- command line
 def target_digest(target, tokenizer):
@@ -76,7 +76,8 @@ def parser():
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     return p
 
-def run(argv):
+@program
+def main(argv):
     a = parser().parse_args(argv)
     if min(a.batch, a.length) < 1 or a.temperature < 0:
         raise UserError("--batch and --length must be above 0, --temperature 0 or above")
@@ -108,9 +109,6 @@ def run(argv):
             file.write(json.dumps(row) + "\n")
             file.flush()
     print(f"saved {out}")
-
-def main(argv):
-    return status_of(run, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
