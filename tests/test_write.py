@@ -41,7 +41,7 @@ def test_sampled_texts_have_the_models_distribution(name):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     model, n, prompt = shared(name), 3000, [1, 2, 3]
     torch.manual_seed(0)
-    texts = write_texts(model, [prompt] * n, [4] * n, 500, [1.7] * n)
+    texts = write_texts(model, [prompt] * n, [4] * n, 500, 1.7)
     first = torch.tensor([ids[3] for _, ids in texts])
     p = (model(torch.tensor([prompt])).logits[0, -1] / 1.7).softmax(-1)
     expected, seen = n * p, torch.bincount(first, minlength=12)

@@ -21,10 +21,10 @@ import torch
 from tqdm import tqdm
 
 from runtime import load
-from runtime.program import Parser, write_atomically
-from training.state import program
-from training.batched import write
 from runtime.errors import UserError
+from runtime.program import Parser, write_atomically
+from training.batched import write
+from training.state import program
 
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()
@@ -34,22 +34,22 @@ AGAIN = (
     "Tell it again with {new} instead of {old}.",
     "Write the story again with {new} instead of {old}.",
 )
-TEMPERATURES = (0.0, 1.0)             # of the answers, in turn
 
 # ---------------------------------------------------------------- prompts
+# Each makes a prompt of a text that the model began, or None where the text does not serve.
 def story_beginning(story, rng):
-    """The first words of a story, some 15 to 60 of them, or None where it is too short."""
+    """The first 15 to 60 words of a story."""
     words = re.findall(r"\S+\s*", story)
     size = rng.randint(15, 60)
     return "".join(words[:size]).rstrip() if len(words) > size else None
 
-def word_problem(question):
-    """A word problem up to its answer, or None where it has none."""
+def word_problem(question, rng):
+    """A word problem up to its answer."""
     problem, found, _ = question.partition("\nAnswer:")
     return problem + found if found else None
 
 def retelling(story, rng):
-    """A short story, and the request to tell it again with another child; None without a child."""
+    """A short story, and the request to tell it again with another child."""
     sentences = re.findall(r"[^.!?]*[.!?]+\"?\s*", story)
     short = "".join(sentences[:rng.randint(4, 8)]).strip()
     children = [name for name in GIRLS + BOYS if re.search(rf"\b{name}\b", short)]
@@ -60,19 +60,12 @@ def retelling(story, rng):
     request = rng.choice(AGAIN).format(new=new, old=old)
     return f"{short}\n\n{request}\n\n"
 
-def prompts_of(texts, kinds, rng):
-    """Texts that the model began, and what to make of each -> [(kind, prompt)], each once."""
-    found = {}
-    for begun, kind in zip(texts, kinds):
-        if kind == "story":
-            prompt = story_beginning(begun, rng)
-        elif kind == "math":
-            prompt = word_problem(begun)
-        else:
-            prompt = retelling(begun, rng)
-        if prompt:
-            found.setdefault(prompt, kind)
-    return [(kind, prompt) for prompt, kind in found.items()]
+# {kind: (what the model begins with, "" for its end of text; length; what makes a prompt of it)}
+KINDS = {
+    "story": ("", 100, story_beginning),
+    "math": ("Question:", 180, word_problem),
+    "retell": ("", 200, retelling),
+}
 
 # ---------------------------------------------------------------- command line
 @program
@@ -85,46 +78,41 @@ def main(argv):
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
-    if min(a.texts, a.batch) < 1 or not 256 <= a.length <= 512:
-        raise UserError("--texts and --batch must be above 0, --length from 256 to 512")
+    if a.texts < 3 or a.batch < 1 or not 256 <= a.length <= 512:
+        raise UserError("--texts must be above 2, --batch above 0, --length from 256 to 512")
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
     torch.manual_seed(a.seed)
     rng = random.Random(a.seed)
 
     # Begin
-    end = tokenizer.eos_token_id
-    kinds = [("story", "math", "retell")[i % 3] for i in range(a.texts)]
-    first = {"story": [end], "math": tokenizer("Question:")["input_ids"], "retell": [end]}
-    lengths = {"story": 100, "math": 180, "retell": 200}
-    begun = write(target, [first[kind] for kind in kinds], [lengths[kind] for kind in kinds],
-                  a.batch, [1.0] * a.texts)
-    texts = [""] * a.texts
-    for number, ids in tqdm(begun, total=a.texts, unit="text", desc="begin", disable=None):
-        texts[number] = tokenizer.decode(ids, skip_special_tokens=True)
-    prompts = prompts_of(texts, kinds, rng)
+    count = a.texts // len(KINDS)
+    prompts = {}                                         # {prompt: kind}: each prompt once
+    for kind, (opening, length, prompt_of) in KINDS.items():
+        first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
+        begun = write(target, [first] * count, [length] * count, a.batch, temperature=1.0)
+        for _, ids in tqdm(begun, total=count, unit="text", desc=f"begin {kind}", disable=None):
+            prompt = prompt_of(tokenizer.decode(ids, skip_special_tokens=True), rng)
+            if prompt:
+                prompts.setdefault(prompt, kind)
 
     # Answer
-    given = [tokenizer(prompt)["input_ids"] for _, prompt in prompts]
-    temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
-    answered = write(target, given, [a.length] * len(prompts), a.batch, temperatures)
-    bar = tqdm(answered, total=len(prompts), unit="text", desc="answer", disable=None)
-    tokens = dict.fromkeys(first, 0)                     # of the answers, by kind
-
-    def write_rows(part):
-        with open(part, "w") as file:
-            for number, ids in bar:
-                kind, _ = prompts[number]
-                prompt, answer = ids[:len(given[number])], ids[len(given[number]):]
-                row = {"source": kind, "temperature": temperatures[number],
-                       "prompt": prompt, "answer": answer}
-                file.write(json.dumps(row) + "\n")
-                tokens[kind] += len(answer)
-
-    out = Path(a.out)
-    write_atomically(out, write_rows)
-    counts = ", ".join(f"{kind} {count}" for kind, count in tokens.items())
-    print(f"saved {out}: {len(prompts)} texts; tokens of answers: {counts}")
+    prompts = list(prompts.items())
+    rng.shuffle(prompts)
+    rows = []
+    for temperature, half in ((0.0, prompts[::2]), (1.0, prompts[1::2])):
+        given = [tokenizer(prompt)["input_ids"] for prompt, _ in half]
+        answered = write(target, given, [a.length] * len(given), a.batch, temperature)
+        for number, ids in tqdm(answered, total=len(given), unit="text", desc="answer",
+                                disable=None):
+            _, kind = half[number]
+            size = len(given[number])
+            rows.append({"source": kind, "temperature": temperature,
+                         "prompt": ids[:size], "answer": ids[size:]})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(Path(a.out), lambda part: part.write_text(lines))
+    answers = sum(len(row["answer"]) for row in rows)
+    print(f"saved {a.out}: {len(rows)} texts; tokens of answers: {answers}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -29,28 +29,23 @@ from training.documents import prompts_in
 from training.state import lock, program
 
 # ---------------------------------------------------------------- command line
-def target_digest(target, tokenizer):
-    """8 hex digits by which a resumed run knows its target."""
-    about = json.dumps(load.fingerprint(target, tokenizer), sort_keys=True)
-    return hashlib.sha256(about.encode()).hexdigest()[:8]
-
 def written(path, settings):
     """The prompts that a file holds -> set of tuples.  A last row that was cut off is removed.
 
-    settings: {field: value} that all of its rows must have.
+    settings: {field: value} that all of its rows must have.  UserError where they do not.
     """
     data = path.read_bytes() if path.exists() else b""
     whole = data[:data.rfind(b"\n") + 1]
     try:
         rows = [json.loads(line) for line in whole.splitlines()]
         found = {tuple(row["prompt"]) for row in rows}
-        others = {name for row in rows for name, value in settings.items()
-                  if row.get(name, value) != value}
+        others = [name for name, value in settings.items()
+                  if any(row.get(name, value) != value for row in rows)]
     except (ValueError, LookupError, TypeError):
         raise UserError(f"--resume: {path} holds something else than write.py writes: name "
                         "another --out") from None
     if others:
-        raise UserError(f"--resume: {path} was written with another {' and '.join(sorted(others))}:"
+        raise UserError(f"--resume: {path} was written with another {' and '.join(others)}:"
                         " name another --out")
     if len(whole) < len(data):
         os.truncate(path, len(whole))
@@ -91,16 +86,17 @@ def main(argv):
     if a.length > capacity:
         raise UserError(f"--length {a.length} is more than the target's context of {capacity}")
     prompts = prompts_in(a.data, tokenizer, a.template, a.length * 3 // 4)
-    if a.overwrite and not a.resume:
+    about = json.dumps(load.fingerprint(target, tokenizer), sort_keys=True)
+    digest = hashlib.sha256(about.encode()).hexdigest()[:8]
+    settings = {"temperature": a.temperature, "target": digest}
+    if not a.resume:
         out.unlink(missing_ok=True)
-    settings = {"temperature": a.temperature, "target": target_digest(target, tokenizer)}
     done = written(out, settings)
     prompts = [(kind, ids) for kind, ids in prompts if tuple(ids) not in done]
     out.parent.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(a.seed)
-    given = [ids for _, ids in prompts]
-    lengths = [a.length] * len(prompts)
-    texts = write(target, given, lengths, a.batch, [a.temperature] * len(prompts))
+    texts = write(target, [ids for _, ids in prompts], [a.length] * len(prompts), a.batch,
+                  a.temperature)
     with open(out, "a", encoding="utf-8") as file:
         lock(file, out)
         for number, ids in tqdm(texts, total=len(prompts), unit="text", disable=None):
