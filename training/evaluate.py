@@ -14,7 +14,8 @@ decoding.  Draft models are measured by what decodes with them, by the contract 
     temperature     T for which softmax(logits / T) predicts the target's choices best, fitted on
                     chains of up to ten tokens: trees are drafted as deep
 """
-from collections import Counter, namedtuple
+from bisect import bisect_left
+from collections import Counter
 
 import numpy as np
 import torch
@@ -30,12 +31,7 @@ DEEP = 10                                  # drafted tokens a round, of the temp
 PROMPTS = 96                               # held-out prompts
 NEW = 64                                   # tokens that the target adds to each
 FITTED = 2 ** 11                           # tokens whose logits are kept, to fit a temperature
-LOGITS = 2 ** 25                           # so many of them are divided by a temperature at a time
 GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ... 4
-# Of one text, lists.  Of each round how many drafted tokens were tested, and how many accepted, and
-# the latter again of the rounds that ended within the text.  Of each tested token of deep chains
-# the drafter's logits (V,) and the target's choice
-Walk = namedtuple("Walk", "tested right accepted logits choice")
 
 # ---------------------------------------------------------------- a drafter along a text
 def raw(logits, temperature):
@@ -44,60 +40,51 @@ def raw(logits, temperature):
 
 @torch.no_grad()
 def walk(drafter, kv, hidden, text, start):
-    """Draft along a text -> Walk.
+    """Draft along a text -> Counter of rounds, and lists of logits and choices.
 
     text (T,): a prompt of `start` tokens and the target's continuation.  kv {layer: (K, V)} and
     hidden {index: (1, T, D)}: of the target's forward over the text.
+
+    The Counter has the drafted tokens of chains of five, "tested" and "right" ones; of the rounds
+    that end within the text, their number, "rounds", and their right ones, "accepted".  Logits (V,)
+    are the drafter's for each tested token of chains of ten, and a choice is the target's token.
     """
-    found = Walk([], [], [], [], [])
+    total, all_logits, choices = Counter(), [], []
     drafter.reset(raw, None)
     ids = text.tolist()
     last = len(ids) - 1                              # index of the last token that can be predicted
     committed, shown = start, 0                      # tokens; those that the drafter has been shown
     while committed < last:
         # What decoding would show it: all committed KV entries, what is new of everything else
-        kv_now = {}
-        for layer, (k, v) in kv.items():
-            kv_now[layer] = k[:, :, :committed], v[:, :, :committed]
-        hidden_new = {index: states[0, shown:committed] for index, states in hidden.items()}
+        kv_now = {layer: (k[:, :, :committed], v[:, :, :committed]) for layer, (k, v) in kv.items()}
         new = slice(shown, committed)
+        hidden_new = {index: states[0, new] for index, states in hidden.items()}
         drafter.begin(View(text[new], ids[new], committed, kv_now, hidden_new), ids[committed])
         shown = committed
         right = []                                   # of each drafted token: is it the text's?
         while all(right) and len(right) < DEEP and committed + len(right) < last:
-            depth = len(right)
-            node = text[committed + depth:committed + depth + 1]
-            logits = drafter.expand(node, [depth - 1])[0]                      # (V,)
+            node = committed + len(right)
+            logits = drafter.expand(text[node:node + 1], [len(right) - 1])[0]  # (V,)
             # One device-to-host sync for each token
             best, token = logits.max(-1)
             best, token = torch.stack((best.double(), token.double())).tolist()
             if best == float("-inf"):                # no prediction
                 break
-            choice = ids[committed + depth + 1]
+            choice = ids[node + 1]
             right.append(int(token) == choice)
-            found.logits.append(logits)
-            found.choice.append(choice)
+            all_logits.append(logits)
+            choices.append(choice)
         # The round itself is a chain of five.
         chain = right[:CHAIN]
         accepted = sum(chain)
-        expanded = min(len(right), CHAIN)
-        drafter.keep(list(range(min(accepted + 1, expanded))))
+        drafter.keep(list(range(min(accepted + 1, len(chain)))))
         committed += accepted + 1
-        found.tested.append(len(chain))
-        found.right.append(accepted)
+        total.update(tested=len(chain), right=accepted)
         if committed <= last:                        # the text did not end within the round
-            found.accepted.append(accepted)
-    return found
+            total.update(rounds=1, accepted=accepted)
+    return total, all_logits, choices
 
 # ---------------------------------------------------------------- its temperature
-def cross_entropy(logits, choice, temperature):
-    """Of softmax(logits / temperature) at the choices, summed.  logits (n, V), choice (n,)"""
-    chunk = max(1, LOGITS // logits.shape[1])
-    total = 0.0
-    for part, labels in zip(logits.split(chunk), choice.split(chunk)):
-        total += F.cross_entropy(part / temperature, labels, reduction="sum").item()
-    return total
-
 def fit_temperature(logits, choices):
     """Temperature scaling (Guo et al. 2017): the T of GRID that predicts the choices best.
 
@@ -109,17 +96,13 @@ def fit_temperature(logits, choices):
         return 1.0
     choice = torch.tensor([choices[i] for i in known], device=logits[0].device)        # (n,)
     logits = torch.stack([logits[i] for i in known]).float()                           # (n, V)
-    # The cross entropy is convex in 1 / T: along the grid it falls to its minimum, then it rises.
-    low, high = 0, len(GRID) - 1
-    while low < high:
-        middle = (low + high) // 2
-        here = cross_entropy(logits, choice, GRID[middle])
-        after = cross_entropy(logits, choice, GRID[middle + 1])
-        if after < here:
-            low = middle + 1
-        else:
-            high = middle
-    return GRID[low]
+
+    def loss(i):
+        return F.cross_entropy(logits / GRID[i], choice).item()
+
+    # It is convex in 1 / T: along the grid it falls to its minimum, and from there on it rises.
+    steps = range(len(GRID) - 1)
+    return GRID[bisect_left(steps, True, key=lambda i: loss(i + 1) >= loss(i))]
 
 # ---------------------------------------------------------------- all drafters of a run
 def prompts_of(tokens, documents, length):
@@ -156,9 +139,9 @@ class Walks:
     """Measures drafters along the same texts each time, evenly over the kinds of text."""
 
     def __init__(self, target, forward, data, length, decoders):
-        """forward(ids (1, T)) -> kv, hidden, None: the frozen target's.  data: a prepare.Prepared.
+        """forward: train.FrozenTarget's.  data: a documents.Prepared.  length: of a text, at most.
 
-        length: the most tokens of a text.  decoders: {name: drafter by the contract in verify.py}.
+        decoders: {name: drafter by the contract in verify.py}.
         """
         self.forward, self.kinds, self.decoders = forward, data.kinds, decoders
         prompts = prompts_of(data.held_tokens, data.held_documents, length)
@@ -180,16 +163,12 @@ class Walks:
         for text, start, kind in self.texts:
             kv, hidden, _ = self.forward(text[None])
             for name, drafter in self.decoders.items():
-                found = walk(drafter, kv, hidden, text, start)
-                total = totals[name].setdefault(self.kinds[kind], Counter())
-                total["tested"] += sum(found.tested)
-                total["right"] += sum(found.right)
-                total["accepted"] += sum(found.accepted)
-                total["rounds"] += len(found.accepted)
+                total, new_logits, new_choices = walk(drafter, kv, hidden, text, start)
+                totals[name].setdefault(self.kinds[kind], Counter()).update(total)
                 # The texts come in turns of their kinds, so the first ones are an even sample.
                 most = FITTED - len(choices[name])
-                logits[name] += found.logits[:most]
-                choices[name] += found.choice[:most]
+                logits[name] += new_logits[:most]
+                choices[name] += new_choices[:most]
         metrics = {}
         for name, by_kind in totals.items():
             metrics[name] = metrics_of(sum(by_kind.values(), Counter()))
