@@ -54,7 +54,7 @@ from runtime.errors import UserError
 from runtime.program import Parser, first_line, write_atomically
 from runtime.targets import context_of
 from training import models
-from training.documents import is_prepared, prepare, read, report_of
+from training.documents import is_prepared, prepare, read
 from training.evaluate import Walks
 from training.muon import optimizers
 from training.state import claim_folders, interruptible, program
@@ -144,9 +144,10 @@ def load_data(a, tokenizer, vocab):
             prepare(a.data, tokenizer, a.template, vocab, folder)
         if dist.is_initialized():
             dist.barrier()
+    data = read(folder, tokenizer, a.template)
     if rank == 0:
-        print(*report_of(folder), sep="\n")
-    return read(folder, tokenizer, a.template)
+        print(*data.report, sep="\n")
+    return data
 
 def pieces_of(documents, length):
     """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 3): start, size, kind
@@ -228,7 +229,7 @@ class FrozenTarget:
             self.hidden.update(decoder.needs.get("hidden", ()))
         # Of which words the drafters learn the target's logits: a list, or slice(None) for all
         lists = [models.words_of(module) for module in drafters.values()
-                 if models.learns_logits(module)]
+                 if module.config.loss in ("kl", "lk")]
         if any(words != lists[0] for words in lists):
             raise UserError("drafters that are trained together must have the same `words`: train "
                             "the others in a run of their own")

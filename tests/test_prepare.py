@@ -46,7 +46,7 @@ def test_what_was_read_is_kept_with_it(tmp_path, tokenizer):
     learned, _ = prepared(tmp_path, tokenizer, path, str(tmp_path / "tags.jinja"))
     marked = [reading.marked(np.array(ids), tokenizer) for _, ids in learned]
     assert marked == ["<user>add|<assistant>⟦a + b|⟧", "⟦def add<|endoftext|>⟧"]
-    report = documents.report_of(tmp_path / "out")
+    report = documents.read(tmp_path / "out", tokenizer, str(tmp_path / "tags.jinja")).report
     assert [line.split()[0] for line in report] == ["1"] * 4
     assert "read as messages: " in report[0] and "read as text" in report[1]
     assert f"no known field holds a text or a question: other (row 3 of {path})" in report[2]

@@ -31,10 +31,10 @@ from training.reading import Report
 
 SPLITS = ("train", "val")
 FILES = ("train.bin", "val.bin", "train.npy", "val.npy", "meta.json")
-# Token ids (n,) and documents (m, 3) to train on, those that are held out, names of the kinds, and
-# the hash by which a resumed run knows its data
-Prepared = namedtuple("Prepared", "tokens documents held_tokens held_documents kinds digest",
-                      defaults=(None,))
+# Token ids (n,) and documents (m, 3) to train on, those that are held out, names of the kinds, the
+# lines of the report, and the hash by which a resumed run knows its data
+Prepared = namedtuple("Prepared",
+                      "tokens documents held_tokens held_documents kinds report digest")
 
 # ---------------------------------------------------------------- documents -> token ids
 def encoded(paths, tokenizer, template, vocab, report):
@@ -64,7 +64,7 @@ def encoded(paths, tokenizer, template, vocab, report):
                         "as docs/training.md does")
 
 def prepare(paths, tokenizer, template, vocab, folder):
-    """Encode files and folders into `folder`; report_of tells what was read.
+    """Encode files and folders into `folder`.
 
     template: a name or a file, as --template takes it.  The files are written beside the folder and
     moved there at the end: an interrupted preparation leaves nothing incomplete.
@@ -120,25 +120,9 @@ def read(folder, tokenizer, template):
         if path.stat().st_size:
             tokens = np.memmap(path, "i4", "r")
         found += [tokens, np.load(folder / f"{split}.npy")]
-    return Prepared(*found, meta["kinds"], meta.get("digest"))
-
-def report_of(folder):
-    """What was counted when a folder was prepared, line by line."""
-    return json.loads((Path(folder) / "meta.json").read_text()).get("report", [])
+    return Prepared(*found, meta["kinds"], meta["report"], meta["digest"])
 
 # ---------------------------------------------------------------- prompts
-def prompt_size(tokens):
-    """How many of a document's tokens (n,) are its prompt; tokens below 0 are not learned.
-
-    Of a chat these are the tokens before its first answer, of a prompt without an answer all, of
-    any other text the first half.
-    """
-    learned = tokens >= 0
-    if learned.all():
-        return len(tokens) // 2
-    is_answer = learned[1:] & ~learned[:-1]              # an answer begins with token i + 1
-    return 1 + int(is_answer.argmax()) if is_answer.any() else len(tokens)
-
 def plain_ids(tokens):
     """Token ids, of which those that are not learned are stored as ~id -> list of ids"""
     return np.where(tokens < 0, ~tokens, tokens).tolist()

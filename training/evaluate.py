@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from runtime.errors import UserError
 from training.batched import continuations
-from training.documents import plain_ids, prompt_size
+from training.documents import plain_ids
 from verify import View
 
 CHAIN = 5                                  # drafted tokens a round, of alpha and tau
@@ -105,6 +105,18 @@ def fit_temperature(logits, choices):
     return GRID[bisect_left(steps, True, key=lambda i: loss(i + 1) >= loss(i))]
 
 # ---------------------------------------------------------------- all drafters of a run
+def prompt_size(tokens):
+    """How many of a document's tokens (n,) are its prompt; tokens below 0 are not learned.
+
+    Of a chat these are the tokens before its first answer, of a prompt without an answer all, of
+    any other text the first half.
+    """
+    learned = tokens >= 0
+    if learned.all():
+        return len(tokens) // 2
+    is_answer = learned[1:] & ~learned[:-1]              # an answer begins with token i + 1
+    return 1 + int(is_answer.argmax()) if is_answer.any() else len(tokens)
+
 def prompts_of(tokens, documents, length):
     """The prompts of held-out documents (n, 3) -> [(ids, kind)], the kinds in turns.
 

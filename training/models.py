@@ -225,10 +225,6 @@ def decoder_of(kind, module):
     _, _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
-def learns_logits(module):
-    """Whether a draft model learns from the target's logits."""
-    return module.config.loss in ("kl", "lk")
-
 def words_of(module):
     """The list of token ids that a draft model learns alone, or slice(None): it learns all."""
     between = getattr(module, "between", None)

@@ -17,7 +17,7 @@ from runtime import chats
 from runtime.errors import UserError
 from runtime.load import load_tokenizer
 from runtime.program import Parser
-from training.documents import encoded, prepare, read, report_of
+from training.documents import encoded, prepare, read
 from training.reading import Report, marked
 from training.state import program
 
@@ -54,7 +54,7 @@ def main(argv):
         return show(a.files, tokenizer, template, vocab, a.show)
     prepare(a.files, tokenizer, a.template, vocab, a.out)
     data = read(a.out, tokenizer, a.template)
-    print(*report_of(a.out), sep="\n")
+    print(*data.report, sep="\n")
     print(f"{a.out}: {len(data.documents)} documents of {len(data.tokens)} tokens, held out "
           f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
 

@@ -5,15 +5,17 @@ import numpy as np
 
 from runtime import text
 
-PLACES = 3          # of rows that were left out for one reason, which are named
-NAMED = 12          # reasons and fields that are named, the most frequent ones
+PLACES = 3          # rows that are named for each reason
+NAMED = 12          # reasons, and fields that are not read, that are named
 SHOWN = 600         # characters of a run of tokens that are shown, at most
 
 class Report:
     """Counts of rows: by the form they were read in, and by the reason why they were left out."""
 
     def __init__(self):
-        self.forms, self.unread, self.in_part, self.left_out = {}, {}, {}, {}
+        self.forms = {}                  # {form: Counter of rows, tokens, learned tokens}
+        self.unread = {}                 # {form: fields that its rows have beside}
+        self.reasons = {}                # {reason: [places of rows]}
 
     def read(self, document, parts):
         """Count a row that was read, and the tokens of its parts."""
@@ -21,37 +23,31 @@ class Report:
         counts["rows"] += 1
         counts["tokens"] += sum(len(ids) for ids in parts)
         counts["learned"] += sum(int((ids >= 0).sum()) for ids in parts)
-        unread = set(document.row) - {*document.form.split(" + "), *text.KINDS, "held_out"}
-        self.unread.setdefault(document.form, set()).update(unread)
-
+        known = {*document.form.split(" + "), *text.KINDS, "held_out"}
+        self.unread.setdefault(document.form, set()).update(set(document.row) - known)
         if document.note:
-            self.count(self.in_part, document.note, document.place)
+            self.reasons.setdefault(f"read without {document.note}", []).append(document.place)
 
     def leave_out(self, why, document):
         """Count a row that was left out."""
-        self.count(self.left_out, str(why), document.place)
-
-    def count(self, counts, why, place):
-        """Count one more row for a reason, in {reason: [rows, [places of the first]]}"""
-        count = counts.setdefault(why, [0, []])
-        count[0] += 1
-        count[1] += [place] if count[0] <= PLACES else []
+        self.reasons.setdefault(f"left out: {why}", []).append(document.place)
 
     def lines(self):
         """What was counted, line by line."""
         lines = []
         for form, counts in self.forms.items():
+            line = ("{rows:7d} read as {form}: {learned} of {tokens} tokens are learned"
+                    .format(**counts, form=form))
             unread = ", ".join(sorted(self.unread[form])[:NAMED])
-            lines.append("{rows:7d} read as {form}: {learned} of {tokens} tokens are learned{end}"
-                         .format(**counts, form=form, end=f"; not read: {unread}" * bool(unread)))
-        for what, counts in (("read without", self.in_part), ("left out:", self.left_out)):
-            reasons = sorted(counts.items(), key=lambda count: -count[1][0])
-            for why, (rows, places) in reasons[:NAMED]:
-                first = ", ".join(places) + ", ..." * (rows > PLACES)
-                lines.append(f"{rows:7d} {what} {why} ({first})")
-            if reasons[NAMED:]:
-                rows = sum(rows for _, (rows, _) in reasons[NAMED:])
-                lines.append(f"{rows:7d} {what} {len(reasons) - NAMED} other reasons")
+            lines.append(f"{line}; not read: {unread}" if unread else line)
+        reasons = sorted(self.reasons.items(), key=lambda reason: -len(reason[1]))
+        for why, places in reasons[:NAMED]:
+            first = ", ".join(places[:PLACES])
+            dots = ", ..." if len(places) > PLACES else ""
+            lines.append(f"{len(places):7d} {why} ({first}{dots})")
+        others = [len(places) for _, places in reasons[NAMED:]]
+        if others:
+            lines.append(f"{sum(others):7d} for {len(others)} other reasons")
         return lines
 
 def marked(ids, tokenizer):
