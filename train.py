@@ -12,7 +12,7 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and `fit`, below, sums loss_of over the positions of both masks.  A batch has the attributes
+and its loss is loss_of at the positions of both masks, the batch's and that of terms.  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
@@ -33,23 +33,18 @@ Differences from the papers:
 """
 import json
 import math
-import os
-import re
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from runtime import load
-from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import Parser, first_line, write_atomically
 from runtime.targets import context_of
@@ -57,6 +52,7 @@ from training import models
 from training.documents import is_prepared, prepare, read
 from training.evaluate import Walks
 from training.muon import optimizers
+from training.processes import barrier, join, leave, rank_and_world, sum_gradients, summed
 from training.state import claim_folders, interruptible, program
 
 WARMUP = 0.025                  # of the steps: the learning rate rises
@@ -80,21 +76,17 @@ def parser():
     # The data
     flag("--data", nargs="+", required=True,
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
-    flag("--template",
-         help="chat format: plain, question, vicuna, a Jinja file (default: the tokenizer's)")
+    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
     flag("--length", type=int, default=512, help="tokens of a document that are seen together")
     # The recipe
     flag("--init", help="folder of trained drafters to start from, in a second stage")
     flag("--steps", type=int, help="default: one epoch; 0: only measure the drafters of --init")
     flag("--batch", type=int, default=8, help="tokens of a step, in multiples of --length")
     flag("--micro", type=int, default=2048, help="tokens of a forward pass, with padding")
-    flag("--lr", type=float,
-         help="peak learning rate (default: 5e-4 sqrt(4096 / the target's width))")
-    flag("--optimizer", choices=("muon", "adamw"), default="muon",
-         help="of hidden matrices; all else is optimised with AdamW")
-    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
-         help="of the drafters' products; auto: bfloat16 on CUDA, float32 on a CPU; bfloat16 on a "
-         "CPU: the target's, too")
+    flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
+    flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of drafters' "
+         "products; auto: bfloat16 on CUDA, else float32; bfloat16 on a CPU: the target's, too")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     # The run
     flag("--out", default="work/drafters", help="folder to save drafters under")
@@ -103,22 +95,6 @@ def parser():
     flag("--resume", action="store_true", help="go on with the interrupted run in --work")
     flag("--overwrite", action="store_true", help="replace what is in --work and --out")
     return p
-
-def calls_of(given):
-    """["top=glide(norm=False)", "edd"] -> {"top": Call, "edd": Call}"""
-    calls = {}
-    for text in given:
-        name, equals, rest = text.partition("=")
-        is_named = equals and "(" not in name
-        call = read_call(rest if is_named else text, models.RECIPES, "drafter")
-        name = name.strip() if is_named else call.name
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UserError(f"{text}: {name!r} cannot be the name of a folder, my-{call.name} can")
-        if name in calls:
-            raise UserError(f"two drafters are called {name}: name one of them, say "
-                            f'"{name}-2={call.label}"')
-        calls[name] = call
-    return calls
 
 def check(a):
     """Refuse numbers that cannot work, before anything is loaded."""
@@ -142,8 +118,7 @@ def load_data(a, tokenizer, vocab):
         folder = Path(a.work) / "data"
         if rank == 0 and not a.resume:
             prepare(a.data, tokenizer, a.template, vocab, folder)
-        if dist.is_initialized():
-            dist.barrier()
+        barrier()
     data = read(folder, tokenizer, a.template)
     if rank == 0:
         print(*data.report, sep="\n")
@@ -284,7 +259,10 @@ def block_of_step(module, seed, step):
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
 def evaluate(drafters, frozen, walks, data, a):
-    """-> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}"""
+    """Measure drafters on held-out text.
+
+    -> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}
+    """
     metrics = walks()
     pieces = pieces_of(data.held_documents, a.length)
     kinds = np.unique(pieces[:, 2])
@@ -306,93 +284,14 @@ def evaluate(drafters, frozen, walks, data, a):
             metrics[name]["by_kind"].setdefault(data.kinds[kind], {})["held_out_loss"] = loss
     return metrics
 
-# ---------------------------------------------------------------- the loop
-def cosine(step, steps):
-    """The factor of the learning rate: a linear warm-up, then half a cosine to 0."""
-    warmup = max(1, round(steps * WARMUP))
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
-
-def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
-    """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
-
-    lr: the peak learning rate.  a: the flags.
-    """
-    rank, world = rank_and_world()
-    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
-    autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
-    step_tokens = a.batch * a.length
-    start = resume(drafters, optimizer_list, a) if a.resume else 0
-    text = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
-    recent = {name: [] for name in drafters}             # losses since the last evaluation
-    bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
-    with interruptible() as signals, bar:
-        for step in bar:
-            # Evaluate, and log
-            if step == steps or step % a.every == 0:
-                metrics = evaluate(drafters, frozen, walks, data, a)
-                if rank == 0:
-                    log_metrics(a, step, step * step_tokens, recent, metrics)
-                recent = {name: [] for name in drafters}
-            if step == steps:
-                break
-
-            # Forward of the frozen target, losses, backward.  The gradient is that of the mean over
-            # all labels of the step, whichever process reads them.
-            pieces = next(text)
-            count = max(1, labels_in(data.tokens, pieces))
-            losses = dict.fromkeys(drafters, 0.0)
-            for part in parts_of(pieces, a.micro * world):
-                part = part[rank::world]
-                if not len(part):                        # fewer pieces than processes
-                    continue
-                batch = frozen.batch(data.tokens, part)
-                for name, module in drafters.items():
-                    block = block_of_step(module, a.seed, step)
-                    with autocast:
-                        loss = masked_loss(module, batch, block, frozen.positions) / count
-                    loss.backward()
-                    losses[name] += loss.detach()
-            sum_gradients(drafters)
-            *values, interrupted = summed([*losses.values(), len(signals)], frozen.device)
-            clip(drafters, values, step)
-
-            # Save before the update: these weights gave a finite loss.
-            if rank == 0 and (step % a.every == 0 or interrupted):
-                save(step, drafters, optimizer_list, a)
-            if interrupted:
-                raise UserError(f"stopped after {step} of {steps} steps: the same command with "
-                                "--resume goes on")
-
-            # Step
-            for optimizer in optimizer_list:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * cosine(step, steps)
-                optimizer.step()
-                optimizer.zero_grad()
-            for name, loss in zip(drafters, values):
-                recent[name].append(loss)
-            bar.set_postfix(dict(zip(drafters, values)), refresh=False)
-    if rank == 0:
-        save(steps, drafters, optimizer_list, a)
-    return metrics
-
-def clip(drafters, losses, step):
-    """Clip the gradient of each drafter.  Stop the run where a loss or a gradient is not finite."""
-    for (name, module), loss in zip(drafters.items(), losses):
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
-        if not math.isfinite(loss + norm):
-            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
-                            "a lower --lr, and go on with --resume")
-
+# ---------------------------------------------------------------- the log, the state
 def log(a, row):
     """Append a row to --work/log.jsonl."""
     with open(Path(a.work) / "log.jsonl", "a") as file:
         file.write(json.dumps(row) + "\n")
 
 def log_metrics(a, step, tokens_seen, losses, metrics):
-    """Print and log the metrics of evaluate(), and the mean of the losses {name: [loss]} so far."""
+    """Print and log what evaluate() measured.  losses {name: [loss]}: since it was called last."""
     row = {"step": step, "tokens_seen": tokens_seen}
     for name, values in metrics.items():
         loss = float(np.mean(losses[name])) if losses[name] else None
@@ -401,7 +300,6 @@ def log_metrics(a, step, tokens_seen, losses, metrics):
         tqdm.write(f"step {step} {name}: {', '.join(shown)}")
     log(a, row)
 
-# ---------------------------------------------------------------- the state of an interrupted run
 def save(step, drafters, optimizer_list, a):
     """Write all that a resumed run needs into --work/state.pt.
 
@@ -438,42 +336,93 @@ def resume(drafters, optimizer_list, a):
         optimizer.load_state_dict(saved)
     return state["step"]
 
-# ---------------------------------------------------------------- several processes
-def rank_and_world():
-    """The number of this process, and how many there are, as torchrun says."""
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+# ---------------------------------------------------------------- the loop
+def cosine(step, steps):
+    """The factor of the learning rate: a linear warm-up, then half a cosine to 0."""
+    warmup = max(1, round(steps * WARMUP))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-def join(device):
-    """Under torchrun, join the other processes -> this process's own device."""
-    _, world = rank_and_world()
-    if world == 1:
-        return device
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    backend = "nccl" if device.startswith("cuda") else "gloo"
-    # The first process may prepare the data for long, while the others wait.
-    dist.init_process_group(backend, timeout=timedelta(hours=3))
-    return device
+def clip(drafters, losses, step):
+    """Clip the gradient of each drafter.  Stop the run where a loss or a gradient is not finite."""
+    for (name, module), loss in zip(drafters.items(), losses):
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
+        if not math.isfinite(loss + norm):
+            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
+                            "a lower --lr, and go on with --resume")
 
-def summed(values, device):
-    """The sum of each number over all processes -> floats."""
-    values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
-    if dist.is_initialized():
-        dist.all_reduce(values)
-    return values.tolist()
+def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
+    """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
 
-def sum_gradients(drafters):
-    """Add up the gradients of all processes, once a step."""
-    for module in drafters.values() if dist.is_initialized() else ():
-        for p in module.parameters():
-            # A process without a piece of text has no gradient; all must take part.
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
+    lr: the peak learning rate.  a: the flags.
+    """
+    rank, world = rank_and_world()
+    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
+    autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
+    step_tokens = a.batch * a.length
+    start = resume(drafters, optimizer_list, a) if a.resume else 0
+    order = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
+    recent = {name: [] for name in drafters}             # losses since the last evaluation
+    bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
+    with interruptible() as signals, bar:
+        for step in bar:
+            # Evaluate, and log
+            if step == steps or step % a.every == 0:
+                metrics = evaluate(drafters, frozen, walks, data, a)
+                if rank == 0:
+                    log_metrics(a, step, step * step_tokens, recent, metrics)
+                recent = {name: [] for name in drafters}
+            if step == steps:
+                break
+
+            # Forward of the frozen target, losses, backward.  The gradient is that of the mean over
+            # all labels of the step, whichever process reads them.
+            pieces = next(order)
+            count = max(1, labels_in(data.tokens, pieces))
+            losses = dict.fromkeys(drafters, 0.0)
+            for part in parts_of(pieces, a.micro * world):
+                part = part[rank::world]
+                if not len(part):                        # fewer pieces than processes
+                    continue
+                batch = frozen.batch(data.tokens, part)
+                for name, module in drafters.items():
+                    block = block_of_step(module, a.seed, step)
+                    with autocast:
+                        loss = masked_loss(module, batch, block, frozen.positions) / count
+                    loss.backward()
+                    losses[name] += loss.detach()
+            sum_gradients(drafters)
+            *values, interrupted = summed([*losses.values(), len(signals)], frozen.device)
+            losses = dict(zip(drafters, values))
+            clip(drafters, values, step)
+
+            # Save before the update: these weights gave a finite loss.
+            if rank == 0 and (step % a.every == 0 or interrupted):
+                save(step, drafters, optimizer_list, a)
+            if interrupted:
+                raise UserError(f"stopped after {step} of {steps} steps: the same command with "
+                                "--resume goes on")
+
+            # Step
+            for optimizer in optimizer_list:
+                for group in optimizer.param_groups:
+                    group["lr"] = lr * cosine(step, steps)
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, loss in losses.items():
+                recent[name].append(loss)
+            bar.set_postfix(losses, refresh=False)
+    if rank == 0:
+        save(steps, drafters, optimizer_list, a)
+    return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
 def train(a, calls, argv):
-    """From the flags to saved drafters."""
+    """Train the drafters {name: Call} that the flags `a` ask for, and save them.
+
+    argv: the command line, for the record.
+    """
     device = join(a.device)
     rank, _ = rank_and_world()
     # The target and its tokenizer
@@ -536,13 +485,12 @@ def train(a, calls, argv):
 def main(argv):
     a = parser().parse_args(argv)
     check(a)
-    calls = calls_of(a.drafters)
+    calls = models.calls_of(a.drafters)
     try:
         with claim_folders(a, calls):
             train(a, calls, argv)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        leave()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

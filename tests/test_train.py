@@ -303,7 +303,7 @@ def test_each_drafter_is_that_of_its_own_run(small, tmp_path):
 def start(text, model, tokens=np.arange(12)):
     """The draft model of a call."""
     torch.manual_seed(0)
-    call, = train.calls_of([text]).values()
+    call, = models.calls_of([text]).values()
     module, _ = models.start(call, model, None, models.Options(40, tokens))
     return module
 
@@ -329,7 +329,7 @@ def test_calls_become_their_settings(text, expected):
     assert {key: config[key] for key in expected} == expected
 
 def test_a_call_may_have_a_name():
-    calls = train.calls_of(["top=glide(norm=False)", "glide(layer=1)", "a-2 = edd"])
+    calls = models.calls_of(["top=glide(norm=False)", "glide(layer=1)", "a-2 = edd"])
     assert [(name, call.name) for name, call in calls.items()] == [
         ("top", "glide"), ("glide", "glide"), ("a-2", "edd")]
     assert calls["top"].settings == {"norm": False}
@@ -368,7 +368,7 @@ def test_the_commands_of_the_documentation_are_understood():
     assert len(commands) > 3
     for command in commands:
         a = train.parser().parse_args(shlex.split(command))
-        assert train.calls_of(a.drafters)
+        assert models.calls_of(a.drafters)
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", [

@@ -8,6 +8,7 @@ The functions in RECIPES are the drafters that train.py knows, and their keyword
 import copy
 import inspect
 import json
+import re
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from beyond import shared
 from edd import BLOCKS, HIDDEN, kl
 from glide import TREE_POSITIONS
 from runtime import families, load
+from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import folder_atomically
 from runtime.targets import context_of
@@ -133,6 +135,22 @@ def described(name):
     return f"  {name}({', '.join(settings)})\n      {function.__doc__.splitlines()[0]}"
 
 HELP = "drafters, with the settings of each:\n" + "\n".join(map(described, RECIPES))
+
+def calls_of(given):
+    """["top=glide(norm=False)", "edd"] -> {"top": Call, "edd": Call}, by the names of folders"""
+    calls = {}
+    for text in given:
+        name, equals, rest = text.partition("=")
+        is_named = equals and "(" not in name
+        call = read_call(rest if is_named else text, RECIPES, "drafter")
+        name = name.strip() if is_named else call.name
+        if not re.fullmatch(r"\w[\w.-]*", name):
+            raise UserError(f"{text}: {name!r} cannot be the name of a folder, my-{call.name} can")
+        if name in calls:
+            raise UserError(f"two drafters are called {name}: name one of them, say "
+                            f'"{name}-2={call.label}"')
+        calls[name] = call
+    return calls
 
 # ---------------------------------------------------------------- language models
 def language_model(target, layers, width):

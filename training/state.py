@@ -15,17 +15,13 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 
 from runtime.errors import UserError
+from training.processes import rank_and_world
 
 # What is said in a sentence: mistakes of the user, of the disk, of a file's content
 SENTENCES = (UserError, OSError, SafetensorError, torch.OutOfMemoryError)
-
-def is_first():
-    """Whether this is the first process of a run, or the only one."""
-    return int(os.environ.get("RANK", 0)) == 0
 
 def program(run):
     """Make of run(argv) a main(argv) -> exit status.
@@ -35,11 +31,12 @@ def program(run):
     @functools.wraps(run)
     def main(argv):
         name = Path(run.__code__.co_filename).name
+        rank, _ = rank_and_world()
         try:
             run(argv)
         except SENTENCES as why:
             # All processes of a run raise the same UserError: the first one prints it.
-            if is_first() or not isinstance(why, UserError):
+            if rank == 0 or not isinstance(why, UserError):
                 print(f"{name}: {why}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
@@ -78,7 +75,8 @@ def claim_folders(a, names):
 
     a: the flags of train.py.  names: of the folders in --out.
     """
-    if not is_first():
+    rank, _ = rank_and_world()
+    if rank > 0:
         yield                                            # the first process claims them for all
         return
     state = Path(a.work) / "state.pt"
@@ -105,9 +103,10 @@ def interruptible():
     signal to each process after a Ctrl-C, which all processes have received already.
     """
     signals = []
+    _, world = rank_and_world()
 
     def note(number, frame):
-        if signals and not dist.is_initialized():
+        if signals and world == 1:
             sys.exit(130)
         signals.append(number)
 
