@@ -18,11 +18,14 @@ probability of it, and whether it was right.  A logistic regression says how lik
 import json
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 import transformers
 from tqdm import tqdm
 
@@ -47,8 +50,7 @@ def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
     length that never occurs gets the value of the nearest one that does.  None: nothing was
     proposed.
     """
-    seen = [0] * (lengths + 1)
-    right = [0] * (lengths + 1)
+    seen, right = Counter(), Counter()                   # by length
     for ids in texts:
         gram = maxgram.MaxGram(bigram)
         for token, following in zip(ids, ids[1:]):
@@ -58,15 +60,11 @@ def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
                 length = min(matched[0], lengths)
                 seen[length] += 1
                 right[length] += proposed[0] == following
-    known = [length for length in range(lengths + 1) if seen[length]]
-    if not known:
+    if not seen:
         return None
     # A match grows token by token, so no length between the first and the last is missing.
-    confidence = []
-    for length in range(lengths + 1):
-        nearest = min(max(length, known[0]), known[-1])
-        confidence.append(round(right[nearest] / seen[nearest], 4))
-    return confidence
+    nearest = np.arange(lengths + 1).clip(min(seen), max(seen)).tolist()
+    return [round(right[length] / seen[length], 4) for length in nearest]
 
 def count(a):
     """`bigram.py count`"""
@@ -99,34 +97,25 @@ class Unmixed(Mixture):
     def mixture(self, p_draft, predicted, lengths):
         return p_draft
 
-    def suggestion(self, expand, root):
-        """The builder: the chain that Max-Gram suggests after the root, read by one forward.
-
-        self.last: its tokens, the lengths of their matches, and p_draft (n + 1, V) after each node.
-        """
-        tokens, lengths = self.gram.propose([self.root], min(maxgram.N, expand.remaining))
-        n = next((i for i, length in enumerate(lengths) if length < LEAST), len(lengths))
-        nodes = root.new_tensor([self.root, *tokens[:n]])
-        parents = list(range(-1, n))
-        self.last = tokens[:n], lengths, expand(nodes, parents)
-        return Tree(nodes, root.new_tensor(parents), expand_index=torch.arange(n + 1).to(root))
-
 def suggestions(target, drafter, gram, prompts, new, stop=()):
     """Max-Gram's suggestions along the target's own greedy text -> [(length, p_draft, right)].
 
     In a round these are the tokens of the chain up to the first wrong one.  Left out is what the
     drafter cannot predict, for example since it is not in its list of words: there p_draft is 0.
     """
-    both = Unmixed(drafter, gram)
-    found = []
+    both, rounds, found = Unmixed(drafter, gram), [], []
+
+    def build(expand, root):
+        """The chain that Max-Gram suggests after the root, read by one forward of the drafter."""
+        tokens, lengths = gram.propose([both.root], min(maxgram.N, expand.remaining))
+        n = next((i for i, length in enumerate(lengths) if length < LEAST), len(lengths))
+        nodes = root.new_tensor([both.root, *tokens[:n]])
+        parents = list(range(-1, n))
+        rounds.append((tokens[:n], lengths, expand(nodes, parents)))
+        return Tree(nodes, root.new_tensor(parents), expand_index=torch.arange(n + 1).to(root))
+
     for ids in prompts:
-        rounds = []
-
-        def build(expand, root):
-            tree = both.suggestion(expand, root)
-            rounds.append(both.last)
-            return tree
-
+        rounds.clear()
         out = generate(target, both, build, ids, new, stop=stop)
         for (tokens, lengths, p_draft), chosen in zip(rounds, out.rounds):
             # The new tokens of a round end with the target's own, after the first wrong one.
@@ -136,28 +125,22 @@ def suggestions(target, drafter, gram, prompts, new, stop=()):
                     found.append((length, p, token == right))
     return found
 
-def regressors(lengths, p):
-    """1, length, logit(p) -> (n, 3).  lengths, p (n,)"""
-    lengths = lengths.clamp(max=maxgram.LENGTHS)
-    logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
-    return torch.stack((torch.ones_like(p), lengths, logit), 1)
-
-def logistic(x, y, steps=30, ridge=1e-3):
-    """Newton's method for sigmoid(x weights) = P(y).  x (n, k), y (n,) 0 or 1 -> weights (k,)"""
-    weights = x.new_zeros(x.shape[1])
-    for _ in range(steps):
-        p = torch.sigmoid(x @ weights)
-        gradient = x.T @ (y - p) - ridge * weights
-        variance = p * (1 - p)
-        hessian = x.T @ (variance[:, None] * x)
-        hessian.diagonal().add_(ridge)
-        weights = weights + torch.linalg.solve(hessian, gradient)
-    return weights
-
 def fit(found):
     """suggestions() -> {"weights": [a, b, c] of rho above, "words": how many suggestions}"""
-    lengths, p, y = torch.tensor(found, dtype=torch.float64).T         # (n,) each
-    weights = logistic(regressors(lengths, p), y)
+    lengths, p, y = torch.tensor(found, dtype=torch.float64).T                 # (n,) each
+    lengths = lengths.clamp(max=maxgram.LENGTHS)
+    logit = torch.logit(p.clamp(1e-6, 1 - 1e-6))
+    x = torch.stack((torch.ones_like(p), lengths, logit), 1)                   # (n, 3)
+    weights = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=200, line_search_fn="strong_wolfe")
+
+    def loss():
+        optimizer.zero_grad()
+        ridge = 1e-3 / len(y) * weights.square().sum()   # finite, even where all are right
+        mean = F.binary_cross_entropy_with_logits(x @ weights, y) + ridge
+        mean.backward()
+        return mean
+    optimizer.step(loss)
     return {"weights": [round(weight, 4) for weight in weights.tolist()], "words": len(y)}
 
 def agreement(a):
@@ -165,9 +148,9 @@ def agreement(a):
     setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
     written = json.loads(path.read_text())
-    prompts, kinds = [], {}
+    prompts, kinds = [], Counter()
     for kind, ids in prompts_in(a.data, setup.tokenizer, a.template, LONGEST, held_out=True):
-        kinds[kind] = kinds.get(kind, 0) + 1
+        kinds[kind] += 1
         if kinds[kind] <= a.prompts:
             prompts.append(ids)
     stop = [] if setup.eos is None else [transformers.EosTokenCriteria(setup.eos)]
@@ -188,27 +171,29 @@ def parser():
     p = Parser(description="Max-Gram's bigram, and how far it can be trusted.")
     commands = p.add_subparsers(dest="made", required=True)
     c = commands.add_parser("count", help="followers of each token, and the confidence")
-    c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
     c.add_argument("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
     c.add_argument("--revision", help="of the tokenizer on the hub")
     c.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
-    c.add_argument("--template", help="chat format, as of train.py")
     c.add_argument("--out", required=True, help="JSON file to write")
-    c = commands.add_parser("agreement", help="trust where a drafter agrees, or not")
-    c.add_argument("--data", nargs="+", required=True, help="files or folders, as of train.py")
-    c.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name")
-    c.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="drafters, bigram.json")
-    c.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of --checkpoint")
-    c.add_argument("--template", help="chat format, as of train.py")
-    c.add_argument("--device", default="cpu", help="cpu or cuda")
-    c.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
+    g = commands.add_parser("agreement", help="trust where a drafter agrees, or not")
+    g.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name")
+    g.add_argument("--checkpoint", default=str(load.CHECKPOINTS), help="drafters, bigram.json")
+    g.add_argument("--drafter", nargs="+", default=["edd"], help="drafters of --checkpoint")
+    g.add_argument("--device", default="cpu", help="cpu or cuda")
+    g.add_argument("--prompts", type=int, default=24, help="prompts of each kind of text")
+    for command in (c, g):
+        command.add_argument("--data", nargs="+", required=True, help="as of train.py")
+        command.add_argument("--template", help="chat format, as of train.py")
     return p
 
 @program
 def main(argv):
     a = parser().parse_args(argv)
     a.command = " ".join(["python training/bigram.py", *argv])
-    {"count": count, "agreement": agreement}[a.made](a)
+    if a.made == "count":
+        count(a)
+    else:
+        agreement(a)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
