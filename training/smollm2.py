@@ -107,49 +107,38 @@ def get_model(a):
     print(f"saved {out}: python bench.py --target smollm2 --drafter maxgram --tree chain")
 
 # ---------------------------------------------------------------- what it is asked
-# What a row asks: the first form whose fields the row has
-QUESTIONS = (
-    ("prompt", "{prompt}"),
-    ("text", "{text}"),
-    ("question", "Question: {question}\nAnswer:"),               # GSM8K
-    ("instruction input", "{instruction}\n{input}\n"),
-    ("instruction", "{instruction}\n"),
-)
-def turns_of(row, place):
+def turns_of(document):
     """What a user says, turn by turn: of a chat, a question, or a story that has begun."""
-    if "turns" in row:
-        return row["turns"]
-    story = row.get("text")
-    if isinstance(story, str):
-        opening = story[:OPENING].rsplit(" ", 1)[0]
+    turns = [turn.content for turn in document.turns if turn.role in ("user", "text")]
+    if not turns:
+        raise UserError(f"{document.place} asks nothing: give rows with turns, a question or a "
+                        "text")
+    if document.form.startswith("question"):                           # GSM8K
+        return [f"Question: {turns[0]}\nAnswer:"]
+    if document.form == "text":                                        # a story
+        opening = turns[0][:OPENING].rsplit(" ", 1)[0]
         return [f"Continue this story.\n\n{opening}"]
-    for names, form in QUESTIONS:
-        if all(row.get(field) for field in names.split()):
-            return [form.format_map(row).strip()]
-    raise UserError(f"{place} asks nothing: give rows with turns, a question or a text")
-
-def questions_in(a):
-    """Yield rows of at most --most questions of each file, evenly over its groups."""
-    for path in map(Path, a.data):
-        asked = 0
-        for _, found in text.prompt_rows([path]):
-            about = found.row
-            if about.get("held_out", a.held_out) != a.held_out or asked >= a.most:
-                continue
-            group = path.name.split(".")[0]
-            if "category" in about:
-                group = f"{group}/{about['category']}"
-            turns = turns_of(about, found.place)
-            asked += len(turns)
-            yield {"group": group, "turns": turns}
+    return turns
 
 def save_prompts(a):
-    """`smollm2.py prompts`: questions of several files in one."""
+    """`smollm2.py prompts`: at most --most questions of each file, evenly over its groups."""
     if not a.out or not a.data:
         raise UserError("prompts needs --data, files or folders, and --out, a file")
-    lines = [json.dumps(row) + "\n" for row in questions_in(a)]
-    write_atomically(Path(a.out), lambda part: part.write_text("".join(lines)))
-    print(f"saved {len(lines)} prompts in {a.out}")
+    rows = []
+    for path in map(Path, a.data):
+        asked = 0
+        for _, document in text.prompt_rows([path]):
+            if document.row.get("held_out", a.held_out) != a.held_out or asked >= a.most:
+                continue
+            group = path.name.split(".")[0]
+            if "category" in document.row:
+                group = f"{group}/{document.row['category']}"
+            turns = turns_of(document)
+            asked += len(turns)
+            rows.append({"group": group, "turns": turns})
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    write_atomically(Path(a.out), lambda part: part.write_text(lines))
+    print(f"saved {len(rows)} prompts in {a.out}")
 
 # ---------------------------------------------------------------- command line
 @program
