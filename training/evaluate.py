@@ -16,6 +16,7 @@ decoding.  Draft models are measured by what decodes with them, by the contract 
 """
 from bisect import bisect_left
 from collections import Counter
+from itertools import zip_longest
 
 import numpy as np
 import torch
@@ -35,7 +36,7 @@ GRID = [0.3 * 1.03 ** i for i in range(89)]               # temperatures, 0.3 ..
 
 # ---------------------------------------------------------------- a drafter along a text
 def raw(logits, temperature):
-    """In place of a rule's probs: expand then gives the drafter's logits."""
+    """For drafter.reset, in place of a rule's probs: expand then gives the drafter's logits."""
     return logits
 
 @torch.no_grad()
@@ -105,40 +106,30 @@ def fit_temperature(logits, choices):
     return GRID[bisect_left(steps, True, key=lambda i: loss(i + 1) >= loss(i))]
 
 # ---------------------------------------------------------------- all drafters of a run
-def prompt_size(tokens):
-    """How many of a document's tokens (n,) are its prompt; tokens below 0 are not learned.
-
-    Of a chat these are the tokens before its first answer, of a prompt without an answer all, of
-    any other text the first half.
-    """
-    learned = tokens >= 0
-    if learned.all():
-        return len(tokens) // 2
-    is_answer = learned[1:] & ~learned[:-1]              # an answer begins with token i + 1
-    return 1 + int(is_answer.argmax()) if is_answer.any() else len(tokens)
-
 def prompts_of(tokens, documents, length):
     """The prompts of held-out documents (n, 3) -> [(ids, kind)], the kinds in turns.
 
-    Of a plain text each piece of `length` tokens gives one.  They leave room for the answer.
+    Of a chat it is what comes before the first answer, of a text the first half of each piece of
+    `length` tokens.  All leave room for the answer.
     """
     most = max(1, length - NEW)
     by_kind = {}
     for start, size, kind in documents.tolist():
-        is_chat = (tokens[start:start + size] < 0).any()
-        for begin in range(start, start + size, size if is_chat else length):
-            piece = tokens[begin:min(begin + length, start + size)]
-            given = prompt_size(piece)
-            if not is_chat:
-                given = min(given, most)
-            if 0 < given <= most:
-                by_kind.setdefault(kind, []).append(plain_ids(piece[:given]))
-    found = []
-    for kind, prompts in by_kind.items():
+        document = tokens[start:start + size]
+        learned = document >= 0
+        prompts = [document[:learned.argmax()]]
+        if learned.all():                                # a text
+            pieces = [document[begin:begin + length] for begin in range(0, size, length)]
+            prompts = [piece[:min(len(piece) // 2, most)] for piece in pieces]
+        for prompt in prompts:
+            if 0 < len(prompt) <= most:
+                by_kind.setdefault(kind, []).append(plain_ids(prompt))
+    shuffled = []
+    for kind, prompts in sorted(by_kind.items()):
         order = np.random.default_rng(0).permutation(len(prompts))
-        found += [(place, kind, prompts[i]) for place, i in enumerate(order)]
-    found.sort(key=lambda prompt: prompt[:2])
-    return [(ids, kind) for _, kind, ids in found[:PROMPTS]]
+        shuffled.append([(prompts[i], kind) for i in order])
+    in_turns = [prompt for turn in zip_longest(*shuffled) for prompt in turn if prompt]
+    return in_turns[:PROMPTS]
 
 def metrics_of(total):
     """Counts of walks, summed -> {"alpha", "tau"}"""
@@ -168,7 +159,7 @@ class Walks:
             self.texts.append((text, len(prompt), kind))
 
     def __call__(self):
-        """-> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
+        """Measure all drafters -> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
         totals = {name: {} for name in self.decoders}        # {kind of text: Counter}
         logits = {name: [] for name in self.decoders}
         choices = {name: [] for name in self.decoders}
