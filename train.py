@@ -252,7 +252,7 @@ def masked_loss(module, batch, block, size):
     return total
 
 def block_of_step(module, seed, step):
-    """EDD's block length L of a step, drawn uniformly from its range (EDD, 3.1)."""
+    """EDD's block length L of a step, sampled uniformly from its range (EDD, 3.1)."""
     low, high = getattr(module.config, "blocks", (HELD_OUT_BLOCK, HELD_OUT_BLOCK))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
 
@@ -377,7 +377,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
                 break
 
             # Forward of the frozen target, losses, backward.  The gradient is that of the mean over
-            # all labels of the step, whichever process reads them.
+            # all labels of the step, whichever process has them.
             pieces = next(order)
             count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(drafters, 0.0)

@@ -23,7 +23,7 @@ from training import smollm2
 
 # ---------------------------------------------------------------- the command
 def test_questions_keep_their_category(tmp_path):
-    """At most so many of each file, evenly over MT-Bench's categories; held-out rows if asked."""
+    """At most so many of each file, evenly over MT-Bench's categories, without held-out rows."""
     categories = ("math", "math", "math", "writing")
     files = {
         "mt_bench.jsonl": [{"turns": ["a", "b"], "category": category} for category in categories],
@@ -35,16 +35,12 @@ def test_questions_keep_their_category(tmp_path):
     out = tmp_path / "out.jsonl"
     data = [str(tmp_path / name) for name in files]
     argv = ["prompts", "--data", *data, "--most", "4", "--out", str(out)]
-
-    def asked(*more):
-        assert smollm2.main([*argv, *more]) == 0
-        return [json.loads(line) for line in out.read_text().splitlines()]
-    rows = asked()
+    assert smollm2.main(argv) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
     groups = [row["group"] for row in rows]
     assert groups == ["mt_bench/math", "mt_bench/writing", "news", "news", "stories"]
     assert [row["turns"] for row in rows[2:4]] == [["0"], ["1"]]
     assert rows[4]["turns"][0].startswith("Continue this story.\n\nOnce")
-    assert [row["turns"] for row in asked("--held-out")][2:4] == [["2"], ["3"]]
 
 def test_what_is_missing_is_said_before_anything_is_downloaded(tmp_path, monkeypatch, capsys):
     def refused(words):

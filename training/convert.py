@@ -7,10 +7,10 @@
 The idea.  The published architectures are those of glide.py, beyond/eagle.py and beyond/medusa.py,
 so only the names of the weights change.  load_state_dict names what does not fit.
 
-    layout     told by the key     published names, and ours
-    EAGLE-1    fc.weight           layers.0.* -> layer.*, fc; embed_tokens is the target's
-    GLIDE      ... .cross_attn.    model.layers.m.* -> layers.m.*, see GLIDE below
-    MEDUSA-1   0.0.linear.weight   h.0.linear -> w.h, h.1 -> heads.h
+    layout     published names, and ours
+    EAGLE-1    layers.0.* -> layer.*, fc; embed_tokens is the target's
+    GLIDE      model.layers.m.* -> layers.m.*, see GLIDE below
+    MEDUSA-1   h.0.linear -> w.h, h.1 -> heads.h
 
 Pickled weights (*.bin, *.pt) are read as weights alone: no code in them runs.
 """
@@ -137,16 +137,12 @@ def from_glide(weights, settings, target):
     # What is left, a bias for example, is named by load_state_dict.
     return "glide", module, {**renamed, **weights}
 
-def layout_of(weights, source):
-    """The function that renames these weights."""
-    if "fc.weight" in weights:
-        return from_eagle
-    if any(".cross_attn." in name for name in weights):
-        return from_glide
-    if "0.0.linear.weight" in weights:
-        return from_medusa
-    raise UserError(f"{source} is in no known layout: EAGLE-1 has fc.weight, GLIDE names with "
-                    f"cross_attn, MEDUSA-1 0.0.linear.weight; this has {next(iter(weights))}")
+# {a weight that only this layout has: the function that renames its weights}
+LAYOUTS = {
+    "fc.weight": from_eagle,
+    "model.layers.0.cross_attn.q_proj.weight": from_glide,
+    "0.0.linear.weight": from_medusa,
+}
 
 # ---------------------------------------------------------------- command line
 @program
@@ -165,7 +161,10 @@ def main(argv):
         raise UserError(f"{folder} does not exist: `hf download OWNER/NAME --local-dir {folder}` "
                         "fetches a drafter from the hub")
     weights = read_weights(folder)
-    convert = layout_of(weights, a.source)
+    convert = next((LAYOUTS[name] for name in LAYOUTS if name in weights), None)
+    if convert is None:
+        raise UserError(f"{a.source} is in no known layout: of GLIDE, EAGLE-1 or MEDUSA-1 it would "
+                        f"have one of the weights {', '.join(LAYOUTS)}")
     target, tokenizer = load.load_target(a.target, "auto", a.device)
     try:
         kind, module, renamed = convert(weights, read_settings(folder), target)

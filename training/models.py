@@ -1,7 +1,8 @@
 """What train.py trains: from a call on its command line to a draft model, and to a folder.
 
-    build = RECIPES["glide"]
-    draft_model = build(target, options, layer=13, norm=False)      # "glide(layer=13, norm=False)"
+    calls = calls_of(["top=glide(norm=False)", "edd"])       # {name of its folder: Call}
+    module, _ = start(calls["top"], target, fingerprint, Options(length=512, tokens=ids))
+    save("my-drafters/top", module, tokenizer, about)        # about: a dict, for training.json
 
 The functions in RECIPES are the drafters that train.py knows, and their keywords are the settings.
 """

