@@ -6,7 +6,7 @@ import torch
 from conftest import VOCAB, shared, tiny, weighty
 from safetensors.torch import load_file
 from test_glide import (
-    EXACT, all_labels, batch_of, mean_loss, of_logits, path_to, save, text, view)
+    EXACT, all_labels, batch_of, mean_loss, of_logits, save, text, trees_equal_training, view)
 
 import edd
 from beyond.shared import EDDConfig, GlideConfig, frequent_words
@@ -95,24 +95,11 @@ def test_what_it_starts_with():
 
 # ---------------------------------------------------------------- decoding
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trees_logits_are_those_of_training_along_each_path(kind):
-    model, ids = shared("llama"), text(20)
+def test_decoding_trees_equals_training(kind):
+    """Among the words; the logits of all others are -inf."""
+    model = shared("llama")
     draft_model = made(kind, model)
-    drafter = of_logits(families.KINDS[kind][2](draft_model))
-    nodes, parents = [3, 7, 1, 4, 4, 9, 2], [-1, 0, 0, 1, 2, 4, 5]
-    drafter.begin(view(batch_of(model, ids[None], {2}), 0, 10), 3)
-    found = []
-    for i, j in ((0, 1), (1, 3), (3, 7)):
-        found.append(drafter.expand(torch.tensor(nodes[i:j]), parents[i:j]))
-    found = torch.cat(found)
-    assert found[:, OTHERS].isneginf().all()
-    for node in range(7):
-        path = torch.tensor([nodes[i] for i in path_to(parents, node)])
-        along = batch_of(model, torch.cat((ids[:10], path))[None], {2})
-        with torch.no_grad():
-            x = hidden_of(draft_model, along)[0, -1]
-            trained = draft_model.between.tables.head(x)
-        torch.testing.assert_close(found[node, WORDS], trained, **EXACT)
+    trees_equal_training(families.KINDS[kind][2](draft_model), model)
 
 def test_the_window_holds_a_query_and_three_entries_before_it():
     model = shared("llama")
