@@ -6,10 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import tiny
 from test_maxgram import brute_force
 
-import verify
 from beyond import priced
 from beyond.graft import Mixture
 from maxgram import MaxGram
@@ -119,39 +117,6 @@ def test_what_silent_rounds_committed_is_read_in_the_next_that_drafts():
             kept.append(path)
         both.keep(path)
     assert drafter.kept == kept and len(drafter.begun) == len(kept) > 50
-
-def seen(row, confidence, rule, temperature=1.0, agreement=None):
-    """2's probability for a builder, where Max-Gram predicts 2 after a match of three.
-
-    row: the drafter's logits, always.  temperature: its calibration temperature.
-    """
-    drafter = SimpleNamespace(needs={}, begin=lambda *a: 0, keep=id)
-    drafter.reset = lambda probs, source: setattr(drafter, "probs", probs)
-    drafter.expand = lambda tokens, parents: drafter.probs(torch.tensor([row]), temperature)
-    gram, found = MaxGram(confidence=[confidence]), []
-    gram.propose = lambda draft, n: ([2], [3])
-
-    def build(expand, root):
-        found.append(expand(root, [-1])[0])
-        return verify.root_only(expand, root)
-    target = verify.Target(tiny("llama", vocab_size=len(row)))
-    verify.generate(target, Mixture(drafter, gram, agreement), build, [0, 1], 3, rule)
-    assert found[0].sum().item() == pytest.approx(1)
-    return found[0][2].item()
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_weight_is_the_same_at_every_temperature(temperature):
-    """A flat drafter, V = 10, w = .6: .6 + .4 / 10.  p_draft is as without Max-Gram."""
-    for rule in (verify.Rule(), verify.sampling(0.7), verify.sampling(1.0), verify.sampling(2.0)):
-        assert seen([0.0] * 10, 0.6, rule, temperature) == pytest.approx(0.64)
-    row = torch.tensor([1.0, 0.0, -1.0, 0.5])
-    sampled = 0.6 + 0.4 * (row / 0.7).softmax(-1)[2].item()
-    greedy = 0.6 + 0.4 * (row / temperature).softmax(-1)[2].item()
-    assert seen(row.tolist(), 0.6, verify.sampling(0.7), temperature) == pytest.approx(sampled)
-    assert seen(row.tolist(), 0.6, verify.Rule(), temperature) == pytest.approx(greedy)
-    # A token that the target cannot sample
-    top_2 = verify.sampling(0.7, top_k=2)
-    assert seen(row.tolist(), 0.6, top_2, temperature) == pytest.approx(0.6)
 
 @pytest.mark.parametrize("new, tokens", [
     ([8], 1), ([1, 8], 2), ([1, 2, 8, 3], 3), ([1, 2, 3, 4, 8], 5), ([1, 2, 3, 4, 6, 5, 7], 5)])

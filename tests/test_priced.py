@@ -173,20 +173,17 @@ def test_the_tree_is_drafted_by_its_rule_and_is_the_most_profitable(seeds, monke
         assert len(kept) <= most and max(map(len, kept), default=0) <= a.remaining + 1
         assert rate(nodes, kept, a.prices, D) >= most_profitable(nodes, a.prices, most, D) - 1e-12
 
-def test_what_gains_nothing_is_not_verified():
-    """A node that costs what it gives leaves the rate as it is."""
-    expand = table_expand(torch.tensor([[0.5, 0.25, 0.25]]).repeat(3, 1))
-    assert len(priced.pct_cost(expand, ROOTS, cost=0, node_price=0.5, depth=1).tokens) == 1
-    assert len(priced.pct_cost(expand, ROOTS, cost=0, node_price=0.49, depth=1).tokens) == 2
-
-def test_what_is_worth_exactly_its_price_is_drafted():
-    """Eq. 4 and 5 hold with equality."""
+def test_where_the_equations_hold_with_equality():
+    """Eq. 4 and 5: what is worth exactly its price is drafted.  What gains nothing is not verified.
+    """
     sure = table_expand(torch.eye(3, dtype=torch.float64))
     priced.pct_cost(sure, ROOTS, cost=1.0, node_price=0.0, depth=4)      # r = 2/2 = 3/3 = 4/4
     assert sure.calls == 4
     half = table_expand(torch.tensor([[0.5, 0.0]]).repeat(2, 1))
     priced.pct_cost(half, ROOTS, cost=0.0, node_price=0.25, start=0.25)  # r = 1.5/1.5, s p = .25
     assert half.calls == 2
+    tree = priced.pct_cost(half, ROOTS, cost=0.0, node_price=0.5, depth=1)
+    assert len(tree.tokens) == 1                                         # 1.5/1.5 = 1/1
 
 # ---------------------------------------------------------------- whether a round drafts: Eq. 6
 def test_a_round_drafts_where_drafting_lately_gained_what_it_took(monkeypatch):
