@@ -138,8 +138,3 @@ def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
     torch.testing.assert_close(short[:, WORDS], full[:, WORDS], **EXACT)
     assert short[:, OTHERS].isneginf().all() and full.isfinite().all()
     assert torch.equal(short, older)
-    # Outside the list: probability zero.
-    drafter.reset()
-    drafter.begin(view(batch, 0, 9), 3)
-    probs = drafter.expand(torch.tensor([3]), [-1])
-    assert (probs[:, OTHERS] == 0).all() and probs.sum().item() == pytest.approx(1)

@@ -277,19 +277,15 @@ def test_k_by_default(models):
     assert cascade_of(models[1:], gram=MaxGram()).K == [[1, 0, 10], [0, 1, 10], [0, 0, 10]]
     assert cascade_of(models[1:2]).K == [[1]] and cascade_of([], gram=MaxGram()).K == [[10]]
 
-def test_a_mistake_is_one_sentence(models):
-    mistakes = (([[3, 1], [1, 1]], "not upper"), ([[0, 0], [0, 1]], "must be given something"),
-                ([[3]], "take a matrix of 2 x 2"), ([[3, -1], [0, 1]], "negative"))
-    for K, words in mistakes:
-        with pytest.raises(AssertionError, match=words):
-            cascade_of(models[1:2], K, 1.0, MaxGram())
-    stages = [verify.Target(models[1])]
-    with pytest.raises(AssertionError, match=f"{VOCAB} tokens, not of {VOCAB + 1}"):
-        cascade.Cascade(stages, vocab=VOCAB + 1)
-    with pytest.raises(AssertionError, match="needs a model"):
-        cascade.Cascade([], gram=MaxGram())
-    with pytest.raises(AssertionError, match="lenience is 0.5"):
-        cascade.Cascade(stages, lenience=0.5)
+MISTAKES = [({"K": [[3, 1], [1, 1]]}, "not upper"), ({"K": [[3]]}, "take a matrix of 2 x 2"),
+            ({"K": [[0, 0], [0, 1]]}, "must be given something"),
+            ({"K": [[3, -1], [0, 1]]}, "negative"), ({"lenience": 0.5}, "lenience is 0.5"),
+            ({"vocab": VOCAB + 1}, f"{VOCAB} tokens, not of {VOCAB + 1}")]
+
+@pytest.mark.parametrize("settings, words", MISTAKES)
+def test_a_mistake_is_one_sentence(models, settings, words):
+    with pytest.raises(AssertionError, match=words):
+        cascade.Cascade([verify.Target(models[1])], gram=MaxGram(), **settings)
 
 def test_the_docstrings_lines(models):
     large, base, small = models

@@ -54,11 +54,6 @@ def test_decoding_trees_equals_training(name, encoding):
     drafter = edd.Drafter(new_edd(model, encoding=encoding))
     trees_equal_training(drafter, model, atol=rounding(model) / 100)
 
-def test_begin_refuses_a_gap(llama):
-    drafter, batch = edd.Drafter(new_edd(llama)), batch_of(llama, text(12)[None], {2})
-    with pytest.raises(AssertionError, match="from 2 on, and 0 are encoded"):
-        drafter.begin(view(batch, 2, 9), 1)
-
 # ---------------------------------------------------------------- what the drafter is
 def test_the_papers_settings_are_the_defaults():
     """Appendix B: the fourth-to-last of 0 (the embeddings) ... 6, L from 5 to 10; Eq. 4."""

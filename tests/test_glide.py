@@ -74,14 +74,6 @@ def save(folder, draft_model, **about):
     about = {"config": vars(draft_model.config), **about}
     (folder / "training.json").write_text(json.dumps(about))
 
-def path_to(parents, node):
-    """The nodes from the root to a node, itself included."""
-    path = []
-    while node >= 0:
-        path.insert(0, node)
-        node = parents[node]
-    return path
-
 @torch.no_grad()
 def trees_equal_training(drafter, model, atol=1e-9):
     """Rounds of random trees: the logits after a node are training's at the end of its path.
@@ -93,17 +85,20 @@ def trees_equal_training(drafter, model, atol=1e-9):
     draft_model, ids, since = of_logits(drafter).model, text(30), 0
     for t in (10, 15, 20):
         drafter.begin(view(batch_of(model, ids[None], {2}), since, t), ids[t].item())
-        parents, tokens = [], ids[t:t + 1]
+        parents, paths = [-1], [[0]]
+        while len(paths) < 11:
+            # Any node that is not too deep, often the last
+            above = [node for node, path in enumerate(paths) if len(path) < 5]
+            parents.append(above[int(torch.rand(2).max().item() * len(above))])
+            paths.append([*paths[parents[-1]], len(paths)])
+        tokens = torch.randint(VOCAB, (11,))
+        tokens[0] = ids[t]
+        first = 0
         for m in (1, 3, 1, 4, 2):
-            for _ in range(m):
-                # Any node that is not too deep, often the last
-                above = [node for node in range(len(parents)) if len(path_to(parents, node)) < 5]
-                number = torch.rand(2).max().item() * len(above)
-                parents.append(above[int(number)] if above else -1)
-            tokens = torch.cat((tokens, torch.randint(VOCAB, (m,))))[:len(parents)]
-            found = drafter.expand(tokens[-m:], parents[-m:])
-            for logits, node in zip(found, range(len(parents) - m, len(parents))):
-                path = path_to(parents, node)
+            new = slice(first, first + m)
+            first += m
+            found = drafter.expand(tokens[new], parents[new])
+            for logits, path in zip(found, paths[new]):
                 along = torch.cat((ids[:t], tokens[path]))
                 [(x, _, _)] = draft_model.terms(batch_of(model, along[None], {2}), 5)
                 expected = draft_model.head(x[0, -1])

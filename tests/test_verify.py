@@ -48,34 +48,30 @@ def own_forward(model, ids):
 
 # ---------------------------------------------------------------- trees and the cache
 def random_tree(n, seed):
-    """Tokens (n,) and parents [n].  Of an odd seed a tree that is deeper than windows are long."""
+    """A Tree, and the nodes from the root to each.  Of an odd seed it is deeper than windows are.
+    """
     g = torch.Generator().manual_seed(seed)
-    parents = [-1]
+    parents, paths = [-1], [[0]]
     for i in range(1, n):
         lowest = max(0, i - 2) if seed % 2 else 0
-        parents.append(int(torch.randint(lowest, i, (1,), generator=g)))
-    return torch.randint(VOCAB, (n,), generator=g), parents
-
-def path_to(node, parents):
-    path = [node]
-    while parents[path[0]] >= 0:
-        path.insert(0, parents[path[0]])
-    return path
+        parents.append(torch.randint(lowest, i, (1,), generator=g).item())
+        paths.append([*paths[parents[i]], i])
+    tokens = torch.randint(VOCAB, (n,), generator=g)
+    return verify.Tree(tokens, torch.tensor(parents), torch.full((n,), -1)), paths
 
 @pytest.mark.parametrize("seed", range(2))
 @torch.inference_mode()
 def test_tree_logits_and_commit_equal_each_path_alone(model, seed):
     """Every node sees its own path alone; a committed path leaves a fresh prefill's cache."""
-    (tokens, parents), target, fresh = random_tree(18, seed), target_of(model), target_of(model)
+    (tree, paths), target, fresh = random_tree(18, seed), target_of(model), target_of(model)
     prompt = torch.randint(VOCAB, (10,), generator=torch.Generator().manual_seed(1)).tolist()
     _, first = target.prefill(prompt, needs={"hidden": [0, 1, 3], "kv": [1]})
-    logits, states = target.forward(tokens, torch.tensor(parents))
-    paths = [path_to(node, parents) for node in range(18)]
+    logits, states = target.forward(tree.tokens, tree.parents)
     for of_node, path in zip(logits, paths):
-        own = own_forward(model, prompt + tokens[path].tolist())
+        own = own_forward(model, prompt + tree.tokens[path].tolist())
         torch.testing.assert_close(of_node, own.logits[0, -1], **TOLERANCE)
     path = max(paths, key=len)
-    new = tokens[path].tolist()
+    new = tree.tokens[path].tolist()
     second = target.commit(path, new, states)
     text = prompt + new
     fresh.align(text)
@@ -200,23 +196,20 @@ class Counts(generation.LogitsProcessor):
 
 def test_processors_see_the_accepted_path_token_by_token():
     """One of them is called once for each new token, with the text before it, and remembers it."""
-    tokens, parents = random_tree(18, 11)
-    tree = verify.Tree(tokens, torch.tensor(parents), torch.full((18,), -1))
-    text, longest = torch.tensor([[1, 1, 5, tokens[0]]]), 0
+    (tree, _), longest = random_tree(18, 11), 0
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    text = [1, 1, 5, tokens[0]]
     for seed in range(40):
         logits = torch.randn(18, VOCAB, generator=verify.generator_for(seed, "logits"))
         logits[parents[1:], tokens[1:]] += 9                   # so that children are chosen
         counts, penalty = Counts(), generation.RepetitionPenaltyLogitsProcessor(1.3)
-        rule = verify.Rule([counts, penalty])
-        choice = rule.choose(tree, logits, text)
-        path, new = verify.accept(tokens.tolist(), parents, choice.tolist())
-        texts = []
-        for i, (node, token) in enumerate(zip(path, new)):
-            own = torch.cat((text[:, :-1], tokens[path_to(node, parents)][None]), 1)
-            texts.append(own.tolist())
-            assert own[0, 4:].tolist() == new[:i]
-            assert token == penalty(own, Counts()(own, logits[node:node + 1])).argmax()
+        choice = verify.Rule([counts, penalty]).choose(tree, logits, torch.tensor([text]))
+        path, new = verify.accept(tokens, parents, choice.tolist())
+        texts = [[text + new[:i]] for i in range(len(path))]
         assert counts.seen == texts
+        for own, node, token in zip(texts, path, new):
+            own = torch.tensor(own)
+            assert token == penalty(own, Counts()(own, logits[node:node + 1])).argmax()
         longest = max(longest, len(path))
     assert longest > 2, "no path of several nodes"
 
