@@ -76,10 +76,10 @@ def save(folder, draft_model, **about):
 
 @torch.no_grad()
 def trees_equal_training(drafter, model, atol=1e-9):
-    """Rounds of random trees: the logits after a node are training's at the end of its path.
+    """Rounds of random trees: the logits after a node are training's in a text with its path.
 
     Rounds begin where blocks of training do, at multiples of five, and no path is longer than a
-    block, so a node sees the same in both.
+    block, so a node sees the same in both, and nothing of the tokens after it.
     """
     torch.manual_seed(4)
     draft_model, ids, since = of_logits(drafter).model, text(30), 0
@@ -93,15 +93,13 @@ def trees_equal_training(drafter, model, atol=1e-9):
             paths.append([*paths[parents[-1]], len(paths)])
         tokens = torch.randint(VOCAB, (11,))
         tokens[0] = ids[t]
-        first = 0
-        for m in (1, 3, 1, 4, 2):
-            new = slice(first, first + m)
-            first += m
-            found = drafter.expand(tokens[new], parents[new])
-            for logits, path in zip(found, paths[new]):
-                along = torch.cat((ids[:t], tokens[path]))
+        for first, end in ((0, 1), (1, 4), (4, 5), (5, 9), (9, 11)):
+            found = drafter.expand(tokens[first:end], parents[first:end])
+            for logits, path in zip(found, paths[first:end]):
+                n = t + len(path)
+                along = torch.cat((ids[:t], tokens[path], ids[n:]))        # and later tokens
                 [(x, _, _)] = draft_model.terms(batch_of(model, along[None], {2}), 5)
-                expected = draft_model.head(x[0, -1])
+                expected = draft_model.head(x[0, n - 1])
                 torch.testing.assert_close(logits, expected, atol=atol, rtol=0)
         # The last node's path is accepted.  What else the text gets was never given to expand.
         drafter.keep(path)
