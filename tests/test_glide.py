@@ -206,27 +206,45 @@ def test_block_mask_entry_by_entry():
             for k in range(T):
                 assert mask[j, k] == (j // L > k // L)
 
+def rms_norm(x, norm):
+    return norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+def one_head(q, k, v, seen):
+    """SoftMax(Q K^T / sqrt(d)) V, where query i sees the first seen[i] keys; zero for none."""
+    hd = torch.zeros_like(q)
+    for i, n in enumerate(seen):
+        if n > 0:
+            scores = k[:n] @ q[i] / q.shape[1] ** 0.5
+            hd[i] = scores.softmax(0) @ v[:n]
+    return hd
+
 @pytest.mark.parametrize("name", ["llama", "llama-eager"])      # 4 and 2 KV heads for 4 queries
 @torch.no_grad()
-def test_the_glimpse_head_by_head(name):
-    """Concat(hd_1, ..., hd_h) W^O, hd_j = SoftMax(Q K^T / sqrt(d_k)) V under Mask_Block."""
-    draft_model, T, d_k = new_glide(shared(name), norm=True), 12, 8
+def test_a_layer_head_by_head(name):
+    """Figure 2, and Concat(hd_1, ..., hd_h) W^O under Mask_Block."""
+    draft_model, T = new_glide(shared(name), norm=True), 12
     batch, layer = batch_of(shared(name), text(12)[None]), draft_model.layers[0]
-    x = torch.randn(1, T, 24, dtype=torch.float64)
-    rope, mask = draft_model.glimpse_table[:, :T], glide.block_mask(T, 5)
-    found = layer.glimpse(x, batch.kv, rope, mask)[0]                  # (T, d_D)
-    k, v = batch.kv[layer.target_layer]
-    normed = x[0] * (x[0].square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-    expected = torch.zeros(T, 4 * d_k, dtype=torch.float64)
-    for j in range(4):
-        own = slice(j * d_k, (j + 1) * d_k)
-        q = glide.apply_rope(normed @ layer.glimpse_q.weight[own].T, rope)
-        shared_kv = j * k.shape[1] // 4
-        for i in range(5, T):                                       # the first block sees no key
-            seen = i // 5 * 5
-            scores = k[0, shared_kv, :seen] @ q[i] / d_k ** 0.5
-            expected[i, own] = scores.softmax(0) @ v[0, shared_kv, :seen]
-    torch.testing.assert_close(found, expected @ layer.glimpse_o.weight.T, **EXACT)
+    for norm in (layer.norm1, layer.glimpse_norm, layer.norm2):
+        norm.weight.uniform_(0.5, 2)
+    x = torch.randn(T, 24, dtype=torch.float64)
+    rope, glimpse_rope = ropes = draft_model.ropes(torch.arange(T))
+    causal, delayed = torch.ones(T, T, dtype=torch.bool).tril(), glide.block_mask(T, 5)
+    found = layer(x[None], ropes, causal, batch.kv, delayed)[0]        # (T, d_D)
+    # Self-attention, with three heads of size 8
+    q, k, v = (rms_norm(x, layer.norm1) @ layer.qkv.weight.T).view(T, 3, 3, 8).permute(1, 2, 0, 3)
+    q, k = glide.apply_rope(q, rope), glide.apply_rope(k, rope)
+    heads = [one_head(*of_head, range(1, T + 1)) for of_head in zip(q, k, v)]
+    x = x + torch.cat(heads, 1) @ layer.o.weight.T
+    # The glimpse
+    q = (rms_norm(x, layer.glimpse_norm) @ layer.glimpse_q.weight.T).view(T, 4, 8).transpose(0, 1)
+    q = glide.apply_rope(q, glimpse_rope)
+    k, v = [of_target[0].repeat_interleave(4 // of_target.shape[1], 0)
+            for of_target in batch.kv[layer.target_layer]]
+    heads = [one_head(*of_head, [i // 5 * 5 for i in range(T)]) for of_head in zip(q, k, v)]
+    x = x + torch.cat(heads, 1) @ layer.glimpse_o.weight.T
+    gate, up = (rms_norm(x, layer.norm2) @ layer.up.weight.T).chunk(2, 1)
+    expected = x + (gate * gate.sigmoid() * up) @ layer.down.weight.T
+    torch.testing.assert_close(found, expected, **EXACT)
 
 def test_queries_have_the_rope_of_the_targets_keys(llama):
     """Difference 1: the target's key at position 5 is its key at position 0, rotated by ours."""

@@ -166,10 +166,10 @@ def test_expand_index_tells_which_nodes_were_expanded(build):
 
         def expand(tokens, parents, table=table, given=given):
             for token, parent in zip(tokens.tolist(), parents):
+                assert -1 <= parent < len(given), "the root's parent is -1"
                 given.append((given[parent] if parent >= 0 else ()) + (token,))
             return table[tokens]
 
         tree = build(expand, torch.tensor([seed % 8]))
         for path, index in zip(sequences(tree), tree.expand_index.tolist()):
-            assert (path in given) == (index >= 0)
-            assert index < 0 or given[index] == path
+            assert index == (given.index(path) if path in given else -1)
