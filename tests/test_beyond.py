@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 from test_glide import (
     EXACT, all_labels, batch_of, mean_loss, of_logits, save, text, trees_equal_training, view)
 
-import edd
 from beyond.shared import EDDConfig, GlideConfig, frequent_words
 from runtime import families
 
