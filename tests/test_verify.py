@@ -165,7 +165,9 @@ def test_what_a_builder_sees(llama):
         assert rule.probs(none, 0.5).tolist() == [[0, 0, 0, 0]]
 
 def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
-    """One stream for two purposes biases what is sampled.  Twenty seeds, chains and trees."""
+    """One stream for two purposes biases what is sampled.  Twenty seeds, chains and trees, and a
+    rule that looks at the text.
+    """
     made = []
     own = verify.generator_for
 
@@ -177,11 +179,13 @@ def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
     monkeypatch.setattr(verify, "generator_for", noted)
     text = PROMPT + 2 * plain(llama, PROMPT, 24)
     for seed in range(20):
+        by_text = verify.Rule([Counts()], seed)
         for build in (cape.drawn, cape.cape):
-            made.clear()
-            verify.keyed_noise.cache_clear()
-            generate(llama, Known(text), build, new=10, rule=verify.sampling(1.0, seed=seed))
-            assert len(made) > 5 and len(made) == len(set(made))
+            for rule in (verify.sampling(1.0, seed=seed), by_text):
+                made.clear()
+                verify.keyed_noise.cache_clear()
+                generate(llama, Known(text), build, new=10, rule=rule)
+                assert len(made) > 5 and len(made) == len(set(made))
 
 class Counts(generation.LogitsProcessor):
     """A user's own: a token is the less probable, the more often the text has it."""
