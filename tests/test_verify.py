@@ -217,6 +217,23 @@ def test_processors_see_the_accepted_path_token_by_token():
         longest = max(longest, len(path))
     assert longest > 2, "no path of several nodes"
 
+def chain_of(tokens, p_draft):
+    parents = torch.arange(len(tokens)) - 1
+    return verify.Tree(torch.tensor(tokens), parents, torch.full_like(parents, -1), p_draft)
+
+def test_drafts_of_the_targets_own_distributions_are_all_accepted():
+    """A sampled chain, where a processor looks at the text: each node has a p_draft of its own."""
+    for seed in range(20):
+        g = torch.Generator().manual_seed(seed)
+        tokens, logits = torch.randint(VOCAB, (6,), generator=g), torch.randn(6, VOCAB, generator=g)
+        p_draft = []
+        for i in range(5):
+            scores = Counts()(tokens[None, :i + 1], logits[i:i + 1])
+            p_draft.append(scores.softmax(-1))
+        tree = chain_of(tokens.tolist(), torch.cat(p_draft))
+        choice = verify.Rule([Counts()], seed).choose(tree, logits, tokens[None, :1])
+        assert choice[:5].tolist() == tokens[1:].tolist()
+
 # ---------------------------------------------------------------- sampling
 def test_the_noise_of_one_token_is_exponential_over_positions_and_over_seeds():
     """By Kolmogorov and Smirnov's distance at 1 in 1000."""
@@ -241,10 +258,6 @@ def inverse(p, uniform):
     """The first token at which the sums of p reach uniform times their total."""
     sums = np.cumsum(p)
     return int(np.argmax(sums >= uniform * sums[-1]))
-
-def chain_of(tokens, p_draft):
-    parents = torch.arange(len(tokens)) - 1
-    return verify.Tree(torch.tensor(tokens), parents, torch.full_like(parents, -1), p_draft)
 
 def test_speculative_sampling_at_its_threshold():
     """Beside a known u: min(1, p_target / p_draft), or the residual's token by the next number."""
