@@ -42,8 +42,8 @@ import glide
 from runtime import families, load
 from runtime.errors import UserError
 
-# Layers, hidden size, heads, feed-forward: Vicuna-7B's and 13B's
-SHAPES = {"7b": (32, 4096, 32, 11008), "13b": (40, 5120, 40, 13824)}
+# Layers, hidden size, heads, feed-forward: Vicuna-7B's and 13B's, and one that a CPU can bear
+SHAPES = {"7b": (32, 4096, 32, 11008), "13b": (40, 5120, 40, 13824), "80m": (24, 512, 8, 1376)}
 CONSTANT = 1e-3                  # in the last coordinate: too small to change a norm
 
 # ---------------------------------------------------------------- parts
