@@ -66,9 +66,9 @@ RUNS = {
     "batches": Run(2, "python figures/batches.py --limit 12 --max-new-tokens 64"),
     "vct": Run(1, "python bench.py --limit 12 --drafter edd --tree cape pct vct"),
     # Tree against chain at two larger sizes (docs/speed.md)
-    "grown-cpu": Run(5, "python bench.py --target work/grown-cpu/target --checkpoint work/grown-cpu "
-                     "--limit 12 --max-new-tokens 64 --drafter glide edd --tree chain cape beam "
-                     "pct"),
+    "grown-cpu": Run(5, "python bench.py --target work/grown-cpu/target --limit 12 "
+                     "--checkpoint work/grown-cpu --max-new-tokens 64 --drafter glide edd "
+                     "--tree chain cape beam pct"),
     "smollm2/trees": Run(12, "python bench.py --target smollm2 --checkpoint checkpoints/smollm2 "
                          "--limit 12 --max-new-tokens 64 --tree chain cape beam pct pct-cost graft "
                          '--drafter glide-shared edd-shared "mixture(glide-shared, maxgram)"'),
