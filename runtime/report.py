@@ -73,8 +73,9 @@ def commit():
         return subprocess.run(["git", *command], cwd=ROOT, text=True, capture_output=True,
                               check=True).stdout.strip()
     try:
-        changes = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-        return git("rev-parse", "--short=10", "HEAD") + changes
+        # Rows that were measured a moment ago change nothing of what is measured now.
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", ":!docs")
+        return git("rev-parse", "--short=10", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
 
