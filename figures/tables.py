@@ -40,38 +40,39 @@ MEDUSA_TREE = "eagle2(total=63, depth=5)"
 # With the paper's s_d / s_t, 1.1 ms / 29.8 ms, these trees do not depend on the machine.
 PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"
 
+ROWS, FEWER = "--limit 18 --max-new-tokens 64", "--limit 12 --max-new-tokens 64"
+
 # In the order of their importance
 RUNS = {
     "costs": Run(0.3, "python figures/costs.py"),
     "main": Run(0.7, "python bench.py --drafter glide --tree cape"),
     "cascade-k": Run(2, "python bench.py --prompts figures/tuning.jsonl --max-new-tokens 64 "
                      f"--tree chain --drafter {SWEEP}"),
-    "chains": Run(5, "python bench.py --limit 18 --tree chain --drafter glide glide-top vanilla "
+    "chains": Run(4, f"python bench.py {ROWS} --tree chain --drafter glide glide-top vanilla "
                   "edd edd-top vdm eagle medusa"),
-    "edd-trees": Run(5, "python bench.py --limit 18 --drafter edd --tree chain cape eagle2 pct "
+    "edd-trees": Run(4, f"python bench.py {ROWS} --drafter edd --tree chain cape eagle2 pct "
                      'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
-    "glide-trees": Run(3, "python bench.py --limit 18 --drafter glide --tree chain cape beam "
+    "glide-trees": Run(3, f"python bench.py {ROWS} --drafter glide --tree chain cape beam "
                        '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
-    "together": Run(7, "python bench.py --limit 12 --tree chain pct-cost graft --drafter glide "
+    "together": Run(7, f"python bench.py {FEWER} --tree chain pct-cost graft --drafter glide "
                     'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
                     + quoted(BASE_GRAM, THREE)),
-    "cascade": Run(6.5, "python bench.py --limit 18 --tree chain --drafter glide maxgram "
+    "cascade": Run(6, f"python bench.py {ROWS} --tree chain --drafter glide maxgram "
                    '"maxgram(matching=False)" ' + quoted(*TUNED, LENIENT)),
-    "sampled": Run(3, "python bench.py --limit 12 --temperature 1 --tree drawn --drafter vanilla "
+    "sampled": Run(3, f"python bench.py {FEWER} --temperature 1 --tree drawn --drafter vanilla "
                    'glide-top glide "cascade(base, k=5)" "cascade(small, k=5)"'),
-    "sampled-graft": Run(3, "python bench.py --limit 12 --temperature 1 --tree drawn pct-cost "
+    "sampled-graft": Run(3, f"python bench.py {FEWER} --temperature 1 --tree drawn pct-cost "
                          'graft --drafter glide "mixture(glide, maxgram)"'),
-    "medusa": Run(2, "python bench.py --limit 18 --drafter glide medusa --tree chain cape "
+    "medusa": Run(2, f"python bench.py {ROWS} --drafter glide medusa --tree chain cape "
                   f'"{MEDUSA_TREE}"'),
-    "batches": Run(2, "python figures/batches.py --limit 12 --max-new-tokens 64"),
-    "vct": Run(1, "python bench.py --limit 12 --drafter edd --tree cape pct vct"),
+    "batches": Run(3, f"python figures/batches.py {FEWER}"),
+    "vct": Run(1, f"python bench.py {FEWER} --drafter edd --tree cape pct vct"),
     # Tree against chain at two larger sizes (docs/speed.md)
-    "grown-cpu": Run(5, "python bench.py --target work/grown-cpu/target --limit 12 "
-                     "--checkpoint work/grown-cpu --max-new-tokens 64 --drafter glide edd "
+    "grown-cpu": Run(4, "python bench.py --target work/grown-cpu/target "
+                     f"--checkpoint work/grown-cpu {FEWER} --drafter glide edd "
                      "--tree chain cape beam pct"),
-    "smollm2/trees": Run(12, "python bench.py --target smollm2 --checkpoint checkpoints/smollm2 "
-                         "--limit 12 --max-new-tokens 64 --tree chain cape beam pct pct-cost graft "
-                         '--drafter glide-shared edd-shared "mixture(glide-shared, maxgram)"'),
+    "smollm2/trees": Run(5, "python bench.py --target smollm2 --checkpoint checkpoints/smollm2 "
+                         f"{FEWER} --tree chain cape beam pct --drafter glide-shared edd-shared"),
     # Counts
     "ewif": Run(0, "python figures/probe.py ewif", counted=True),
     "raw": Run(6, 'python bench.py --limit 18 --drafter edd "edd(temperature=1)" vdm glide '
