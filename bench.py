@@ -17,9 +17,11 @@ Three rules keep the table honest:
  2. Speedups are paired: each prompt's speed is divided by the baseline's speed on that prompt.
  3. Outputs are compared token for token with the baseline's, and the first difference is reported.
 
-This file is in the order of the work: arguments, prompts, one timed decoding, the arms, the
-measurement, a row's figures, the tables.  Drafters and trees are named as their functions would be
-called: see cape.py, pct.py and runtime/load.py.  Sentences under the table explain its columns.
+Read main() first, at the end; above it stands what it calls, in this order: arguments, prompts, one
+decoding, the arms, the measurement, a row's figures, the tables.  The clock is measure.decode's: it
+stands around the target, the drafter and the builder, so that verify.generate knows none.  Drafters
+and trees are named as their functions would be called: see cape.py, pct.py and runtime/load.py.
+Sentences under the table explain its columns.
 
 With --json FILE an interrupted table goes on: its finished prompts stand in FILE.part, and the same
 command skips them.
@@ -49,7 +51,7 @@ from beyond import graft, priced
 from runtime import chats, load, measure, report, text
 from runtime.calls import check_tree, read_call
 from runtime.errors import UserError
-from runtime.program import Parser
+from runtime.program import Parser, program
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
          "beam": cape.beam, "pct": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2,
@@ -65,6 +67,19 @@ WARM_UP = 16                    # tokens that each arm decodes before anything i
 # kind: of text.  question: the number of its row, as a chat gives a prompt for each of its turns.
 # limit: of new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
+
+# A measure.Record is one decoding: tokens, seconds, stage_runs (the runs of each stage of a
+# cascade), and total, a Counter of sums over its rounds:
+#   rounds, new, nodes, depth      of the trees; new: tokens of the output
+#   accepted, tested, drawn        drafted tokens, and trees that were sampled chains
+#   trees, overlap                 rounds whose tree has siblings; the sum of GLIDE's sampled alpha
+#   draft_forwards                 of the drafter
+#   prefill, draft, verify, other  seconds
+#   begin                          the part of draft before a round's first forward
+#   "0", "1", ...                  the part of draft in each model of a cascade
+
+# A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
+# function, settings, defaults and label.
 
 # One way of decoding.
 #   name      as the table prints it: "glide x cape", "generate()"
@@ -115,7 +130,7 @@ def parser():
     flag("--top-p", type=between(float, 1e-6, 1), default=1.0, help="sample among the most "
          "probable tokens whose probabilities sum to p (default: 1, all)")
     flag("--seed", type=between(int, 0, 2 ** 31 - 1), default=0,
-         help="of all random choices (default: 0)")
+         help="of sampling (default: 0)")
     flag("--dtype", default="float32",
          choices=["float32", "float16", "bfloat16", "float64", "auto"],
          help="auto: the dtype in which the target's weights are stored (default: float32)")
@@ -147,7 +162,7 @@ def check(a):
             raise UserError(f"{' '.join(labels)}: name each once")
     for tree in trees:
         trial = tree
-        if tree.name == "graft":                         # pct_cost's settings, and chain
+        if tree.name == "graft":                         # a method, with pct_cost's settings
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
             trial = tree._replace(function=priced.pct_cost, settings=shared)
         check_tree(trial, MOST_NODES)
@@ -195,14 +210,17 @@ def read_prompts(a, setup, paths, limit=None):
     return prompts
 
 def questions(a, setup, document):
-    """Yield the token ids of each question of a row; the target answers what is left open."""
+    """Yield the token ids of the prompt of each question of a chat.
+
+    Where the row has no answer to the question before, the target gives its own, untimed.
+    """
     template = chats.template_of(a.template, setup.tokenizer)
     vocab = setup.target.config.vocab_size
     turns = []
     try:
         for part in text.questions_of(document):
             if turns and part[0].role == "user":         # nobody has answered the question before
-                most = min(a.max_new_tokens, setup.target.remaining(ids))
+                most = min(a.max_new_tokens, setup.target.remaining(ids))      # ids: that question
                 tokens = decode(a, setup, None, verify.root_only, ids, most).tokens
                 answer = setup.tokenizer.decode(tokens, skip_special_tokens=True)
                 turns.append(text.Turn("assistant", answer, False))
@@ -216,7 +234,7 @@ def questions(a, setup, document):
         raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
                         "--template") from None
 
-# ---------------------------------------------------------------- one timed decoding
+# ---------------------------------------------------------------- one decoding
 def decode(a, setup, drafter, build, ids, limit, number=0, streamer=None):
     """Speculative decoding by the flags' sampling -> Record.  drafter None: plain decoding.
 
@@ -291,7 +309,7 @@ def library_arms(a, setup, drafters):
 
 def is_open(tree, *names):
     """Whether a tree's Call leaves one of these settings to its default."""
-    return bool(tree.defaults.keys() & set(names) - tree.settings.keys())
+    return any(name in tree.defaults and name not in tree.settings for name in names)
 
 def builder(label, drafter, tree, prices):
     """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
@@ -302,19 +320,19 @@ def builder(label, drafter, tree, prices):
     for name, price in (prices or {}).items():
         if is_open(tree, name):
             settings[name] = price
-    if isinstance(drafter, cascade.Cascade):
-        if tree.name in ("chain", "drawn"):
-            if settings:
-                raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; "
-                                f"say {tree.name}")
-            return getattr(drafter, tree.name), {}
-        if tree.name in ("pct-cost", "graft") and not drafter.stages:
-            # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
-            names = settings.keys() & {"node_price", "start", "max_nodes"}
-            settings = {name: settings[name] for name in names}
-            return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
+    is_cascade = isinstance(drafter, cascade.Cascade)
+    if is_cascade and tree.name in ("chain", "drawn"):
+        if settings:
+            raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; give "
+                            f"--tree {tree.name}, without settings")
+        return getattr(drafter, tree.name), {}
+    if is_cascade and tree.name in ("pct-cost", "graft") and not drafter.models:
+        # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
+        names = settings.keys() & {"node_price", "start", "max_nodes"}
+        settings = {name: settings[name] for name in names}
+        return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
     function = tree.function
-    if tree.name == "graft":
+    if tree.name == "graft":                             # a method of mixture(...)
         function = getattr(drafter, "graft", None)
     build = partial(function, **settings) if function else None
     return build, {**tree.defaults, **settings}
@@ -355,11 +373,11 @@ def measure_all(arms, prompts, table, graphs=False):
         for number in range(done, len(prompts)):
             # Arm order is random in each prompt, since an arm leaves traces (caches, clock speed)
             # for the next one.
-            found = {}
+            prompt, record_of = prompts[number], {}
             for arm in random.Random(number).sample(arms, len(arms)):
-                found[arm.name] = arm.decode(prompts[number].ids, prompts[number].limit, number)
+                record_of[arm.name] = arm.decode(prompt.ids, prompt.limit, number)
                 bar.update()
-            table.add(found)
+            table.add(record_of)
             if bar.disable:                              # no terminal
                 print(f"prompt {number + 1} of {len(prompts)}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
@@ -475,10 +493,14 @@ def metrics(arm, records, plain, costs):
     if arm.cascade:
         tokens = sum(len(record.tokens) for record in records)
         runs = runs_of(records)
-        weights = [1, *arm.cascade.costs, 0][:len(runs)]          # Max-Gram has none
+        # Shares of the target's weights; Max-Gram, the last stage where it is one, has none.
+        weights = [1, *arm.cascade.costs]
+        weights += [0.0] * (len(runs) - len(weights))
         row["runs"] = runs
-        row["swi_pw"] = swi(tokens, runs, costs)                  # Table 2's "Speedup (PW)"
-        row["swi_ms"] = swi(tokens, runs, weights)                # its "Speedup (MS)"
+        # By measured costs (Table 2's "PW" takes them from previous work), and by weights ("MS")
+        row["swi_pw"] = swi(tokens, runs, costs)
+        row["swi_ms"] = swi(tokens, runs, weights)
+        # The same by the clock: all time of drafting, in plain decoding steps
         row["swi_clock"] = tokens / (runs[0] + total["draft"] / step)
     return row
 
@@ -489,8 +511,8 @@ def row_of(arm, results, prompts):
     """
     records = [found[arm.name] for found in results]
     plain = [found["plain"] for found in results]
-    of_prompts = speedups(arm.name, "plain", results)
-    low, middle, high = np.quantile(of_prompts, [0.25, 0.5, 0.75]).tolist()
+    prompt_speedups = speedups(arm.name, "plain", results)
+    low, middle, high = np.quantile(prompt_speedups, [0.25, 0.5, 0.75]).tolist()
     tokens = sum(len(record.tokens) for record in records)
     row = {
         "drafter": arm.drafter or arm.name,
@@ -512,9 +534,9 @@ def row_of(arm, results, prompts):
     # The same figures for each prompt, as paired tests need them.  All turns of one chat belong to
     # one question.
     row["by_prompt"] = []
-    for prompt, speedup, record, base in zip(prompts, of_prompts, records, plain):
-        about = {"kind": prompt.kind, "question": prompt.question, "speedup": speedup}
-        row["by_prompt"].append(about | metrics(arm, [record], [base], costs))
+    for prompt, speedup, record, base in zip(prompts, prompt_speedups, records, plain):
+        of_prompt = {"kind": prompt.kind, "question": prompt.question, "speedup": speedup}
+        row["by_prompt"].append(of_prompt | metrics(arm, [record], [base], costs))
     return row
 
 def has_same_noise(arm, results):
@@ -583,22 +605,22 @@ def tables(arms, prompts, table, target):
     names = [arm.name for arm in arms]
     rows = []
     for group, which in groups.items():
-        of_group = []
+        group_rows = []
         for arm in arms:
             row = row_of(arm, [results[i] for i in which], [prompts[i] for i in which])
             if table.about["temperature"] == 0 or has_same_noise(arm, results):
                 row |= losslessness(arm, which, results, prompts, target)
-            about = {"group": group, "prices": table.prices.get(arm.drafter), "lossless": None}
-            of_group.append(table.about | about | row)
-        print(f"\n{group}: {len(which)} prompts\n{report.table(names, of_group)}")
+            of_arm = {"group": group, "prices": table.prices.get(arm.drafter), "lossless": None}
+            group_rows.append(table.about | of_arm | row)
+        print(f"\n{group}: {len(which)} prompts\n{report.table(names, group_rows)}")
         if group == "all":
-            print(*report.sentences(names, of_group, table.prices), sep="\n")
-        rows += of_group
+            print(*report.sentences(names, group_rows, table.prices), sep="\n")
+        rows += group_rows
     return rows
 
-def run_table(argv):
-    """From arguments to the table -> exit status"""
-    argv = sys.argv[1:] if argv is None else argv
+@program
+def main(argv):
+    """From arguments to the table -> exit status: 0; 2 after a mistake; 130 after Ctrl-C."""
     a = parser().parse_args(argv)
     drafter_calls, trees = check(a)
     if a.threads:
@@ -611,7 +633,7 @@ def run_table(argv):
     prompts = read_prompts(a, setup, a.prompts or [PROMPTS], limit)
     table = report.Unfinished(a.json, about_run(a, setup, argv))
     print(report.headline(table.about, len(prompts)), flush=True)
-    if table.prices is None:
+    if table.prices is None:                             # an interrupted table brings its own
         table.begin(measured_prices(a, setup, drafters, trees, prompts))
     arms = arms_of(a, setup, drafters, trees, table.prices)
     for note in setup.notes:
@@ -622,7 +644,7 @@ def run_table(argv):
                 report.show(arm, prompts[0], setup.tokenizer)
     measure_all(arms, prompts, table, a.graphs)
     if not table.results:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt                          # there is nothing to report
     rows = tables(arms, prompts, table, setup.target)
     is_whole = len(table.results) == len(prompts)
     table.finish(rows, is_whole)
@@ -632,17 +654,5 @@ def run_table(argv):
           file=sys.stderr)
     return 130
 
-def main(argv=None):
-    """Exit status: 0; 2 after one sentence about a user's mistake; 130 after Ctrl-C."""
-    try:
-        return run_table(argv)
-    except KeyboardInterrupt:
-        print("bench.py: interrupted before there was anything to report", file=sys.stderr)
-        return 130
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        first_line = str(why).partition("\n")[0]
-        print(f"bench.py: {first_line}", file=sys.stderr)
-        return 2
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

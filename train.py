@@ -12,22 +12,25 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and its loss is loss_of at the positions of both masks, the batch's and that of terms.  A batch has
+and its loss is the sum of loss_of over terms, at the positions where the batch's loss mask, and
+that of the term where it has one (EAGLE), are True.  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token; of a list of words alone
-                                 where the drafters have one; None if no drafter learns them
+    logits      (B, T, V)        the target's logits after each token; None if no drafter learns
+                                 them
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
     number of tokens, of all kinds of text, in an order that (seed, epoch) alone decides.
- 2. GLIDE learns the target's distribution (KL), as EDD does in its paper, too, and hidden matrices
-    are optimised with Muon.  GLIDE's embedding and head start as the target's where the widths
-    agree.  The papers' recipes are in docs/training.md.
+ 2. GLIDE learns the target's distribution (KL), as EDD does in its paper.  Hidden matrices are
+    optimised with Muon, all else with AdamW.  GLIDE's embedding and head start as the target's
+    where the widths agree, and its glimpse has a norm.  The learning rate has a warm-up and a
+    cosine, and grows with 1 / sqrt(the target's width).  The papers' recipes (GLIDE: cross entropy,
+    AdamW, random tables, 5e-4, batches of 64; EDD: AdamW, 1e-4) are in docs/training.md.
  3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
     (training/evaluate.py), so that trees can trust its confidence.
 """
@@ -46,21 +49,22 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser, first_line, write_atomically
+from runtime.program import Parser, first_line, program, write_atomically
 from runtime.targets import context_of
 from training import models
 from training.documents import is_prepared, prepare, read
 from training.evaluate import Walks
 from training.muon import optimizers
 from training.processes import barrier, join, leave, rank_and_world, sum_gradients, summed
-from training.state import claim_folders, interruptible, program
+from training.state import claim_folders, interruptible
 
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
 HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
 HELD_OUT_BLOCK = 5              # EDD's block length there; in training it is random
-FREE = "lr every micro device out work resume overwrite".split()       # a resumed run may change
+# Flags that a resumed run may change
+MAY_CHANGE = "lr every micro device out work resume overwrite".split()
 
 # ---------------------------------------------------------------- the flags
 def parser():
@@ -110,7 +114,8 @@ def check(a):
 def load_data(a, tokenizer, vocab):
     """--data -> documents.Prepared: tokens (n,) and documents (m, 3), to learn and held out.
 
-    A prompt is read, but contributes no loss: its tokens come as ~id, the complement, below 0.
+    A document is its start, size and kind.  A token of 0 or above is a label.  Below 0 it is ~id,
+    the complement: it belongs to a prompt, which is read, but contributes no loss.
     """
     folder = Path(a.data[0])
     rank, _ = rank_and_world()
@@ -151,6 +156,8 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     step_of = last_token // step_tokens                                # 0, 0, ... 1, 1, ... 2 ...
     steps = steps_in_epoch(pieces, step_tokens)
     first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # of each step
+    # Cut before the first piece of each further step; the last part is left over.  Sizes 3 2 4 1
+    # in steps of 5: last_token is 2 4 8 9, step_of 0 0 1 1, first_piece 0 2 4.
     return np.split(shuffled, first_piece[1:])[:-1]
 
 def pieces_of_steps(pieces, step_tokens, seed, step):
@@ -177,7 +184,7 @@ def parts_of(pieces, most):
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
-    # Padding is ~0, which is -1: below 0, so that it is no label.  Its token id becomes 0.
+    # Padding is ~0, the token 0 that is no label.
     ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
     for of_piece, (start, size, _) in zip(ids, pieces):
         of_piece[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
@@ -202,13 +209,9 @@ class FrozenTarget:
         for decoder in decoders.values():
             self.kv.update(decoder.needs.get("kv", ()))
             self.hidden.update(decoder.needs.get("hidden", ()))
-        # Of which words the drafters learn the target's logits: a list, or slice(None) for all
-        lists = [models.words_of(module) for module in drafters.values()
-                 if module.config.loss in ("kl", "lk")]
-        if any(words != lists[0] for words in lists):
-            raise UserError("drafters that are trained together must have the same `words`: train "
-                            "the others in a run of their own")
-        self.words = lists[0] if lists else None         # None: no drafter learns from logits
+        # Of which words the drafters learn the target's logits: slice(None) for all, a list, or
+        # None where no drafter learns from them
+        self.words = models.words_learned(drafters.values())
 
     @torch.no_grad()
     def forward(self, ids):
@@ -234,8 +237,9 @@ def masked_loss(module, batch, block, size):
     """A drafter's loss, summed over the loss mask of a batch -> ().
 
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
-    So they are computed for `size` positions at a time, and once more for the gradient.
+    So they are computed for `size` positions at a time, and once more in the backward pass.
     """
+    # The labels are indexed here: those of "kl" are logits, whose copy (n, V) would not fit.
     def loss_at(x, labels, positions):
         return module.loss_of(x, labels[positions])
 
@@ -244,7 +248,7 @@ def masked_loss(module, batch, block, size):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
         positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
         x, labels = x.flatten(0, 1)[positions], labels.flatten(0, 1)   # (n, ...), (B T, ...)
-        if len(x) <= size:
+        if len(x) <= size:                               # nothing need be computed twice
             total = total + loss_at(x, labels, positions)
             continue
         for x_chunk, chunk in zip(x.split(size), positions.split(size)):
@@ -252,7 +256,10 @@ def masked_loss(module, batch, block, size):
     return total
 
 def block_of_step(module, seed, step):
-    """EDD's block length L of a step, sampled uniformly from its range (EDD, 3.1)."""
+    """The block length L of a step, which EDD samples uniformly from its range (EDD, 3.1).
+
+    All other drafters ignore it.
+    """
     low, high = getattr(module.config, "blocks", (HELD_OUT_BLOCK, HELD_OUT_BLOCK))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
 
@@ -263,7 +270,8 @@ def evaluate(drafters, frozen, walks, data, a):
 
     -> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}
     """
-    metrics = walks()
+    # alpha, tau, temperature and by_kind, by drafting along the target's own greedy text
+    metrics = walks.measure()
     pieces = pieces_of(data.held_documents, a.length)
     kinds = np.unique(pieces[:, 2])
     for name in drafters:
@@ -329,7 +337,7 @@ def resume(drafters, optimizer_list, a):
     changed = [name for name, value in a.identity.items() if before.get(name) != value]
     if changed:
         raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
-                        f"{', '.join(FREE)} may change")
+                        f"{', '.join(MAY_CHANGE)} may change")
     for name, module in drafters.items():
         module.load_state_dict(state["drafters"][name])
     for optimizer, saved in zip(optimizer_list, state["optimizers"]):
@@ -366,7 +374,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
     recent = {name: [] for name in drafters}             # losses since the last evaluation
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
-        for step in bar:
+        for step in bar:                                 # after the last step it only evaluates
             # Evaluate, and log
             if step == steps or step % a.every == 0:
                 metrics = evaluate(drafters, frozen, walks, data, a)
@@ -445,8 +453,8 @@ def train(a, calls, argv):
         print("no text is held out: drafters are measured on what they learn", file=sys.stderr)
         data = data._replace(held_tokens=data.tokens, held_documents=data.documents)
     steps = steps_in_epoch(pieces, step_tokens) if a.steps is None else a.steps
-    # What a resumed run must have again
-    a.identity = {flag: value for flag, value in vars(a).items() if flag not in FREE}
+    # What a resumed run must have again.  save() writes it, resume() compares it.
+    a.identity = {flag: value for flag, value in vars(a).items() if flag not in MAY_CHANGE}
     a.identity |= {"target (its weights)": fingerprint["probe"], "text": data.digest}
     # The drafters
     options = models.Options(a.length, data.tokens)
@@ -467,7 +475,9 @@ def train(a, calls, argv):
         log(a, made_by)
     metrics = fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a)
     # Save
-    for name, module in drafters.items() if rank == 0 else ():
+    if rank > 0:
+        return
+    for name, module in drafters.items():
         about = {
             "kind": calls[name].name,
             **made_by,
@@ -477,7 +487,7 @@ def train(a, calls, argv):
             "validation": metrics[name],
             "target": fingerprint,
             "init": inits[name],
-        }
+        }                                    # models.save adds the config
         models.save(Path(a.out) / name, module, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
 

@@ -34,6 +34,7 @@ import verify
 from runtime import report
 from runtime.calls import read_call
 from runtime.errors import UserError
+from runtime.program import program
 
 BATCHES = (1, 2, 4, 8, 16)
 KEYS = ("batch", "glide", "plain", "speedup", "tau", "lossless")
@@ -86,7 +87,8 @@ def row_of(a, setup, label, drafter, tree, prompts):
     row |= {"glide": row["tokens_per_second"], "plain": alone["tokens_per_second"]}
     return row | bench.losslessness(arm, range(len(prompts)), results, prompts, setup.target)
 
-def work(argv):
+@program
+def main(argv):
     p = probe.parser(inspect.getdoc(sys.modules[__name__]))
     p.add_argument("--batches", nargs="+", type=bench.between(int, 1, 4096), default=BATCHES,
                    help="how many copies")
@@ -108,8 +110,6 @@ def work(argv):
             break
         rows.append({"target": a.target, "batch": batch, "temperature": 0.0, **row})
     probe.finish(a, rows, KEYS, "batches", argv, setup.target.device)
-
-main = probe.guarded(work, "batches")
 
 if __name__ == "__main__":
     sys.exit(main())

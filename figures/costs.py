@@ -28,6 +28,7 @@ import torch
 
 import bench
 import probe
+from runtime.program import program
 
 NODES = 1, 2, 4, 8, 16, 32, 64              # of a forward
 TURNS, REPEATS = 5, 5                       # REPEATS calls are timed together, TURNS times
@@ -113,7 +114,8 @@ def rows_of(a, setup, prompts):
         rows += [about | row for row in of_context + break_even(seconds, a.c)]
     return rows
 
-def work(argv):
+@program
+def main(argv):
     p = probe.parser(inspect.getdoc(sys.modules[__name__]))
     p.add_argument("--contexts", nargs="+", type=bench.between(int, 1, 10 ** 6), default=[256],
                    help="tokens before the forward")
@@ -123,8 +125,6 @@ def work(argv):
     keys = ("drafter", "context", "ms", "ratio", "gb_per_second", "steps", "least_alpha",
             "least_tau")
     probe.finish(a, rows_of(a, setup, prompts), keys, "costs", argv, setup.target.device)
-
-main = probe.guarded(work, "costs")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -41,6 +41,7 @@ import edd
 import glide
 from runtime import families, load
 from runtime.errors import UserError
+from runtime.program import program
 
 # Layers, hidden size, heads, feed-forward: Vicuna-7B's and 13B's, and one that a CPU can bear
 SHAPES = {"7b": (32, 4096, 32, 11008), "13b": (40, 5120, 40, 13824), "80m": (24, 512, 8, 1376)}
@@ -218,7 +219,8 @@ def save(folder, draft_model, about, fingerprint):
     about = about | {"config": vars(draft_model.config), "target": fingerprint}
     (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
 
-def run(argv):
+@program
+def main(argv):
     p = argparse.ArgumentParser(description="Grow the stand-in and its drafters into a large "
                                 "model's shape.")
     p.add_argument("--shape", choices=SHAPES, default="7b", help="default: 7b")
@@ -242,14 +244,6 @@ def run(argv):
         save(out / name, draft_model, about, fingerprint)
     weights = sum(p.numel() for p in target.parameters())
     print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(a.drafters)}")
-
-def main(argv):
-    try:
-        run(argv)
-    except (UserError, OSError, torch.OutOfMemoryError) as why:
-        print(f"grown.py: {why}", file=sys.stderr)
-        return 2
-    return 0
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

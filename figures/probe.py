@@ -46,7 +46,7 @@ import verify
 from ewif import table_1
 from runtime import families, load, report
 from runtime.errors import UserError
-from runtime.program import Parser, first_line
+from runtime.program import Parser, program
 
 CHAIN, BINS = 10, 10                       # calibration: tokens of a chain; bins of confidence
 LONG_CHAIN = 30                            # positions
@@ -100,20 +100,6 @@ def finish(a, rows, keys, name, argv, device):
     if a.json:
         lines = [json.dumps(about | row) + "\n" for row in rows]
         Path(a.json).write_text("".join(lines), encoding="utf-8")
-
-def guarded(work, name):
-    """work(argv), which is a program, as its main -> exit status: 0; 2 after a user's mistake."""
-    def main(argv=None):
-        try:
-            work(sys.argv[1:] if argv is None else argv)
-        except (UserError, OSError, torch.OutOfMemoryError) as why:
-            print(f"figures/{name}.py: {first_line(why)}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"figures/{name}.py: interrupted", file=sys.stderr)
-            return 130
-        return 0
-    return main
 
 def decoded(setup, drafter, build, prompt):
     """Greedy decoding after a bench.Prompt -> verify.Output"""
@@ -284,7 +270,8 @@ def ewif(setup, drafters, prompts):
 # ---------------------------------------------------------------- the command line
 MEASUREMENTS = {"calibration": calibration, "positions": positions, "ewif": ewif, "lookup": lookup}
 
-def work(argv):
+@program
+def main(argv):
     p = parser(inspect.getdoc(sys.modules[__name__]))
     p.add_argument("measurement", choices=MEASUREMENTS)
     p.add_argument("--drafter", nargs="+", help="as bench.py takes them (default: glide)")
@@ -299,8 +286,6 @@ def work(argv):
     rows, keys = MEASUREMENTS[a.measurement](setup, drafters, prompts)
     rows = [{"target": a.target, **row} for row in rows]
     finish(a, rows, keys, "probe", argv, setup.target.device)
-
-main = guarded(work, "probe")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,12 +1,40 @@
 """What every program of this project needs: arguments, sentences for mistakes, whole files."""
 import argparse
+import functools
 import os
+import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from safetensors import SafetensorError
+
 from runtime.errors import UserError
 
+# What is said in a sentence: mistakes of the user, of the disk, of a file's content
+SENTENCES = (UserError, OSError, SafetensorError, torch.OutOfMemoryError)
+
+def program(run):
+    """Make of run(argv), which may return an exit status, a main(argv) that returns one.
+
+    It is 0 by default; 2 after one sentence about a mistake; 130 after Ctrl-C.
+    """
+    @functools.wraps(run)
+    def main(argv=None):
+        name = Path(run.__code__.co_filename).name
+        try:
+            return run(sys.argv[1:] if argv is None else argv) or 0
+        except SENTENCES as why:
+            # Under torchrun all processes raise the same UserError: the first one prints it.
+            if os.environ.get("RANK", "0") == "0" or not isinstance(why, UserError):
+                sentence = str(why).partition("\n")[0]
+                print(f"{name}: {sentence}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print(f"{name}: interrupted", file=sys.stderr)
+            return 130
+    return main
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Defaults stand beside the flags, except None and False; a description keeps its lines."""

@@ -403,17 +403,17 @@ def test_the_clock_tells_the_models_of_a_cascade_apart(monkeypatch):
             now[0] += self.seconds
 
     class Cascade:
-        stages = [Model(2), Model(4)]
+        models = [Model(2), Model(4)]
 
         def begin(self):
             pass
 
         def chain(self, expand, root):
             now[0] += 1
-            self.stages[0].align([])
+            self.models[0].align([])
             now[0] += 8
-            self.stages[1].align([])
-            self.stages[0].align([])
+            self.models[1].align([])
+            self.models[0].align([])
     for _ in range(2):                         # the second clock counts nothing twice
         cascade, clock = Cascade(), measure.Clock()
         clock.around(cascade).begin()
@@ -426,8 +426,8 @@ def test_the_clock_tells_the_models_of_a_cascade_apart(monkeypatch):
 
 def test_prices_are_the_made_up_machines():
     """A drafter's forward takes .2 of a plain step, begin .1, a node .03."""
-    drafters = {"x": SimpleNamespace(), "maxgram": SimpleNamespace(stages=[]),
-                "models": SimpleNamespace(stages=[1])}
+    drafters = {"x": SimpleNamespace(), "maxgram": SimpleNamespace(models=[]),
+                "models": SimpleNamespace(models=[1])}
     seen = set()
 
     def decode(drafter, build, ids, limit):
@@ -468,9 +468,6 @@ def test_prices_are_measured_once_on_other_prompts(small, monkeypatch):
     assert cost[0].keywords == {"cost": 0.2, "start": 0.3, "node_price": 0.5}
     assert pct[1].items() > {"cost": 0.2, "width": 5}.items(), "all settings, for the row"
     assert bench.measured_prices(a, setup, drafters, calls[1:2], prompts) == {}
-    a.price_prompts = a.prompts
-    with pytest.raises(UserError, match="a prompt of the table is among them"):
-        bench.measured_prices(a, setup, drafters, calls, prompts)
 
 def test_the_shipped_price_prompts_are_others():
     files = ("checkpoints/price_prompts.jsonl", "checkpoints/prompts.jsonl", "figures/tuning.jsonl")
@@ -684,9 +681,9 @@ def test_encoder_decoder_targets_take_cascades(t5, small, tmp_path):
 def test_what_is_a_sentence_and_what_a_traceback(monkeypatch, capsys):
     """Memory that does not suffice is a sentence; a fault of CUDA's is no user's mistake."""
     def failing(why):
-        def run_table(argv):
+        def check(a):
             raise why
-        monkeypatch.setattr(bench, "run_table", run_table)
+        monkeypatch.setattr(bench, "check", check)
     for why in (RuntimeError("CUDA error: an illegal memory access"), ValueError("memory")):
         failing(why)
         with pytest.raises(type(why), match="memory"):

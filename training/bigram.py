@@ -33,10 +33,9 @@ import maxgram
 from beyond.graft import LEAST, Mixture
 from runtime import chats, load
 from runtime.errors import UserError
-from runtime.program import Parser, write_atomically
+from runtime.program import Parser, program, write_atomically
 from training.documents import encoded, plain_ids, prompts_in
 from training.reading import Report
-from training.state import program
 from verify import Tree, generate
 
 LONGEST = 384             # tokens of a prompt, at most

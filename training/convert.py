@@ -29,8 +29,7 @@ import glide
 from beyond import eagle, medusa
 from runtime import families, load
 from runtime.errors import UserError
-from runtime.program import Parser, folder_atomically
-from training.state import program
+from runtime.program import Parser, folder_atomically, program
 
 PREFIXES = ("small_model.", "medusa_head.")
 # Names of GLIDE's weights; several published matrices are stacked in one of ours.

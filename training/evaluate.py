@@ -1,7 +1,7 @@
 """How well draft models draft: along what the target itself writes, without running it again.
 
     walks = Walks(target, forward, data, length, decoders)        # once: the target is frozen
-    metrics = walks()                                   # each time that drafters are measured
+    metrics = walks.measure()                           # each time that drafters are measured
 
 The idea.  Greedy decoding gives the target's own text, whatever the drafter does.  So the target
 continues some held-out prompts once.  Along each text the drafter then drafts as in decoding: a
@@ -158,7 +158,7 @@ class Walks:
             text = torch.tensor(text, device=target.device)
             self.texts.append((text, len(prompt), kind))
 
-    def __call__(self):
+    def measure(self):
         """Measure all drafters -> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
         totals = {name: {} for name in self.decoders}        # {kind of text: Counter}
         logits = {name: [] for name in self.decoders}

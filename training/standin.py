@@ -22,9 +22,8 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser, write_atomically
+from runtime.program import Parser, program, write_atomically
 from training.batched import write
-from training.state import program
 
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()

@@ -1,49 +1,18 @@
-"""How the programs of training/ begin and end: what is replaced, interrupted, and said of mistakes.
+"""How the programs of training/ begin and end: what is locked, replaced, interrupted.
 
-    @program
-    def main(argv): ...                main(argv) returns an exit status
     with claim_folders(a, names):      a used --out or --work needs --resume or --overwrite
     with locked(folder):               one run at a time
     with interruptible() as signals:   Ctrl-C and SIGTERM let the current step end
 """
 import contextlib
 import fcntl
-import functools
 import os
 import signal
 import sys
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError
-
 from runtime.errors import UserError
 from training.processes import rank_and_world
-
-# What is said in a sentence: mistakes of the user, of the disk, of a file's content
-SENTENCES = (UserError, OSError, SafetensorError, torch.OutOfMemoryError)
-
-def program(run):
-    """Make of run(argv) a main(argv) -> exit status.
-
-    It is 0; 2 after one sentence about a mistake; 130 after Ctrl-C.
-    """
-    @functools.wraps(run)
-    def main(argv):
-        name = Path(run.__code__.co_filename).name
-        rank, _ = rank_and_world()
-        try:
-            run(argv)
-        except SENTENCES as why:
-            # All processes of a run raise the same UserError: the first one prints it.
-            if rank == 0 or not isinstance(why, UserError):
-                print(f"{name}: {why}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"{name}: interrupted", file=sys.stderr)
-            return 130
-        return 0
-    return main
 
 # ---------------------------------------------------------------- folders
 def lock(file, name):

@@ -22,11 +22,11 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser
+from runtime.program import Parser, program
 from runtime.targets import context_of
 from training.batched import write
 from training.documents import prompts_in
-from training.state import lock, program
+from training.state import lock
 
 # ---------------------------------------------------------------- command line
 def written(path, settings):
