@@ -90,16 +90,17 @@ def draft(expand, root, gamma, pick):
     return chosen, p.flatten(), probs
 
 def valid_length(p):
-    """The number of tokens, a tensor (), before the first of probability zero.  p (gamma,)."""
+    """How many tokens precede the first of probability zero -> a tensor ().  p (gamma,)."""
     least_so_far = p.cummin(0).values
     return (least_so_far > 0).sum()
 
 def checked_counts(p, *counts):
     """Copy counts, tensors () on the device, to the host -> list of ints.
 
-    The same device-to-host sync checks that p (gamma,) are probabilities.
+    The copy costs a device-to-host sync, and brings the range of p (gamma,) along: logits that were
+    given in place of probabilities are noticed at no further cost.
     """
-    # torch.stack converts the counts to p's dtype, and bfloat16 has not all integers above 256.
+    # torch.stack converts the counts to p's dtype; bfloat16 cannot represent every integer.
     p = p.float()
     numbers = torch.stack((*counts, p.min(), p.max()))
     *counts, lowest, highest = numbers.tolist()                   # the device-to-host sync
@@ -207,13 +208,14 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     most = min(extras.numel(), max_nodes)
     joint, index = by_joint_probability(p, p_extras, most)        # (most,)
     length, count = checked_counts(p, valid_length(p), (joint > 0).sum())
+    # The chain is kept whole; the best extras fill the rest.
     count = min(count, max_nodes - length)
     index = index[:count]
 
     # linearised: the root, the chain, the extras
     tree = chain_tree(root, chosen, length)
     tokens = torch.cat((tree.tokens, extras.take(index)))
-    # Which x_{t+j} x_{t+i} may see, where A are the attention scores:
+    # The paper's mask on the attention scores A, for query x_{t+i} and key x_{t+j}:
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
@@ -246,7 +248,7 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
     parents = [-1]
     frontier = [0]                                                # the nodes of the current length
     given = 0                                                     # nodes given to expand so far
-    score = torch.zeros(1, 1, device=root.device)                 # log p of their sequences
+    score = torch.zeros(1, 1, device=root.device)                 # log-probability of each of them
     for _ in range(min(gamma, getattr(expand, "remaining", gamma))):
         frontier_parents = [parents[node] for node in frontier]
         probs = expand(tokens[-1], frontier_parents)              # (m, V)
@@ -261,13 +263,12 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         # so the first `count` are kept.
         continued = index // per_sequence
         count = score.isfinite().sum()
-        numbers = torch.cat((continued, count[None])).tolist()    # device-to-host sync
-        count = numbers[-1]
+        *continued, count = torch.cat((continued, count[None])).tolist()  # device-to-host sync
         if count == 0:
             break
         tokens.append(x.take(index[:count]))
         score = score[:count, None]                               # (count, 1)
-        for sequence in numbers[:count]:
+        for sequence in continued[:count]:
             parents.append(frontier[sequence])
         frontier = list(range(len(parents) - count, len(parents)))
     expand_index = [node if node < given else -1 for node in range(len(parents))]

@@ -22,10 +22,10 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
 K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
 tokens at a time (section 5.2):
 
-                                M_d1   M_d2   MaG
-        K = [[8, 5, 10],           8      5    10    for M_t: k_11, k_12 - k_11, 10
-             [0, 1, 10],                  1    10    for M_d1: k_22, 10
-             [0, 0, 10]]                       10    for M_d2
+             M_d1  M_d2  MaG
+        K = [[8,    5,   10],     drafts for M_t: k_11, k_12 - k_11, 10
+             [0,    1,   10],     drafts for M_d1: k_22, 10
+             [0,    0,   10]]     drafts for M_d2: 10
 
 The paper does not say whether k_12 includes k_11.  Here it does, so M_d2 adds 13 - 8 tokens.  A
 model's count is a minimum, as its last review may add more tokens than were missing; Max-Gram's is
@@ -34,18 +34,15 @@ a maximum.  Limits of length may cut both.
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
 
-    target, *stages = [verify.Target(model) for model in (large, base, small)]
-    drafter = cascade.Cascade(stages, gram=maxgram.MaxGram())
+    target, *draft_models = [verify.Target(model) for model in (large, base, small)]
+    drafter = cascade.Cascade(draft_models, gram=maxgram.MaxGram())
     out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-Two builders are methods of Cascade, and return the cascade's own chain as a Tree.  chain() drafts
-greedily, at any temperature of the target.  drawn() samples the drafts where the target's tokens
-are sampled, and its tree has a p_draft.  Both are lossless.
-
-Any other builder of verify.py's contract works, too: see Cascade.expand().  The next token of the
-chain is the most probable one, except where a lenient review kept another.  A builder that takes
-only the most probable child leaves the chain there, finds no prediction, and its tree ends.
+Two builders are methods of Cascade, and return its own chain as a Tree.  chain() drafts greedily;
+drawn() samples its drafts where the target's tokens are sampled, and its tree has a p_draft.  Both
+are lossless.  All other builders see the greedy chain through Cascade.expand(), and nothing beside
+it.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -63,6 +60,10 @@ Differences from the paper:
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
     that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
     only, compares the drafter's and the reviewer's probabilities at two different positions.)
+ 6. Section 3.1 does not say how a token is replaced that a lenient review rejects.  Here it is
+    sampled from the residual of section 2.
+ 7. The paper's experiments are greedy.  When drafts are sampled, a token of Max-Gram's counts as
+    sampled from a distribution that has all its mass on it.
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -82,10 +83,11 @@ class Gen:
 
     tokens: the committed tokens, the root, then the drafts of this round.
     committed: how many of them are committed.
-    probs: an entry for each token.  None for the root and before it (ones in Algorithm 1).  For a
-        draft that a model has written or reviewed, a tensor (V,): in greedy drafting the
-        model's logits at its position, in sampling the distribution that it follows.  For a draft
-        that only Max-Gram has written, a float: Max-Gram's confidence.
+    probs: an entry for each token:
+        None           for the root and before it (ones in Algorithm 1)
+        a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
+        a tensor (V,)  for a draft that a model has proposed or reviewed: in greedy drafting that
+                       model's logits at its position, in sampling the distribution it now follows
     runs: {stage: number of forwards, or of Max-Gram's proposals}.
     device: the target's.
     """
@@ -101,24 +103,25 @@ class Gen:
         self.tokens[first:] = tokens
         self.probs[first:] = probs
 
-def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
+def cascade_step(target, draft_list, K, gen, limit, review):
     """Algorithm 1, CascadeSpeculativeDraftingStep: append drafts to gen; `target` reviews them.
 
-    target: a verify.Target.  In the first call it is None: verify.generate reviews then.
+    target: a verify.Target.  None in the first call, the paper's isFirstCall: verify.generate
+    reviews then.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    Invariants: row 0 of K belongs to draft_list.  Before its review a call leaves at most `limit`
+    Invariants: draft_list[i] adds K[0][i] tokens.  K[i + 1:] without its first i + 1 columns is the
+    K of the call in which draft_list[i] reviews.  Before its review a call leaves at most `limit`
     tokens in gen, after it at most limit + 1.
 
-    A trace with K = [[2, 2], [0, 3]].  base continues abcdefg...; so does small, but it writes x
-    after f.  In the line of a call that makes others, gen is as at its start; in all other lines it
-    is as at the end.
+    A trace with K = [[2, 2], [0, 3]], where gen is a at first.  base continues abcdefg...; so does
+    small, but it writes x after f.
 
-        call                       gen       what happens
-        step(M_t, [base, small])   a         i = 0: base must add K[0][0] = 2 tokens
-          step(base, [small])      a         i = 0: small must add 3; each of its reviews adds one
+        call                       gen after what happens
+        step(M_t, [base, small])             i = 0: base must add K[0][0] = 2 tokens
+          step(base, [small])                i = 0: small must add 3; each of its reviews adds one
             step(small, [])        ab
             step(small, [])        abc
             step(small, [])        abcd
@@ -144,13 +147,14 @@ def cascade_step(target, draft_list, K, gen, limit, review, is_first_call=True):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # cur_target can read as much as its context holds, and its review adds one token.
+        # After its review the call below leaves up to cur_limit + 1 tokens, at most `limit`.
+        # The review reads cur_limit tokens, which must fit into cur_target's context.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
-            cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review, False)
+            cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review)
     # Use M_t to review the draft generation.  In the first call verify.generate does, with l = 1.
-    if not is_first_call:
+    if target is not None:
         drafts = len(gen.tokens) - prefix
         gen.runs[target] += 1
         # What the target predicts at the position of each draft, and after the last one
@@ -166,8 +170,51 @@ def propose(max_gram, gen, most):
     gen.replace(len(gen.tokens), tokens, confidences)
 
 # ---------------------------------------------------------------- the reviews
+def lenient_distribution(p_reviewer, p_draft, l):
+    """The distribution q' (n, V) after a lenient review.  p_reviewer, p_draft (n, V); l (n, 1).
+
+    Section 3.1, with p for p_reviewer and q for p_draft: a draft x, sampled from q, is accepted
+    with probability min(1, l p(x) / q(x)), else a token is sampled from norm(max(0, p - q)):
+        q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
+        P(rejection) = 1 - sum_y min(q(y), l p(y))
+    review_drawn reviews by the standard rule, with q' in the place of p.  It does the same, case by
+    case:
+        where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
+        where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
+        after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
+    """
+    # min(q, l p)
+    accepted = torch.minimum(p_draft, l * p_reviewer)            # (n, V)
+    # P(rejection), which rounding may make negative
+    rejection = 1 - accepted.sum(-1, keepdim=True)               # (n, 1)
+    rejection = rejection.clamp(min=0)
+    # norm(max(0, p - q)); where p = q it is 0 / 0, and nothing is rejected
+    residual = (p_reviewer - p_draft).clamp(min=0)               # (n, V)
+    total = residual.sum(-1, keepdim=True).clamp(min=1e-30)      # (n, 1)
+    resampled = residual / total
+    return accepted + rejection * resampled
+
+def chain_of(tokens, device, p_draft=None):
+    """A list of ids, the root's first -> the Tree of a chain that was drafted without expand."""
+    tokens = torch.tensor(tokens, device=device)
+    parents = torch.arange(-1, len(tokens) - 1, device=device)
+    return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
+
+def distributions(gen, first, vocab):
+    """p_draft (n, V) of gen's drafts from `first` on.
+
+    What only Max-Gram has written was not sampled: its token has probability 1.
+    """
+    p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
+    for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
+        if torch.is_tensor(p):
+            row.copy_(p)
+        else:
+            row[token].fill_(1)
+    return p_draft
+
 def keep_chosen(gen, first, choice, probs):
-    """Keep drafts while they are what the reviewer chose; then add its next choice.
+    """Keep drafts while they are what the reviewer chose, then add its next choice: verify.accept.
 
     The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose at
     the position of each draft, and after the last one.  probs: their n + 1 entries for gen.probs.
@@ -212,60 +259,18 @@ def review_drawn(logits, gen, first, distribution_of, lenience, generator):
         l = torch.where(of_models, lenience, 1.0)                # (n,)
         lenient = lenient_distribution(p_reviewer[:-1], p_draft, l[:, None])
         p_new = torch.cat((lenient, p_reviewer[-1:]))
-    chain = chain_tree(gen.tokens[first - 1:], gen.device, p_draft)
+    chain = chain_of(gen.tokens[first - 1:], gen.device, p_draft)
     choice = accept_sampled(chain, p_new, generator)               # (n + 1,)
-    # The next reviewer must be told p_new, not p_reviewer, or the output is no longer the target's.
+    # The next reviewer must compare with p_new, not p_reviewer, or the output is biased.
     keep_chosen(gen, first, choice.tolist(), p_new)
-
-def lenient_distribution(p_reviewer, p_draft, l):
-    """The distribution q' (n, V) after a lenient review.  p_reviewer, p_draft (n, V); l (n, 1).
-
-    Section 3.1, with p for p_reviewer and q for p_draft: a draft x, sampled from q, is accepted
-    with probability min(1, l p(x) / q(x)), else a token is sampled from norm(max(0, p - q)):
-        q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
-        P(rejection) = 1 - sum_y min(q(y), l p(y))
-    review_drawn reviews by the standard rule, with q' in the place of p.  That is the same:
-        where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
-        where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
-        after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
-    """
-    # min(q, l p)
-    accepted = torch.minimum(p_draft, l * p_reviewer)            # (n, V)
-    # P(rejection), which rounding may make negative
-    rejection = 1 - accepted.sum(-1, keepdim=True)               # (n, 1)
-    rejection = rejection.clamp(min=0)
-    # norm(max(0, p - q)); where p = q it is 0 / 0, and nothing is rejected
-    residual = (p_reviewer - p_draft).clamp(min=0)               # (n, V)
-    total = residual.sum(-1, keepdim=True).clamp(min=1e-30)      # (n, 1)
-    resampled = residual / total
-    return accepted + rejection * resampled
-
-def chain_tree(tokens, device, p_draft=None):
-    """A list of ids, the root's first -> the Tree of a chain that was drafted without expand."""
-    tokens = torch.tensor(tokens, device=device)
-    parents = torch.arange(-1, len(tokens) - 1, device=device)
-    return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
-
-def distributions(gen, first, vocab):
-    """p_draft (n, V) of gen's drafts from `first` on.
-
-    What only Max-Gram has written was not sampled: its token has probability 1.
-    """
-    p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
-    for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
-        if torch.is_tensor(p):
-            row.copy_(p)
-        else:
-            row[token].fill_(1)
-    return p_draft
 
 # ---------------------------------------------------------------- the drafter
 class Cascade:
     """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
     needs = {}
 
-    def __init__(self, targets, K=None, lenience=1.0, gram=None, vocab=None, names=(), costs=()):
-        """targets: a verify.Target for each draft model, the largest first.
+    def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None, names=(), costs=()):
+        """models: the draft models, each a verify.Target, the largest first.
 
         For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
         runs the encoder over the prompt (runtime/targets.py).
@@ -274,15 +279,15 @@ class Cascade:
         models and Max-Gram that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
-        vocab: the target's vocabulary size.  Where there are models, it is theirs.
+        vocab: the target's vocabulary size, needed only without models.
         names, costs: only for reports: the name of each stage, and what one forward of each model
         costs in forwards of the target.
         """
-        assert targets or (gram and vocab), "a cascade needs a model, or gram= and vocab="
+        assert models or (gram and vocab), "a cascade needs a model, or gram= and vocab="
         assert lenience >= 1, f"lenience is {lenience}: it must be at least 1, which means none"
-        self.stages = list(targets)
+        self.models = list(models)
         self.gram = gram
-        self.draft_list = self.stages if gram is None else [*self.stages, gram]
+        self.draft_list = self.models if gram is None else [*self.models, gram]
         n = len(self.draft_list)
         if K is None:
             K = torch.eye(n, dtype=torch.long)
@@ -296,10 +301,10 @@ class Cascade:
         assert sum(K[0]) > 0, f"K {K}: the target must be given something to review"
         self.K = K
         self.lenience = lenience
-        self.vocab = vocab or targets[0].vocab
-        for stage in self.stages:
-            assert stage.vocab == self.vocab, (
-                f"a stage has a vocabulary of {stage.vocab} tokens, not of {self.vocab}: all "
+        self.vocab = vocab or models[0].vocab
+        for model in self.models:
+            assert model.vocab == self.vocab, (
+                f"a model has a vocabulary of {model.vocab} tokens, not of {self.vocab}: all "
                 "models of a cascade must share one")
         self.names = list(names)
         self.costs = list(costs)
@@ -317,8 +322,8 @@ class Cascade:
         for stage in self.draft_list:
             stage.reset()
         if source is not None:
-            for stage in self.stages:
-                stage.encode(source)
+            for model in self.models:
+                model.encode(source)
             if self.gram is not None:
                 self.gram.commit_source(source)
 
@@ -356,7 +361,7 @@ class Cascade:
     def chain(self, expand, root):
         """The cascade's chain of greedy drafts -> Tree."""
         tokens = self.draft(expand.remaining)
-        return chain_tree(tokens, root.device)
+        return chain_of(tokens, root.device)
 
     def drawn(self, expand, root):
         """The cascade's chain of sampled drafts -> Tree with p_draft; greedy if the target is."""
@@ -366,16 +371,16 @@ class Cascade:
         tokens = self.draft(expand.remaining, generator)
         first = self.gen.committed + 1                           # the position after the root
         p_draft = distributions(self.gen, first, self.vocab)
-        return chain_tree(tokens, root.device, p_draft)
+        return chain_of(tokens, root.device, p_draft)
 
     # ------------------------------------------------ for all other builders
     def expand(self, tokens, parents):
         """The cascade's predictions after m nodes -> probabilities (m, V).
 
         The first call of a round drafts the whole greedy chain.  After a node on it, the prediction
-        is that of the model that has written or reviewed the next draft.  Where only Max-Gram has,
-        that draft gets Max-Gram's confidence, at every temperature, and all other tokens share the
-        rest.  After the chain's last node, and off the chain, there is no prediction.
+        is that of the model that has written or reviewed the next draft.  If only Max-Gram wrote
+        it, its probability is Max-Gram's confidence, at every temperature, and all other tokens
+        share the rest.  After the chain's last node, and off the chain, there is no prediction.
         """
         probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
         if not self.paths:
@@ -405,17 +410,17 @@ def main():
     from transformers import LlamaConfig, LlamaForCausalLM
     config = LlamaConfig(vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
                          num_attention_heads=4, initializer_range=0.1)
-    targets = []
+    all_models = []
     for noise in (0, 0.005, 0.01):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).double()
         for p in model.parameters():
             p.data += noise * torch.randn_like(p)
-        targets.append(Target(model))
-    target, *stages = targets
+        all_models.append(Target(model))
+    target, *draft_models = all_models
     prompt = list(range(10))
     plain = generate(target, None, root_only, prompt, 60)
-    drafter = Cascade(stages, gram=MaxGram())
+    drafter = Cascade(draft_models, gram=MaxGram())
     out = generate(target, drafter, drafter.chain, prompt, 60)
     assert out.tokens == plain.tokens, "lossless"
     # M_t runs once for the prompt, and once a round.

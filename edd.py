@@ -12,7 +12,7 @@ sees the hidden states of all blocks before its own, and of the tokens only thos
 up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
-    T = (t_1, t_2, ...)                (B, T)     ids; here T is their number, counted from 0
+    T = (t_1, t_2, ...)                (B, T)     ids; here T is their number, and t_0 the first
     H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
     L                                  int        block: the length of a block of the mask
     P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
@@ -31,24 +31,24 @@ Differences from the paper:
     nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
     committed.
  4. The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
-    The paper does not state its loss: here it is config.loss, as EDD's.
+    The paper does not state its loss: here it is config.loss, as EDD's.  Its embedding and LM head
+    begin as copies of the target's, as EDD's do, and both drafters' go on learning.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. In Eq. 3 the index i is that of the predicted token t_i.  Taken literally, the first token of a
-    block would be predicted without reading any token of this block, since none comes before it.
-    Here i is the index of the token that is read: t_i, which lies in block j = floor(i / L),
-    predicts t_{i+1}.  This is how the paper's inference works, where the first token of a round
-    comes from the target and is read by the drafter.
+ 7. In Eq. 3 i is the index of the predicted token, so the first token of a block would be predicted
+    from no token of this block.  Here i is that of the token that is read: t_i, in block
+    j = floor(i / L), predicts t_{i+1}.  So does the paper's inference, where the first token of a
+    round comes from the target and is read by the drafter.
  8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
     is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.
 
 To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
-stand in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
+are in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
 
     drafter, _ = edd.load("my-edd", model)               # once.  model: the target
-    drafter.begin(view, root)                            # the root's id; view: see begin()
-    probs = drafter.expand(torch.tensor([root]), [-1])   # (1, V): node 0 is the root
+    drafter.begin(view, root_id)                         # view: see begin()
+    probs = drafter.expand(torch.tensor([root_id]), [-1])          # (1, V): node 0 is the root
     best = probs.topk(2).indices[0]
     probs = drafter.expand(best, [0, 0])                 # (2, V): nodes 1 and 2, its children
     drafter.keep([0, 2])                                 # the target accepted the root and node 2
@@ -122,7 +122,8 @@ def kl(target_logits, logits):
     return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # ---------------------------------------------------------------- the parts of a draft model
-# What a draft model is made of.  `rotary` is the target's, the others are new or copies: trained.
+# What a draft model is made of.  `rotary` is the target's own.  The others are trained: embed and
+# head begin as copies of the target's, layer and norm are new.
 #   embed, head  modules: ids (...) -> (..., D), and (..., D) -> logits (..., V)
 #   layer        a new decoder layer of the target's class, with transformers' signature
 #   norm         a new norm of the target's class
@@ -152,20 +153,20 @@ def parts_of(model):
     return Parts(
         embed=trainable_copy(model.get_input_embeddings()),
         head=trainable_copy(model.get_output_embeddings()),
-        layer=layer.to(norm.weight),
+        layer=layer.to(norm.weight),                           # its device and dtype
         norm=norm,
         rotary=decoder.rotary_emb)
 
 def run_layer(layer, rotary, x, position, mask, update=None):
     """Parts.layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D).
 
-    mask (m, keys) bool; None: all keys are seen.  update(k, v) takes the KV entries of x, and
-    returns the keys and values to attend to; None: these are those of x alone.
+    mask (m, keys) bool; None, for m = 1 only: all keys are seen.  update(k, v) takes the KV entries
+    of x, and returns the keys and values to attend to; None: x attends to itself only.
     """
     if mask is not None:
         mask = torch.where(mask, 0.0, float("-inf"))           # added to the scores
         mask = mask.to(x.dtype)[None, None]                    # (1, 1, m, keys)
-    # The layer's attention calls cache.update(k, v, the layer's index).
+    # The layer's attention calls cache.update(k, v, the layer's index), and nothing else of it.
     cache = None
     if update is not None:
         cache = SimpleNamespace(update=lambda k, v, *args, **kwargs: update(k, v))
@@ -222,12 +223,10 @@ class EDD(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block):
-        """What the loss of a training step is computed from -> [(x (B, T, D), labels, mask)].
+        """What train.py minimises loss_of over: one (x, labels, mask) for each loss, here one.
 
-        train.py sums loss_of(x, labels) over the positions of its loss mask.  labels: for "kl" the
-        target's logits (B, T, V); for "ce" the next token ids (B, T).  mask (B, T) restricts the
-        loss mask further; here it is None.  batch.ids (B, T), batch.hidden {index: (B, T, D)} and
-        batch.logits (B, T, V) are the text and what the target made of it.  block: L, which a
+        x (B, T, D); labels: for "kl" the target's logits (B, T, V), for "ce" the next token ids
+        (B, T); mask None: all positions of the loss mask.  batch: see train.py.  block: L, which a
         training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # None for the VDM
@@ -247,7 +246,9 @@ def join(prompt, k, v):
     return [torch.cat(both, 2) for both in zip(prompt, (k, v))]
 
 # ---------------------------------------------------------------- decoding
-def softmax(logits, temperature):
+# softmax, write, place, reserve and (nearly) read are those of glide.py, repeated so that each of
+# the two files can be copied alone.
+def softmax(logits, temperature=1.0):
     """How logits (m, V) become probabilities where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
@@ -294,13 +295,13 @@ class Drafter:
 
         view.tokens (k,) are the tokens committed since the last begin, a prompt included.
         view.length is the number of all committed tokens.  view.hidden[config.hidden] (k, D) are
-        the target's hidden states of the k tokens.  root: the root's id; expand is given it, too.
+        the target's hidden states of the k tokens.  root_id is not used: expand is given the root.
         """
         first = view.length - len(view.tokens)
         assert first == self.t, f"begin was given tokens from {first} on, and {self.t} are encoded"
         self.paths = []
         if self.config.encoding:
-            # The soft prompt, in the layer's dtype
+            # The soft prompt, on the layer's device and in its dtype
             x = view.hidden[self.config.hidden].to(self.store)                 # (k, D)
         else:
             x = self.model.embed(view.tokens.to(self.device))                  # (k, D)
@@ -370,8 +371,9 @@ class Drafter:
 
         x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen.
 
-        runtime/static.py replaces this method: it pads nodes and entries to static shapes, and so
-        relies on the names and shapes of `run`, `reserve` and `store`.
+        runtime/static.py replaces this method by one that pads nodes and entries to static shapes,
+        and replays recordings, which give lists.  So it relies on the names and shapes of `run`,
+        `reserve` and `store`.
         """
         update = partial(write, self.store, slots, end)
         layer, rotary = self.model.layer, self.model.rotary
@@ -387,27 +389,27 @@ class Drafter:
             self.store = F.pad(self.store, (0, 0, 0, more))
 
 # ---------------------------------------------------------------- from a checkpoint
-def read(folder, config_class=Config):
+def read(folder):
     """Read a checkpoint of train.py -> its Config, weights {name: tensor} and training.json.
 
-    Settings that config_class does not have are ignored.  Raises ValueError where the folder holds
-    no such drafter.
+    Settings that Config does not have are ignored.  Raises ValueError where the folder holds no
+    such drafter.
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
         saved = about["config"]
-        names = [field.name for field in fields(config_class)]
-        config = config_class(**{name: saved[name] for name in names if name in saved})
+        names = [field.name for field in fields(Config)]
+        config = Config(**{name: saved[name] for name in names if name in saved})
         return config, load_file(Path(folder, "model.safetensors")), about
     except (OSError, KeyError, TypeError) as why:
         raise ValueError(f"{folder} holds no drafter that {__name__}.py can load: {why}") from why
 
-def load(folder, model, parts_of=parts_of):
+def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
-    The drafter has the target's dtype and device.  parts_of: as the function here, for another
-    family of targets.  Raises ValueError where the folder does not hold such a drafter, or one for
-    a target of other sizes.
+    The drafter has the target's dtype and device.  Raises ValueError where the folder does not hold
+    such a drafter, or one for a target of other sizes.  For other families than FAMILIES,
+    runtime/families.py has a function of this name.
     """
     config, weights, about = read(folder)
     draft_model = EDD(config, parts_of(model))
@@ -430,7 +432,7 @@ def main():
         p.data.normal_(0, 0.3)
     ids = torch.arange(15)
     states = target(ids[None], output_hidden_states=True).hidden_states
-    hidden = states[-4].detach()                                               # (1, 15, D)
+    hidden = states[-4].detach()               # entry 3 of 0 ... 6: (1, 15, D)
     trained = model.head(model(ids[None], hidden, 5))[0].softmax(-1)           # (15, V)
     # Ten tokens are committed.  The last block of five is drafted.
     drafter = Drafter(model)

@@ -39,30 +39,30 @@ Differences from the paper:
     Without it the residual stream is small at first, and the attention scores of the glimpse stay
     nearly uniform for a long part of the training.
  4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
- 5. In a drafter of two layers, the KV entries of the second one depend on what the first one's
-    glimpse saw.  The paper does not say with which glimpse the tokens before this round are
-    encoded; the official code encodes accepted tokens anew in each round.  Here an accepted node
-    keeps the KV entries that expand() computed.  Tokens of the prompt, and an accepted leaf that
-    expand() was never given, are encoded under the block mask.  In that mask blocks start at the
-    previous round's root, in a prompt at position 0.
+ 5. (Drafters of two layers only.)  An accepted node keeps the KV entries that expand() computed.
+    Tokens of the prompt, and an accepted leaf that expand() was never given, are encoded under a
+    block mask whose blocks start at the previous round's root, in a prompt at position 0.  It
+    matters, since the entries of the second layer depend on what the first one's glimpse saw.  The
+    paper does not say what that is; the official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
     is cross entropy.
  7. The mask is "not used for testing" in the paper.  Here a held-out loss uses it, too: without it
     a query would see target keys of its own token and of later ones.
- 8. In the prose of section 4.1, block(j) is the block of the predicted token x_j.  Then the
-    query e, which predicts f, would count as a query of the block f g h i j.  In the printed
-    Mask_Block, in the inference that the paper describes, and here, a query belongs to the block in
-    which its own token lies: e to the block a b c d e.
- 9. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
+ 8. A query belongs to the block of its own token (e to a b c d e), as in the printed Mask_Block and
+    in the paper's inference.  In the prose of section 4.1, block(j) is the block of the predicted
+    token: e would belong to the block of f.
+ 9. The glimpse is added to the residual stream, as the output of every other sub-layer.  The paper
+    says that it is "concatenated with the other output vectors".
+10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
 To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
-stand in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
+are in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
 
     drafter, _ = glide.load("my-glide", model)           # once.  model: the target
-    drafter.begin(view, root)                            # the root's id; view: see begin()
-    probs = drafter.expand(torch.tensor([root]), [-1])   # (1, V): node 0 is the root
+    drafter.begin(view, root_id)                         # view: see begin()
+    probs = drafter.expand(torch.tensor([root_id]), [-1])          # (1, V): node 0 is the root
     best = probs.topk(2).indices[0]
     probs = drafter.expand(best, [0, 0])                 # (2, V): nodes 1 and 2, its children
     drafter.keep([0, 2])                                 # the target accepted the root and node 2
@@ -82,7 +82,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
-CHUNK = 512              # a long prompt is encoded in pieces of this many tokens
+CHUNK = 512              # a long prompt is encoded in pieces of this many tokens: small masks
 TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes of a tree
 
 @dataclass
@@ -103,13 +103,12 @@ class Config:
     loss: str = "ce"                 # cross entropy (4.1), or "kl" (difference 6)
 
     @classmethod
-    def for_target(cls, model, width=None, layers=1, layer=None, head_size=None, **more):
+    def for_target(cls, model, width=None, layers=1, layer=None, **more):
         """The Config of a drafter for the Hugging Face model `model`.
 
         width: d_D; None: the target's.  layers: N_D.  layer: the target layer that the drafter's
-        last layer reads; None: the target's last, as in the paper.  head_size: d_k, where it is not
-        what the target's configuration says.  more: further settings, say glimpse=False.  Raises
-        ValueError where the target has no such layer.
+        last layer reads; None: the target's last, as in the paper.  more: further settings, say
+        glimpse=False.  Raises ValueError where the target has no such layer.
         """
         c = model.config.get_text_config()
         # l = N_T - N_D + m: the drafter's layers read the target's last ones, in order.
@@ -118,7 +117,7 @@ class Config:
             raise ValueError(f"layer {last} of the target cannot be read by the last of {layers} "
                              f"drafter layers: choose one from {layers - 1} to "
                              f"{c.num_hidden_layers - 1}")
-        d_k = head_size or getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        d_k = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
         width = width or c.hidden_size
         # The drafter's own heads have the size d_k, or the largest divisor of it that divides the
         # width, too.
@@ -162,7 +161,8 @@ def tables_of(model, config, length):
 def apply_rope(x, rope):
     """RoPE of x (..., T, d), by rope: cos and sin (2, T, r).
 
-    Where r < d only the first r entries of a head are rotated, as in some families of targets.
+    Where r < d only the first r entries of a head are rotated, as in some families of targets
+    (runtime/families.py).
     """
     cos, sin = rope
     r = cos.shape[-1]
@@ -256,7 +256,7 @@ class Layer(nn.Module):
         ropes: cos and sin (2, T, d) of the self-attention, and (2, T, d_k) of the glimpse.  mask
         (T, keys) is that of the self-attention, glimpse_mask (T, t) that of the glimpse; None: all
         keys are seen.  update(k, v) writes the tokens' KV entries to a cache, and returns the keys
-        and values to attend to; None: these are those of the T tokens.
+        and values to attend to; None: the T tokens attend to one another only.
         """
         rope, glimpse_rope = ropes
         # Self-attention
@@ -276,7 +276,7 @@ class Glide(nn.Module):
     """The draft model: GLIDE, or the vanilla drafter where config.glimpse is False."""
 
     def __init__(self, config, tables):
-        """tables: as tables_of gives them.  They end the positions that the model can serve."""
+        """tables: as tables_of gives them.  The model serves as many positions as they have."""
         super().__init__()
         c = self.config = config
         self.embed = nn.Embedding(c.vocab, c.width)
@@ -323,13 +323,11 @@ class Glide(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block=None):
-        """What the loss of a training step is computed from -> [(x (B, T, d_D), labels, mask)].
+        """What train.py minimises loss_of over: one (x, labels, mask) for each loss, here one.
 
-        train.py sums loss_of(x, labels) over the positions of its loss mask.  labels: the next
-        token ids (B, T); for "kl" the target's logits (B, T, V).  mask (B, T) restricts the loss
-        mask further; here it is None.  batch.ids (B, T), batch.kv {l: (K, V)} and batch.logits
-        (B, T, V) are the text and what the target made of it.  block is for EDD: GLIDE's L is
-        config.block.
+        x (B, T, d_D); labels: the next token ids (B, T), or for "kl" the target's logits (B, T, V);
+        mask None: all positions of the loss mask.  batch: see train.py.  block is for EDD: GLIDE's
+        L is config.block.
         """
         x = self(batch.ids, batch.kv)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
@@ -345,7 +343,9 @@ class Glide(nn.Module):
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-def softmax(logits, temperature):
+# softmax, write, place, reserve and read are those of edd.py, repeated so that each of the two
+# files can be copied alone.
+def softmax(logits, temperature=1.0):
     """How logits (m, V) become probabilities where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
@@ -381,16 +381,16 @@ class Drafter:
     def reset(self, probs=softmax, source=None):
         """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)."""
         self.probs = probs
-        self.encoded = 0                 # number of committed tokens that have entries in the store
+        self.encoded = 0                 # the first `encoded` committed tokens have their entries
         self.last_root = 0               # position of the previous round's root
 
     @torch.no_grad()
     def begin(self, view, root_id):
         """Begin a round: the tokens before position view.length are committed.
 
-        view.tokens (k,) are the tokens committed since the last begin, a prompt included, or more
-        of the sequence's last tokens (verify.View has no more).  view.kv[l] is (K, V),
-        (1, H, view.length, d_k) each: the target's KV entries.
+        view.tokens (k,) end with the committed tokens that have no entries yet: a prompt, later at
+        most an accepted leaf.  (Accepted nodes that expand() was given keep theirs.)  view.kv[l] is
+        (K, V), (1, H, view.length, d_k) each: the target's KV entries.
         root_id is not used: expand is given the root.
         """
         self.t = view.length
@@ -415,12 +415,13 @@ class Drafter:
         x = model.embed(tokens)[None]                                              # (1, k, d_D)
         # Only a second layer's entries depend on what x saw in the first (difference 5).
         if c.layers > 1:
-            key = torch.arange(self.t, device=self.device)                         # (t,)
-            causal = key[:end] <= position[:, None]                                # (k, end)
+            own_key = torch.arange(end, device=self.device)                        # (end,)
+            causal = own_key <= position[:, None]                                  # (k, end)
             # Mask_Block, where blocks start at the previous round's root, L tokens after it, and
             # so on.  A query sees the target's entries of all tokens before its own block.
-            since_start = (position - self.last_root) % c.block                    # (k,)
-            delayed = key < (position - since_start)[:, None]                      # (k, t)
+            block_start = position - (position - self.last_root) % c.block         # (k,)
+            target_key = torch.arange(self.t, device=self.device)                  # (t,)
+            delayed = target_key < block_start[:, None]                            # (k, t)
             for layer, store in zip(model.layers[:-1], self.store):
                 update = partial(write, store, position, end)
                 x = layer(x, ropes, causal, self.kv, delayed, update)
@@ -472,8 +473,9 @@ class Drafter:
         tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None, all
         entries are seen.
 
-        runtime/static.py replaces this method: it pads nodes and entries to static shapes, and so
-        relies on the names and shapes of `run`, `reserve`, `store`, `t` and `kv`.
+        runtime/static.py replaces this method by one that pads nodes and entries to static shapes,
+        and replays recordings, which give lists.  So it relies on the names and shapes of `run`,
+        `reserve`, `store`, `t` and `kv`.
         """
         ropes = self.model.ropes(position)
         x = self.model.embed(tokens)[None]                                         # (1, m, d_D)
@@ -509,8 +511,8 @@ class Drafter:
 def read(folder, config_class=Config):
     """Read a checkpoint of train.py -> its Config, weights {name: tensor} and training.json.
 
-    Settings that config_class does not have are ignored.  Raises ValueError where the folder holds
-    no such drafter.
+    config_class: runtime/families.py passes those of other drafters.  Settings that it does not
+    have are ignored.  Raises ValueError where the folder holds no such drafter.
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
@@ -521,13 +523,13 @@ def read(folder, config_class=Config):
     except (OSError, KeyError, TypeError) as why:
         raise ValueError(f"{folder} holds no drafter that {__name__}.py can load: {why}") from why
 
-def load(folder, model, length=None, tables_of=tables_of):
+def load(folder, model, length=None):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
     The drafter has the target's dtype and device.  length: the longest sequence to decode; None:
-    the target's context.  tables_of: as the function here, for another family of targets.  Raises
-    ValueError where the folder does not hold such a drafter.  It must have been trained for this
-    target: nothing here can tell.
+    the target's context.  Raises ValueError where the folder does not hold such a drafter.
+    Whether it was trained for this target cannot be checked here.  For a target whose RoPE is not
+    Llama's, runtime/families.py has a function of this name.
     """
     config, weights, about = read(folder)
     length = length or model.config.get_text_config().max_position_embeddings

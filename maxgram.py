@@ -10,7 +10,7 @@ Listing 1 (max_gram_tensor) compares every position of the text with the query, 
 of match, and each comparison ends with a device-to-host sync.  MaxGram proposes the same tokens
 without a tensor: its text is a Python string with one character for each token, and Python's own
 search finds the match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
-less than a millisecond in one that repeats a single token 4000 times.
+about a millisecond in one that repeats a single token 4000 times.
 
 A *match* is a suffix of the query, one token or longer, that occurs in the committed text with at
 least one token after it.  The longest match is taken.  Where it occurs more than once, the leftmost
@@ -65,10 +65,10 @@ from collections import Counter
 import torch
 
 N = 10                           # tokens proposed at once (section 5.2)
-LENGTHS = 8                      # the confidence table is by length 0 to 8; 8 is "8 or longer"
 # How often the token after a match is right, by length of match; 0 is the bigram.  This table is
 # used where none is stored beside the bigram.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
+LENGTHS = len(CONFIDENCE) - 1    # lengths 1 to 8; the last entry is for "8 or longer"
 
 NOTHING_TO_CONTINUE = "there is nothing to continue: commit at least one token, or give a draft"
 
@@ -77,73 +77,6 @@ def ints(tokens):
     if torch.is_tensor(tokens):
         return tokens.flatten().tolist()
     return list(tokens)
-
-# ---------------------------------------------------------------- Appendix A, on tensors
-def longest_match_tensor(query, text):
-    """Listing 1, lines 6 to 22: the longest suffix of `query` that occurs in `text` before a token.
-
-    query (q,), text (T,).  The text may be several texts, with -1 between them: -1 equals no token
-    of the query, and it is no token that could follow a match.
-    -> (position of the token after the leftmost occurrence, length of the match), or None.
-    One device-to-host sync for each length.
-    """
-    # Line 6: matches of one token.  Entry j: a match ends at position j, and a token follows.
-    matches = (text[:-1] == query[-1]) & (text[1:] >= 0)                     # (T - 1,)
-    if not matches.any():
-        return None
-    length = 1
-    while length < min(len(query), len(matches)):
-        # Line 10: is the token before a match of this length the query's, too?  For a match that
-        # ends at j it is text[j - length].
-        new_matches = torch.zeros_like(matches)                              # (T - 1,)
-        new_matches[length:] = text[:len(matches) - length] == query[-1 - length]
-        # Line 11: a match is one token longer where both hold.
-        combined_matches = matches & new_matches
-        if not combined_matches.any():
-            break
-        matches = combined_matches
-        length += 1
-    # Lines 13 to 19, torch_index: the leftmost; argmax gives the first of equals.
-    leftmost = int(matches.int().argmax())
-    return leftmost + 1, length
-
-def max_gram_tensor(generation, n=N, draft=None, source=None, bigram=None):
-    """Listing 1, the "GPU-friendly version", with differences 1 to 6 and 9.
-
-    generation (t,), draft (d,), source (s,), bigram (V,): tensors on one device.
-    -> (tokens (up to n,), lengths of their matches: list), the same as MaxGram.propose.  Raises
-    ValueError where there is neither a generation nor a draft.  Its time grows with the text and
-    with the length of the match.
-    """
-    empty = generation.new_empty(0)
-    draft = empty if draft is None else draft
-    source = empty if source is None else source
-    # Both texts in one; the -1 between them equals no token.
-    between = source.new_full((1,), -1)
-    text = torch.cat((source, between, generation))                          # (s + 1 + t,)
-    query = torch.cat((generation, draft))                                   # (t + d,)
-    if not len(query):
-        raise ValueError(NOTHING_TO_CONTINUE)
-    tokens, lengths = empty, []
-    while len(tokens) < n:
-        match = longest_match_tensor(query, text)
-        last = query[-1:]
-        if match is not None:
-            position, length = match
-            # Line 20: the tokens after the match, up to the end of its text
-            end = len(source) if position < len(source) else len(text)
-            chunk = text[position:end]
-            chunk = chunk[:n - len(tokens)]
-        # Section 3.3: in cases where there is no match, the bigram.
-        elif bigram is not None and last < len(bigram) and bigram[last] > 0:
-            chunk = bigram[last]                                             # (1,)
-            length = 0
-        else:
-            break
-        tokens = torch.cat((tokens, chunk))
-        query = torch.cat((query, chunk))
-        lengths += range(length, length + len(chunk))
-    return tokens, lengths
 
 # ---------------------------------------------------------------- the bigram
 def build_bigram(sequences, vocab):
@@ -158,16 +91,16 @@ def build_bigram(sequences, vocab):
     for ids in sequences:
         wrong = [x for x in ids if x < 0 or x >= vocab]
         if wrong:
-            raise ValueError(f"the corpus holds token id {wrong[0]}, but the vocabulary has "
+            raise ValueError(f"the corpus contains token id {wrong[0]}, but the vocabulary has "
                              f"{vocab} tokens: give the tokenizer that the ids were made with")
         pairs = zip(ids, ids[1:])
         counts.update(pairs)
     bigram = [0] * vocab
-    most = [0] * vocab                           # how often each token's follower was seen
+    seen = [0] * vocab                           # how often each token's follower was seen
     for (a, b), count in counts.items():
-        tie = count == most[a] and b < bigram[a]
-        if count > most[a] or tie:
-            most[a] = count
+        tie = count == seen[a] and b < bigram[a]
+        if count > seen[a] or tie:
+            seen[a] = count
             bigram[a] = b
     return bigram
 
@@ -179,7 +112,7 @@ def as_string(tokens):
 def longest_match(query, text):
     """The longest match: the longest suffix of `query` that occurs in `text` before a token.
 
-    query, text: strings, as of as_string().  -> (position of the token after the leftmost
+    query, text: strings, made by as_string().  -> (position of the token after the leftmost
     occurrence, length of the match).  Length 0: nothing matches.
     """
     searched = text[:-1]                         # a match must have a token after it
@@ -198,7 +131,7 @@ def longest_match(query, text):
             longest = middle
         else:
             too_long = middle
-    suffix = query[len(query) - longest:]
+    suffix = query[len(query) - longest:]        # without a match it is "", found at 0: (0, 0)
     return searched.find(suffix) + longest, longest
 
 # ---------------------------------------------------------------- section 3.3
@@ -207,7 +140,7 @@ class MaxGram:
 
     bigram: list, each token's most frequent follower, 0 where unknown.
     confidence: list by length of match, 0 for the bigram; the last is for "or longer".
-    matching: False proposes by the bigram alone, an ablation.
+    matching: False proposes by the bigram alone, an ablation (figures/tables.py).
     """
 
     def __init__(self, bigram=None, confidence=None, matching=True):
@@ -273,6 +206,73 @@ class MaxGram:
             # Each token of the chunk extends the match by one.
             lengths += range(length, length + len(chunk))
         return list(map(ord, proposal)), lengths
+
+# ---------------------------------------------------------------- Appendix A, for comparison
+def longest_match_tensor(query, text):
+    """Listing 1, lines 6 to 22: the longest suffix of `query` that occurs in `text` before a token.
+
+    query (q,), text (T,).  The text may be several texts, joined by -1, which no query holds and
+    which may not follow a match.
+    -> (position of the token after the leftmost occurrence, length of the match), or None.
+    One device-to-host sync for each length.
+    """
+    # Line 6: matches of one token.  Entry j: a match ends at position j, and a token follows.
+    matches = (text[:-1] == query[-1]) & (text[1:] >= 0)                     # (T - 1,)
+    if not matches.any():
+        return None
+    length = 1
+    while length < min(len(query), len(matches)):
+        # Line 10: is the token before a match of this length the query's, too?  Say the query ends
+        # with b c: of the places j where c stands, keep those with b at j - 1.
+        new_matches = torch.zeros_like(matches)                              # (T - 1,)
+        new_matches[length:] = text[:len(matches) - length] == query[-1 - length]
+        # Line 11: a match is one token longer where both hold.
+        combined_matches = matches & new_matches
+        if not combined_matches.any():
+            break
+        matches = combined_matches
+        length += 1
+    # Lines 13 to 19, torch_index: the leftmost; argmax gives the first of equals.
+    leftmost = int(matches.int().argmax())
+    return leftmost + 1, length
+
+def max_gram_tensor(generation, n=N, draft=None, source=None, bigram=None):
+    """Listing 1, the "GPU-friendly version", with differences 1 to 6 and 9.  MaxGram replaces it.
+
+    generation (t,), draft (d,), source (s,), bigram (V,): tensors on one device.
+    -> (tokens (up to n,), lengths of their matches: list), the same as MaxGram.propose.  Raises
+    ValueError where there is neither a generation nor a draft.  Its time grows with the text and
+    with the length of the match.
+    """
+    empty = generation.new_empty(0)
+    draft = empty if draft is None else draft
+    source = empty if source is None else source
+    # Both texts in one
+    between = source.new_full((1,), -1)
+    text = torch.cat((source, between, generation))                          # (s + 1 + t,)
+    query = torch.cat((generation, draft))                                   # (t + d,)
+    if not len(query):
+        raise ValueError(NOTHING_TO_CONTINUE)
+    tokens, lengths = empty, []
+    while len(tokens) < n:
+        match = longest_match_tensor(query, text)
+        last = query[-1:]
+        if match is not None:
+            position, length = match
+            # Line 20: the tokens after the match, up to the end of its text
+            end = len(source) if position < len(source) else len(text)
+            chunk = text[position:end]
+            chunk = chunk[:n - len(tokens)]
+        # Section 3.3: in cases where there is no match, the bigram.
+        elif bigram is not None and last < len(bigram) and bigram[last] > 0:
+            chunk = bigram[last]                                             # (1,)
+            length = 0
+        else:
+            break
+        tokens = torch.cat((tokens, chunk))
+        query = torch.cat((query, chunk))
+        lengths += range(length, length + len(chunk))
+    return tokens, lengths
 
 # ---------------------------------------------------------------- demo
 def main():

@@ -30,9 +30,9 @@ accepted node the target accepts 70 %.  If yours are not, divide the drafter's l
 calibration temperature before the softmax.
 
 Differences from the paper:
- 1. The paper calls Eq. 5 a gain, but it is an expected loss: smaller is better.  The paper's text
-    lets p_j decide whether to draft d_j, but p_j is known only after d_j is drafted.  Its
-    "Implementation Details" let p_j decide whether to draft below d_j, and so does this file.
+ 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  By the paper's text p_j
+    decides whether d_j is drafted, though it is known only afterwards.  By its "Implementation
+    Details" p_j decides whether to draft below d_j, as here.
  2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
     (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
@@ -70,7 +70,8 @@ class Candidates:
 
     Parents come before children, and the children of a node are sorted, the most probable first.
 
-    token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0.
+    token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0,
+    and its token stays on the device: token[0] is None.
     c: the node's own confidence; p: its joint probability.
     expand_index: the node's number among those given to expand, -1 if it was not given.
     num_forwards, num_expanded: drafter forwards so far, and nodes given to them (beyond/priced.py
@@ -81,7 +82,7 @@ class Candidates:
         """width: the number of children that a node gets.  root (1,)."""
         assert width >= 1, f"width is {width}: a node needs at least one child"
         self.expand, self.root, self.width = expand, root, width
-        self.token, self.parent, self.depth = [None], [-1], [0]      # the root's is on the device
+        self.token, self.parent, self.depth = [None], [-1], [0]
         self.c, self.p = [1.0], [1.0]
         self.expand_index = [-1]
         self.num_forwards = self.num_expanded = 0
@@ -137,7 +138,11 @@ class Candidates:
         # In bfloat16 probabilities may add up to 1.02.
         assert min(c) >= 0 and sum(c) < 1.05, (f"expand gave {c}: it must give probabilities, not "
                                                "logits")
-        return {int(token): self.add(node, int(token), c_j) for c_j, token in zip(c, x) if c_j > 0}
+        children = {}
+        for c_j, token in zip(c, map(int, x)):
+            if c_j > 0:
+                children[token] = self.add(node, token, c_j)
+        return children
 
     def ranked(self, nodes):
         """The nodes sorted by joint probability, the highest first; in a tie the first drafted.
@@ -152,14 +157,14 @@ class Candidates:
         return sorted(self.ranked(nodes)[:most])
 
     def tree(self, kept):
-        """The Tree of the root and the nodes `kept`, which include the parents of all of them.
+        """The Tree of the root and the nodes `kept`: ascending, with the parents of all of them.
 
         Its order is depth-first, the most probable child first: if the most probable path is
         accepted, its KV entries in the target's cache already lie next to each other.
         """
         children = {}
         for node in kept:
-            children.setdefault(self.parent[node], []).append(node)
+            children.setdefault(self.parent[node], []).append(node)  # the most probable first
         index = {}                               # {node: its index in the Tree}
         order = []                               # the nodes in the order of the Tree
         stack = [0]
@@ -201,7 +206,7 @@ def grown(expand, root, width, depth, confidence, threshold, most):
     assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
     assert 0 <= threshold <= 1, f"the threshold is {threshold}: a confidence lies between 0 and 1"
     candidates = Candidates(expand, root, width)
-    values = getattr(candidates, confidence)
+    values = {"c": candidates.c, "p": candidates.p}[confidence]
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
@@ -221,7 +226,7 @@ def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=
     """
     # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
     # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-    candidates = grown(expand, root, width, depth, "p", cost, max_nodes)
+    candidates = grown(expand, root, width, depth, confidence="p", threshold=cost, most=max_nodes)
     return without_unlikely(candidates, leaf, max_nodes)
 
 def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
@@ -232,7 +237,7 @@ def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
     A node is expanded if its own confidence c_j is at least `own`; `pct` compares the product p_j
     instead.  Leaves are removed by their joint probability, as in `pct`.
     """
-    candidates = grown(expand, root, width, depth, "c", own, max_nodes)
+    candidates = grown(expand, root, width, depth, confidence="c", threshold=own, most=max_nodes)
     return without_unlikely(candidates, leaf, max_nodes)
 
 def without_unlikely(candidates, leaf, max_nodes):
@@ -246,8 +251,8 @@ def without_unlikely(candidates, leaf, max_nodes):
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
     """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
-    everything = width ** depth
-    candidates = grown(expand, root, width, depth, "p", 0, everything)
+    everything = width ** depth                                      # the last layer's nodes
+    candidates = grown(expand, root, width, depth, confidence="p", threshold=0, most=everything)
     return candidates.tree(range(1, len(candidates.token)))
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
@@ -257,7 +262,8 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     nodes during the expansion phase."
     """
     assert total >= 1, f"the tree may have {total} nodes: allow at least one"
-    candidates = grown(expand, root, expanded, depth, "p", 0, expanded)
+    candidates = grown(expand, root, width=expanded, depth=depth, confidence="p", threshold=0,
+                       most=expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
     drafted = range(1, len(candidates.token))
     return candidates.tree(candidates.best(drafted, total))

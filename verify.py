@@ -1,6 +1,7 @@
 """Tree verification: the target model, its KV cache, the acceptance rule and the decoding loop.
 
-GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2; all three papers use it.
+GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2.  The methods of all three
+papers run on it.
 
 The idea.  A drafter proposes a tree of tokens below the root x_t, the last token of the sequence,
 which is not cached yet.  One forward pass of the target reads all nodes of the tree.  A node
@@ -15,19 +16,23 @@ not a child is the next root.
     mask_CAPE              (n, t + n)            t columns of ones, then ancestor_mask(parents)
     p_D(.|node)            (n - 1, V)            tree.p_draft, only for a sampled chain
 
-The contract.  A builder is a function build(expand, root (1,)) -> Tree, a drafter an object.
+The contract.  A builder is a function build(expand, root (1,)) -> Tree.  A drafter is an object
+with `needs`, reset, begin, expand and keep (4 to 6).
  1. expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
     nodes.  It numbers the nodes of a round from 0 in the order in which it receives them, and
     `parents` are these numbers, -1 for the root, which comes first.  A row of zeros: no prediction.
  2. A Tree holds long tensors (n,) on the root's device: tokens; parents, which come before their
     children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
     -1 if it was not given.  Only a chain that was sampled has p_draft (n - 1, V), from which its
-    tokens were sampled; there a token of probability zero would bias the output.
- 3. expand lasts for a sequence.  expand.remaining, set in each round, is the depth below which
-    nodes are wasted, at least 1.  Where tokens are sampled, expand.generator is for sampled drafts.
+    tokens were sampled; none of them may have probability zero, or the output is biased.
+ 3. expand is one object for a whole sequence, so a builder may keep what it remembers as
+    attributes of it.  expand.remaining, set in each round, is the greatest depth at which a node
+    can still become output, at least 1.  In sampling expand.generator is set, for sampled drafts.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
- 5. drafter.reset(probs, source) begins a sequence.  The drafter turns its logits into probabilities
-    by probs(logits (m, V), calibration temperature).  source: an encoder's input as ids, or None.
+ 5. drafter.reset(probs, source) begins a sequence.  What expand returns is probs(logits (m, V),
+    temperature=1.0), which is Rule.probs: in greedy decoding softmax(logits / temperature), by the
+    drafter's calibration temperature; in sampling with the target's temperature, top-k and top-p
+    instead.  source: an encoder's input as ids, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
     last root, and what was accepted after it.  drafter.expand is the function of 1.
     drafter.keep(path) ends the round.  path lists the numbers of accepted nodes, starting with the
@@ -47,7 +52,8 @@ Differences from the paper:
     on the kind of device), so a tree's output is token for token that of plain sampling.
  3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
 
-To use this file in a project of yours, with any decoder-only model of transformers:
+To use this file in a project of yours, with a decoder-only model of transformers all of whose
+layers have full attention (runtime/targets.py serves others):
 
     out = generate(Target(model), drafter, build, ids)       # out.tokens: the new ids
 
@@ -55,7 +61,6 @@ To use this file in a project of yours, with any decoder-only model of transform
 """
 import hashlib
 from collections import namedtuple
-from copy import copy
 from functools import lru_cache, partial
 
 import torch
@@ -93,15 +98,17 @@ class TreeCache(Cache):
     """The KV cache of a target: `length` committed entries, and after them those of the tree.
 
     kv[layer]: [K, V], each (1, H, allocated, d).  Keys and values of one shape are slices of one
-    stack (slices, 1, H, allocated, d), so that one copy compacts all layers.
+    stack (slices, 1, H, allocated, d), so that one copy compacts all layers.  The first layer that
+    asks for a shape allocates the stack for all; `free` holds the slices that no layer has taken.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
         super().__init__(layers=[])
         self.num_slices = 2 * layers
         self.allocated, self.length, self.kv = 0, 0, {}
+        self.slots, self.end = None, 0
         self.stacks = []                                       # one for each shape and device
-        self.free = {}                                         # {shape, ...: [unused slices]}
+        self.free = {}                                         # {(shape, dtype, device): slices}
 
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
@@ -126,10 +133,9 @@ class TreeCache(Cache):
         return free.pop(0)
 
     def step(self, slots, end):
-        """The cache for one forward, which writes at slots (n,) and attends to entries [:end]."""
-        step = copy(self)                                      # it shares kv
-        step.slots, step.end = slots, end
-        return step
+        """Tell the next forward to write at slots (n,) and attend to entries [:end] -> self."""
+        self.slots, self.end = slots, end
+        return self
 
     # The model calls these three methods: they are the interface of transformers' caches.
     def update(self, k, v, layer, *args, **kwargs):
@@ -165,9 +171,12 @@ class Target:
     def __init__(self, model, capacity=None):
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.config = model.config.get_text_config()
-        window = getattr(self.config, "sliding_window", None)
-        kinds = getattr(self.config, "layer_types", None) or [window]
-        if set(kinds) - {None, "full_attention"}:              # our mask replaces the model's own
+        layer_types = getattr(self.config, "layer_types", None)
+        if layer_types:
+            has_window = set(layer_types) != {"full_attention"}
+        else:
+            has_window = getattr(self.config, "sliding_window", None) is not None
+        if has_window:                                         # our mask replaces the model's own
             raise ValueError("not all layers of the target have full attention: take "
                              "runtime.targets.any_target(model)")
         self.vocab = self.config.vocab_size
@@ -212,9 +221,12 @@ class Target:
         end = cached + n
         self.cache.reserve(end)
         slots = torch.arange(cached, end, device=self.device)
-        position, mask = slots, None                           # no mask: the model's own, causal
+        # No mask is needed where the model's own, causal one is right: for a prompt, before which
+        # nothing is cached, and for a single node, which sees everything.
+        position, mask = slots, None
         if parents is None and cached:
-            parents = slots - cached - 1                       # each node's is the one before it
+            # A chain after a prefix: the parent of each node is the one before it.
+            parents = slots - cached - 1
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
@@ -283,7 +295,7 @@ class Target:
         rest = ids[common:]
         logits, states = self.forward(torch.tensor(rest), None, logits_to_keep)
         view = self.commit(list(range(len(rest))), rest, states)
-        return logits[-logits_to_keep:], view
+        return logits[-logits_to_keep:], view                  # some models ignore logits_to_keep
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
@@ -306,8 +318,8 @@ def accept(tokens, parents, choice):
         node = child.get((node, choice[node]))
     return path, [choice[node] for node in path]
 
-def sample(p, uniform):
-    """Sample from distributions p (n, V), of any sums, by inverting their cumulative sums -> (n,)
+def sample_by(uniform, p):
+    """Sample from unnormalised distributions p (n, V), by inverting their cumulative sums -> (n,)
 
     uniform (n, 1) or (): in (0, 1].  In float32 the cumulative sums would lose rare tokens.
     """
@@ -319,21 +331,22 @@ def accept_sampled(tree, p_target, generator):
 
     tree.p_draft (n - 1, V), p_target (n, V).
     """
-    # After the last node nothing is drafted.  There u is set to inf, so that nothing is accepted,
-    # and p_draft to 0, so that the residual is p_target.
-    drafted = tree.tokens.roll(-1)[:, None]                                            # (n, 1)
-    p_draft = F.pad(tree.p_draft, (0, 0, 0, 1))                                        # (n, V)
+    drafted = tree.tokens[1:, None]                                                    # (n - 1, 1)
+    p, q = p_target[:-1], tree.p_draft                                                 # (n - 1, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
-    ratio = p_target.gather(1, drafted) / p_draft.gather(1, drafted)                   # (n, 1)
-    u = torch.empty_like(ratio[1:]).uniform_(generator=generator)
-    accepted = F.pad(u, (0, 0, 0, 1), value=torch.inf) < ratio
-    # Otherwise the token is sampled from the residual norm(max(0, p_target - p_draft)).  Where the
-    # two are equal that is zero, and the term 1e-30 * p_target makes it a sample of p_target.
-    residual = (p_target - p_draft).clamp(min=0) + 1e-30 * p_target
+    ratio = p.gather(1, drafted) / q.gather(1, drafted)                                # (n - 1, 1)
+    u = torch.empty_like(ratio).uniform_(generator=generator)
+    accepted = u < ratio
+    # Otherwise the token is sampled from the residual norm(max(0, p_target - p_draft)); after the
+    # last node, where nothing was drafted, from p_target.  Where p_target and p_draft are equal the
+    # residual is zero, and the term 1e-30 p_target makes it a sample of p_target.
+    residual = p_target.clone()
+    residual[:-1] = (p - q).clamp(min=0) + 1e-30 * p
     # Only the sample after the last accepted node is used, so all nodes can share one number.
     uniform = 1 - torch.rand((), dtype=torch.float64, device=residual.device, generator=generator)
-    sampled = sample(residual, uniform)                                                # (n,)
-    return torch.where(accepted[:, 0], drafted[:, 0], sampled)
+    choice = sample_by(uniform, residual)                                              # (n,)
+    choice[:-1] = torch.where(accepted, drafted, choice[:-1, None])[:, 0]
+    return choice
 
 def generator_for(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
@@ -349,22 +362,22 @@ def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,) of the Gumbel-max trick, keyed by (seed, position).
 
     argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (A sample by
-    cumulative sums over a large vocabulary is not robust to rounding: one token in hundreds would
-    be another.)  lru_cache keeps the noise of positions whose drafts were rejected: the next round
-    has them, too.
+    cumulative sums over a large vocabulary is not robust to rounding: it would change about one
+    token in some hundreds.)  lru_cache keeps the noise of positions whose drafts were rejected: the
+    next round has them, too.
     """
-    # Sampled in float64: float32 has too few numbers near zero, where the noise of a rare token is
-    # when that token is sampled.
+    # In float64: a rare token is sampled only when its noise is almost zero, and there float32 is
+    # too coarse.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
 # Logits processors of transformers that look at the scores alone.  All others may look at the
 # preceding tokens, too, and these differ from node to node of a tree.
-SCORES_ALONE = """
+NAMES_ALONE = """
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper
     TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor
     InfNanRemoveLogitsProcessor LogitNormalization""".split()
-SCORES_ALONE = {getattr(generation, name, None) for name in SCORES_ALONE}
+SCORES_ALONE = {getattr(generation, name, None) for name in NAMES_ALONE}     # None: an old release
 
 class Rule:
     """How the target chooses a token: logits processors, then the argmax or a sample.
@@ -414,13 +427,14 @@ class Rule:
 
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
+        choose_by_scores gets the node alone; or, where the draft after it was sampled, the two as a
+        chain, of which only the first choice counts.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
         text = text.to(logits.device)
         node = 0
         while node is not None:
-            # The node alone, or the next one as well if it was sampled as its draft.
             tokens, p_draft = tree.tokens[node:node + 1], None
             if tree.p_draft is not None:
                 tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
@@ -446,7 +460,7 @@ class Rule:
             return accept_sampled(tree, p_target, generator)
         # All nodes of one depth share their noise, since they share a position.
         depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        root_alone = len(depth) == 1
+        root_alone = len(depth) == 1                           # plain decoding: no sync
         deepest = 0 if root_alone else depth.max().item()      # a device-to-host sync
         noise = []
         for d in range(deepest + 1):
@@ -457,12 +471,12 @@ class Rule:
     def distribution(self, tree, scores):
         """The distributions p_target (n, V) that the tokens after a tree's nodes are sampled from.
 
-        runtime/measure.py records them.
+        runtime/measure.py replaces this method by one that records GLIDE's alpha in sampling.
         """
         return scores.float().softmax(-1)
 
 def sampling(temperature=1.0, top_k=None, top_p=None, seed=0):
-    """The Rule of sampling: temperature, then the k most probable tokens, then those of mass p."""
+    """The Rule of sampling: temperature, the top_k best tokens, then the fewest of mass top_p."""
     processors = [generation.TemperatureLogitsWarper(float(temperature))]
     if top_k:
         processors.append(generation.TopKLogitsWarper(top_k))
@@ -479,7 +493,7 @@ class Output:
     """
     def __init__(self, ids, limit, stop, streamer):
         self.tokens, self.rounds = [], []
-        self.limit, self.stop, self.streamer = limit, stop, streamer
+        self.stop, self.streamer = stop, streamer
         self.sequence = torch.tensor([ids + [0] * limit])      # (1, all), filled as tokens come
         self.length, self.ended = len(ids), False
         if streamer:
@@ -498,14 +512,14 @@ class Output:
         return f"Output(tokens={self.tokens}, tau={self.tau:.2f})"
 
     def add(self, tokens):
-        """Append tokens up to the limit, or up to the first that meets a criterion -> those."""
+        """Append tokens up to the limit, or the first that meets a criterion -> those appended."""
         new = []
         for token in tokens:
             new.append(token)
             self.sequence[0, self.length] = token
             self.length += 1
             full = self.length == self.sequence.shape[1]
-            # All criteria are asked, also about the last token.
+            # All criteria are asked, also about the last token: they may remember what they saw.
             met = [bool(torch.as_tensor(meets(self.text, None)).all()) for meets in self.stop]
             self.ended = full or any(met)
             if self.ended:
@@ -553,6 +567,7 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), stop=(), 
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs, target.source)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
+    # Not `ids`: an encoder-decoder target has a start token in place of its source.
     out = Output(list(target.ids), limit, stop, streamer)
     # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
     # target's choice after that node is the first root.

@@ -74,9 +74,9 @@ class Clock:
 
     def around(self, inner):
         """A target or a drafter whose METHODS are timed, and the models of a cascade with it."""
-        for number, stage in enumerate(getattr(inner, "stages", ())):
-            of_class = partial(type(stage).align, stage)          # not that of an earlier clock
-            stage.align = self.timed(of_class, str(number))
+        for number, model in enumerate(getattr(inner, "models", ())):
+            of_class = partial(type(model).align, model)          # not that of an earlier clock
+            model.align = self.timed(of_class, str(number))
         return Timed(inner, self)
 
     def builder(self, build):
@@ -137,7 +137,7 @@ def decode(target, drafter, build, ids, limit, rule=verify.Rule(), stop=(), stre
     seconds = clock.seconds()
     total = counts_of(out.rounds, rule.overlaps)
     total.update(seconds)
-    models = [seconds[str(number)] for number in range(len(getattr(drafter, "stages", ())))]
+    models = [seconds[str(number)] for number in range(len(getattr(drafter, "models", ())))]
     total["draft"] += total["begin"] + sum(models)
     stage_runs = getattr(drafter, "runs", [])
     total["draft_forwards"] = sum(stage_runs) or clock.calls["draft"]
@@ -195,7 +195,7 @@ def prices(decode, drafters, prompts):
 
 def rounds_for_prices(drafter):
     """Decodings with trees of several sizes -> [(drafter, builder)]"""
-    models = getattr(drafter, "stages", None)              # of a cascade
+    models = getattr(drafter, "models", None)              # of a cascade
     if models:
         return []
     if models == []:

@@ -200,7 +200,7 @@ def test_a_stage_stops_at_its_context_and_the_next_ones_go_on(models):
         reviewed = sum(map(torch.is_tensor, probs))
         # what it can read, and its own token; none where the text fills its context
         most = max(0, capacity + 1 - ahead)
-        assert len(drafter.stages[0].ids) <= capacity and min(3, most) <= reviewed <= most
+        assert len(drafter.models[0].ids) <= capacity and min(3, most) <= reviewed <= most
         assert (drafter.runs[0] > 0) == (most > 0)
         assert len(tokens) == reviewed + 4, "Max-Gram adds its four"
 

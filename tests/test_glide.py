@@ -116,7 +116,7 @@ def test_the_docstrings_round(module, make, llama, tmp_path, monkeypatch):
     save(tmp_path / f"my-{name}", make(llama), validation={"temperature": 0.5})
     monkeypatch.chdir(tmp_path)
     batch = batch_of(llama, text(9)[None], {2})
-    names = {name: module, "torch": torch, "model": llama, "root": 3, "view": view(batch, 0, 8)}
+    names = {name: module, "torch": torch, "model": llama, "root_id": 3, "view": view(batch, 0, 8)}
     exec(lines, names)
     drafter = of_logits(names["drafter"])
     drafter.begin(names["view"], 3)

@@ -177,3 +177,14 @@ def test_user_supplied_files_run_no_code(name):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
             assert given.get("weights_only") == "True", node.lineno
         assert given.get("allow_pickle") in (None, "False")
+
+def test_the_readme_counts_lines_rightly():
+    """To the nearest hundred or so."""
+    text = (ROOT / "README.md").read_text()
+    smallest, whole = re.search(r"some ([\d ]+) lines\); all nine files have some ([\d ]+)\.",
+                                text).groups()
+    nine = re.findall(r"^\|\[`(\w+\.py)`\]", text, re.M)
+    assert len(nine) == 9
+    for names, said in ((("verify.py", "cape.py", "glide.py"), smallest), (nine, whole)):
+        lines = sum(len((ROOT / name).read_text().splitlines()) for name in names)
+        assert abs(lines - int(said.replace(" ", ""))) < 60

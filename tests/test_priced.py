@@ -317,7 +317,7 @@ def test_prices_in_closed_form(name):
 # (figures/costs.py): two take longer than four.
 EPYC = {1: 39.8, 2: 46.7, 4: 41.0, 8: 45.9, 16: 56.5, 32: 91.9}
 
-@pytest.mark.parametrize("drafter", [SimpleNamespace(), SimpleNamespace(stages=[])])
+@pytest.mark.parametrize("drafter", [SimpleNamespace(), SimpleNamespace(models=[])])
 def test_a_node_has_a_price_where_two_tokens_take_longer_than_four(drafter):
     """Over trees of a few nodes alone the slope would be 0, and priced trees would never end."""
     decodings = []
