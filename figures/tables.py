@@ -79,10 +79,6 @@ RUNS = {
                f'"glide(temperature=1)" --tree cape eagle2 "{PCT}"', counted=True),
     "width": Run(3, "python bench.py --limit 18 --drafter edd --tree "
                  + quoted(*map(WIDE.format, (1, 2, 3, 5, 7))), counted=True),
-    "second-seed": Run(4, "python bench.py --limit 18 --checkpoint work/drafters-two --drafter "
-                       "glide glide-top vanilla edd edd-top vdm --tree chain", counted=True),
-    "paper-recipe": Run(2.5, "python bench.py --limit 18 --checkpoint work/drafters-ce --drafter "
-                        "glide-top vanilla --tree chain", counted=True),
     "calibration": Run(2, 'python figures/probe.py calibration --limit 18 --drafter edd '
                        '"edd(temperature=1)" glide "glide(temperature=1)"', counted=True),
     "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
@@ -133,16 +129,6 @@ TABLES = {
         [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
          ("So it does in the paper's layer, without a norm", "alpha", "glide-top x chain",
           "vanilla x chain")]),
-    "second-seed": Table(
-        "second-seed", "second seed", "", ("alpha", "tau"), None,
-        [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
-         ("So it does in the paper's layer", "alpha", "glide-top x chain", "vanilla x chain"),
-         ("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
-         ("So it is in the paper's layer", "tau", "edd-top x chain", "vdm x chain")]),
-    "paper-recipe": Table(
-        "paper-recipe", "paper's recipe", "", ("alpha", "tau"), None,
-        [("The glimpse raises acceptance in the paper's layer and recipe", "alpha",
-          "glide-top x chain", "vanilla x chain")]),
     "glide-figure-5": Table(
         "cascade", "GLIDE", f"{H800}, MT-Bench; Table 4's first row",
         ("tokens_per_second", "speedup"),
