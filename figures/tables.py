@@ -165,7 +165,8 @@ TABLES = {
         [("CAPE is faster than MEDUSA", "speedup", "glide x cape", "medusa x *"),
          ("GLIDE alone is faster than MEDUSA", "speedup", "glide x chain", "medusa x *")]),
     "glide-table-4": Table(
-        "batches", "GLIDE", "Vicuna-7B, one H800, fp16; out of memory at 32", ("glide", "plain", "speedup"),
+        "batches", "GLIDE", "Vicuna-7B, one H800, fp16; out of memory at 32",
+        ("glide", "plain", "speedup"),
         [("glide x chain", "1", {"glide": "106.8", "plain": "54.6", "speedup": "1.96"}),
          ("glide x chain, 2 copies", "2", {"glide": "108.2", "plain": "55.6", "speedup": "1.95"}),
          ("glide x chain, 4 copies", "4", {"glide": "116.5", "plain": "55.9", "speedup": "2.08"}),
