@@ -87,7 +87,10 @@ TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes
 
 @dataclass
 class Config:
-    """Sizes and settings; in parentheses, where the paper has them."""
+    """Sizes and settings; in parentheses, where the paper has them.
+
+    The defaults are the paper's; those of train.py are in training/models.py.
+    """
     vocab: int                       # number of token ids
     width: int                       # d_D (4.1)
     feed_forward: int                # hidden size of the feed-forward sub-layer (Figure 2)
@@ -343,8 +346,8 @@ class Glide(nn.Module):
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-# softmax, write, place, reserve and read are those of edd.py, repeated so that each of the two
-# files can be copied alone.
+# softmax, write, place, reserve and (nearly) read are those of edd.py, repeated so that each of
+# the two files can be copied alone.
 def softmax(logits, temperature=1.0):
     """How logits (m, V) become probabilities where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
