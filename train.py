@@ -375,8 +375,8 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate, and log
-            if step == steps or step % a.every == 0:
+            # Evaluate, and log; where a run begins nothing has been learned since
+            if step == steps or step % a.every == 0 and step > start:
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:
                     log_metrics(a, step, step * step_tokens, recent, metrics)

@@ -259,14 +259,18 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
 
 def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path, capsys):
     names = ["glide", "edd"]
-    argv = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "50", names=names)
+    argv = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "25", names=names)
     assert train.main(argv) == 0
     about = about_of(tmp_path, "glide")
     log = [json.loads(line) for line in open(tmp_path / "work" / "log.jsonl")]
     assert about["command"] == log.pop(0)["command"] == " ".join(["python train.py", *argv])
-    assert [row["step"] for row in log] == [0, 50] and log[1]["glide"]["loss"] < 2
-    assert about["validation"]["held_out_loss"] < 0.8 * log[0]["glide"]["held_out_loss"]
+    assert [row["step"] for row in log] == [25, 50] and log[1]["glide"]["loss"] < 2
     assert log[1]["tokens_seen"] == about["tokens_seen"] == 50 * 3 * 40
+    first = tmp_path / "first"
+    assert train.main(flags(small, first, "--steps", "1", names=names)) == 0
+    for name in names:
+        before = about_of(first, name)["validation"]["held_out_loss"]
+        assert about_of(tmp_path, name)["validation"]["held_out_loss"] < 0.8 * before
     assert (about["kind"], about["init"], about["seed"]) == ("glide", None, 0)
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
     drafter, _ = families.load(tmp_path / "out" / "glide", model)
