@@ -433,6 +433,8 @@ def train(a, calls, argv):
     """
     device = join(a.device)
     rank, _ = rank_and_world()
+    # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # The target and its tokenizer
     dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
     target, tokenizer = load.load_target(a.target, dtype, device, revision=a.revision,

@@ -217,7 +217,7 @@ def padding_of(model, input_ids, config, model_kwargs):
                         f"cache ({first_line(why)}): decode without custom_generate") from why
     for name, value in prepared.items():
         if name.endswith("input_ids"):
-            served = value is not None and torch.equal(value, input_ids)
+            served = value is not None and torch.equal(value.to(input_ids.device), input_ids)
         elif value is None or value is False or isinstance(value, (dict, list)) and not value:
             served = True
         elif name.endswith("position_ids"):
