@@ -36,6 +36,7 @@ Differences from the papers:
 """
 import json
 import math
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -472,7 +473,8 @@ def train(a, calls, argv):
     lr = a.lr or 5e-4 * math.sqrt(4096 / c.hidden_size)
     optimizer_list = optimizers(drafters, a.optimizer)
     # Learn
-    made_by = {"command": " ".join(["python train.py", *argv]), "date": time.strftime("%Y-%m-%d")}
+    command = "python train.py " + shlex.join(argv)
+    made_by = {"command": command, "date": time.strftime("%Y-%m-%d")}
     if rank == 0:
         log(a, made_by)
     metrics = fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a)

@@ -263,7 +263,7 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_pat
     assert train.main(argv) == 0
     about = about_of(tmp_path, "glide")
     log = [json.loads(line) for line in open(tmp_path / "work" / "log.jsonl")]
-    assert about["command"] == log.pop(0)["command"] == " ".join(["python train.py", *argv])
+    assert about["command"] == log.pop(0)["command"] == "python train.py " + shlex.join(argv)
     assert [row["step"] for row in log] == [25, 50] and log[1]["glide"]["loss"] < 2
     assert log[1]["tokens_seen"] == about["tokens_seen"] == 50 * 3 * 40
     first = tmp_path / "first"

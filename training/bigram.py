@@ -16,6 +16,7 @@ probability of it, and whether it was right.  A logistic regression says how lik
     rho = sigmoid(a + b length + c logit(p_draft))
 """
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -188,7 +189,7 @@ def parser():
 @program
 def main(argv):
     a = parser().parse_args(argv)
-    a.command = " ".join(["python training/bigram.py", *argv])
+    a.command = "python training/bigram.py " + shlex.join(argv)
     if a.made == "count":
         count(a)
     else:

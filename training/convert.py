@@ -16,6 +16,7 @@ Pickled weights (*.bin, *.pt) are read as weights alone: no code in them runs.
 """
 import json
 import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -175,7 +176,7 @@ def main(argv):
         "config": vars(module.config),
         "kind": kind,
         "source": a.source,
-        "command": " ".join(["python training/convert.py", *argv]),
+        "command": "python training/convert.py " + shlex.join(argv),
         "date": time.strftime("%Y-%m-%d"),
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
