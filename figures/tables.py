@@ -40,7 +40,7 @@ MEDUSA_TREE = "eagle2(total=63, depth=5)"
 # With the paper's s_d / s_t, 1.1 ms / 29.8 ms, these trees do not depend on the machine.
 PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"
 
-ROWS, FEWER = "--limit 18 --max-new-tokens 64", "--limit 12 --max-new-tokens 64"
+ALL, ROWS, FEWER = (f"--limit {limit} --max-new-tokens 64" for limit in (36, 18, 12))
 
 # In the order of their importance
 RUNS = {
@@ -54,14 +54,14 @@ RUNS = {
                      'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
     "glide-trees": Run(3, f"python bench.py {ROWS} --drafter glide --tree chain cape beam "
                        '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
-    "together": Run(7, f"python bench.py {FEWER} --tree chain pct-cost graft --drafter glide "
+    "together": Run(20, f"python bench.py {ALL} --tree chain pct-cost graft --drafter glide "
                     'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
                     + quoted(BASE_GRAM, THREE)),
     "cascade": Run(6, f"python bench.py {ROWS} --tree chain --drafter glide maxgram "
                    '"maxgram(matching=False)" ' + quoted(*TUNED, LENIENT)),
     "sampled": Run(3, f"python bench.py {FEWER} --temperature 1 --tree drawn --drafter vanilla "
                    'glide-top glide "cascade(base, k=5)" "cascade(small, k=5)"'),
-    "sampled-graft": Run(3, f"python bench.py {FEWER} --temperature 1 --tree drawn pct-cost "
+    "sampled-graft": Run(9, f"python bench.py {ALL} --temperature 1 --tree drawn pct-cost "
                          'graft --drafter glide "mixture(glide, maxgram)"'),
     "medusa": Run(2, f"python bench.py {ROWS} --drafter glide medusa --tree chain cape "
                   f'"{MEDUSA_TREE}"'),
@@ -73,12 +73,18 @@ RUNS = {
                      "--tree chain cape beam pct"),
     "smollm2/trees": Run(5, "python bench.py --target smollm2 --checkpoint checkpoints/smollm2 "
                          f"{FEWER} --tree chain cape beam pct --drafter glide-shared edd-shared"),
+    "smollm2/main": Run(3, "python bench.py --target smollm2 --checkpoint checkpoints/smollm2 "
+                        "--drafter glide-shared --tree cape pct-cost"),
     # Counts
     "ewif": Run(0, "python figures/probe.py ewif", counted=True),
     "raw": Run(6, 'python bench.py --limit 18 --drafter edd "edd(temperature=1)" vdm glide '
                f'"glide(temperature=1)" --tree cape eagle2 "{PCT}"', counted=True),
     "width": Run(3, "python bench.py --limit 18 --drafter edd --tree "
                  + quoted(*map(WIDE.format, (1, 2, 3, 5, 7))), counted=True),
+    "second-seed": Run(4, f"python bench.py {ROWS} --checkpoint work/drafters-two --tree chain "
+                       "--drafter glide glide-top vanilla edd edd-top vdm", counted=True),
+    "paper-recipe": Run(2, f"python bench.py {ROWS} --checkpoint work/drafters-ce --tree chain "
+                        "--drafter glide-top vanilla", counted=True),
     "calibration": Run(2, 'python figures/probe.py calibration --limit 18 --drafter edd '
                        '"edd(temperature=1)" glide "glide(temperature=1)"', counted=True),
     "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
@@ -94,7 +100,7 @@ for name in ("glide-figure-7", "glide-figure-8", "glide-figure-9", "edd-figure-5
     RUNS[f"old/{name}"] = Run(None, None, old=LOST)
 for name in ("k", "papers", "acceptance"):
     RUNS[f"t5/{name}"] = Run(None, None, old=ELSEWHERE)
-for name in ("main", "papers", "positions", "sampled", "sampled-amd", "cuda", "cuda-graphs",
+for name in ("papers", "positions", "sampled", "sampled-amd", "cuda", "cuda-graphs",
              "curve", "curve-2", "curve-3", "equal"):
     RUNS[f"smollm2/{name}"] = Run(None, None, old=ELSEWHERE)
 
@@ -129,6 +135,16 @@ TABLES = {
         [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
          ("So it does in the paper's layer, without a norm", "alpha", "glide-top x chain",
           "vanilla x chain")]),
+    "second-seed": Table(
+        "second-seed", "second seed", "", ("alpha", "tau"), None,
+        [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
+         ("So it does in the paper's layer", "alpha", "glide-top x chain", "vanilla x chain"),
+         ("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
+         ("So it is in the paper's layer", "tau", "edd-top x chain", "vdm x chain")]),
+    "paper-recipe": Table(
+        "paper-recipe", "paper's recipe", "", ("alpha", "tau"), None,
+        [("The glimpse raises acceptance in the paper's layer and recipe", "alpha",
+          "glide-top x chain", "vanilla x chain")]),
     "glide-figure-5": Table(
         "cascade", "GLIDE", "Vicuna-7B, one H800; Figure 5 is on MT-Bench, the figures are "
         "Table 4's first row, whose prompts it does not name",
