@@ -48,20 +48,20 @@ RUNS = {
     "main": Run(0.7, "python bench.py --drafter glide --tree cape"),
     "cascade-k": Run(2, "python bench.py --prompts figures/tuning.jsonl --max-new-tokens 64 "
                      f"--tree chain --drafter {SWEEP}"),
-    "chains": Run(4, f"python bench.py {ROWS} --tree chain --drafter glide glide-top vanilla "
+    "chains": Run(4, f"python bench.py {ALL} --tree chain --drafter glide glide-top vanilla "
                   "edd edd-top vdm eagle medusa"),
-    "edd-trees": Run(4, f"python bench.py {ROWS} --drafter edd --tree chain cape eagle2 pct "
+    "edd-trees": Run(6, f"python bench.py {ALL} --drafter edd --tree chain cape eagle2 pct "
                      'pct-cost "pct(leaf=0)" token-confidence "token-confidence(own=0.5)"'),
-    "glide-trees": Run(3, f"python bench.py {ROWS} --drafter glide --tree chain cape beam "
+    "glide-trees": Run(3, f"python bench.py {ALL} --drafter glide --tree chain cape beam "
                        '"beam(width=8)" "fixed(size=2)" "fixed(size=3)"'),
-    "together": Run(20, f"python bench.py {ALL} --tree chain pct-cost graft --drafter glide "
+    "together": Run(8, f"python bench.py {ALL} --tree chain pct-cost graft --drafter glide "
                     'maxgram "mixture(glide, maxgram)" "mixture(edd, maxgram)" '
                     + quoted(BASE_GRAM, THREE)),
-    "cascade": Run(6, f"python bench.py {ROWS} --tree chain --drafter glide maxgram "
+    "cascade": Run(8, f"python bench.py {ALL} --tree chain --drafter glide maxgram "
                    '"maxgram(matching=False)" ' + quoted(*TUNED, LENIENT)),
     "sampled": Run(3, f"python bench.py {FEWER} --temperature 1 --tree drawn --drafter vanilla "
                    'glide-top glide "cascade(base, k=5)" "cascade(small, k=5)"'),
-    "sampled-graft": Run(9, f"python bench.py {ALL} --temperature 1 --tree drawn pct-cost "
+    "sampled-graft": Run(5, f"python bench.py {ALL} --temperature 1 --tree drawn pct-cost "
                          'graft --drafter glide "mixture(glide, maxgram)"'),
     "medusa": Run(2, f"python bench.py {ROWS} --drafter glide medusa --tree chain cape "
                   f'"{MEDUSA_TREE}"'),
