@@ -64,22 +64,52 @@ FEW = 9                         # prompts of PROMPTS: a minute or less
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
-# kind: of text.  question: the number of its row, as a chat gives a prompt for each of its turns.
-# limit: of new tokens
+# ---------------------------------------------------------------- what the functions hand on
+# a: the flags.
+#
+# setup: a load.Setup.
+#   model, tokenizer   transformers' own
+#   target             the model as a verify.Target for any family, which has three more attributes:
+#                      context, verifies_trees, encoder_decoder
+#   eos                the ids that end a text, or None
+#   stages             {name: model} of all cascades
+#   notes              sentences that are printed above the table
+#   drafter(call)      loads the drafter that a Call names
+#
+# A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
+# function, settings, defaults and label.  Max-Gram alone is a Cascade without models.
+#
+# prices: {label of a drafter: {"cost", "node_price", "start", ...}, as trees take them, or None}.
+#
+# table: a report.Unfinished, all that was measured so far.
+#   about              what all rows share
+#   prices             as above; None before they are measured
+#   results            [{name of an arm: Record}], one for each finished prompt
+#   begin, add, finish tell it of prices, of a prompt, and of the end: it keeps them in FILE.part
+
+# A prompt.
+#   kind      of text
+#   question  the number of its row, where the kinds take turns; a chat gives a prompt for each of
+#             its questions
+#   ids       a list of token ids
+#   limit     the most new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
 
-# A measure.Record is one decoding: tokens, seconds, stage_runs (the runs of each stage of a
-# cascade), and total, a Counter of sums over its rounds:
-#   rounds, new, nodes, depth      of the trees; new: tokens of the output
-#   accepted, tested, drawn        drafted tokens, and trees that were sampled chains
-#   trees, overlap                 rounds whose tree has siblings; the sum of GLIDE's sampled alpha
-#   draft_forwards                 of the drafter
-#   prefill, draft, verify, other  seconds
-#   begin                          the part of draft before a round's first forward
-#   "0", "1", ...                  the part of draft in each model of a cascade
-
-# A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
-# function, settings, defaults and label.
+# A measure.Record is one decoding: its tokens, its seconds, stage_runs (the runs of each stage of a
+# cascade), and total, a Counter of sums over its rounds.
+#   rounds          how many there were
+#   new             tokens of the output, without the prefill's
+#   nodes           drafted tokens
+#   depth           of the trees
+#   trees           rounds whose tree is no chain
+#   drawn           rounds whose tree is a sampled chain
+#   accepted        drafted tokens that were accepted
+#   tested          the accepted ones, and one more in each round that rejected a token
+#   overlap         the sum of sum_x min(p_target(x), p_draft(x)) over tested tokens, if `drawn`
+#   draft_forwards  of the drafter; of a cascade the runs of all stages
+#   prefill, draft, verify, other   seconds
+#   begin           the seconds of `draft` before a round's first forward
+#   "0", "1", ...   the seconds of `draft` in each model of a cascade
 
 # One way of decoding.
 #   name      as the table prints it: "glide x cape", "generate()"
@@ -115,8 +145,8 @@ def parser():
     flag("--checkpoint", default=str(CHECKPOINTS), help="folder of a drafter, or a folder "
          "with one folder for each drafter (default: the stand-in's)")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=positive, help="decode after so many prompts, balanced by kind (default: "
-         f"all; of the project's own {FEW})")
+    flag("--limit", type=positive, help="decode after at most so many prompts, taken evenly from "
+         f"all kinds (default: all; of the project's own {FEW})")
     flag("--price-prompts", nargs="+", default=[str(PRICE_PROMPTS)], help="files of other prompts, "
          "on which the costs of drafting and verifying are measured for pct, pct-cost and graft "
          "(default: the project's own)")
@@ -162,7 +192,9 @@ def check(a):
             raise UserError(f"{' '.join(labels)}: name each once")
     for tree in trees:
         trial = tree
-        if tree.name == "graft":                         # a method, with pct_cost's settings
+        # graft is a method of a drafter, and none is loaded yet.  All its settings but `chain` are
+        # also pct_cost's: they are tried with that.
+        if tree.name == "graft":
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
             trial = tree._replace(function=priced.pct_cost, settings=shared)
         check_tree(trial, MOST_NODES)
@@ -187,14 +219,21 @@ def check_target(name, target, drafters, trees):
 
 # ---------------------------------------------------------------- prompts
 def read_prompts(a, setup, paths, limit=None):
-    """Files of prompts -> at most `limit` Prompts, balanced by kind of text."""
-    context = setup.target.context
+    """Files of prompts -> at most `limit` Prompts, the kinds of text in turns."""
+    context, vocab = setup.target.context, setup.target.config.vocab_size
+
+    def answer(ids):
+        """The target's own, untimed, for a chat without an answer to the question before."""
+        most = min(a.max_new_tokens, setup.target.remaining(ids))
+        tokens = decode(a, setup, None, verify.root_only, ids, most).tokens
+        return setup.tokenizer.decode(tokens, skip_special_tokens=True)
+
     prompts, too_long = [], 0
     for number, (kind, document) in enumerate(text.prompt_rows(paths)):
         if len(prompts) == limit:
             break
         kind = "all rows" if kind == "all" else kind     # "all" is the table of all prompts
-        for ids in questions(a, setup, document):
+        for ids in chats.questions(document, setup.tokenizer, a.template, vocab, answer):
             remaining = setup.target.remaining(ids)
             if remaining < 1:
                 too_long += 1                            # and so are all further turns of this row
@@ -206,33 +245,9 @@ def read_prompts(a, setup, paths, limit=None):
         raise UserError(f"{' '.join(map(str, paths))}: no prompt of at most {context} tokens, the "
                         "target's context, is there")
     if too_long:
-        setup.notes.append(f"{too_long} prompts longer than the context left out")
+        setup.notes.append(f"{too_long} prompts longer than the context left out, and what follows "
+                           "them in their chats")
     return prompts
-
-def questions(a, setup, document):
-    """Yield the token ids of the prompt of each question of a chat.
-
-    Where the row has no answer to the question before, the target gives its own, untimed.
-    """
-    template = chats.template_of(a.template, setup.tokenizer)
-    vocab = setup.target.config.vocab_size
-    turns = []
-    try:
-        for part in text.questions_of(document):
-            if turns and part[0].role == "user":         # nobody has answered the question before
-                most = min(a.max_new_tokens, setup.target.remaining(ids))      # ids: that question
-                tokens = decode(a, setup, None, verify.root_only, ids, most).tokens
-                answer = setup.tokenizer.decode(tokens, skip_special_tokens=True)
-                turns.append(text.Turn("assistant", answer, False))
-            turns += part
-            ids = chats.prompt_ids(turns, setup.tokenizer, template)
-            if not ids or max(ids) >= vocab:
-                raise UserError(f"{document.place} gives no tokens, or others than the target's "
-                                f"{vocab}: correct the row or --template")
-            yield ids
-    except text.LeftOut as why:
-        raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
-                        "--template") from None
 
 # ---------------------------------------------------------------- one decoding
 def decode(a, setup, drafter, build, ids, limit, number=0, streamer=None):
@@ -314,20 +329,24 @@ def is_open(tree, *names):
 def builder(label, drafter, tree, prices):
     """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
 
-    The builder is None where the drafter has no such tree.
+    label: the drafter's.  prices: those measured for it, which fill the settings that the Call
+    leaves open.  A tree is built by its own function, with three exceptions.  `chain` and `drawn`
+    of a cascade are its own methods.  For Max-Gram alone pct-cost and graft are a priced chain.
+    Else graft is a method of mixtures, and for other drafters the builder is None.
     """
     settings = dict(tree.settings)
     for name, price in (prices or {}).items():
         if is_open(tree, name):
             settings[name] = price
     is_cascade = isinstance(drafter, cascade.Cascade)
+    is_maxgram = is_cascade and not drafter.models
     if is_cascade and tree.name in ("chain", "drawn"):
         if settings:
             raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; give "
                             f"--tree {tree.name}, without settings")
         return getattr(drafter, tree.name), {}
-    if is_cascade and tree.name in ("pct-cost", "graft") and not drafter.models:
-        # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
+    if is_maxgram and tree.name in ("pct-cost", "graft"):
+        # It drafts without a forward: what is priced are the nodes of its chain.
         names = settings.keys() & {"node_price", "start", "max_nodes"}
         settings = {name: settings[name] for name in names}
         return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
@@ -355,9 +374,12 @@ def warm_up(arms, prompts, graphs):
 
     With --graphs every prompt is decoded whole: a graph is recorded at the first use of its size.
     """
-    for prompt in prompts if graphs else prompts[:1]:
+    if not graphs:
+        prompts = prompts[:1]
+    for prompt in prompts:
+        limit = prompt.limit if graphs else min(WARM_UP, prompt.limit)
         for arm in arms:
-            arm.decode(prompt.ids, prompt.limit if graphs else min(WARM_UP, prompt.limit), 0)
+            arm.decode(prompt.ids, limit, number=0)
 
 def measure_all(arms, prompts, table, graphs=False):
     """Decode every prompt with every arm, and add what each gave to `table`, a report.Unfinished.
@@ -442,7 +464,7 @@ def acceptance(total):
         "alpha": ratio(accepted, total["tested"]),
         # GLIDE's alpha under sampling: the mean of sum_x min(p_target(x), p_draft(x))
         "alpha_overlap": ratio(overlap, total["tested"]),
-        # EDD's alpha: tau over the maximum depth
+        # EDD's alpha: new tokens over the depth of the trees
         "alpha_depth": ratio(total["new"], total["depth"])}
 
 def time_of_rounds(total, step):
@@ -469,7 +491,7 @@ def costs_of(records, step):
     total = sum_of(records)
     costs = [1.0]
     for number, count in enumerate(runs_of(records)[1:]):
-        seconds = total[str(number)]                     # of one of the models
+        seconds = total[str(number)]                     # in that model; Max-Gram has none: 0
         costs.append((ratio(seconds, count) or 0.0) / step)
     return costs
 
@@ -483,9 +505,10 @@ def metrics(arm, records, plain, costs):
     step = plain_step(plain)
     row = {**acceptance(total), **time_of_rounds(total, step)}
     # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
-    # Several stages have no common c.
+    # costs: of the target and of each stage.  Several stages have no common c.
     drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
     row["c"] = None if costs and len(costs) > 2 else ratio(drafting, step)
+    # gamma is a setting of chains; a cascade of one model has it in its K.
     gamma = arm.cascade.K[0][0] if arm.cascade else arm.settings.get("gamma")
     row["expected_speedup"] = None
     if row["alpha"] is not None and row["c"] and gamma:
@@ -493,7 +516,7 @@ def metrics(arm, records, plain, costs):
     if arm.cascade:
         tokens = sum(len(record.tokens) for record in records)
         runs = runs_of(records)
-        # Shares of the target's weights; Max-Gram, the last stage where it is one, has none.
+        # c_i by numbers of weights, the model's over the target's; Max-Gram, the last stage, has 0.
         weights = [1, *arm.cascade.costs]
         weights += [0.0] * (len(runs) - len(weights))
         row["runs"] = runs
@@ -540,13 +563,13 @@ def row_of(arm, results, prompts):
     return row
 
 def has_same_noise(arm, results):
-    """Whether an arm, when sampling, gives the tokens of plain sampling, whose noise is keyed.
+    """Whether an arm must give the tokens of plain decoding when both sample.
 
-    transformers' own arms do not, and neither does a sampled chain: it gives plain sampling's
-    distribution.
+    Trees must: they share its noise, which (seed, position) decides.  Sampled chains and
+    transformers' own arms share only its distribution.
     """
     drawn = any(found[arm.name].total["drawn"] for found in results)
-    return arm.name == "plain" or bool(arm.tree) and not drawn
+    return arm.name == "plain" or (bool(arm.tree) and not drawn)
 
 def losslessness(arm, which, results, prompts, target):
     """Are all tokens those of plain decoding, and where is the first that is not?
@@ -608,13 +631,12 @@ def tables(arms, prompts, table, target):
         group_rows = []
         for arm in arms:
             row = row_of(arm, [results[i] for i in which], [prompts[i] for i in which])
-            if table.about["temperature"] == 0 or has_same_noise(arm, results):
+            greedy = table.about["temperature"] == 0
+            if greedy or has_same_noise(arm, results):
                 row |= losslessness(arm, which, results, prompts, target)
             of_arm = {"group": group, "prices": table.prices.get(arm.drafter), "lossless": None}
             group_rows.append(table.about | of_arm | row)
-        print(f"\n{group}: {len(which)} prompts\n{report.table(names, group_rows)}")
-        if group == "all":
-            print(*report.sentences(names, group_rows, table.prices), sep="\n")
+        print(report.section(group, names, group_rows, table.prices))
         rows += group_rows
     return rows
 

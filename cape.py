@@ -65,7 +65,7 @@ def sample(probs, generator=None):
     sums = probs.cumsum(-1, dtype=torch.float64)                  # (m, V)
     uniform = torch.rand(len(probs), 1, dtype=torch.float64, device=probs.device,
                          generator=generator)
-    uniform = 1 - uniform          # in (0, 1]: the search for 0 gives token 0, whatever its p
+    uniform = 1 - uniform          # in (0, 1]: 0 would give token 0, even if its p is 0
     return torch.searchsorted(sums, uniform * sums[:, -1:]).flatten()
 
 def draft(expand, root, gamma, pick):
@@ -97,8 +97,8 @@ def valid_length(p):
 def checked_counts(p, *counts):
     """Copy counts, tensors () on the device, to the host -> list of ints.
 
-    The copy costs a device-to-host sync, and brings the range of p (gamma,) along: logits that were
-    given in place of probabilities are noticed at no further cost.
+    That is one device-to-host sync.  The smallest and the largest p (gamma,) come along, so that
+    logits in place of probabilities are noticed at no further cost.
     """
     # torch.stack converts the counts to p's dtype; bfloat16 cannot represent every integer.
     p = p.float()
@@ -138,8 +138,8 @@ def drawn(expand, root, gamma=GAMMA):
     """A chain sampled from the drafter, for speculative sampling -> Tree with p_draft.
 
     p_draft (length, V): entry i is the distribution from which node i + 1 was sampled.  The random
-    numbers are those of expand.generator, if there is one.  It must not be the generator that
-    decides acceptance: then the output would not follow the target's distribution.
+    numbers are those of expand.generator, if there is one.  They must not be those that decide
+    acceptance, as a generator of the same seed would give: the output would be biased.
     """
     pick = partial(sample, generator=getattr(expand, "generator", None))
     chosen, p, probs = draft(expand, root, gamma, pick)
@@ -165,8 +165,8 @@ def expansion_sets(probs, chosen, p, sizes=SIZES, edges=EDGES):
     or V if that is less.  An extra whose probability is zero is not in the set.
     """
     # "K_i tokens (excluding x_{t+i}) that have the highest probabilities according to
-    # p_D(.|x_{<t+i})".  x_{t+i} is set to zero before sorting, because in a tie it need not come
-    # first.
+    # p_D(.|x_{<t+i})".  The probability of x_{t+i} is set to zero before sorting, because in a tie
+    # it need not come first.
     others = probs.scatter(1, chosen[:, None], 0.0)
     _, V = probs.shape
     K = min(max(sizes), V)
@@ -222,8 +222,8 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # In a tree a node sees its ancestors and itself, so parents express the same mask: the parent
     # of x_{t+i} is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
     # No extra has children, and none was given to expand.
-    # `index` counts in the flattened extras (gamma, K), so index // K is the position.  Position i,
-    # counted from 0, has the set X_{i+1}, and the parent of its tokens is node i.
+    # Row i of the extras (gamma, K), counted from 0, is the set X_{i+1}, and the parent of its
+    # tokens is node i.  `index` counts in the flattened extras, so the row is index // K.
     K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents = torch.cat((tree.parents, index // K))
     expand_index = pad(tree.expand_index, (0, count), value=-1)
@@ -240,8 +240,8 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
     """Beam search (sections 5.3, 5.4, Table 3): the `width` most probable sequences of each length.
 
     A node stands for the sequence that ends with it.  Nodes are given to expand in the order of the
-    tree, so a node has one number in both.  One device-to-host sync per depth: the host must know
-    which sequences are continued.
+    tree, so a node's index in the tree is its number there, too.  One device-to-host sync per
+    depth: the host must know which sequences are continued.
     """
     assert width >= 1, f"width is {width}: keep at least one sequence"
     tokens = [root]
@@ -256,11 +256,11 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         per_sequence = min(width, probs.shape[1])                 # continuations of one sequence
         p, x = probs.topk(per_sequence)                           # (m, per_sequence)
         # log p(sequence, x) = log p(sequence) + log p_D(x | sequence)
-        score = score + p.log()                                   # (m, per_sequence)
-        most = min(width, score.numel())
-        score, index = score.flatten().topk(most)                 # (most,), the best first
-        # Which of the m sequences each of the best continues.  Those of probability zero come last,
-        # so the first `count` are kept.
+        longer = score + p.log()                                  # (m, per_sequence)
+        most = min(width, longer.numel())
+        score, index = longer.flatten().topk(most)                # (most,), the best first
+        # Which of the m sequences each of the best continues.  Those of probability zero (-inf)
+        # come last; the first `count` are possible.
         continued = index // per_sequence
         count = score.isfinite().sum()
         *continued, count = torch.cat((continued, count[None])).tolist()  # device-to-host sync

@@ -27,6 +27,9 @@ tokens at a time (section 5.2):
              [0,    1,   10],     drafts for M_d1: k_22, 10
              [0,    0,   10]]     drafts for M_d2: 10
 
+When M_d1 reviews, Algorithm 1 calls itself with the K of the stages below it, [[1, 10], [0, 10]]:
+the rows and columns from M_d2 on.  When M_d2 reviews, K is [[10]].
+
 The paper does not say whether k_12 includes k_11.  Here it does, so M_d2 adds 13 - 8 tokens.  A
 model's count is a minimum, as its last review may add more tokens than were missing; Max-Gram's is
 a maximum.  Limits of length may cut both.
@@ -49,13 +52,13 @@ Differences from the paper:
     which is called once for all its k tokens.  Without Max-Gram (S Decoding in Table 2) it ends at
     the smallest model: with nothing to review, each of its reviews adds one token.
  2. The while loop ends when curGen is k_i tokens longer than curPrefix.  As printed, curPrefix is
-    set again before each review, so that one review would have to add k_i tokens.  Here it is set
-    once, before the loop, and the reviews together add them.  (The authors' code counts the tokens
-    of the whole call, against k_1 + ... + k_i.)
+    set in each pass of the loop, so it would end only if a single review added k_i tokens.  Here it
+    is set once, before the loop, and the reviews together add them.  (The authors' code counts the
+    tokens of the whole call, against k_1 + ... + k_i.)
  3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
     it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
- 4. chain() and drawn() draft at most as many tokens as the output may still get.  A stage whose
-    context is full is skipped, and the stages after it go on.
+ 4. chain() and drawn() draft one token less than the output may still get, at most: the last one is
+    the target's.  A stage whose context is full is skipped, and the stages after it go on.
  5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
     that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
@@ -86,8 +89,9 @@ class Gen:
     probs: an entry for each token:
         None           for the root and before it (ones in Algorithm 1)
         a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
-        a tensor (V,)  for a draft that a model has proposed or reviewed: in greedy drafting that
-                       model's logits at its position, in sampling the distribution it now follows
+        a tensor (V,)  for a draft that a model has proposed or reviewed: in sampling the
+                       distribution that it now follows; in greedy drafting that model's logits at
+                       its position, of which a softmax is taken only where somebody asks for it
     runs: {stage: number of forwards, or of Max-Gram's proposals}.
     device: the target's.
     """
@@ -112,12 +116,11 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    Invariants: draft_list[i] adds K[0][i] tokens.  K[i + 1:] without its first i + 1 columns is the
-    K of the call in which draft_list[i] reviews.  Before its review a call leaves at most `limit`
-    tokens in gen, after it at most limit + 1.
+    limit: the most tokens that gen may have before target's review.  A stage that reviews adds a
+    token of its own, which must fit, too: so the call in which it reviews has a limit of one less.
 
-    A trace with K = [[2, 2], [0, 3]], where gen is a at first.  base continues abcdefg...; so does
-    small, but it writes x after f.
+    A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
+    so does small, but it writes x after f.
 
         call                       gen after what happens
         step(M_t, [base, small])             i = 0: base must add K[0][0] = 2 tokens
@@ -171,14 +174,15 @@ def propose(max_gram, gen, most):
 
 # ---------------------------------------------------------------- the reviews
 def lenient_distribution(p_reviewer, p_draft, l):
-    """The distribution q' (n, V) after a lenient review.  p_reviewer, p_draft (n, V); l (n, 1).
+    """What a token follows after a lenient review: the distribution q' (n, V).
 
-    Section 3.1, with p for p_reviewer and q for p_draft: a draft x, sampled from q, is accepted
-    with probability min(1, l p(x) / q(x)), else a token is sampled from norm(max(0, p - q)):
+    p_reviewer, p_draft (n, V); l (n, 1).  Below p stands for p_reviewer, q for p_draft.  By section
+    3.1 a draft x, sampled from q, is accepted with probability min(1, l p(x) / q(x)); after a
+    rejection a token is sampled from norm(max(0, p - q)) (difference 6).  So
         q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
         P(rejection) = 1 - sum_y min(q(y), l p(y))
-    review_drawn reviews by the standard rule, with q' in the place of p.  It does the same, case by
-    case:
+    The next reviewer must compare with q'.  And accept_sampled with q' in the place of p is the
+    lenient review:
         where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
         where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
         after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
@@ -275,8 +279,9 @@ class Cascade:
         For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
         runs the encoder over the prompt (runtime/targets.py).
 
-        K: Algorithm 1's matrix.  By default each model adds one token and Max-Gram ten; for two
-        models and Max-Gram that is [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
+        K: Algorithm 1's matrix.  By default the first model after each reviewer adds one token, the
+        other models none, and Max-Gram ten: [[1, 0, 10], [0, 1, 10], [0, 0, 10]] for two models and
+        Max-Gram.
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.
@@ -426,7 +431,7 @@ def main():
     # M_t runs once for the prompt, and once a round.
     runs = [1 + len(out.rounds), *drafter.runs]
     assert runs[0] < 60, "fewer forwards of the target than tokens"
-    print(f"60 tokens in {runs} forwards of the target and of each stage")
+    print(f"60 tokens in {runs} runs of the target and of each stage")
 
 if __name__ == "__main__":
     main()

@@ -25,20 +25,20 @@ Differences from the paper:
     the target has generated t_{jL}, but not encoded it: h_{jL} does not exist yet.  The official
     code and this file use h_{<jL}.
  2. The paper reads "the fourth-to-last layer" of 32 and calls it the 28th, so it counts from 0.
-    Entry 0 of Hugging Face's hidden_states is the embeddings, so the output of layer 28 is entry 29
-    of 0 ... 32, hidden_states[-4].  It is the default here.
- 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So training computes
-    nothing but keys and values of the soft prompt, and decoding computes them once, when a token is
+    Hugging Face's hidden_states has 33 entries there: the embeddings, then the output of each
+    layer.  So the output of layer 28 is entry 29, hidden_states[-4].  It is the default here.
+ 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So of the soft
+    prompt training computes only keys and values, and decoding computes them once, when a token is
     committed.
  4. The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
-    The paper does not state its loss: here it is config.loss, as EDD's.  Its embedding and LM head
-    begin as copies of the target's, as EDD's do, and both drafters' go on learning.
+    The paper does not state its loss: here it is config.loss, as EDD's.  In both drafters embedding
+    and LM head begin as copies of the target's, and are trained further.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. In Eq. 3 i is the index of the predicted token, so the first token of a block would be predicted
-    from no token of this block.  Here i is that of the token that is read: t_i, in block
-    j = floor(i / L), predicts t_{i+1}.  So does the paper's inference, where the first token of a
-    round comes from the target and is read by the drafter.
+ 7. Here i is the index of the token that is read: t_i, in block j = floor(i / L), predicts t_{i+1}.
+    So it is in the paper's inference, where the drafter reads the first token of a round, which
+    comes from the target.  In Eq. 3 as printed i is the index of the predicted token; then the
+    first token of a block would be predicted from no token of this block.
  8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
     is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.
@@ -79,7 +79,7 @@ class Config:
     """Sizes and settings; in parentheses, where the paper has them."""
     vocab: int                       # number of token ids: the target's
     width: int                       # D: the target's
-    hidden: int                      # which of the target's hidden_states H is (appendix B)
+    hidden: int                      # H is entry `hidden` of the target's hidden_states (app. B)
     encoding: bool = True            # False: the VDM, which reads no hidden states (appendix A)
     loss: str = "kl"                 # Eq. 4, or "ce": cross entropy (Table 3)
     blocks: tuple = BLOCKS           # the range from which L is drawn for each step (3.1)
@@ -187,6 +187,10 @@ def keys_values(layer, rotary, x, position):
     k = k * cos[:, None] + rotate_half(k) * sin[:, None]
     return k, v
 
+def join(prompt, k, v):
+    """KV entries of the soft prompt, two tensors (B, H, T, d), followed by the tokens' k and v."""
+    return [torch.cat(both, 2) for both in zip(prompt, (k, v))]
+
 # ---------------------------------------------------------------- the draft model
 class EDD(nn.Module):
     """EDD, or the VDM: a new layer between copies of the target's embedding and LM head."""
@@ -223,11 +227,12 @@ class EDD(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block):
-        """What train.py minimises loss_of over: one (x, labels, mask) for each loss, here one.
+        """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        x (B, T, D); labels: for "kl" the target's logits (B, T, V), for "ce" the next token ids
-        (B, T); mask None: all positions of the loss mask.  batch: see train.py.  block: L, which a
-        training step draws uniformly from config.blocks (3.1).
+        EDD has one.  x (B, T, D) and labels are loss_of's arguments at all positions.  Labels are
+        for "kl" the target's logits (B, T, V), for "ce" the next token ids (B, T).  mask None: the
+        batch's own loss mask.  batch: see train.py.  block: L, which a training step draws
+        uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # None for the VDM
         x = self(batch.ids, hidden, block)
@@ -240,10 +245,6 @@ class EDD(nn.Module):
         if self.config.loss == "ce":
             return F.cross_entropy(logits.float(), labels, reduction="sum")
         return kl(labels, logits)
-
-def join(prompt, k, v):
-    """KV entries of the soft prompt, two tensors (B, H, T, d), followed by the tokens' k and v."""
-    return [torch.cat(both, 2) for both in zip(prompt, (k, v))]
 
 # ---------------------------------------------------------------- decoding
 # softmax, write, place, reserve and (nearly) read are those of glide.py, repeated so that each of
@@ -356,6 +357,7 @@ class Drafter:
         if m == 1 and len(paths[0]) == nodes:
             # The next node of a chain sees all entries, and its position is its slot.
             return end, slots, slots, None
+        # visible (m, nodes): which of this round's nodes are on the path of each new one
         visible = torch.zeros(m, nodes, dtype=torch.bool)
         rows = [row for row, path in enumerate(paths) for _ in path]
         columns = [node for path in paths for node in path]
@@ -371,8 +373,8 @@ class Drafter:
 
         x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen.
 
-        runtime/static.py replaces this method by one that pads nodes and entries to static shapes,
-        and replays recordings, which give lists.  So it relies on the names and shapes of `run`,
+        runtime/static.py replaces this method by one that pads nodes and entries to static shapes
+        and replays CUDA graphs, which return lists.  It relies on the names and shapes of `run`,
         `reserve` and `store`.
         """
         update = partial(write, self.store, slots, end)

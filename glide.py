@@ -26,8 +26,9 @@ The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in block
     Decoding.       The target has verified a ... e and generated f, the root of this round.  The
                     queries f g h i j draft g h i j k, and see the target's entries of a ... e.
     The next round. If the target accepts all five drafted tokens, it has verified a ... k, and
-                    generates l.  The query l now sees a ... k; in training it saw a ... j.  Blocks
-                    start wherever a round starts in decoding, and at multiples of L in training.
+                    generates l, the next root.  The query l sees a ... k.  In training it saw only
+                    a ... j, since blocks start at multiples of L there; in decoding they start
+                    wherever a round does.
 
 Differences from the paper:
  1. Queries of the glimpse get RoPE at their own position, by the target's own cos/sin table, since
@@ -39,19 +40,19 @@ Differences from the paper:
     Without it the residual stream is small at first, and the attention scores of the glimpse stay
     nearly uniform for a long part of the training.
  4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
- 5. (Drafters of two layers only.)  An accepted node keeps the KV entries that expand() computed.
-    Tokens of the prompt, and an accepted leaf that expand() was never given, are encoded under a
-    block mask whose blocks start at the previous round's root, in a prompt at position 0.  It
-    matters, since the entries of the second layer depend on what the first one's glimpse saw.  The
-    paper does not say what that is; the official code encodes accepted tokens anew in each round.
+ 5. In a drafter of two layers the KV entries of the second depend on what the first one's glimpse
+    saw, which the paper does not say for committed tokens.  Here nodes that expand() read keep the
+    entries computed then.  What it did not read (a prompt, an accepted leaf) goes through encode(),
+    under a block mask whose blocks start at the previous round's root, for a prompt at position 0.
+    The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
     is cross entropy.
  7. The mask is "not used for testing" in the paper.  Here a held-out loss uses it, too: without it
     a query would see target keys of its own token and of later ones.
- 8. A query belongs to the block of its own token (e to a b c d e), as in the printed Mask_Block and
-    in the paper's inference.  In the prose of section 4.1, block(j) is the block of the predicted
-    token: e would belong to the block of f.
+ 8. A query belongs to the block of its own token, as in the printed Mask_Block and in the paper's
+    inference.  In the example the query e, which predicts f, belongs to a b c d e.  The prose of
+    section 4.1 takes the block of the predicted token instead, here that of f.
  9. The glimpse is added to the residual stream, as the output of every other sub-layer.  The paper
     says that it is "concatenated with the other output vectors".
 10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
@@ -89,7 +90,7 @@ TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes
 class Config:
     """Sizes and settings; in parentheses, where the paper has them.
 
-    The defaults are the paper's; those of train.py are in training/models.py.
+    The defaults are the paper's where it states them; train.py's are in training/models.py.
     """
     vocab: int                       # number of token ids
     width: int                       # d_D (4.1)
@@ -145,7 +146,7 @@ def tables_of(model, config, length):
 
     The first, (2, length, d), is that of the drafter's self-attention, with heads of size d; the
     second, (2, length, d_k), that of the glimpse.  Where d = d_k they are one.  Raises ValueError
-    where the target's RoPE is not Llama's.
+    where the target's RoPE is seen not to be Llama's, by its rope_type.
     """
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     # The tables of longrope and dynamic NTK change with the length of the text.
@@ -326,11 +327,11 @@ class Glide(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block=None):
-        """What train.py minimises loss_of over: one (x, labels, mask) for each loss, here one.
+        """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        x (B, T, d_D); labels: the next token ids (B, T), or for "kl" the target's logits (B, T, V);
-        mask None: all positions of the loss mask.  batch: see train.py.  block is for EDD: GLIDE's
-        L is config.block.
+        GLIDE has one.  x (B, T, d_D) and labels are loss_of's arguments at all positions.  Labels
+        are the next token ids (B, T), or for "kl" the target's logits (B, T, V).  mask None: the
+        batch's own loss mask.  batch: see train.py.  block is for EDD: GLIDE's L is config.block.
         """
         x = self(batch.ids, batch.kv)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
@@ -391,9 +392,9 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: the tokens before position view.length are committed.
 
-        view.tokens (k,) end with the committed tokens that have no entries yet: a prompt, later at
-        most an accepted leaf.  (Accepted nodes that expand() was given keep theirs.)  view.kv[l] is
-        (K, V), (1, H, view.length, d_k) each: the target's KV entries.
+        view.tokens (k,) end with the committed tokens that have no entries yet: a prompt, later the
+        accepted nodes that expand() was not given, mostly one leaf or none.  (The others keep
+        theirs.)  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's.
         root_id is not used: expand is given the root.
         """
         self.t = view.length
@@ -408,7 +409,7 @@ class Drafter:
     def encode(self, tokens):
         """Compute the KV entries of the next k committed tokens, which expand did not read.
 
-        tokens (k,): those of a prompt, or an accepted leaf.
+        tokens (k,): a prompt, or accepted nodes.
         """
         c, model = self.config, self.model
         end = self.encoded + len(tokens)
@@ -460,6 +461,7 @@ class Drafter:
         if m == 1 and len(paths[0]) == nodes:
             # The next node of a chain sees all entries, and its position is its slot.
             return end, slots, slots, None
+        # visible (m, nodes): which of this round's nodes are on the path of each new one
         visible = torch.zeros(m, nodes, dtype=torch.bool)
         rows = [row for row, path in enumerate(paths) for _ in path]
         columns = [node for path in paths for node in path]
@@ -476,9 +478,9 @@ class Drafter:
         tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None, all
         entries are seen.
 
-        runtime/static.py replaces this method by one that pads nodes and entries to static shapes,
-        and replays recordings, which give lists.  So it relies on the names and shapes of `run`,
-        `reserve`, `store`, `t` and `kv`.
+        runtime/static.py replaces this method by one that pads nodes and entries to static shapes
+        and replays CUDA graphs, which return lists.  It gives a glimpse_mask, and relies on the
+        names and shapes of `run`, `reserve`, `store`, `t` and `kv`.
         """
         ropes = self.model.ropes(position)
         x = self.model.embed(tokens)[None]                                         # (1, m, d_D)

@@ -22,7 +22,7 @@ proposal ends.
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one
     input_ids          (q,)       query: the committed generation, then the draft, then the proposal
-    matches            (T - 1,)   matches: True where a match ends in a text (T,), before a token
+    matches            (T - 1,)   matches[j]: a match ends at position j of a text (T,)
     n                  int        n: tokens proposed at once (10, section 5.2)
     bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
@@ -32,8 +32,9 @@ Differences from the paper:
     of its generation.
  2. Listing 1 also counts a match that ends at the end of the text, and then returns an empty chunk.
     Here only a match with a token after it counts.
- 3. Listing 1 leaves a short chunk short and returns None where nothing matches.  Here proposing n
-    tokens equals proposing one token n times and appending each to the draft.
+ 3. Listing 1 leaves a short chunk short, and returns None where nothing matches.  Here a short
+    chunk joins the query, and matching goes on.  So n tokens at once are what one gets by asking
+    for a single token n times, and appending each to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
  6. Each proposed token has a confidence: how often the token after a match of that length was right
@@ -68,7 +69,7 @@ N = 10                           # tokens proposed at once (section 5.2)
 # How often the token after a match is right, by length of match; 0 is the bigram.  This table is
 # used where none is stored beside the bigram.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
-LENGTHS = len(CONFIDENCE) - 1    # lengths 1 to 8; the last entry is for "8 or longer"
+LENGTHS = len(CONFIDENCE) - 1    # 8, of "8 or longer", for beyond/graft.py and training/bigram.py
 
 NOTHING_TO_CONTINUE = "there is nothing to continue: commit at least one token, or give a draft"
 
@@ -139,7 +140,8 @@ class MaxGram:
     """Proposals for a growing text: commit() what is final, propose() what comes after a draft.
 
     bigram: list, each token's most frequent follower, 0 where unknown.
-    confidence: list by length of match, 0 for the bigram; the last is for "or longer".
+    confidence: a list.  confidence[m] is for a match of length m, confidence[0] for the bigram; the
+    last entry is for longer matches, too.
     matching: False proposes by the bigram alone, an ablation (figures/tables.py).
     """
 
@@ -222,8 +224,8 @@ def longest_match_tensor(query, text):
         return None
     length = 1
     while length < min(len(query), len(matches)):
-        # Line 10: is the token before a match of this length the query's, too?  Say the query ends
-        # with b c: of the places j where c stands, keep those with b at j - 1.
+        # Line 10: does the match go on to the left?  If the query ends with 5 8 and length is 1,
+        # matches marks each j where 8 stands, new_matches each j where 5 stands at j - 1.
         new_matches = torch.zeros_like(matches)                              # (T - 1,)
         new_matches[length:] = text[:len(matches) - length] == query[-1 - length]
         # Line 11: a match is one token longer where both hold.

@@ -30,9 +30,10 @@ accepted node the target accepts 70 %.  If yours are not, divide the drafter's l
 calibration temperature before the softmax.
 
 Differences from the paper:
- 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  By the paper's text p_j
-    decides whether d_j is drafted, though it is known only afterwards.  By its "Implementation
-    Details" p_j decides whether to draft below d_j, as here.
+ 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
+    whole forward, which the nodes of a layer share.  By the paper's text p_j decides whether d_j is
+    drafted, but it is known only once d_j is drafted.  By its "Implementation Details", and here,
+    p_j decides whether to draft below d_j.
  2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
     (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
@@ -70,8 +71,8 @@ class Candidates:
 
     Parents come before children, and the children of a node are sorted, the most probable first.
 
-    token, depth; parent: the index of the node's parent in these lists.  The root's depth is 0,
-    and its token stays on the device: token[0] is None.
+    token: its id; token[0] is None, as the root's stays on the device.
+    depth: the root's is 0.  parent: the index of the node's parent in these lists.
     c: the node's own confidence; p: its joint probability.
     expand_index: the node's number among those given to expand, -1 if it was not given.
     num_forwards, num_expanded: drafter forwards so far, and nodes given to them (beyond/priced.py
@@ -157,7 +158,7 @@ class Candidates:
         return sorted(self.ranked(nodes)[:most])
 
     def tree(self, kept):
-        """The Tree of the root and the nodes `kept`: ascending, with the parents of all of them.
+        """The Tree of the root and the nodes `kept`, which ascend and bring their parents along.
 
         Its order is depth-first, the most probable child first: if the most probable path is
         accepted, its KV entries in the target's cache already lie next to each other.
@@ -195,23 +196,23 @@ def read_top_k(probs, k):
     x = best.indices.to(dtype)
     return torch.stack((c, x)).tolist()
 
-def grown(expand, root, width, depth, confidence, threshold, most):
+def grown(expand, root, width, depth, by, threshold, most):
     """Draft layer by layer -> Candidates.
 
-    confidence: "c", a node's own, or "p", the joint one.  In each layer, of the nodes with at least
-    `threshold`, the `most` with the highest p are expanded.  At most expand.remaining layers are
-    drafted, where expand has that.
+    by: which confidence of a node must be at least `threshold` to expand it: "c", its own, or "p",
+    the joint one.  Of these nodes the `most` with the highest p are expanded in each layer.  At
+    most expand.remaining layers are drafted, where expand has that.
     """
     assert depth >= 1, f"depth is {depth}: draft at least once"
     assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
     assert 0 <= threshold <= 1, f"the threshold is {threshold}: a confidence lies between 0 and 1"
     candidates = Candidates(expand, root, width)
-    values = {"c": candidates.c, "p": candidates.p}[confidence]
+    confidence = {"c": candidates.c, "p": candidates.p}[by]
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
     for _ in range(min(depth, getattr(expand, "remaining", depth))):
-        expandable = [j for j in layer if values[j] >= threshold]
+        expandable = [j for j in layer if confidence[j] >= threshold]
         if not expandable:
             break
         layer = candidates.grow(candidates.best(expandable, most))
@@ -226,7 +227,7 @@ def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=
     """
     # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
     # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-    candidates = grown(expand, root, width, depth, confidence="p", threshold=cost, most=max_nodes)
+    candidates = grown(expand, root, width, depth, by="p", threshold=cost, most=max_nodes)
     return without_unlikely(candidates, leaf, max_nodes)
 
 def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
@@ -237,7 +238,7 @@ def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
     A node is expanded if its own confidence c_j is at least `own`; `pct` compares the product p_j
     instead.  Leaves are removed by their joint probability, as in `pct`.
     """
-    candidates = grown(expand, root, width, depth, confidence="c", threshold=own, most=max_nodes)
+    candidates = grown(expand, root, width, depth, by="c", threshold=own, most=max_nodes)
     return without_unlikely(candidates, leaf, max_nodes)
 
 def without_unlikely(candidates, leaf, max_nodes):
@@ -252,7 +253,7 @@ def without_unlikely(candidates, leaf, max_nodes):
 def vct(expand, root, width=3, depth=5):
     """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
     everything = width ** depth                                      # the last layer's nodes
-    candidates = grown(expand, root, width, depth, confidence="p", threshold=0, most=everything)
+    candidates = grown(expand, root, width, depth, by="p", threshold=0, most=everything)
     return candidates.tree(range(1, len(candidates.token)))
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
@@ -262,7 +263,7 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     nodes during the expansion phase."
     """
     assert total >= 1, f"the tree may have {total} nodes: allow at least one"
-    candidates = grown(expand, root, width=expanded, depth=depth, confidence="p", threshold=0,
+    candidates = grown(expand, root, width=expanded, depth=depth, by="p", threshold=0,
                        most=expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
     drafted = range(1, len(candidates.token))

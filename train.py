@@ -12,16 +12,16 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and its loss is the sum of loss_of over terms, at the positions where the batch's loss mask, and
-that of the term where it has one (EAGLE), are True.  A batch has
+and its loss is the sum of loss_of over terms, at the positions where the batch's loss mask is True,
+and so is the term's own mask where it has one (only beyond/eagle.py's has).  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token; None if no drafter learns
-                                 them
+    logits      (B, T, V)        the target's logits after each token, of the ids that are learned
+                                 (all, or a list); None if no drafter learns them
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
@@ -29,7 +29,7 @@ Differences from the papers:
  2. GLIDE learns the target's distribution (KL), as EDD does in its paper.  Hidden matrices are
     optimised with Muon, all else with AdamW.  GLIDE's embedding and head start as the target's
     where the widths agree, and its glimpse has a norm.  The learning rate has a warm-up and a
-    cosine, and grows with 1 / sqrt(the target's width).  The papers' recipes (GLIDE: cross entropy,
+    cosine; by default it is 5e-4 sqrt(4096 / D).  The papers' recipes (GLIDE: cross entropy,
     AdamW, random tables, 5e-4, batches of 64; EDD: AdamW, 1e-4) are in docs/training.md.
  3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
     (training/evaluate.py), so that trees can trust its confidence.
@@ -50,15 +50,14 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser, first_line, program, write_atomically
-from runtime.targets import context_of
-from training import models
-from training.documents import is_prepared, prepare, read
+from runtime.program import Parser, program, write_atomically
+from training import documents, models
 from training.evaluate import Walks
 from training.muon import optimizers
-from training.processes import barrier, join, leave, rank_and_world, sum_gradients, summed
+from training.processes import joined, rank_and_world, summed
 from training.state import claim_folders, interruptible
 
+STAND_IN = Path(__file__).resolve().parent / "checkpoints" / "target"
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
@@ -67,6 +66,27 @@ HELD_OUT_BLOCK = 5              # EDD's block length there; in training it is ra
 # Flags that a resumed run may change
 MAY_CHANGE = "lr every micro device out work resume overwrite".split()
 
+# ---------------------------------------------------------------- what the functions hand on
+# a: the flags.
+#
+# calls, drafters: {name: Call} of the command line, and {name: module}.  models.start makes the
+# module of a Call, and models.decoder_of what decodes with it: a drafter by the contract in
+# verify.py, of which only `needs` is used here.
+#
+# data: tokens (n,) and documents (m, 3), to learn and held out, as documents.load gives them.  A
+# document is its start, size and kind of text.  A token of 0 or above is a label.  Below 0 it is
+# ~id, the complement: it belongs to a prompt, which is read, but contributes no loss.
+#
+# walks: an evaluate.Walks.  measure() drafts along the target's own continuations of held-out
+# prompts, and gives {name: {"alpha", "tau", "temperature", "by_kind"}}.
+#
+# identity: a dict of all that a resumed run must have again.
+#
+# signals: a list, empty until Ctrl-C or SIGTERM.
+#
+# Under torchrun several processes run this file; rank is the number of this one, world how many
+# there are.  With one process summed() only turns tensors into numbers.
+
 # ---------------------------------------------------------------- the flags
 def parser():
     p = Parser(description="Train drafters for a target.", epilog=models.HELP)
@@ -74,7 +94,7 @@ def parser():
     flag("drafters", nargs="+", help='names, or calls with settings (below); "top=glide(layer=23)" '
          "is saved in the folder top")
     # The target
-    flag("--target", default=str(load.STAND_IN), help="folder or hub name")
+    flag("--target", default=str(STAND_IN), help="folder or hub name")
     flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
     flag("--trust-remote-code", action="store_true", help="run the target's own code")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
@@ -86,12 +106,12 @@ def parser():
     # The recipe
     flag("--init", help="folder of trained drafters to start from, in a second stage")
     flag("--steps", type=int, help="default: one epoch; 0: only measure the drafters of --init")
-    flag("--batch", type=int, default=8, help="tokens of a step, in multiples of --length")
+    flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
     flag("--micro", type=int, default=2048, help="tokens of a forward pass, with padding")
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of drafters' "
-         "products; auto: bfloat16 on CUDA, else float32; bfloat16 on a CPU: the target's, too")
+         "products; auto: bfloat16 on CUDA, else float32 (the target: as stored, on a CPU float32)")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     # The run
     flag("--out", default="work/drafters", help="folder to save drafters under")
@@ -112,24 +132,6 @@ def check(a):
         raise UserError(f"--steps is {a.steps}: it must be at least {least}")
 
 # ---------------------------------------------------------------- tokens and pieces
-def load_data(a, tokenizer, vocab):
-    """--data -> documents.Prepared: tokens (n,) and documents (m, 3), to learn and held out.
-
-    A document is its start, size and kind.  A token of 0 or above is a label.  Below 0 it is ~id,
-    the complement: it belongs to a prompt, which is read, but contributes no loss.
-    """
-    folder = Path(a.data[0])
-    rank, _ = rank_and_world()
-    if len(a.data) > 1 or not is_prepared(folder):
-        folder = Path(a.work) / "data"
-        if rank == 0 and not a.resume:
-            prepare(a.data, tokenizer, a.template, vocab, folder)
-        barrier()
-    data = read(folder, tokenizer, a.template)
-    if rank == 0:
-        print(*data.report, sep="\n")
-    return data
-
 def pieces_of(documents, length):
     """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 3): start, size, kind
 
@@ -149,16 +151,16 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     """All pieces, shuffled by (seed, epoch) alone -> the pieces of each step of this epoch.
 
     A piece belongs to the step in which its last token falls.  Pieces after the last full step are
-    left out.  Where all pieces together do not fill one step, they are the only step.
+    left out.  Where all pieces together do not fill one step, they are the only step.  Pieces of 3,
+    2, 4 and 1 tokens, in this order, in steps of 5: two steps of two pieces each.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
     shuffled = pieces[order]
-    last_token = np.cumsum(shuffled[:, 1]) - 1
-    step_of = last_token // step_tokens                                # 0, 0, ... 1, 1, ... 2 ...
-    steps = steps_in_epoch(pieces, step_tokens)
-    first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # of each step
-    # Cut before the first piece of each further step; the last part is left over.  Sizes 3 2 4 1
-    # in steps of 5: last_token is 2 4 8 9, step_of 0 0 1 1, first_piece 0 2 4.
+    last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 8, 9
+    step_of = last_token // step_tokens                                # 0, 0, 1, 1
+    steps = steps_in_epoch(pieces, step_tokens)                        # 2
+    first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # 0, 2, 4: of each step
+    # Cut where steps begin.  What comes after the last full step is dropped.
     return np.split(shuffled, first_piece[1:])[:-1]
 
 def pieces_of_steps(pieces, step_tokens, seed, step):
@@ -205,14 +207,14 @@ class FrozenTarget:
         """drafters: {name: module}.  decoders: {name: what decodes with it}, with their `needs`."""
         self.target, self.device = target, target.device
         vocab = target.config.get_text_config().vocab_size
-        self.positions = max(1, LOGITS // vocab)         # whose logits are in memory at a time
+        self.chunk_size = max(1, LOGITS // vocab)        # positions whose logits are in memory
         self.kv, self.hidden = set(), set()              # layers, and indices of hidden_states
         for decoder in decoders.values():
             self.kv.update(decoder.needs.get("kv", ()))
             self.hidden.update(decoder.needs.get("hidden", ()))
-        # Of which words the drafters learn the target's logits: slice(None) for all, a list, or
-        # None where no drafter learns from them
-        self.words = models.words_learned(drafters.values())
+        # The token ids of which the drafters learn the target's logits: slice(None) for all, a
+        # list (beyond/shared.py), or None where no drafter learns from logits
+        self.learned_ids = models.words_learned(drafters.values())
 
     @torch.no_grad()
     def forward(self, ids):
@@ -220,10 +222,11 @@ class FrozenTarget:
         cache = transformers.DynamicCache() if self.kv else None
         out = self.target(
             input_ids=ids.to(self.device), past_key_values=cache, use_cache=bool(self.kv),
-            output_hidden_states=bool(self.hidden), logits_to_keep=1 if self.words is None else 0)
+            output_hidden_states=bool(self.hidden),
+            logits_to_keep=1 if self.learned_ids is None else 0)       # 0: of all positions
         kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in self.kv}
         hidden = {index: out.hidden_states[index] for index in self.hidden}
-        logits = None if self.words is None else out.logits[..., self.words]
+        logits = None if self.learned_ids is None else out.logits[..., self.learned_ids]
         return kv, hidden, logits
 
     def batch(self, tokens, pieces):
@@ -234,13 +237,14 @@ class FrozenTarget:
         return SimpleNamespace(ids=ids, loss_mask=loss_mask, kv=kv, hidden=hidden, logits=logits)
 
 # ---------------------------------------------------------------- losses
-def masked_loss(module, batch, block, size):
+def masked_loss(module, batch, block, chunk_size):
     """A drafter's loss, summed over the loss mask of a batch -> ().
 
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
-    So they are computed for `size` positions at a time, and once more in the backward pass.
+    So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
-    # The labels are indexed here: those of "kl" are logits, whose copy (n, V) would not fit.
+    # labels[positions] is made within the chunk: for "kl" it is a copy of logits, and all of them
+    # would not fit.
     def loss_at(x, labels, positions):
         return module.loss_of(x, labels[positions])
 
@@ -249,10 +253,10 @@ def masked_loss(module, batch, block, size):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
         positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
         x, labels = x.flatten(0, 1)[positions], labels.flatten(0, 1)   # (n, ...), (B T, ...)
-        if len(x) <= size:                               # nothing need be computed twice
+        if len(x) <= chunk_size:                         # nothing need be computed twice
             total = total + loss_at(x, labels, positions)
             continue
-        for x_chunk, chunk in zip(x.split(size), positions.split(size)):
+        for x_chunk, chunk in zip(x.split(chunk_size), positions.split(chunk_size)):
             total = total + checkpoint(loss_at, x_chunk, labels, chunk, use_reentrant=False)
     return total
 
@@ -271,8 +275,7 @@ def evaluate(drafters, frozen, walks, data, a):
 
     -> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}
     """
-    # alpha, tau, temperature and by_kind, by drafting along the target's own greedy text
-    metrics = walks.measure()
+    metrics = walks.measure()                                # all but the loss
     pieces = pieces_of(data.held_documents, a.length)
     kinds = np.unique(pieces[:, 2])
     for name in drafters:
@@ -280,13 +283,14 @@ def evaluate(drafters, frozen, walks, data, a):
     for kind in kinds:
         # The same number of tokens from each kind of text, and the same pieces in every evaluation
         most = max(a.length, HELD_OUT // len(kinds))
-        chosen = pieces_of_epoch(pieces[pieces[:, 2] == kind], most, seed=0, epoch=0)[0]
+        of_kind = pieces[pieces[:, 2] == kind]
+        chosen = pieces_of_epoch(of_kind, most, seed=0, epoch=0)[0]    # the first step: `most`
         count = max(1, labels_in(data.held_tokens, chosen))
         losses = dict.fromkeys(drafters, 0.0)
         for part in parts_of(chosen, a.micro):
             batch = frozen.batch(data.held_tokens, part)
             for name, module in drafters.items():
-                loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.positions)
+                loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.chunk_size)
                 losses[name] += loss.item() / count
         for name, loss in losses.items():
             metrics[name]["held_out_loss"] += loss / len(kinds)
@@ -309,14 +313,14 @@ def log_metrics(a, step, tokens_seen, losses, metrics):
         tqdm.write(f"step {step} {name}: {', '.join(shown)}")
     log(a, row)
 
-def save(step, drafters, optimizer_list, a):
+def save(step, drafters, optimizer_list, identity, a):
     """Write all that a resumed run needs into --work/state.pt.
 
     Which text a step reads and which numbers it draws follow from `step`: they are not written.
     """
     state = {
         "step": step,
-        "identity": a.identity,
+        "identity": identity,
         "drafters": {name: module.state_dict() for name, module in drafters.items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizer_list],
     }
@@ -326,16 +330,16 @@ def save(step, drafters, optimizer_list, a):
             torch.save(state, file)
     write_atomically(Path(a.work) / "state.pt", write)
 
-def resume(drafters, optimizer_list, a):
+def resume(drafters, optimizer_list, identity, a):
     """Restore what save() wrote -> the number of steps done."""
     path = Path(a.work) / "state.pt"
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
         before = state["identity"]
     except Exception as why:                             # whatever a damaged file raises
-        raise UserError(f"{path} is damaged, or was not saved by this program "
-                        f"({first_line(why)}): begin again with --overwrite") from None
-    changed = [name for name, value in a.identity.items() if before.get(name) != value]
+        raise UserError(f"{path} is damaged, or was not saved by this program: begin again with "
+                        "--overwrite") from why
+    changed = [name for name, value in identity.items() if before.get(name) != value]
     if changed:
         raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
                         f"{', '.join(MAY_CHANGE)} may change")
@@ -361,23 +365,24 @@ def clip(drafters, losses, step):
             raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
                             "a lower --lr, and go on with --resume")
 
-def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
+def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
 
-    lr: the peak learning rate.  a: the flags.
+    lr: the peak learning rate.
     """
     rank, world = rank_and_world()
-    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
+    on_cuda = frozen.device.type == "cuda"
+    in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and on_cuda)
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     step_tokens = a.batch * a.length
-    start = resume(drafters, optimizer_list, a) if a.resume else 0
+    start = resume(drafters, optimizer_list, identity, a) if a.resume else 0
     order = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
     recent = {name: [] for name in drafters}             # losses since the last evaluation
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate, and log; where a run begins nothing has been learned since
-            if step == steps or step % a.every == 0 and step > start:
+            # Evaluate, and log.  (Not where a run begins: nothing was learned since.)
+            if step == steps or (step % a.every == 0 and step > start):
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:
                     log_metrics(a, step, step * step_tokens, recent, metrics)
@@ -398,17 +403,18 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
                 for name, module in drafters.items():
                     block = block_of_step(module, a.seed, step)
                     with autocast:
-                        loss = masked_loss(module, batch, block, frozen.positions) / count
+                        loss = masked_loss(module, batch, block, frozen.chunk_size) / count
                     loss.backward()
                     losses[name] += loss.detach()
-            sum_gradients(drafters)
-            *values, interrupted = summed([*losses.values(), len(signals)], frozen.device)
+            # Add up the gradients of all processes, and these numbers
+            numbers = [*losses.values(), len(signals)]
+            *values, interrupted = summed(drafters, numbers, frozen.device)
             losses = dict(zip(drafters, values))
             clip(drafters, values, step)
 
             # Save before the update: these weights gave a finite loss.
             if rank == 0 and (step % a.every == 0 or interrupted):
-                save(step, drafters, optimizer_list, a)
+                save(step, drafters, optimizer_list, identity, a)
             if interrupted:
                 raise UserError(f"stopped after {step} of {steps} steps: the same command with "
                                 "--resume goes on")
@@ -423,16 +429,15 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a):
                 recent[name].append(loss)
             bar.set_postfix(losses, refresh=False)
     if rank == 0:
-        save(steps, drafters, optimizer_list, a)
+        save(steps, drafters, optimizer_list, identity, a)
     return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
-def train(a, calls, argv):
+def train(a, device, calls, argv):
     """Train the drafters {name: Call} that the flags `a` ask for, and save them.
 
-    argv: the command line, for the record.
+    device: this process's own.  argv: the command line, for the record.
     """
-    device = join(a.device)
     rank, _ = rank_and_world()
     # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -443,11 +448,9 @@ def train(a, calls, argv):
     target.requires_grad_(False)
     fingerprint = load.fingerprint(target, tokenizer)
     c = target.config.get_text_config()
-    context = context_of(c)
-    if a.length > context:
-        raise UserError(f"--length {a.length} is more than the target's context of {context}")
     # The data
-    data = load_data(a, tokenizer, c.vocab_size)
+    data = documents.load(a.data, tokenizer, a.template, c.vocab_size, Path(a.work) / "data",
+                          prepared=a.resume)
     pieces = pieces_of(data.documents, a.length)
     step_tokens = a.batch * a.length
     if pieces[:, 1].sum() <= a.length:
@@ -456,16 +459,15 @@ def train(a, calls, argv):
         print("no text is held out: drafters are measured on what they learn", file=sys.stderr)
         data = data._replace(held_tokens=data.tokens, held_documents=data.documents)
     steps = steps_in_epoch(pieces, step_tokens) if a.steps is None else a.steps
-    # What a resumed run must have again.  save() writes it, resume() compares it.
-    a.identity = {flag: value for flag, value in vars(a).items() if flag not in MAY_CHANGE}
-    a.identity |= {"target (its weights)": fingerprint["probe"], "text": data.digest}
+    identity = {flag: value for flag, value in vars(a).items() if flag not in MAY_CHANGE}
+    identity |= {"target (its weights)": fingerprint["probe"], "text": data.digest}
     # The drafters
-    options = models.Options(a.length, data.tokens)
     drafters, inits = {}, {}                 # inits: training.json of --init, or None
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # the same whatever else the run trains
         folder = Path(a.init) / name if a.init else None
-        drafters[name], inits[name] = models.start(call, target, fingerprint, options, folder)
+        drafters[name], inits[name] = models.start(call, target, fingerprint, a.length,
+                                                   data.tokens, folder)
     decoders = {name: models.decoder_of(calls[name].name, module)
                 for name, module in drafters.items()}
     frozen = FrozenTarget(target, drafters, decoders)
@@ -477,7 +479,7 @@ def train(a, calls, argv):
     made_by = {"command": command, "date": time.strftime("%Y-%m-%d")}
     if rank == 0:
         log(a, made_by)
-    metrics = fit(drafters, optimizer_list, frozen, walks, data, steps, lr, a)
+    metrics = fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a)
     # Save
     if rank > 0:
         return
@@ -491,7 +493,7 @@ def train(a, calls, argv):
             "validation": metrics[name],
             "target": fingerprint,
             "init": inits[name],
-        }                                    # models.save adds the config
+        }                                    # models.save adds the config and the commit
         models.save(Path(a.out) / name, module, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
 
@@ -500,11 +502,8 @@ def main(argv):
     a = parser().parse_args(argv)
     check(a)
     calls = models.calls_of(a.drafters)
-    try:
-        with claim_folders(a, calls):
-            train(a, calls, argv)
-    finally:
-        leave()
+    with claim_folders(a, calls), joined(a.device) as device:
+        train(a, device, calls, argv)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

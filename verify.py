@@ -25,18 +25,22 @@ with `needs`, reset, begin, expand and keep (4 to 6).
     children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
     -1 if it was not given.  Only a chain that was sampled has p_draft (n - 1, V), from which its
     tokens were sampled; none of them may have probability zero, or the output is biased.
- 3. expand is one object for a whole sequence, so a builder may keep what it remembers as
-    attributes of it.  expand.remaining, set in each round, is the greatest depth at which a node
-    can still become output, at least 1.  In sampling expand.generator is set, for sampled drafts.
+ 3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
+    of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
+    use (one less than the tokens that are left, as each round ends with one of the target's own; at
+    least 1); and, in sampling, expand.generator, for a builder that samples its draft.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
- 5. drafter.reset(probs, source) begins a sequence.  What expand returns is probs(logits (m, V),
-    temperature=1.0), which is Rule.probs: in greedy decoding softmax(logits / temperature), by the
-    drafter's calibration temperature; in sampling with the target's temperature, top-k and top-p
-    instead.  source: an encoder's input as ids, or None.
+ 5. drafter.reset(probs, source) begins a sequence.  probs is a function (it is Rule.probs), by
+    which expand turns the drafter's logits (m, V) into what it returns, probs(logits, temperature).
+    In greedy decoding that is softmax(logits / temperature), and the drafter passes the temperature
+    that calibrates it.  In sampling probs applies the target's temperature, top-k and top-p
+    instead.  source: the ids of an encoder's input, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
-    last root, and what was accepted after it.  drafter.expand is the function of 1.
-    drafter.keep(path) ends the round.  path lists the numbers of accepted nodes, starting with the
-    root's; it is empty where expand was not called.  The drafter forgets all other nodes.
+    root of the last round, and the nodes accepted below it.  root_id, an int, is the new root,
+    which is not committed yet.  drafter.expand is the function of 1.
+    drafter.keep(path) ends the round.  path lists the numbers of the accepted nodes that expand was
+    given, starting with the root's; it is empty where expand was not called.  The drafter forgets
+    all other nodes.
 
 Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
     p = expand(root, [-1])                              # number 0: the root, 7
@@ -49,7 +53,8 @@ tokens of the next view, the drafter is told keep([0, 1]), and 9 is the next roo
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
  2. Sampling with a tree is ours.  The noise of a sample depends on the seed and the position (and
-    on the kind of device), so a tree's output is token for token that of plain sampling.
+    on the kind of device), so a tree's output is token for token that of plain sampling.  (That of
+    a sampled chain is not: speculative sampling gives the same distribution.)
  3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
 
 To use this file in a project of yours, with a decoder-only model of transformers all of whose
@@ -95,11 +100,13 @@ def ancestor_mask(parents):
     return seen
 
 class TreeCache(Cache):
-    """The KV cache of a target: `length` committed entries, and after them those of the tree.
+    """The KV cache of a target, for which keeping the accepted path of a tree is one copy.
 
-    kv[layer]: [K, V], each (1, H, allocated, d).  Keys and values of one shape are slices of one
-    stack (slices, 1, H, allocated, d), so that one copy compacts all layers.  The first layer that
-    asks for a shape allocates the stack for all; `free` holds the slices that no layer has taken.
+    Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
+    [K, V], each (1, H, allocated, d).  All keys and values of one shape are slices of one tensor, a
+    stack (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one
+    copy.  A stack is made when the first layer of its shape writes; `free` holds the slices that no
+    layer has taken yet.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
@@ -107,7 +114,7 @@ class TreeCache(Cache):
         self.num_slices = 2 * layers
         self.allocated, self.length, self.kv = 0, 0, {}
         self.slots, self.end = None, 0
-        self.stacks = []                                       # one for each shape and device
+        self.stacks = []                                       # one for each key of `free`
         self.free = {}                                         # {(shape, dtype, device): slices}
 
     def reserve(self, entries):
@@ -221,11 +228,13 @@ class Target:
         end = cached + n
         self.cache.reserve(end)
         slots = torch.arange(cached, end, device=self.device)
-        # No mask is needed where the model's own, causal one is right: for a prompt, before which
-        # nothing is cached, and for a single node, which sees everything.
+        # parents   cached   n       what a node sees
+        # None      0        any     a prompt: the model's own causal mask is right
+        # any       any      1       everything: no mask is needed
+        # None      > 0      > 1     the prefix and all nodes before it: a chain
+        # given     any      > 1     the prefix and its ancestors
         position, mask = slots, None
         if parents is None and cached:
-            # A chain after a prefix: the parent of each node is the one before it.
             parents = slots - cached - 1
         if parents is not None and n > 1:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
@@ -351,7 +360,8 @@ def accept_sampled(tree, p_target, generator):
 def generator_for(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
 
-    If one generator both sampled a draft and decided its acceptance, the output would be biased.
+    Two generators with one seed give the same numbers.  If a draft was sampled by the numbers that
+    then decide its acceptance, the output would be biased.
     """
     digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
     number = int(digest.hexdigest()[:13], 16)                  # of 52 bits
@@ -366,8 +376,8 @@ def keyed_noise(seed, position, vocab, device):
     token in some hundreds.)  lru_cache keeps the noise of positions whose drafts were rejected: the
     next round has them, too.
     """
-    # In float64: a rare token is sampled only when its noise is almost zero, and there float32 is
-    # too coarse.
+    # Drawn in float64: a rare token is sampled only when its noise is almost zero, and the uniform
+    # numbers behind the noise would come in steps of 2^-24.  float32 can represent the result.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
@@ -427,8 +437,10 @@ class Rule:
 
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
-        choose_by_scores gets the node alone; or, where the draft after it was sampled, the two as a
-        chain, of which only the first choice counts.
+
+        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain it gets
+        the next node, too, which it accepts or rejects; what it chooses after that one is not used,
+        so any scores serve there.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
@@ -567,7 +579,8 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), stop=(), 
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs, target.source)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    # Not `ids`: an encoder-decoder target has a start token in place of its source.
+    # target.ids is the prompt.  (Of an encoder-decoder model `ids` is the encoder's input, and the
+    # sequence begins with target.ids, its start token.)
     out = Output(list(target.ids), limit, stop, streamer)
     # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
     # target's choice after that node is the first root.

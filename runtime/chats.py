@@ -3,6 +3,7 @@
     template = template_of(name, tokenizer)
     encode(document, tokenizer, template)     token ids of a text.Document, and which are labels
     prompt_ids(turns, tokenizer, template)    token ids of a prompt: an answer begins after them
+    questions(document, tokenizer, ...)       the prompts of all questions of a chat
 """
 from os.path import commonprefix
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from runtime.program import first_line
-from runtime.text import LeftOut, Turn
+from runtime.text import LeftOut, Turn, questions_of
 from runtime.errors import UserError
 
 # ---------------------------------------------------------------- chat templates
@@ -163,3 +164,25 @@ def prompt_ids(turns, tokenizer, template):
         return without_end(tokenizer(text, verbose=False)["input_ids"], tokenizer)
     text = chat_text(turns, tokenizer, template, ask=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+def questions(document, tokenizer, name, vocab, answer):
+    """Yield the prompt of each question of a text.Document, as token ids.
+
+    name: as of template_of.  vocab: the target's vocabulary size.  answer(ids) -> text: where the
+    document has no answer to the question before, it is made by this.
+    """
+    template = template_of(name, tokenizer)
+    turns, ids = [], None
+    try:
+        for part in questions_of(document):
+            if turns and part[0].role == "user":         # nobody has answered the question before
+                turns.append(Turn("assistant", answer(ids), False))
+            turns += part
+            ids = prompt_ids(turns, tokenizer, template)
+            if not ids or max(ids) >= vocab:
+                raise UserError(f"{document.place} gives no tokens, or others than the target's "
+                                f"{vocab}: correct the row or --template")
+            yield ids
+    except LeftOut as why:
+        raise UserError(f"{document.place} asks nothing ({why}): correct the row or "
+                        "--template") from None

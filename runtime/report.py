@@ -1,8 +1,7 @@
 """What a run of bench.py prints and writes: tables, sentences below them, a file that goes on.
 
     print(headline(about, prompts))
-    print(table(names, rows))                 # rows: bench.row_of's; names: their arms'
-    print(*sentences(names, rows, prices), sep="\\n")
+    print(section("all", names, rows, prices))     # rows: bench.row_of's; names: their arms'
     show(name, decode, prompt, tokenizer)     # a continuation, round by round
     Unfinished("rows.jsonl", about)           # prompts that are done, of an interrupted table
 """
@@ -106,9 +105,19 @@ def headline(about, prompts):
             f"{about['threads']} threads), temperature {about['temperature']:g}, {prompts} prompts "
             f"of up to {about['max_new_tokens']} new tokens, commit {about['commit']}")
 
+def section(group, names, rows, prices):
+    """The table of a kind of text, and sentences below that of "all" prompts, as text.
+
+    prices: {label: measured prices, or None}.
+    """
+    lines = ["", f"{group}: {rows[0]['prompts']} prompts", table(names, rows)]
+    if group == "all":
+        lines += sentences(names, rows, prices)
+    return "\n".join(lines)
+
 # ---------------------------------------------------------------- below the table of all prompts
 def sentences(names, rows, prices):
-    """Lines: the legend, then what has no column.  prices: {label: measured prices, or None}."""
+    """Lines: the legend, then what has no column.  prices: as of section."""
     lines = [LEGEND, "", f"A plain decoding step takes {rows[0]['target_ms']:.2f} ms."]
     for name, row in zip(names, rows):
         lines += [f"{name}: {sentence}" for sentence in (*formulas(row), *remarks(row))]

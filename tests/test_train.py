@@ -88,14 +88,14 @@ def weights_of(state):
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
-    loss_of, calls = train.sum_gradients, []
+    pieces_of_steps = train.pieces_of_steps
 
-    def interrupting(drafters):
-        calls.append(1)
-        if len(calls) == at:
-            how()
-        return loss_of(drafters)
-    monkeypatch.setattr(train, "sum_gradients", interrupting)
+    def interrupting(*given):
+        for number, pieces in enumerate(pieces_of_steps(*given), 1):
+            if number == at:
+                how()
+            yield pieces
+    monkeypatch.setattr(train, "pieces_of_steps", interrupting)
 
 def refused(capsys, argv, words, main=train.main):
     """One sentence with these words, and exit status 2."""
@@ -182,11 +182,11 @@ def fit(drafters, folder, monkeypatch, steps=6, lr=0.1, pieces=6):
     def batch(tokens, of_part):
         read.append(of_part)
         return SimpleNamespace(loss_mask=torch.ones(1, 1, dtype=torch.bool))
-    frozen = SimpleNamespace(device=torch.device("cpu"), positions=1, batch=batch)
+    frozen = SimpleNamespace(device=torch.device("cpu"), chunk_size=1, batch=batch)
     data = SimpleNamespace(tokens=np.arange(2 * pieces), documents=np.array([[0, 2 * pieces, 0]]))
     a = SimpleNamespace(work=str(folder), every=1, resume=False, seed=0, length=2, batch=1,
-                        micro=2, dtype="float32", identity={})
-    train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, a)
+                        micro=2, dtype="float32")
+    train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, {}, a)
     return np.concatenate(read)
 
 def test_each_epoch_has_another_order(tmp_path, monkeypatch):
@@ -308,7 +308,7 @@ def start(text, model, tokens=np.arange(12)):
     """The draft model of a call."""
     torch.manual_seed(0)
     call, = models.calls_of([text]).values()
-    module, _ = models.start(call, model, None, models.Options(40, tokens))
+    module, _ = models.start(call, model, None, 40, tokens)
     return module
 
 def weighty(text, model, **more):

@@ -1,7 +1,8 @@
 """Documents as token ids: encoded once into files, which training maps into memory.
 
+    data = load(paths, tokenizer, template, vocab, folder)       # -> Prepared: the two below
     prepare(paths, tokenizer, template, vocab, folder)
-    prepared = read(folder, tokenizer, template)         # -> Prepared
+    data = read(folder, tokenizer, template)
     prompts_in(paths, tokenizer, template, most)         # only what is asked, not what is learned
 
 A prepared folder holds, of the documents to train on (train) and of those held out (val):
@@ -27,6 +28,7 @@ from runtime import chats, text
 from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
 from runtime.program import folder_atomically
+from training.processes import barrier, rank_and_world
 from training.reading import Report
 
 SPLITS = ("train", "val")
@@ -101,6 +103,23 @@ def prepare(paths, tokenizer, template, vocab, folder):
         (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 # ---------------------------------------------------------------- what training reads
+def load(paths, tokenizer, template, vocab, folder, prepared=False):
+    """--data -> Prepared.  Files and folders are encoded into `folder`, and the report is printed.
+
+    Nothing is encoded where the path is a folder that prepare() has made, or where `folder` is
+    `prepared` already.  Of several processes the first one encodes and prints.
+    """
+    rank, _ = rank_and_world()
+    if len(paths) == 1 and is_prepared(paths[0]):
+        folder = paths[0]
+    elif not prepared and rank == 0:
+        prepare(paths, tokenizer, template, vocab, folder)
+    barrier()
+    data = read(folder, tokenizer, template)
+    if rank == 0:
+        print(*data.report, sep="\n")
+    return data
+
 def is_prepared(folder):
     """Whether prepare() has made this folder."""
     return (Path(folder) / "meta.json").is_file() and (Path(folder) / "train.bin").is_file()

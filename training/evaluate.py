@@ -139,7 +139,7 @@ def metrics_of(total):
     }
 
 class Walks:
-    """Measures drafters along the same texts each time, evenly over the kinds of text."""
+    """Measures how well drafters draft: along the same texts each time, evenly over their kinds."""
 
     def __init__(self, target, forward, data, length, decoders):
         """forward: train.FrozenTarget's.  data: a documents.Prepared.  length: of a text, at most.

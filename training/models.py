@@ -1,7 +1,7 @@
 """What train.py trains: from a call on its command line to a draft model, and to a folder.
 
     calls = calls_of(["top=glide(norm=False)", "edd"])       # {name of its folder: Call}
-    module, _ = start(calls["top"], target, fingerprint, Options(length=512, tokens=ids))
+    module, _ = start(calls["top"], target, fingerprint, length=512, tokens=ids)
     save("my-drafters/top", module, tokenizer, about)        # about: a dict, for training.json
 
 The functions in RECIPES are the drafters that train.py knows, and their keywords are the settings.
@@ -25,6 +25,7 @@ from runtime import families, load
 from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import folder_atomically
+from runtime.report import commit
 from runtime.targets import context_of
 from verify import Target
 
@@ -194,11 +195,16 @@ class SmallLM(torch.nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- where a run starts
-def start(call, target, fingerprint, options, folder=None):
+def start(call, target, fingerprint, length, tokens, folder=None):
     """The draft model that training starts with -> (module, training.json of `folder` or None).
 
-    call: a runtime.calls.Call of RECIPES.  folder: a trained drafter to start from.
+    call: a runtime.calls.Call of RECIPES.  length, tokens: see Options.  folder: a trained drafter
+    to start from.
     """
+    context = context_of(target.config.get_text_config())
+    if length > context:
+        raise UserError(f"--length {length} is more than the target's context of {context}")
+    options = Options(length, tokens)
     losses = ("kl", "lk") if call.name.endswith("-shared") else ("kl", "ce")
     loss = call.settings.get("loss", "kl")
     if loss not in losses:
@@ -263,7 +269,11 @@ def words_of(module):
 
 # ---------------------------------------------------------------- where a run ends
 def save(folder, module, tokenizer, about):
-    """Save a draft model: its weights in bfloat16, and training.json, a dict of how it was made."""
+    """Save a draft model: its weights in bfloat16, and training.json.
+
+    about: a dict of how it was made, to which the commit of this code is added, and the config.
+    """
+    about = {"commit": commit(), **about}
     with folder_atomically(folder, last="training.json") as part:
         if isinstance(module, SmallLM):
             copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(part)
