@@ -237,7 +237,7 @@ def shown(name):
     return name.replace(" x ", " × ")
 
 def column(key):
-    """A key as table columns have it -> its heading and format: "tau on story", "alpha 1995k"."""
+    """A key as table columns have it, "tau on story" or "position 3" -> its heading and format."""
     key, _, kind = key.partition(" on ")
     name, _, number = key.partition(" ")
     words, form = COLUMNS.get(name, (name, ".2f"))

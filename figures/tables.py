@@ -100,8 +100,7 @@ for name in ("glide-figure-7", "glide-figure-8", "glide-figure-9", "edd-figure-5
     RUNS[f"old/{name}"] = Run(None, None, old=LOST)
 for name in ("k", "papers", "acceptance"):
     RUNS[f"t5/{name}"] = Run(None, None, old=ELSEWHERE)
-for name in ("papers", "positions", "sampled", "sampled-amd", "cuda", "cuda-graphs",
-             "curve", "curve-2", "curve-3", "equal"):
+for name in ("papers", "positions", "sampled", "sampled-amd", "cuda", "cuda-graphs", "equal"):
     RUNS[f"smollm2/{name}"] = Run(None, None, old=ELSEWHERE)
 
 # ---------------------------------------------------------------- GLIDE with a CAPE
@@ -472,12 +471,6 @@ TABLES |= {
         [("The glimpse raises acceptance", "alpha", "glide-shared-f768 x chain",
           "vanilla-shared-f768 x chain"),
          ("EDD's τ is above VDM's", "tau", "edd-shared x chain", "vdm-shared x chain")]),
-    "smollm2-curve": Table("smollm2/curve", "training", "",
-                           ("alpha 1995k", "alpha 3990k", "alpha 5990k")),
-    "smollm2-curve-2": Table("smollm2/curve-2", "training", "",
-                             ("alpha 0k", "alpha 5621k", "alpha 11243k", "alpha 14054k")),
-    "smollm2-curve-3": Table("smollm2/curve-3", "training", "",
-                             ("alpha 0k", "alpha 5621k", "alpha 11243k", "alpha 14054k")),
     "smollm2-cuda": Table(
         "smollm2/cuda", "ours, H100", "", ("tokens_per_second", "speedup", "tau", "nodes", "c"),
         None, [("CAPE is faster than GLIDE alone", "speedup", "glide-shared x cape",
