@@ -77,9 +77,9 @@ RUNS = {
                         "--drafter glide-shared --tree cape pct-cost"),
     # Counts
     "ewif": Run(0, "python figures/probe.py ewif", counted=True),
-    "raw": Run(6, 'python bench.py --limit 18 --drafter edd "edd(temperature=1)" vdm glide '
+    "raw": Run(4, f'python bench.py {ROWS} --drafter edd "edd(temperature=1)" vdm glide '
                f'"glide(temperature=1)" --tree cape eagle2 "{PCT}"', counted=True),
-    "width": Run(3, "python bench.py --limit 18 --drafter edd --tree "
+    "width": Run(2, f"python bench.py {ROWS} --drafter edd --tree "
                  + quoted(*map(WIDE.format, (1, 2, 3, 5, 7))), counted=True),
     "second-seed": Run(4, f"python bench.py {ROWS} --checkpoint work/drafters-two --tree chain "
                        "--drafter glide glide-top vanilla edd edd-top vdm", counted=True),
