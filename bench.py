@@ -18,8 +18,8 @@ Three rules keep the table honest:
  3. Outputs are compared token for token with the baseline's, and the first difference is reported.
 
 Read main() first, at the end; above it stands what it calls, in this order: arguments, prompts, one
-decoding, the arms, the measurement, a row's figures, the tables.  The clock is measure.decode's: it
-stands around the target, the drafter and the builder, so that verify.generate knows none.  Drafters
+decoding, the arms, the measurement, a row's figures, the tables.  Time is taken by measure.decode,
+which puts clocks around target, drafter and builder; verify.generate has no code for it.  Drafters
 and trees are named as their functions would be called: see cape.py, pct.py and runtime/load.py.
 Sentences under the table explain its columns.
 
@@ -85,12 +85,13 @@ WARM_UP = 16                    # tokens that each arm decodes before anything i
 #   about              what all rows share
 #   prices             as above; None before they are measured
 #   results            [{name of an arm: Record}], one for each finished prompt
-#   begin, add, finish tell it of prices, of a prompt, and of the end: it keeps them in FILE.part
+#   begin(prices)      the prices are known
+#   add({arm: Record}) a prompt is finished
+#   finish(rows, ...)  the end; FILE.part keeps all of this until then
 
 # A prompt.
 #   kind      of text
-#   question  the number of its row, where the kinds take turns; a chat gives a prompt for each of
-#             its questions
+#   question  a number, which all prompts of one chat share
 #   ids       a list of token ids
 #   limit     the most new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
@@ -330,9 +331,10 @@ def builder(label, drafter, tree, prices):
     """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
 
     label: the drafter's.  prices: those measured for it, which fill the settings that the Call
-    leaves open.  A tree is built by its own function, with three exceptions.  `chain` and `drawn`
-    of a cascade are its own methods.  For Max-Gram alone pct-cost and graft are a priced chain.
-    Else graft is a method of mixtures, and for other drafters the builder is None.
+    leaves open.  A tree is built by its own function, except:
+        chain, drawn      of a cascade: its methods
+        pct-cost, graft   of Max-Gram alone: priced.priced_chain
+        graft             of a mixture: its method; of all others: the builder is None
     """
     settings = dict(tree.settings)
     for name, price in (prices or {}).items():
@@ -505,10 +507,10 @@ def metrics(arm, records, plain, costs):
     step = plain_step(plain)
     row = {**acceptance(total), **time_of_rounds(total, step)}
     # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
-    # costs: of the target and of each stage.  Several stages have no common c.
     drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
-    row["c"] = None if costs and len(costs) > 2 else ratio(drafting, step)
-    # gamma is a setting of chains; a cascade of one model has it in its K.
+    several_stages = costs and len(costs) > 2            # the first is the target's
+    row["c"] = None if several_stages else ratio(drafting, step)
+    # gamma is a setting of chains; a cascade of one stage has it in its K.
     gamma = arm.cascade.K[0][0] if arm.cascade else arm.settings.get("gamma")
     row["expected_speedup"] = None
     if row["alpha"] is not None and row["c"] and gamma:

@@ -22,13 +22,13 @@ is in verify.py; docs/any_project.py shows both with any two causal LMs.
     tree = cape(expand, root)            # root = torch.tensor([the last token's id])
 
 Differences from the paper:
- 1. The printed mask leaves out the root x_t; here the root is node 0.  The paper defines pos(i),
-    the position of the i-th proposed token, for extras only; for the chain's tokens we take
-    pos(i) = i.  Where the paper's text says "token x_j", it means x_{t+j}.
+ 1. The printed mask leaves out the root x_t; here the root is node 0.  Where the paper's text says
+    "token x_j", it means x_{t+j}.
  2. With gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, but the stated maximum is 32, and
     the paper does not say what is cut.  (The official code drafts four positions: 4 x 8 = 32.)
     Here the whole chain is kept, and of the extras of all positions those with the highest joint
-    probability, until there are 32 nodes.  The Tree lists them in that order.
+    probability, until there are 32 nodes.  The Tree lists the root, the chain, and the extras by
+    falling joint probability.
  3. The paper does not state gamma for CAPE's own experiments; 5 is section 5.1's.
  4. Beam search returns every sequence that was in a beam at any length, not only the last ones,
     because tree verification can use them all.
@@ -219,6 +219,8 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
+    # pos(i) is the position of the i-th proposed token: i itself for the chain's tokens, i' for the
+    # extras in X_i'.
     # In a tree a node sees its ancestors and itself, so parents express the same mask: the parent
     # of x_{t+i} is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
     # No extra has children, and none was given to expand.

@@ -57,8 +57,8 @@ Differences from the paper:
     tokens of the whole call, against k_1 + ... + k_i.)
  3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
     it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
- 4. chain() and drawn() draft one token less than the output may still get, at most: the last one is
-    the target's.  A stage whose context is full is skipped, and the stages after it go on.
+ 4. chain() and drawn() draft fewer tokens than the output may still get: the last one is the
+    target's.  A stage whose context is full is skipped, and the stages after it go on.
  5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
     that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
@@ -116,14 +116,14 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    limit: the most tokens that gen may have before target's review.  A stage that reviews adds a
-    token of its own, which must fit, too: so the call in which it reviews has a limit of one less.
+    limit: the most tokens that gen may have before target's review.  With a limit of 10 a nested
+    call may fill gen up to 9, and its review adds the 10th; it is made while gen has 9 or fewer.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
 
         call                       gen after what happens
-        step(M_t, [base, small])             i = 0: base must add K[0][0] = 2 tokens
+        step(None, [base, small])            i = 0: base must add K[0][0] = 2 tokens
           step(base, [small])                i = 0: small must add 3; each of its reviews adds one
             step(small, [])        ab
             step(small, [])        abc
@@ -181,8 +181,8 @@ def lenient_distribution(p_reviewer, p_draft, l):
     rejection a token is sampled from norm(max(0, p - q)) (difference 6).  So
         q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
         P(rejection) = 1 - sum_y min(q(y), l p(y))
-    The next reviewer must compare with q'.  And accept_sampled with q' in the place of p is the
-    lenient review:
+    The next reviewer must compare with q'.  And accept_sampled, given q' in the place of p, does
+    exactly this review.  The proof, by cases:
         where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
         where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
         after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
@@ -285,8 +285,8 @@ class Cascade:
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.
-        names, costs: only for reports: the name of each stage, and what one forward of each model
-        costs in forwards of the target.
+        names, costs: only for reports: the name of each stage, and of each model the number of its
+        weights over the target's.
         """
         assert models or (gram and vocab), "a cascade needs a model, or gram= and vocab="
         assert lenience >= 1, f"lenience is {lenience}: it must be at least 1, which means none"

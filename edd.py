@@ -12,7 +12,7 @@ sees the hidden states of all blocks before its own, and of the tokens only thos
 up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
-    T = (t_1, t_2, ...)                (B, T)     ids; here T is their number, and t_0 the first
+    T = (t_1, t_2, ...)                (B, T)     ids: T of them, counted from t_0
     H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
     L                                  int        block: the length of a block of the mask
     P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
@@ -35,10 +35,9 @@ Differences from the paper:
     and LM head begin as copies of the target's, and are trained further.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. Here i is the index of the token that is read: t_i, in block j = floor(i / L), predicts t_{i+1}.
-    So it is in the paper's inference, where the drafter reads the first token of a round, which
-    comes from the target.  In Eq. 3 as printed i is the index of the predicted token; then the
-    first token of a block would be predicted from no token of this block.
+ 7. The index i is here that of the token that is read: t_i, in block j = floor(i / L), predicts
+    t_{i+1}, as in the paper's inference.  Eq. 3 prints i for the predicted token; then the first
+    token of a block would be predicted from no token of this block.
  8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
     is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.

@@ -13,7 +13,7 @@ are delayed.  A block mask imitates this delay in training.
     N_D, d_D, h, d_k   ints              config.layers, .width, .target_heads, .target_head_size
     H^m                (B, T, d_D)       x, after the self-attention of layer m
     W_j                (d_D, d_k) x h    layer.glimpse_q: all heads in one matrix
-    K^{l,j}, V^{l,j}   (B, H, t, d_k)    kv[l], where l = N_T - N_D + m is config.layers_read[m]
+    K^{l,j}, V^{l,j}   (B, H, t, d_k)    kv[l], where l = config.layers_read[m], N_T - N_D + m there
     W^O                (h d_k, d_D)      layer.glimpse_o
     L, Mask_Block      int, (T, T)       config.block (5); block_mask(T, L)
 
@@ -41,10 +41,10 @@ Differences from the paper:
     nearly uniform for a long part of the training.
  4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
  5. In a drafter of two layers the KV entries of the second depend on what the first one's glimpse
-    saw, which the paper does not say for committed tokens.  Here nodes that expand() read keep the
-    entries computed then.  What it did not read (a prompt, an accepted leaf) goes through encode(),
-    under a block mask whose blocks start at the previous round's root, for a prompt at position 0.
-    The official code encodes accepted tokens anew in each round.
+    saw; the paper does not say what that is for committed tokens.  Here nodes that expand() read
+    keep the entries computed then.  A prompt, and accepted nodes that expand() did not read, go
+    through encode(), under a block mask.  Its blocks start at position 0 for a prompt, else at the
+    previous round's root.  The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
     is cross entropy.

@@ -69,7 +69,7 @@ N = 10                           # tokens proposed at once (section 5.2)
 # How often the token after a match is right, by length of match; 0 is the bigram.  This table is
 # used where none is stored beside the bigram.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
-LENGTHS = len(CONFIDENCE) - 1    # 8, of "8 or longer", for beyond/graft.py and training/bigram.py
+LENGTHS = len(CONFIDENCE) - 1    # 8: the last entry is for matches of 8 or longer
 
 NOTHING_TO_CONTINUE = "there is nothing to continue: commit at least one token, or give a draft"
 

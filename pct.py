@@ -30,10 +30,10 @@ accepted node the target accepts 70 %.  If yours are not, divide the drafter's l
 calibration temperature before the softmax.
 
 Differences from the paper:
- 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
-    whole forward, which the nodes of a layer share.  By the paper's text p_j decides whether d_j is
-    drafted, but it is known only once d_j is drafted.  By its "Implementation Details", and here,
-    p_j decides whether to draft below d_j.
+ 1. Of Eq. 5: (a) it is called a gain, but it is an expected loss, and smaller is better; (b) it
+    charges each node a whole forward, which the nodes of a layer share; (c) by the paper's text p_j
+    decides whether d_j is drafted, but it is known only once d_j is drafted.  By the paper's
+    "Implementation Details", and here, p_j decides whether to draft below d_j.
  2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
     (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
@@ -142,7 +142,7 @@ class Candidates:
         children = {}
         for c_j, token in zip(c, map(int, x)):
             if c_j > 0:
-                children[token] = self.add(node, token, c_j)
+                children[token] = self.add(node, token, min(c_j, 1.0))       # 1.004 in bfloat16
         return children
 
     def ranked(self, nodes):
@@ -252,7 +252,7 @@ def without_unlikely(candidates, leaf, max_nodes):
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
     """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
-    everything = width ** depth                                      # the last layer's nodes
+    everything = width ** depth                                      # no layer has more nodes
     candidates = grown(expand, root, width, depth, by="p", threshold=0, most=everything)
     return candidates.tree(range(1, len(candidates.token)))
 

@@ -12,8 +12,8 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and its loss is the sum of loss_of over terms, at the positions where the batch's loss mask is True,
-and so is the term's own mask where it has one (only beyond/eagle.py's has).  A batch has
+and its loss is the sum of loss_of over terms, at the positions where the loss mask of the batch is
+True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
@@ -111,7 +111,8 @@ def parser():
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of drafters' "
-         "products; auto: bfloat16 on CUDA, else float32 (the target: as stored, on a CPU float32)")
+         "products; auto: bfloat16 on CUDA, else float32.  The target is in float32 on a CPU, but "
+         "for bfloat16; else in the dtype in which it is stored")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     # The run
     flag("--out", default="work/drafters", help="folder to save drafters under")
@@ -187,7 +188,7 @@ def parts_of(pieces, most):
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
-    # Padding is ~0, the token 0 that is no label.
+    # Padding is -1 = ~0: it is read as token 0, and it is negative, so no label.
     ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
     for of_piece, (start, size, _) in zip(ids, pieces):
         of_piece[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
@@ -243,8 +244,8 @@ def masked_loss(module, batch, block, chunk_size):
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
     So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
-    # labels[positions] is made within the chunk: for "kl" it is a copy of logits, and all of them
-    # would not fit.
+    # labels[positions] is made within the chunk: for "kl", all at once would be a second copy of
+    # the target's logits.
     def loss_at(x, labels, positions):
         return module.loss_of(x, labels[positions])
 

@@ -27,8 +27,8 @@ with `needs`, reset, begin, expand and keep (4 to 6).
     tokens were sampled; none of them may have probability zero, or the output is biased.
  3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
     of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
-    use (one less than the tokens that are left, as each round ends with one of the target's own; at
-    least 1); and, in sampling, expand.generator, for a builder that samples its draft.
+    use, which is the number of tokens left minus the target's own (where that is 0 no builder is
+    called); and, in sampling, expand.generator, for a builder that samples its draft.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
  5. drafter.reset(probs, source) begins a sequence.  probs is a function (it is Rule.probs), by
     which expand turns the drafter's logits (m, V) into what it returns, probs(logits, temperature).
@@ -36,7 +36,7 @@ with `needs`, reset, begin, expand and keep (4 to 6).
     that calibrates it.  In sampling probs applies the target's temperature, top-k and top-p
     instead.  source: the ids of an encoder's input, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
-    root of the last round, and the nodes accepted below it.  root_id, an int, is the new root,
+    prompt, later the last root and the nodes accepted below it.  root_id, an int, is the new root,
     which is not committed yet.  drafter.expand is the function of 1.
     drafter.keep(path) ends the round.  path lists the numbers of the accepted nodes that expand was
     given, starting with the root's; it is empty where expand was not called.  The drafter forgets
@@ -53,8 +53,8 @@ tokens of the next view, the drafter is told keep([0, 1]), and 9 is the next roo
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
  2. Sampling with a tree is ours.  The noise of a sample depends on the seed and the position (and
-    on the kind of device), so a tree's output is token for token that of plain sampling.  (That of
-    a sampled chain is not: speculative sampling gives the same distribution.)
+    on the kind of device), so a tree's output is token for token that of plain sampling.  (The
+    output of a sampled chain only has the same distribution.)
  3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
 
 To use this file in a project of yours, with a decoder-only model of transformers all of whose
@@ -376,8 +376,9 @@ def keyed_noise(seed, position, vocab, device):
     token in some hundreds.)  lru_cache keeps the noise of positions whose drafts were rejected: the
     next round has them, too.
     """
-    # Drawn in float64: a rare token is sampled only when its noise is almost zero, and the uniform
-    # numbers behind the noise would come in steps of 2^-24.  float32 can represent the result.
+    # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
+    # behind the noise have steps of 2^-24, too coarse there: so it is drawn in float64, and stored
+    # in float32.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
@@ -438,9 +439,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain it gets
-        the next node, too, which it accepts or rejects; what it chooses after that one is not used,
-        so any scores serve there.
+        choose_by_scores gets one node at a time, as a tree of its own; in a sampled chain that tree
+        is [node, next node], as the next one is accepted or rejected.  What is chosen after that is
+        not used, so its row of scores may repeat the first one.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)

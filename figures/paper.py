@@ -306,10 +306,12 @@ def provenance(run, known):
     if first.get("dtype", "float32") != "float32":
         parts.append(first["dtype"])
     parts += [f"run `{run}`", f"commit {first['commit']}", first["machine"], first["date"]]
-    tested = [row for row in rows if row.get("lossless") is not None]
+    # Plain decoding is what the others are compared with.
+    tested = [row for row in rows if row.get("lossless") is not None and not row.get("baseline")]
     differ = [name_of(row) for row in tested if not row["lossless"]]
     if tested:
-        parts.append(f"lossless: {len(tested) - len(differ)} of {len(tested)} arms")
+        parts.append(f"lossless: {len(tested) - len(differ)} of {len(tested)} arms compared token "
+                     "for token")
     if differ:
         parts.append(f"not {', '.join(map(shown, differ))}")
     known.add(run)
