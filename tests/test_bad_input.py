@@ -10,18 +10,23 @@ import re
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
-from test_bench import TEXT, small, tokenizer_of  # noqa: F401 (small: a fixture)
+from test_bench import small  # noqa: F401
+from test_load import TEXT, tokenizer_of, write_rows
+
+import bench
 
 PROGRAMS = {"bench.py": "bench", "train.py": "train", "prepare.py": "training.prepare",
             "write.py": "training.write", "bigram.py": "training.bigram",
             "convert.py": "training.convert"}
 BENCH = ("--target MODEL --checkpoint DRAFTERS --prompts PROMPTS --max-new-tokens 4 --device cpu "
          "--limit 1 --drafter maxgram --tree chain ")
+TRAIN = ("{} --target MODEL --device cpu --data T/texts.jsonl --length 32 --steps 4 --batch 3 "
+         "--out OUT {}")
 
 CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     # flags
-    ("--limit 0", "argument --limit: 0 is not between 1 and"),
     ("--temperature nan", "argument --temperature: nan is not between 0 and"),
     ("--graphs", "--graphs: only a CUDA device has graphs"),
     ("--device cuda:99", "--device cuda:99 is not here: choose cpu"),
@@ -37,13 +42,11 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--tree chain(gamma=3)", "writes chains of its own length"),
     ("--tree drawn", "give --temperature above 0"),
     # drafters
-    ("--drafter glide(temperature=0)", "a calibration temperature is a number above 0"),
     ("--drafter cascade(maxgram,base)", "name the largest model first, maxgram last"),
     ("--drafter cascade(base,k=(1,2))", "1 model(s) take 1 whole number(s)"),
     ("--drafter cascade(base,lenience=0.9)", "lenience is 0.9"),
     ("--drafter cascade(T/renamed)", "has another tokenizer than the target"),
     ("--drafter mixture(glide)", "name one drafter of trees"),
-    ("--drafter maxgram(bigram='T/no.json')", "no.json does not serve this target"),
     ("--checkpoint T/kind --drafter bush", "'bush', which is no kind of drafter"),
     ("--checkpoint T/cut --drafter glide", "cannot be loaded"),
     ("--drafter glide --target T/other", "made for another target: train one"),
@@ -53,9 +56,22 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--prompts T/long.txt", "no prompt of at most 64 tokens"),
     ("--prompts T/chats.jsonl --template T/silent.jinja", "gives no tokens"))]
 
+CASES += [("train.py", TRAIN.format(drafters, flags), words) for drafters, flags, words in (
+    ("glide", "--data T/no", "T/no does not exist"),
+    ("glide", "--steps 0", "--steps is 0"),
+    ("glide", "--lr nan", "--lr is nan"),
+    ("glide", "--length 65", "more than the target's context of 64"),
+    ("glid", "", "there is no drafter called 'glid': choose among glide"),
+    ("glide(layer=1) glide", "", 'called glide: name one of them, say "glide-2=glide"'),
+    ("../a=glide", "", "cannot be the name of a folder"),
+    ("glide(layer=3)", "", "glide(layer=3): layer 3 of the target cannot be read"),
+    ("glide(loss='lk')", "", "it learns by the loss kl or ce"),
+    ("glide(tables=1)", "", 'choose "target" or "random"'),
+    ("edd(blocks=(5,4))", "", "give the shortest and the longest block"),
+    ("edd-shared(words=0,hidden=2)", "", "take 1 to 300"),
+    ("glide-shared(words=5) small", "", "must have the same `words`"))]
+
 CASES += [
-    ("train.py", "glide --target MODEL --device cpu --length 32 --data T/no --out OUT",
-     "T/no does not exist"),
     ("prepare.py", "T/no --tokenizer MODEL --out OUT", "T/no does not exist"),
     ("write.py", "--target nowhere --device cpu --data T/chats.jsonl --out OUT/o.jsonl",
      "nowhere does not exist"),
@@ -77,8 +93,9 @@ def files(small, tmp_path_factory):  # noqa: F811
     """T, and what the other names of the table stand for."""
     T = tmp_path_factory.mktemp("bad")
     chat = [{"role": "user", "content": "add a"}, {"role": "assistant", "content": "a + b"}]
-    (T / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
-    (T / "long.txt").write_text(TEXT)
+    write_rows(T / "chats.jsonl", [{"messages": chat}])
+    write_rows(T / "texts.jsonl", [{"text": TEXT * 9, "held_out": i == 1} for i in range(3)])
+    (T / "long.txt").write_text(TEXT * 100)
     (T / "silent.jinja").write_text("{{ x }}")
     glide, model = small / "drafters" / "glide", small / "model"
     damaged(glide, T / "kind" / "bush", kind="bush")
@@ -98,7 +115,7 @@ def times(folders):
             for folder in folders for path in folder.rglob("*") if path.is_file()}
 
 @pytest.mark.parametrize("program, arguments, words", CASES,
-                         ids=[" ".join([case[0], *case[1].split()[-2:]]) for case in CASES])
+                         ids=[f"{case[0]} {case[2]}" for case in CASES])
 def test_a_mistake_is_one_sentence(files, program, arguments, words, tmp_path, monkeypatch, capsys):
     for name, path in {**files, "OUT": tmp_path / "out"}.items():
         arguments = re.sub(rf"(?<![\w/]){name}(?=[\s/]|$)", str(path), arguments)
@@ -111,3 +128,17 @@ def test_a_mistake_is_one_sentence(files, program, arguments, words, tmp_path, m
     assert words in err and err.startswith((f"{program}: ", "main: ")), err
     assert err.count("\n") == 1, err
     assert times(kept) == before and not (tmp_path / "out").exists()
+
+def test_what_is_a_sentence_and_what_a_traceback(monkeypatch, capsys):
+    """Memory that does not suffice is a sentence; a fault of CUDA's is no user's mistake."""
+    def main_after(why):
+        def check(a):
+            raise why
+        monkeypatch.setattr(bench, "check", check)
+        return bench.main([])
+    assert main_after(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")) == 2
+    assert "CUDA out of memory" in capsys.readouterr().err
+    assert main_after(KeyboardInterrupt()) == 130
+    assert capsys.readouterr().err == "bench.py: interrupted\n"
+    with pytest.raises(RuntimeError, match="memory access"):
+        main_after(RuntimeError("CUDA error: an illegal memory access"))

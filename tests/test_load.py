@@ -6,32 +6,46 @@ import random
 
 import pytest
 import torch
-import transformers
-from conftest import VOCAB, plain, tiny
+from conftest import VOCAB, tiny
 from safetensors.torch import save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 import cape
 import edd
 import glide
 import verify
-from beyond.graft import Mixture
 from runtime import families, load
 from runtime.calls import read_call
 from runtime.errors import UserError
 
 PROMPT = [3, 1, 4, 1, 5]
-WORDS = [f"w{i}" for i in range(VOCAB)]
+TEXT = "def add(a, b):\n    return a + b\n\n"
 
 # ---------------------------------------------------------------- also used by other tests
-def save_drafter(folder, kind, model, tokenizer, temperature=1.0, config=None):
+def tokenizer_of(text, vocab=300, end="<|endoftext|>"):
+    """A byte-level BPE tokenizer of at most `vocab` tokens; its end of text has the id 0."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet,
+                                  special_tokens=[end], show_progress=False)
+    bpe.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
+
+def save(folder, model, tokenizer):
+    """A model and its tokenizer, as Hugging Face saves them -> folder"""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+def save_drafter(folder, kind, model, tokenizer, temperature=1.0):
     """A random drafter of a kind, saved as train.py does."""
-    if config is None:
-        is_glide = kind in ("glide", "vanilla")
-        config_class = glide.Config if is_glide else edd.Config
-        more = {"width": 16, "glimpse": kind == "glide"} if is_glide else {"hidden": 2}
-        config = config_class.for_target(model, **more)
+    if kind in ("glide", "vanilla"):
+        config = glide.Config.for_target(model, 16, glimpse=kind == "glide")
+    else:
+        config = edd.Config.for_target(model, hidden=2)
     torch.manual_seed(0)
     draft_model = families.new(kind, config, model)
     about = {"kind": kind, "config": vars(config), "target": load.fingerprint(model, tokenizer),
@@ -40,43 +54,36 @@ def save_drafter(folder, kind, model, tokenizer, temperature=1.0, config=None):
     save_file(draft_model.state_dict(), folder / "model.safetensors")
     (folder / "training.json").write_text(json.dumps(about))
 
-def tokenizer_of(words):
-    vocab = {word: i for i, word in enumerate(words)}
-    word_level = Tokenizer(models.WordLevel(vocab, unk_token=words[0]))
-    return PreTrainedTokenizerFast(tokenizer_object=word_level)
+def write_rows(path, rows):
+    """JSON lines -> path"""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
-def save(folder, model, words=WORDS):
-    model.save_pretrained(folder)
-    tokenizer_of(words).save_pretrained(folder)
-    return folder
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
+# ---------------------------------------------------------------- from names to drafters
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A target, two trained drafters, a language model and a bigram."""
+def setup(tmp_path_factory):
+    """A target, two trained drafters, a language model and a bigram, loaded from a folder."""
     top = tmp_path_factory.mktemp("load")
-    model, drafters = tiny("llama").float(), top / "drafters"
-    save(top / "model", model)
-    save(drafters / "base", tiny("llama", seed=1, num_hidden_layers=1).float())
-    save_drafter(drafters / "my_glide", "glide", model, tokenizer_of(WORDS), 0.5)
-    save_drafter(drafters / "edd", "edd", model, tokenizer_of(WORDS), 0.5)
+    model, tokenizer, drafters = tiny("llama").float(), tokenizer_of(TEXT), top / "drafters"
+    save(top / "model", model, tokenizer)
+    save(drafters / "base", tiny("llama", seed=1, num_hidden_layers=1).float(), tokenizer)
+    save_drafter(drafters / "my_glide", "glide", model, tokenizer, 0.5)
+    save_drafter(drafters / "edd", "edd", model, tokenizer, 0.5)
     about = {"kind": "base", "validation": {"temperature": 0.7}}
     (drafters / "base" / "training.json").write_text(json.dumps(about))
     agreement = {"edd": {"weights": [0.1, 0.2, 0.3]}}
     bigram = {"bigram": [1, 2], "confidence": [0.1, 0.2], "agreement": agreement}
     (drafters / "bigram.json").write_text(json.dumps(bigram))
-    return top
-
-@pytest.fixture(scope="module")
-def setup(folder):
-    return load.Setup(str(folder / "model"), str(folder / "drafters"))
+    return load.Setup(str(top / "model"), str(drafters))
 
 def drafter_of(setup, text):
     return setup.drafter(read_call(text, load.loaders(setup.checkpoint), "drafter"))
 
-# ---------------------------------------------------------------- from names to drafters
 @pytest.mark.parametrize("text", [
-    "my-glide", "edd", "maxgram", "cascade(base, maxgram, k=2)", "mixture(edd, maxgram)",
-    "mixture(base, maxgram)"])
+    "my-glide", "cascade(base, maxgram, k=2)", "mixture(edd, maxgram)", "mixture(base, maxgram)"])
 def test_what_a_call_names_is_lossless(setup, text):
     drafter = drafter_of(setup, text)
     build = getattr(drafter, "chain", cape.cape)
@@ -86,22 +93,19 @@ def test_what_a_call_names_is_lossless(setup, text):
         assert drafter.gram.bigram == [1, 2] + [0] * (VOCAB - 2)
         assert drafter.gram.confidence == [0.1, 0.2]
     if "mixture" in text:
-        assert type(drafter) is Mixture
         assert drafter.agreement == ([0.1, 0.2, 0.3] if "edd" in text else None)
-
-def test_what_is_there(setup):
-    known = {"my-glide", "edd", "maxgram", "cascade", "mixture"}
-    assert set(load.loaders(setup.checkpoint)) == known, "base is a language model"
 
 def test_calibration_temperatures(setup):
     """The one that training fitted, or the one that the call names."""
+    known = {"my-glide", "edd", "maxgram", "cascade", "mixture"}
+    assert set(load.loaders(setup.checkpoint)) == known, "base is a language model"
     for text, temperature in (("my-glide", 0.5), ("my-glide(temperature=1)", 1)):
         assert drafter_of(setup, text).temperature == temperature
     for text, temperature in (("edd", 0.5), ("base", 0.7)):
         assert drafter_of(setup, f"mixture({text}, maxgram)").drafter.temperature == temperature
         text = f"mixture({text}, maxgram, temperature=2.5)"
         assert drafter_of(setup, text).drafter.temperature == 2.5
-    for wrong in ("0", "-1", "'x'", "True", "[1]"):
+    for wrong in ("0", "True"):
         with pytest.raises(UserError, match="a calibration temperature is a number above 0"):
             drafter_of(setup, f"edd(temperature={wrong})")
 
@@ -152,54 +156,38 @@ def four_bits(weight):
     step = blocks.abs().amax(2, keepdim=True) / 7
     return ((blocks / step).round() * step).flatten(1)
 
-def tuned(weight, share):
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
-    return weight + share * weight.std() * noise
-
 def test_a_fingerprint_tells_rounded_weights_from_another_models():
     model = tiny("llama")
     own = load.fingerprint(model)
-    others = {
-        True: [model, changed(model, lambda weight: weight.bfloat16().double()),
-               changed(model, four_bits), changed(model, lambda weight: tuned(weight, 0.05))],
-        False: [tiny("llama", seed=1), changed(model, lambda weight: tuned(weight, 0.5)),
-                tiny("llama", num_hidden_layers=2)]}
-    for expected, those in others.items():
-        for other in those:
-            found = load.fingerprint(other)
-            assert load.fits(own, found) is load.fits(found, own) is expected
+    noisy = changed(model, lambda weight: weight + 0.5 * weight.std() * torch.randn_like(weight))
+    rows = [(model, True), (changed(model, four_bits), True), (noisy, False),
+            (tiny("llama", seed=1), False), (tiny("llama", num_hidden_layers=2), False)]
+    for other, expected in rows:
+        found = load.fingerprint(other)
+        assert load.fits(own, found) is load.fits(found, own) is expected
     assert not load.fits(own | {"vocabulary": "a"}, own | {"vocabulary": "b"}), "other tokens"
     assert not load.fits({}, own)
 
-def test_a_drafter_serves_its_targets_relative(folder, tmp_path):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model")
-    rounded = save(tmp_path / "rounded", changed(model, four_bits))
-    assert load.load_drafter(load.Setup(str(rounded), str(folder / "drafters")), "edd").needs
-
 # ---------------------------------------------------------------- bigram files
-def test_bigram_files(tmp_path):
-    """The published form, shorter than the vocabulary, and ours."""
-    path, bigram = tmp_path / "b.json", [0, 2, 1]
+def test_bigram_files(setup, tmp_path):
+    """The published form, shorter than the vocabulary, and ours.
+
+    A default that does not fit is a note, a file that was named is refused.
+    """
+    path, bigram = tmp_path / "bigram.json", [0, 2, 1]
     ours = {"bigram": bigram, "confidence": [0, 0.5, 1], "fingerprint": "a1b2"}
-    for content, confidence in ((bigram, None), ({"bigram": bigram, "about": {}}, None),
-                                (ours, [0, 0.5, 1])):
+    for content, confidence in ((bigram, None), (ours, [0, 0.5, 1])):
         path.write_text(json.dumps(content))
         found = load.read_gram(path, 4, "a1b2")
         assert found == {"bigram": [0, 2, 1, 0], "confidence": confidence, "agreement": {}}
-    for content in ([0, 4], [0, -1], [0, 1.5], [0] * 5, {"a": 1}, {"bigram": 3}, "x", None,
-                    ours | {"fingerprint": "0"}, ours | {"agreement": {"edd": 1}}):
+    for content in ([0, 4], [0] * 5, {"a": 1}, None, ours | {"agreement": {"edd": 1}},
+                    ours | {"fingerprint": "0"}):
         path.write_text(json.dumps(content))
-        with pytest.raises(UserError, match="b.json does not serve this target"):
+        with pytest.raises(UserError, match="bigram.json does not serve this target"):
             load.read_gram(path, 4, "a1b2")
-
-def test_another_target_does_without_the_checkpoints_bigram(folder, tmp_path):
-    """A default that does not fit is a note, a file that was named is refused."""
-    top, bigram = tmp_path / "drafters", str(tmp_path / "drafters" / "bigram.json")
-    top.mkdir()
-    (top / "bigram.json").write_text(json.dumps({"bigram": [1], "fingerprint": "another"}))
-    setup = load.Setup(str(folder / "model"), str(top))
+    setup = copy.copy(setup)
+    setup.checkpoint, setup.notes = tmp_path, []
     assert load.load_cascade(setup, "maxgram").gram.bigram == []
     assert len(setup.notes) == 1 and "another vocabulary" in setup.notes[0]
     with pytest.raises(UserError, match="another vocabulary"):
-        load.load_cascade(setup, "maxgram", bigram=bigram)
+        load.load_cascade(setup, "maxgram", bigram=str(path))

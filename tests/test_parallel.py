@@ -41,25 +41,11 @@ def processes(argv, folder):
     statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     return statuses, [[path.read_text() for path in paths] for paths in printed]
 
-def assert_same_run(a, b, names):
-    """Weights up to rounding; the losses too, as Adam's first steps hide a gradient's size."""
-    one, two = state_of(a), state_of(b)
-    assert one["step"] == two["step"]
-    weights = weights_of(two)
-    for key, value in weights_of(one).items():
-        torch.testing.assert_close(value, weights[key], atol=2e-5, rtol=0, msg=key)
-    for name in names:
-        first, second = about_of(a, name), about_of(b, name)
-        assert first["target"] == second["target"]
-        assert first["tokens_seen"] == second["tokens_seen"]
-        first, second = first["validation"], second["validation"]
-        assert first["tau"] == second["tau"]
-        assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], rel=1e-4)
+def test_two_processes_are_one(small, tmp_path, monkeypatch):
+    """Their gradients before any optimizer, their weights, and what they measure.
 
-def test_gradients_of_two_processes_are_those_of_one(small, tmp_path, monkeypatch):
-    """Before any optimizer.  Some parts have fewer pieces than there are processes.
-
-    The one process reads each step in one part, the two read it in many.
+    One of them alone is interrupted: both end after the same step, and go on together.  Some parts
+    have fewer pieces than there are processes; the one process reads each step in one part.
     """
     clip = train.clip
 
@@ -70,13 +56,20 @@ def test_gradients_of_two_processes_are_those_of_one(small, tmp_path, monkeypatc
         kept["losses"] = torch.tensor(losses)
         torch.save(kept, tmp_path / f"{world}-{rank}-{step}.pt")
         clip(drafters, losses, step)
+
+    def signalled():
+        if os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGINT)
     monkeypatch.setattr(train, "clip", keep)
-    one = flags(small, tmp_path / "one", "--steps", "2", "--micro", "9999", names=NAMES)
-    two = flags(small, tmp_path / "two", "--steps", "2", "--micro", "30", names=NAMES)
-    assert train.main(one) == 0
-    statuses, printed = processes(two, tmp_path)
-    assert statuses == [0, 0], printed
-    assert "saved" in printed[0][0] and printed[1] == ["", ""], "one prints for all"
+    assert train.main(flags(small, tmp_path / "one", "--micro", "9999", names=NAMES)) == 0
+    two = flags(small, tmp_path / "two", "--micro", "30", names=NAMES)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 3, signalled)
+        statuses, printed = processes(two, tmp_path)
+    assert statuses == [2, 2] and "stopped after 2 of 4 steps" in printed[0][1], printed
+    assert printed[1] == ["", ""], "one prints for all"
+    statuses, printed = processes([*two, "--resume"], tmp_path)
+    assert statuses == [0, 0] and "saved" in printed[0][0] and printed[1] == ["", ""], printed
     for step in (0, 1):
         one, *two = (torch.load(tmp_path / f"{name}-{step}.pt", weights_only=True)
                      for name in ("1-0", "2-0", "2-1"))
@@ -85,20 +78,13 @@ def test_gradients_of_two_processes_are_those_of_one(small, tmp_path, monkeypatc
             for each in two:
                 near = dict(atol=1e-5, rtol=1e-3 if step else 1e-4, msg=f"{step} {key}")
                 torch.testing.assert_close(each[key], value, **near)
-    assert_same_run(tmp_path / "one", tmp_path / "two", NAMES)
-
-def test_two_processes_stop_together_and_one_goes_on(small, tmp_path, monkeypatch):
-    """One of them alone is interrupted; both end after the same step."""
-    whole, cut, names = tmp_path / "whole", tmp_path / "cut", ["glide"]
-    assert train.main(flags(small, whole, names=names)) == 0
-
-    def signalled():
-        if os.environ["RANK"] == "1":
-            signal.raise_signal(signal.SIGINT)
-    with monkeypatch.context() as patch:
-        interrupt(patch, 3, signalled)
-        statuses, printed = processes(flags(small, cut, names=names), tmp_path)
-    assert statuses == [2, 2] and "stopped after 2 of 4 steps" in printed[0][1], printed
-    assert printed[1] == ["", ""], "one prints for all"
-    assert train.main(flags(small, cut, "--resume", names=names)) == 0
-    assert_same_run(whole, cut, names)
+    # Weights up to rounding; the losses too, as Adam's first steps hide a gradient's size
+    weights = weights_of(state_of(tmp_path / "two"))
+    for key, value in weights_of(state_of(tmp_path / "one")).items():
+        torch.testing.assert_close(value, weights[key], atol=2e-5, rtol=0, msg=key)
+    for name in NAMES:
+        first, second = (about_of(tmp_path / run, name) for run in ("one", "two"))
+        assert first["target"] == second["target"]
+        first, second = first["validation"], second["validation"]
+        assert first["tau"] == second["tau"]
+        assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], rel=1e-4)

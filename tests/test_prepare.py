@@ -1,89 +1,70 @@
 """Prepared data is what was written, and nothing else is touched; pieces, steps, parts."""
 # ruff: noqa: F811
+from itertools import islice
+
 import numpy as np
 import pytest
-from test_train import brief, small, write_rows  # noqa: F401
+from test_load import write_rows
+from test_text import tags, tokenizer  # noqa: F401
 
 import train
-from runtime import load
 from runtime.errors import UserError
 from training import documents, prepare, reading
 from training.state import locked
 
-TAGS = ("{% for turn in messages %}<{{ turn.role }}>{{ turn.content }}|{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}")
-USER, ASSISTANT = {"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}
-
-@pytest.fixture(scope="module")
-def tokenizer(small):
-    return load.load_tokenizer(small / "model")
-
-def prepared(tmp_path, tokenizer, path, template=None):
-    """-> [(kind, tokens of a document)] to learn from, and held out"""
-    folder = tmp_path / "out"
+def prepared(tmp_path, tokenizer, rows, template=None):
+    """-> what is read of the rows again, [(kind, tokens of a document)] to learn, and held out"""
+    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     documents.prepare([path], tokenizer, template, 300, folder)
     data = documents.read(folder, tokenizer, template)
-    found = []
-    for tokens, index in ((data.tokens, data.documents),
-                              (data.held_tokens, data.held_documents)):
+    found = [data]
+    for tokens, index in ((data.tokens, data.documents), (data.held_tokens, data.held_documents)):
         found.append([(data.kinds[kind], tokens[start:start + size].tolist())
                       for start, size, kind in index])
     return found
 
 # ---------------------------------------------------------------- documents
 def test_documents_are_written_as_they_are_encoded(tmp_path, tokenizer):
-    """Every fiftieth is held out; kinds by number; ids as they are, without an end of text."""
+    """Every fiftieth is held out, if it does not say; kinds by number; ids as they are."""
     rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
-    learned, held = prepared(tmp_path, tokenizer, write_rows(tmp_path / "rows.jsonl", rows))
-    assert held == [("a", [50] * 3), ("a", [100] * 3)]
-    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i % 50]
+    rows[2]["held_out"], rows[99]["held_out"] = True, False
+    data, learned, held = prepared(tmp_path, tokenizer, rows)
+    assert held == [("b", [3] * 3), ("a", [50] * 3)]
+    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)]
+    again, *_ = prepared(tmp_path, tokenizer, rows)
+    other, *_ = prepared(tmp_path, tokenizer, rows[1:])
+    assert data.digest == again.digest != other.digest
 
-def test_what_was_read_is_kept_with_it(tmp_path, tokenizer):
-    rows = [{"messages": [USER, ASSISTANT]}, {"text": "def add"}, {"other": 1},
-            {"messages": [USER]}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    (tmp_path / "tags.jinja").write_text(TAGS)
-    learned, _ = prepared(tmp_path, tokenizer, path, str(tmp_path / "tags.jinja"))
+def test_what_was_read_is_kept_with_it(tmp_path, tokenizer, tags):
+    chat = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}]
+    rows = [{"messages": chat}, {"text": "def add"}, {"other": 1}, {"messages": chat[:1]}]
+    data, learned, _ = prepared(tmp_path, tokenizer, rows, tags)
     marked = [reading.marked(np.array(ids), tokenizer) for _, ids in learned]
-    assert marked == ["<user>add|<assistant>⟦a + b|⟧", "⟦def add<|endoftext|>⟧"]
-    report = documents.read(tmp_path / "out", tokenizer, str(tmp_path / "tags.jinja")).report
-    assert [line.split()[0] for line in report] == ["1"] * 4
-    assert "read as messages: " in report[0] and "read as text" in report[1]
-    assert f"no known field holds a text or a question: other (row 3 of {path})" in report[2]
-    assert f"(row 4 of {path})" in report[3]
-
-def test_other_data_has_another_digest(tmp_path, tokenizer):
-    digests = []
-    for ids in ([1, 2], [1, 2], [1, 3]):
-        prepared(tmp_path, tokenizer, write_rows(tmp_path / "rows.jsonl", [{"ids": ids}]))
-        digests.append(documents.read(tmp_path / "out", tokenizer, None).digest)
-    assert digests[0] == digests[1] != digests[2]
+    assert marked == ["<user>add|<assistant>⟦a + b|⟧", "⟦def add</s>⟧"]
+    assert [line.split()[0] for line in data.report] == ["1"] * 4
+    for line, words in zip(data.report, ("read as messages: ", "read as text", ": other (row 3 of",
+                                         "(row 4 of")):
+        assert words in line
 
 # ---------------------------------------------------------------- what lies there is kept
-def test_an_interrupted_preparation_leaves_what_was_there(tmp_path, tokenizer, monkeypatch):
-    path = write_rows(tmp_path / "rows.jsonl", [{"ids": [1, 2]}])
-    before = prepared(tmp_path, tokenizer, path)
+def test_nothing_that_is_not_prepared_data_is_replaced(tmp_path, tokenizer, monkeypatch):
+    """Neither what was there, where a preparation is interrupted, nor a folder beside, nor files
+    that somebody put into the folder."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine").write_text("mine")
+    prepared(tmp_path, tokenizer, [{"ids": [1, 2]}])
 
     def killed(ids):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(documents, "vocabulary_fingerprint", killed)
-        prepared(tmp_path, tokenizer, write_rows(tmp_path / "other.jsonl", [{"ids": [3, 4]}]))
-    data = documents.read(tmp_path / "out", tokenizer, None)
-    assert data.tokens.tolist() == before[0][0][1] == [1, 2]
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "other.jsonl", "out"}
-
-def test_nothing_that_is_not_prepared_data_is_replaced(tmp_path, tokenizer):
-    """Neither a folder beside, nor files that somebody put into the folder."""
-    path = write_rows(tmp_path / "rows.jsonl", [{"ids": [1, 2]}])
-    (tmp_path / "out.part").mkdir()
-    (tmp_path / "out.part" / "mine").write_text("mine")
-    prepared(tmp_path, tokenizer, path)
-    prepared(tmp_path, tokenizer, path)
+        prepared(tmp_path, tokenizer, [{"ids": [3, 4]}])
+    assert documents.read(tmp_path / "out", tokenizer, None).tokens.tolist() == [1, 2]
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "out.part", "out"}
     assert (tmp_path / "out.part" / "mine").read_text() == "mine"
     (tmp_path / "out" / "mine").write_text("mine")
     with pytest.raises(UserError, match="holds something else than prepared data"):
-        prepared(tmp_path, tokenizer, path)
+        prepared(tmp_path, tokenizer, [{"ids": [1, 2]}])
     assert (tmp_path / "out" / "mine").read_text() == "mine"
 
 def test_a_folder_has_one_run_at_a_time(tmp_path):
@@ -95,24 +76,18 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
     assert not (tmp_path / "a").exists()
 
 # ---------------------------------------------------------------- the command
-def test_show_prints_documents_and_writes_nothing(small, tmp_path, capsys):
+def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, capsys):
     """The first of each form, with their labels between brackets; long runs are cut."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
     rows = [{"text": f"def add{i}"} for i in range(4)] + [{"question": "add", "answer": "a" * 999}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    argv = [str(path), "--tokenizer", str(small / "model"), "--template", "question"]
+    argv = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--template", "question"]
     assert prepare.main([*argv, "--show", "3"]) == 0
     out = capsys.readouterr().out
-    assert [f"⟦def add{i}<|endoftext|>⟧" in out for i in range(4)] == [True] * 3 + [False]
+    assert [f"⟦def add{i}</s>⟧" in out for i in range(4)] == [True] * 3 + [False]
     assert "Question: add\nAnswer:⟦ aaa" in out and "characters ...]aaa" in out
     assert "4 read as text: " in out and "1 read as question + answer: " in out
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-def test_an_interruption_is_one_line(small, tmp_path, capsys, monkeypatch):
-    def interrupted(*given, **more):
-        raise KeyboardInterrupt
-    monkeypatch.setattr(prepare, "load_tokenizer", interrupted)
-    assert prepare.main(["x", "--tokenizer", "y", "--show", "1"]) == 130
-    assert capsys.readouterr().err == "prepare.py: interrupted\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
 
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_parts_of_them():
@@ -148,6 +123,9 @@ def test_an_epoch_has_every_piece_once_in_even_steps():
     assert not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others)
     few = train.pieces_of_epoch(pieces[:3], 512, 0, 0)
     assert [sorted(step[:, 0]) for step in few] == [[0, 1, 2]], "too few for a step: one has all"
+    # The last step of an epoch is followed by the first one of the next.
+    in_order = islice(train.pieces_of_steps(pieces, 512, 0, len(first) - 1), 2)
+    assert all(map(np.array_equal, in_order, (first[-1], others[0][0])))
 
 def test_parts_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)

@@ -11,9 +11,8 @@ import threading
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from test_load import tokenizer_of, write_rows
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
 
 from runtime import chats, files, text
 from runtime.errors import UserError
@@ -24,30 +23,27 @@ TAGS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(["def add(a, b):\n    return a + b\n" * 9], trainers.BpeTrainer(
-        vocab_size=300, initial_alphabet=alphabet, special_tokens=["</s>"], show_progress=False))
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="</s>")
+    return tokenizer_of("def add(a, b):\n    return a + b\n" * 9, end="</s>")
+
+@pytest.fixture
+def tags(tmp_path):
+    """A file with a chat template."""
+    path = tmp_path / "tags.jinja"
+    path.write_text(TAGS)
+    return str(path)
 
 def learned(tokenizer, template, *paths):
-    """What is learned from files -> [(text with marks, kind, held out)], the report's lines"""
+    """What is learned from files -> [text with marks], the report's lines"""
     report = reading.Report()
     template = chats.template_of(template, tokenizer)
     found = []
     try:
-        for document, parts in documents.encoded(paths, tokenizer, template, 300, report):
-            marked = [reading.marked(ids, tokenizer) for ids in parts]
-            found += [(one, document.names[0], document.held_out) for one in marked]
+        for _, parts in documents.encoded(paths, tokenizer, template, 300, report):
+            found += [reading.marked(ids, tokenizer) for ids in parts]
     except UserError as why:
-        assert "no text to learn from" in str(why)
+        if "no text to learn from" not in str(why):
+            raise
     return found, "\n".join(report.lines())
-
-def dump(path, rows):
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    return path
 
 # ---------------------------------------------------------------- rows
 def turns(*contents, role="role", content="content", names=("user", "assistant")):
@@ -65,12 +61,8 @@ IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url
 ROWS = [
     # chats
     (chat("q", "a"), QA),
-    ({"conversation": [U, A], "id": 7}, QA),
     ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
-    ({"Messages": turns("q", "a", names=("User", "ASSISTANT"))}, QA),
-    (chat("q", "a", names=("human", "bing")), QA),
-    (chat("q", "a", names=("user", "model")), QA),
-    (chat("q", "a", names=("user", "chatgpt")), QA),
+    ({"Messages": turns("q", "a", names=("User", "MODEL"))}, QA),
     ([U, A], QA),
     ({"messages": json.dumps([U, A])}, QA),
     ({"messages": [{"from": None, "value": None, **turn} for turn in (U, A)]}, QA),
@@ -78,7 +70,6 @@ ROWS = [
     ({"messages": [U, A], "text": "other"}, QA),
     (chat("q", "a", "b", "c"), "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
     ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
-    ({"system": "", "conversations": [U, A]}, QA),
     ({"messages": [{"role": "system", "content": None}, U, A]}, QA),
     ({"messages": [{"role": "critic", "content": "x"}, U, A]}, "left out: a role is unknown: crit"),
     ({"messages": "hi"}, "left out: messages is a string, and no list of turns"),
@@ -89,49 +80,37 @@ ROWS = [
     ({"conversations": []}, "left out: it is empty, or has no fields"),
     (U, "left out: it is a single message"),
     # which answers are learned
-    ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": 1}]},
-     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
-    ({"conversations": [U, {**A, "loss": False}, U, {**A, "loss": True}]},
-     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
+    ({"messages": [U, {**A, "weight": 0}, U, {**A, "loss": False}, U, {**A, "weight": 1}]},
+     "<user>q|<assistant>a|<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
     ({"messages": [U, {**A, "weight": 0}]}, "left out: no answer to learn is in messages"),
-    ({"messages": [A, U, A]}, QA),
     ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
     ({"turns": ["q", "more"]}, "left out: no answer to learn is in turns"),
     # contents
-    (chat("q", 0), "<user>q|<assistant>⟦0|⟧"),
     (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
     (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
     (chat("q", IMAGE), "left out: content has a part of type image_url"),
     (chat("q", {"a": 1}), "left out: content is a dict, and no text"),
     (chat(None, "a"), "left out: no answer to learn is in messages (the rest of a chat, from a"),
     (chat("q", "a", "", "b"), QA),
-    (chat("q", "a", "b", None, "c", "d"), "<user>q|<assistant>⟦a|⟧<user>b|"),
     ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
      QA + "<tool>5|<assistant>⟦a|⟧"),
     ({"text": "a \ud83d b"}, "⟦a \ufffd b</s>⟧"),
-    ({"text": "\ud83d\ude00"}, "⟦\U0001f600</s>⟧"),
     # a question and its answer
     ({"instruction": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),   # Dolly
-    ({"instruction": "q", "input": "c", "output": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),      # Alpaca
     ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
-     "<system>s|" + QA),
+     "<system>s|" + QA),                                                                    # Alpaca
     ({"instruction": "q", "output": "a", "history": [["b", "c"]]},
      "<user>b|<assistant>⟦c|⟧" + QA),
     ({"prompt": "q", "response": "a"}, QA),
-    ({"instruction": "q", "response": "a"}, QA),
-    ({"prompt": "q", "chosen": "a", "rejected": "b"}, QA),
     ({"prompt": "q", "chosen": [U, A], "rejected": [U, A]}, QA),
     ({"chosen": [U, A], "rejected": [U, A]}, QA),
     ({"prompt": [U], "completion": [A]}, QA),
     ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
     ({"system_prompt": "s", "question": "q", "response": "a"}, "<system>s|" + QA),           # Orca
-    ({"question": "q", "answer": "a"}, QA),                                                  # GSM8K
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
-    ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),
+    ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
     ({"question": "q", "answer": ["a"]}, "left out: answer is a list, and no text"),
-    ({"question": "q", "answers": {"text": ["a"]}}, "left out: answers is a dict, and no text"),
-    ({"question": "q", "answer": None}, "left out: no answer to learn is in question"),
     ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
     ({"prompt": "q"}, "left out: no answer to learn is in prompt"),
     # texts and token ids
@@ -139,65 +118,51 @@ ROWS = [
     ("a text", "⟦a text</s>⟧"),
     ({"text": "a text</s>"}, "⟦a text</s>⟧"),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
-    ({"prompt": "a", "completion": " b"}, "a⟦ b</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"ids": [7, 8]}, "⟦'(⟧"),
     ({"ids": [-1]}, "left out: no known field holds a text or a question: ids"),
     ({"ids": [5]}, "left out: it has a single token"),
     ({"text": " "}, "left out: it is empty"),
-    ({"body": "x"}, "left out: no known field holds a text or a question: body"),
-    (3, "left out: it is empty, or has no fields"),
     # flags
     ({"text": "a text", "held_out": "false"}, "left out: held_out is neither true nor false"),
 ]
 
 @pytest.mark.parametrize("row, expected", ROWS, ids=lambda value: str(value)[:60])
-def test_what_is_learned_from_a_row(tokenizer, tmp_path, row, expected):
-    (tmp_path / "tags.jinja").write_text(TAGS)
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    found, report = learned(tokenizer, str(tmp_path / "tags.jinja"), path)
+def test_what_is_learned_from_a_row(tokenizer, tags, tmp_path, row, expected):
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    found, report = learned(tokenizer, tags, path)
     if expected.startswith("left out"):
         assert not found and expected in report and f"(row 1 of {path})" in report
     else:
-        assert [one for one, *_ in found] == [expected]
+        assert found == [expected]
 
 # ---------------------------------------------------------------- files
 TWO = [{"text": "a"}, {"text": "b\u2028c"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TWO)
 MARKED = ["⟦a</s>⟧", "⟦b\u2028c</s>⟧"]
+PLAIN = "USER: q\n\nASSISTANT:⟦ a\n\n⟧"
 BOM = "\ufeff"
 # The name of a file, its content -> what is learned; or words of the sentence
 FILES = [
-    ("x.jsonl", LINES, MARKED),
     ("x.JSONL", LINES.replace("\n", "\r\n"), MARKED),
-    ("x.ndjson", LINES, MARKED),
     ("x.jl", BOM + LINES, MARKED),
     ("x.json", LINES, MARKED),
     ("x.json", json.dumps(TWO, indent=1), MARKED),
-    ("x.json", BOM + json.dumps(TWO), MARKED),
     ("x.json", json.dumps(TWO[0], indent=1), MARKED[:1]),
-    ("x.json", json.dumps([U, A]), ["USER: q\n\nASSISTANT:⟦ a\n\n⟧"]),
+    ("x.json", json.dumps([U, A]), [PLAIN]),
     ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
     ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
-    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]),
-     ["USER: q\n\nASSISTANT:⟦ a\n\n⟧"] * 2),
-    ("x.txt", "\na text\n", ["⟦\na text\n</s>⟧"]),
-    ("x.txt", BOM + "a text", ["⟦a text</s>⟧"]),
+    ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [PLAIN] * 2),
+    ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
     ("x.txt", LINES, MARKED),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
     ("x.txt", "", "it is empty"),
-    ("x.jsonl", "\n", "no rows"),
     ("x.csv", "q,a\n", r"pandas.read_csv\('.*x.csv'\).to_json\('x.jsonl'"),
-    ("x.parquet", b"PAR1", r"pandas.read_parquet\("),
-    ("x.arrow", b"ARROW1", r"datasets.Dataset.from_file\("),
-    ("x.zip", b"PK", r"shutil.unpack_archive\("),
     ("x.tar.gz", b"", r"shutil.unpack_archive\("),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
     ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
     ("x.jsonl", "[" * 99999, "line 1 of .* cannot be read"),
     ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
-    ("x.txt", "a".encode("utf-16"), "line 1 of .*x.txt cannot be read"),
     ("x.txt", b"a\0b", "it holds NUL bytes"),
     ("x.gz", b"no gzip", "cannot be read"),
     ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
@@ -207,22 +172,16 @@ FILES = [
 def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expected):
     path = tmp_path / name
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    report = reading.Report()
-    found = documents.encoded([path], tokenizer, text_template("plain"), 300, report)
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            list(found)
+            list(documents.encoded([path], tokenizer, chats.PLAIN, 300, reading.Report()))
     else:
-        assert [reading.marked(ids, tokenizer) for _, parts in found for ids in parts] == expected
-
-def text_template(name):
-    return chats.TEMPLATES[name]
+        assert learned(tokenizer, "plain", path)[0] == expected
 
 def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
     """The rest is named.  Hidden files are left out, linked folders are read, a circle ends."""
     top = tmp_path / "data"
-    names = ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "d/.g/h/i.txt", "README.md",
-             "d/x.csv", "a.txt~", "Thumbs.db")
+    names = ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "README.md", "d/x.csv", "a.txt~")
     for name in names:
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(name)
@@ -231,9 +190,8 @@ def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
     (top / "linked").symlink_to(tmp_path / "elsewhere")
     (top / "d" / "up").symlink_to(top)
     found, report = learned(tokenizer, None, top)
-    assert [one for one, *_ in found] == [f"⟦{name}</s>⟧" for name in
-                                          ("a.TXT", "b.txt", "d/e.txt", "linked")]
-    assert "4 left out: of a folder only .json" in report and "README.md" in report
+    assert found == [f"⟦{name}</s>⟧" for name in ("a.TXT", "b.txt", "d/e.txt", "linked")]
+    assert "3 left out: of a folder only .json" in report and "README.md" in report
     for path, words in (("", "an empty name"), (tmp_path / "no", "does not exist")):
         with pytest.raises(UserError, match=f"--data: .*{words}"):
             list(text.documents([path]))
@@ -244,32 +202,22 @@ def test_a_pipe_is_read(tokenizer, tmp_path):
     writer.start()
     found, _ = learned(tokenizer, None, tmp_path / "pipe")
     writer.join()
-    assert [one for one, *_ in found] == MARKED
+    assert found == MARKED
 
-# ---------------------------------------------------------------- kinds, what is held out
-def test_the_kind_of_a_text(tokenizer, tmp_path):
+def test_the_kind_of_a_text(tmp_path):
     """group, category or source; beyond fifty kinds the file, beyond fifty files the folder."""
+    def kinds(path):
+        names = {document.names: None for document in text.documents([path])}
+        return list(text.kinds_of(names).values())
     rows = [{"text": "aa", "group": "all"}, {"text": "aa", "source": 3}, {"text": "aa"},
             {"text": "aa", "source": {"a": 1}}]
-    path = dump(tmp_path / "x.y.jsonl", rows)
-    names = [document.names for document in text.documents([path])]
-    assert list(text.kinds_of(names).values()) == ["all", "3", "x"]
-    path = dump(tmp_path / "y.jsonl", [{"text": "aa", "source": f"http://{i}"} for i in range(51)])
-    names = {document.names for document in text.documents([path])}
-    assert set(text.kinds_of(names).values()) == {"y"}
+    assert kinds(write_rows(tmp_path / "x.y.jsonl", rows)) == ["all", "3", "x"]
+    rows = [{"text": "aa", "source": f"http://{i}"} for i in range(51)]
+    assert set(kinds(write_rows(tmp_path / "y.jsonl", rows))) == {"y"}
     (tmp_path / "many").mkdir()
     for i in range(51):
         (tmp_path / "many" / f"{i}.txt").write_text("aa")
-    names = {document.names for document in text.documents([tmp_path / "many"])}
-    assert set(text.kinds_of(names).values()) == {"many"}
-
-def test_every_fiftieth_row_is_held_out_unless_it_says(tmp_path):
-    rows = [{"text": "a"}] * 100
-    rows[2], rows[99] = {"text": "a", "held_out": True}, {"text": "a", "held_out": False}
-    path = dump(tmp_path / "rows.jsonl", rows)
-    held_out = [number for number, document in enumerate(text.documents([path]), 1)
-                if document.held_out]
-    assert held_out == [3, 50]
+    assert set(kinds(tmp_path / "many")) == {"many"}
 
 # ---------------------------------------------------------------- templates and labels
 # As Qwen3's: an assistant's thoughts are written for the last turn only.
@@ -283,9 +231,6 @@ REFUSES = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system')
            + TAGS)
 FOUR = turns("add a", "a + b", "return", "return b")
 LABELS = [
-    (TAGS, FOUR, ["<user>add a|<assistant>⟦a + b|⟧<user>return|<assistant>⟦return b|⟧"]),
-    ("plain", FOUR, ["USER: add a\n\nASSISTANT:⟦ a + b\n\n⟧USER: return\n\n"
-                     "ASSISTANT:⟦ return b\n\n⟧"]),
     ("question", FOUR, ["Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
                         "Answer:⟦ return b\n</s>⟧"]),
     (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
@@ -293,7 +238,6 @@ LABELS = [
                     "<assistant>⟦(thought) return b|⟧"]),
     (ASKS_FOR_A_THOUGHT, [U, A], ["<user>q|<assistant>⟦a|⟧"]),
     (REFUSES, [{"role": "system", "content": "s"}, U, A], "the chat template refuses it (no syst"),
-    ("{{ 1 / 0 }}", [U, A], "the chat template refuses it (division by zero)"),
     ("{% for %}", [U, A], "the chat template refuses it"),
     ("{{ x }}", [U, A], "an answer that the template does not write"),
 ]
@@ -303,17 +247,17 @@ def test_labels_are_the_answers(tokenizer, tmp_path, template, messages, expecte
     if template not in chats.TEMPLATES:
         (tmp_path / "t.jinja").write_text(BOM + template)
         template = str(tmp_path / "t.jinja")
-    found, report = learned(tokenizer, template, dump(tmp_path / "x.jsonl", [messages]))
+    found, report = learned(tokenizer, template, write_rows(tmp_path / "x.jsonl", [messages]))
     if isinstance(expected, str):
         assert not found and expected in report
     else:
-        assert [one for one, *_ in found] == expected
+        assert found == expected
 
 @pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
 def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
     jinja = chats.TEMPLATES[template]
-    path = dump(tmp_path / "x.jsonl", [FOUR])
-    (whole, *_), = learned(tokenizer, template, path)[0]
+    path = write_rows(tmp_path / "x.jsonl", [FOUR])
+    [whole], _ = learned(tokenizer, template, path)
     whole = whole.replace("⟦", "").replace("⟧", "")
     document, = text.documents([path])
     asked = []
@@ -322,25 +266,20 @@ def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, templ
         prompt = tokenizer.decode(chats.prompt_ids(asked, tokenizer, jinja))
         assert whole.startswith(prompt) and whole[len(prompt):].lstrip().startswith(answer)
 
-def with_ends(tokenizer):
-    """A tokenizer that writes its end of text before and after each text."""
+def test_a_text_ends_once_and_a_prompt_not_at_all(tokenizer, tmp_path):
+    """Also by a tokenizer that writes its end of text before and after each text."""
     own = copy.deepcopy(tokenizer)
     own.bos_token, own.chat_template = "</s>", "{{ bos_token }}" + TAGS
     own._tokenizer.post_processor = TemplateProcessing(single="</s> $A </s>",
                                                        special_tokens=[("</s>", 0)])
-    return own
-
-def test_a_text_ends_once_and_a_prompt_not_at_all(tokenizer, tmp_path):
-    own = with_ends(tokenizer)
     rows = [{"text": "a b"}, {"prompt": "a", "completion": " b"}, {"messages": [U, A]}]
-    path = dump(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     found, _ = learned(own, None, path)
-    assert [one for one, *_ in found] == ["⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
+    assert found == ["⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
     template = chats.template_of(None, own)
     prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
                for document in text.documents([path])]
-    assert own.decode(prompts[0]) == "</s>a b" and own.decode(prompts[1]) == "</s>a"
-    assert own.decode(prompts[2]) == "</s><user>q|<assistant>"
+    assert list(map(own.decode, prompts)) == ["</s>a b", "</s>a", "</s><user>q|<assistant>"]
 
 def test_templates_by_name(tokenizer, tmp_path):
     own = copy.deepcopy(tokenizer)
@@ -352,17 +291,24 @@ def test_templates_by_name(tokenizer, tmp_path):
         with pytest.raises(UserError, match=f"--template .*{words}.*choose plain or question"):
             chats.template_of(name, own)
 
-def test_a_slow_tokenizer_is_refused(tokenizer, tmp_path):
-    class Slow:
+def test_labels_are_found_by_the_ends_of_tokens():
+    """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
+    offsets = [(0, 0), (0, 4), (4, 6), (6, 9), (0, 0), (9, 12)]
+    found = chats.only_answers(range(6), offsets, [(5, 9)])
+    assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
+    assert files.suffix_of(files.Path("a/b.JSONL.GZ")) == ".jsonl"
+
+    class Slow:                                            # it does not give offsets
         is_fast = False
     with pytest.raises(UserError, match="Slow does not say where"):
-        list(documents.encoded([tmp_path], Slow(), TAGS, 300, reading.Report()))
+        list(documents.encoded([], Slow(), TAGS, 300, reading.Report()))
 
 # ---------------------------------------------------------------- prompts
 def test_prompts_are_balanced_by_kind(tmp_path):
     rows = [{"text": f"{kind}{i}", "group": kind} for kind, n in (("a", 4), ("b", 2))
             for i in range(n)]
-    paths = [dump(tmp_path / "x.jsonl", rows), dump(tmp_path / "c.jsonl", [{"text": "c0"}])]
+    paths = [write_rows(tmp_path / "x.jsonl", rows),
+             write_rows(tmp_path / "c.jsonl", [{"text": "c0"}])]
     found = text.prompt_rows(paths, 5)
     asked = [(kind, document.turns[0].content) for kind, document in found]
     assert asked == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1")]
@@ -374,30 +320,21 @@ QUESTIONS = [
     ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>two|<assistant>"]),
     ({"messages": FOUR}, ["<user>add a|<assistant>", "<assistant>a + b|<user>return|<assistant>"]),
     ({"system": "s", "question": "q"}, ["<system>s|<user>q|<assistant>"]),
-    ({"instruction": "q", "input": "c", "output": "a"}, ["<user>q\nc|<assistant>"]),
     ({"prompt": [U], "completion": [A]}, ["<user>q|<assistant>"]),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
     ({"text": "a b"}, ["a b"]),
     ({"prompt": [7, 8], "answer": [9]}, ["'("]),
     ({"messages": [A]}, "no question is in messages"),
-    ({"prompt": ""}, "it is empty"),
     ({"body": "x"}, "no known field"),
 ]
 
 @pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
 def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
-    document, = text.documents([dump(tmp_path / "x.jsonl", [row])])
+    document, = text.documents([write_rows(tmp_path / "x.jsonl", [row])])
     if isinstance(expected, str):
         with pytest.raises(text.LeftOut, match=expected):
             text.questions_of(document)
         return
     ids = [chats.prompt_ids(part, tokenizer, TAGS) for part in text.questions_of(document)]
     assert [tokenizer.decode(one) for one in ids] == expected
-
-def test_labels_are_found_by_the_ends_of_tokens():
-    """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
-    offsets = [(0, 0), (0, 4), (4, 6), (6, 9), (0, 0), (9, 12)]
-    found = chats.only_answers(range(6), offsets, [(5, 9)])
-    assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
-    assert files.suffix_of(files.Path("a/b.JSONL.GZ")) == ".jsonl"

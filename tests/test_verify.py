@@ -165,7 +165,7 @@ def test_what_a_builder_sees(llama):
         assert rule.probs(none, 0.5).tolist() == [[0, 0, 0, 0]]
 
 def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
-    """One stream for two purposes biases what is sampled.  Twenty seeds, chains and trees, and a
+    """One stream for two purposes biases what is sampled.  Eight seeds, chains and trees, and a
     rule that looks at the text.
     """
     made = []
@@ -178,7 +178,7 @@ def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
 
     monkeypatch.setattr(verify, "generator_for", noted)
     text = PROMPT + 2 * plain(llama, PROMPT, 24)
-    for seed in range(20):
+    for seed in range(8):
         by_text = verify.Rule([Counts()], seed)
         for build in (cape.drawn, cape.cape):
             for rule in (verify.sampling(1.0, seed=seed), by_text):
