@@ -410,11 +410,10 @@ def decoded(model, drafter, text, begin):
 def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
     """On chats, of which the target continues the prompt up to the first answer."""
     monkeypatch.setattr(evaluate, "PROMPTS", 4)
-    monkeypatch.setattr(evaluate, "NEW", 20)
+    monkeypatch.setattr(evaluate, "NEW", 16)
     tokens, documents = chats_at_random(30)
     modules = {name: weighty(start(text, llama)) for name, text in (
-        ("glide", "glide"), ("edd", "edd(hidden=2)"), ("eagle", "eagle"), ("medusa", "medusa"),
-        ("small", "small"))}
+        ("glide", "glide"), ("eagle", "eagle"), ("medusa", "medusa"), ("small", "small"))}
     decoders = {name: models.decoder_of(name, module) for name, module in modules.items()}
     frozen = train.FrozenTarget(llama, modules, decoders)
     data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
