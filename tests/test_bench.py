@@ -561,7 +561,7 @@ def test_the_main_command_as_a_script(tmp_path, monkeypatch, capsys):
     price = {"cost": 0.125, "node_price": 0.01, "start": 0.0, "cost_range": [0, 1],
              "node_price_range": [0, 1]}
     monkeypatch.setattr(measure, "prices", lambda *given: {"glide": price})
-    trees = ["cape", "chain", "beam", "pct", "pct(width=1, cost=0.01)", "pct-cost"]
+    trees = ["cape", "chain", "pct(width=1, cost=0.01)", "pct-cost"]
     flags = "--limit 1 --device cpu --max-new-tokens 8 --threads 1 --show --json r.jsonl".split()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(ROOT / "bench.py"), "--tree", *trees, *flags])
@@ -582,7 +582,7 @@ def test_the_main_command_as_a_script(tmp_path, monkeypatch, capsys):
     settings = {r["tree"]: r["settings"] for r in rows[2:]}
     assert settings["pct(width=1, cost=0.01)"].items() >= {"width": 1, "cost": 0.01}.items()
     assert settings["chain"] == {"gamma": 5}
-    assert settings["pct"]["cost"] == settings["pct-cost"]["cost"] == 0.125
+    assert settings["pct-cost"]["cost"] == 0.125
     shown = (r"\n--- glide x cape, prompt 1 of story: \[accepted\]bonus\n(.*?)\n--- 8 tokens in "
              r"\d+ rounds, tau ([\d.]+)\n")
     shown, tau = re.search(shown, done.out, re.S).groups()
