@@ -1,6 +1,4 @@
-"""Tiny targets of the real classes, with random weights in float64, and plain decoding by them."""
-
-import os
+"""Tiny targets of the real classes with random weights, plain decoding by them, and drafters."""
 import sys
 import threading
 from functools import lru_cache
@@ -11,52 +9,33 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "figures")]
 torch.set_num_threads(1)
-tqdm.monitor_interval = 0  # no thread whose lock a forked test could inherit, held
-tqdm.set_lock(
-    threading.RLock()
-)  # tqdm's own is one of all processes: a child that is killed would keep it for ever
-
-LONG = int(os.environ.get("LONG") or 0)  # 1: everything; more: so many cases of test_lossless.py
+tqdm.monitor_interval = 0          # no thread whose lock a forked test could inherit, held
+# tqdm's own lock is one of all processes: a child that is killed would keep it for ever.
+tqdm.set_lock(threading.RLock())
 
 CONTEXT, VOCAB = 40, 12
 SIZES = dict(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    max_position_embeddings=CONTEXT,
-    eos_token_id=None,
-    bos_token_id=None,
-    pad_token_id=None,
-)
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+    num_attention_heads=4, max_position_embeddings=CONTEXT, eos_token_id=None, bos_token_id=None,
+    pad_token_id=None)
 GROUPED = dict(num_key_value_heads=2)
+MIXED = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
 CLASSES = {
     "llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
     "llama-eager": (LlamaForCausalLM, LlamaConfig, dict(**GROUPED, attn_implementation="eager")),
     "mistral": (MistralForCausalLM, MistralConfig, dict(**GROUPED, sliding_window=9)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, GROUPED),
-    "qwen2-mixed": (
-        Qwen2ForCausalLM,
-        Qwen2Config,
-        dict(**GROUPED, use_sliding_window=True, sliding_window=7, max_window_layers=1),
-    ),
+    "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, {**GROUPED, **MIXED}),
 }
 
-
+# ---------------------------------------------------------------- targets
 def tiny(name, seed=0, **more):
-    """A random model of the class, whose distributions are far from uniform."""
+    """A random model of the class, in float64, whose distributions are far from uniform."""
     model_class, config_class, own = CLASSES[name]
     torch.manual_seed(seed)
     model = model_class(config_class(**{**SIZES, **own, **more})).double().eval()
@@ -65,58 +44,8 @@ def tiny(name, seed=0, **more):
             torch.nn.init.normal_(p, std=0.25)
     return model
 
-
 # The same one for all tests that ask for it: nobody changes it.
 shared = lru_cache(maxsize=None)(tiny)
-
-
-def target_of(model, capacity=None):
-    """verify.Target, or what stands in its place where layers have a sliding window."""
-    import verify
-    from runtime import targets
-
-    window = getattr(model.config, "sliding_window", None)
-    return (targets.AnyTarget if window else verify.Target)(model, capacity)
-
-
-def weighty(draft_model, seed=1):
-    """The draft model, with weights large enough that every part matters, in float64."""
-    torch.manual_seed(seed)
-    for p in draft_model.parameters():
-        if p.ndim == 2:
-            torch.nn.init.normal_(p, std=0.3)
-    return draft_model.double().eval()
-
-
-# What a kind's name leaves open, for targets of three layers
-SETTINGS = {
-    "glide": {"width": 24},
-    "glide 2": {"width": 24, "layers": 2},
-    "vanilla": {"width": 24, "glimpse": False},
-    "edd": {"hidden": 2},
-    "vdm": {"hidden": 2, "encoding": False},
-    "eagle": {},
-    "medusa": {},
-}
-
-
-def random_draft_model(model, kind, length=64, **more):
-    """A random draft model for a tiny target: a key of SETTINGS."""
-    from runtime import families
-
-    name = kind.split()[0]
-    config_class, _, _ = families.KINDS[name]
-    config = config_class.for_target(model, **{**SETTINGS[kind], **more})
-    return weighty(families.new(name, config, model, length))
-
-
-def random_drafter(model, kind, **more):
-    """What decodes with a random draft model: a key of SETTINGS."""
-    from runtime import families
-
-    _, _, drafter_class = families.KINDS[kind.split()[0]]
-    return drafter_class(random_draft_model(model, kind, **more))
-
 
 def family(name, std=0.25, **more):
     """A tiny random model of another class of transformers, by the sizes that its config knows.
@@ -133,7 +62,23 @@ def family(name, std=0.25, **more):
             torch.nn.init.normal_(p, std=std)
     return model
 
+def target_of(model, capacity=None):
+    """verify.Target, or what stands in its place where layers have a sliding window."""
+    import verify
+    from runtime import targets
+    window = getattr(model.config, "sliding_window", None)
+    return (targets.AnyTarget if window else verify.Target)(model, capacity)
 
+@pytest.fixture(scope="session", params=list(CLASSES))
+def model(request):
+    """Each class, one after the other."""
+    return shared(request.param)
+
+@pytest.fixture(scope="session")
+def llama():
+    return shared("llama")
+
+# ---------------------------------------------------------------- the oracle
 @torch.no_grad()
 def plain(model, ids, new):
     """Greedy decoding by the model's own forward over the whole text, without cache and mask.
@@ -145,13 +90,86 @@ def plain(model, ids, new):
         ids.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
     return ids[-new:]
 
+@torch.no_grad()
+def assert_plain(model, ids, new, count):
+    """Assert that `new` are the `count` ids that plain(model, ids, count) would give.
 
-@pytest.fixture(scope="session", params=list(CLASSES))
-def model(request):
-    """Each class, one after the other."""
-    return shared(request.param)
+    One forward over the whole text shows it: each of them is the argmax after those before it.
+    """
+    text = torch.tensor([[*ids, *new]])
+    choices = model(text, use_cache=False).logits[0].argmax(-1).tolist()
+    assert len(new) == count and new == choices[len(ids) - 1:-1]
 
+# ---------------------------------------------------------------- drafters
+class Positional:
+    """A drafter that knows positions alone: at(position) -> the logits (V,) of the token there."""
+    needs = {}
+    temperature = 1.0
 
-@pytest.fixture(scope="session")
-def llama():
-    return shared("llama")
+    def __init__(self, at):
+        self.at = at
+
+    def reset(self, probs, source):
+        self.probs = probs
+
+    def begin(self, view, root):
+        self.length, self.depth = view.length, []
+
+    def expand(self, tokens, parents):
+        logits = []
+        for parent in parents:
+            depth = self.depth[parent] + 1 if parent >= 0 else 0
+            self.depth.append(depth)
+            logits.append(self.at(self.length + depth + 1))
+        return self.probs(torch.stack(logits), self.temperature)
+
+    def keep(self, path):
+        """Nodes of its own, the root first; none where expand was not called."""
+        assert path == sorted(set(path)) and path[:1] == list(range(min(1, len(self.depth))))
+        assert all(node < len(self.depth) for node in path)
+
+def reciting(text, vocab=VOCAB):
+    """A drafter that recites a text, and is wrong at each third position."""
+    def at(position):
+        token = text[position] if position < len(text) else 0
+        p = torch.full((vocab,), 0.1 / vocab)
+        p[(token + (position % 3 == 0)) % vocab] += 0.9
+        return p.log()
+    return Positional(at)
+
+def weighty(draft_model, seed=1):
+    """The draft model, with weights large enough that every part matters, in float64."""
+    torch.manual_seed(seed)
+    for p in draft_model.parameters():
+        if p.ndim == 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return draft_model.double().eval()
+
+# What a kind's name leaves open, for targets of three layers
+SETTINGS = {
+    "glide": {"width": 24},
+    "glide 2": {"width": 24, "layers": 2},
+    "vanilla": {"width": 24, "glimpse": False},
+    "glide-shared": {},
+    "vanilla-shared": {"glimpse": False},
+    "edd": {"hidden": 2},
+    "vdm": {"hidden": 2, "encoding": False},
+    "edd-shared": {"hidden": 2},
+    "vdm-shared": {"hidden": 2, "encoding": False},
+    "eagle": {},
+    "medusa": {},
+}
+
+def random_draft_model(model, kind, length=64, words=None, **more):
+    """A random draft model for a tiny target: a key of SETTINGS."""
+    from runtime import families
+    name = kind.split()[0]
+    config_class, _, _ = families.KINDS[name]
+    config = config_class.for_target(model, **{**SETTINGS[kind], **more})
+    return weighty(families.new(name, config, model, length, words))
+
+def random_drafter(model, kind, **more):
+    """What decodes with a random draft model: a key of SETTINGS."""
+    from runtime import families
+    _, _, drafter_class = families.KINDS[kind.split()[0]]
+    return drafter_class(random_draft_model(model, kind, **more))

@@ -3,28 +3,22 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import VOCAB, shared, tiny, weighty
+from conftest import VOCAB, random_draft_model, random_drafter, tiny
 from safetensors.torch import load_file
 from test_glide import (
     EXACT, all_labels, batch_of, mean_loss, of_logits, save, text, trees_equal_training, view)
 
-from beyond.shared import EDDConfig, GlideConfig, frequent_words
+from beyond.shared import frequent_words
 from runtime import families
 
-KINDS = ["glide-shared", "edd-shared"]
+# The texts here are longer than the window of three entries.
+SETTINGS = {"glide-shared": {"layer": 1, "window": 3}, "edd-shared": {}}
 WORDS = torch.tensor([7, 2, 5, 3])
 OTHERS = [token for token in range(VOCAB) if token not in WORDS]
 
-def tied_llama():
+@pytest.fixture
+def tied():
     return tiny("llama", tie_word_embeddings=True)
-
-def made(kind, model, words=WORDS, **more):
-    """A random draft model, in float64, with a window of three entries."""
-    if kind == "edd-shared":
-        config = EDDConfig.for_target(model, 2, **more)
-    else:
-        config = GlideConfig.for_target(model, layer=1, **{"window": 3, **more})
-    return weighty(families.new(kind, config, model, 64, words))
 
 def hidden_of(draft_model, batch):
     """What the draft model's head reads of a batch, as in training (B, T, D)."""
@@ -45,13 +39,16 @@ def test_the_most_frequent_words():
         frequent_words(tokens, 10, 9)
 
 # ---------------------------------------------------------------- training
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("target", [lambda: shared("qwen2"), tied_llama])
-def test_the_layer_learns_among_the_words_alone(target, kind):
-    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns."""
-    model = target()
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_layer_learns_among_the_words_alone(kind):
+    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns.
+
+    A matrix follows the embedding of a tied table.
+    """
+    model = tiny("llama", tie_word_embeddings=kind == "edd-shared")
     model.requires_grad_(False)
-    draft_model = made(kind, model)
+    draft_model = random_draft_model(model, kind, words=WORDS, **SETTINGS[kind])
+    assert draft_model.config.projected == (kind == "edd-shared")
     batch = batch_of(model, torch.stack((text(13), text(13, 8))), {2, 3})
     loss_mask = all_labels(batch)
     loss_mask[1, :4] = False
@@ -72,65 +69,57 @@ def test_the_layer_learns_among_the_words_alone(target, kind):
     draft_model.config.loss = "lk"
     found = mean_loss(draft_model, batch, loss_mask)
     assert found.item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
-    model.requires_grad_(True)
-    # A matrix follows the embedding of a tied table.
-    projected = "between.projection.weight" in draft_model.state_dict()
-    assert projected == draft_model.config.projected == (target is tied_llama)
 
-def test_what_it_starts_with():
+def test_what_it_starts_with(tied):
     """The projection rotates, the last norm is the target's; other losses are refused."""
-    model = tied_llama()
-    model.get_decoder().norm.weight.data.uniform_(0.5, 2)
-    for kind in KINDS:
-        config = made(kind, model).config
-        draft_model = families.new(kind, config, model, 64)
-        norm = model.get_decoder().norm.weight
+    norm = tied.get_decoder().norm.weight
+    norm.data.uniform_(0.5, 2)
+    for kind in SETTINGS:
+        config = random_draft_model(tied, kind).config
+        draft_model = families.new(kind, config, tied, 64)
         torch.testing.assert_close(draft_model.norm.weight, norm, rtol=1e-5, atol=0)
         matrix = draft_model.between.projection.weight
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(32).double(), rtol=0, atol=1e-6)
         config.loss = "ce"
         with pytest.raises(ValueError, match="kl or lk, not by ce"):
-            families.new(kind, config, model, 64)
+            families.new(kind, config, tied, 64)
 
 # ---------------------------------------------------------------- decoding
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_trees_equals_training(kind):
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_decoding_trees_equals_training(kind, llama):
     """Among the words; the logits of all others are -inf."""
-    model = shared("llama")
-    draft_model = made(kind, model)
-    trees_equal_training(families.KINDS[kind][2](draft_model), model)
+    drafter = random_drafter(llama, kind, words=WORDS, **SETTINGS[kind])
+    trees_equal_training(drafter, llama)
 
-def test_the_window_holds_a_query_and_three_entries_before_it():
-    model = shared("llama")
-    batch = batch_of(model, text(20)[None])
-    draft_model = made("glide-shared", model)
-    wide = made("glide-shared", model, window=99)
+def test_the_window_holds_a_query_and_three_entries_before_it(llama):
+    batch = batch_of(llama, text(20)[None])
+    narrow = random_draft_model(llama, "glide-shared", words=WORDS, layer=1, window=3)
+    wide = random_draft_model(llama, "glide-shared", words=WORDS, layer=1, window=99)
     with torch.no_grad():
-        differ = hidden_of(wide, batch) - hidden_of(draft_model, batch)
+        differ = hidden_of(wide, batch) - hidden_of(narrow, batch)
     differ = differ[0].abs().amax(-1)
     assert differ[:4].max() < 1e-9 < 1e-3 < differ[4:].min()
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path, tied):
     """Saved, loaded: the words' logits are those of the whole head, and no other is drafted.
 
     A checkpoint of before has other names.
     """
-    model = tied_llama()
-    save(tmp_path / "short", made(kind, model), kind=kind)
+    draft_model = random_draft_model(tied, kind, words=WORDS, **SETTINGS[kind])
+    save(tmp_path / "short", draft_model, kind=kind)
     saved = load_file(tmp_path / "short" / "model.safetensors")
     assert torch.equal(saved["between.words"], WORDS)
     assert not any(weight.shape[0] == VOCAB for weight in saved.values())
-    whole = made(kind, model, words=None)
+    whole = random_draft_model(tied, kind, **SETTINGS[kind])
     whole.load_state_dict({name: saved[name] for name in whole.state_dict()})
     save(tmp_path / "whole", whole, kind=kind)
-    before = made(kind, model)
-    names = {name: name.removeprefix("between.") for name in before.state_dict()}
-    before.state_dict = lambda: {names[name]: saved[name] for name in names}
-    save(tmp_path / "before", before, kind=kind)
-    batch, found = batch_of(model, text(12)[None], {2}), []
+    before = {name.removeprefix("between."): weight for name, weight in saved.items()}
+    draft_model.state_dict = lambda: before
+    save(tmp_path / "before", draft_model, kind=kind)
+    batch, found = batch_of(tied, text(12)[None], {2}), []
     for folder in ("short", "whole", "before"):
-        drafter, _ = families.load(tmp_path / folder, model, 40)
+        drafter, _ = families.load(tmp_path / folder, tied, 40)
         of_logits(drafter).begin(view(batch, 0, 9), 3)
         found.append(drafter.expand(torch.tensor([3, 1, 2]), [-1, 0, 0]))
     short, full, older = found

@@ -1,12 +1,12 @@
 """Targets of other families: what the proof finds, and what generate() gives with each of them."""
 import threading
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import CONTEXT, VOCAB, family, plain, tiny
-from test_generate import Reciting
+from conftest import CONTEXT, GROUPED, MIXED, VOCAB, assert_plain, family, plain, reciting, tiny
 
 import cape
 import pct
@@ -16,26 +16,20 @@ from runtime.errors import UserError
 from runtime.generation import speculative
 from runtime.targets import AnyTarget, any_target
 
-GROUPED = {"num_key_value_heads": 2}
 HEADS = {**GROUPED, "head_dim": 8}
-MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
 # What a small configuration of each class says beside conftest's sizes.  All verify trees.
 FAMILIES = {
-    "LlamaForCausalLM": GROUPED,
-    "MistralForCausalLM": {**GROUPED, "sliding_window": 9},
+    "MistralForCausalLM": {**GROUPED, "sliding_window": 4096},
     "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
-    "Qwen2ForCausalLM": {
-        **GROUPED, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "Qwen2ForCausalLM": {**GROUPED, **MIXED},
     "Qwen3ForCausalLM": HEADS,
-    "Qwen3MoeForCausalLM": {
-        **HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-    "GemmaForCausalLM": HEADS,
     "Gemma2ForCausalLM": {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8},
     "Gemma3ForCausalLM": {
-        **HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": MIXED},
+        **HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": LAYERS},
     "GptOssForCausalLM": {
-        **HEADS, "num_local_experts": 4, "sliding_window": 7, "layer_types": MIXED,
+        **HEADS, "num_local_experts": 4, "sliding_window": 7, "layer_types": LAYERS,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None},
     "PhiForCausalLM": {"partial_rotary_factor": 0.5},
     "Phi3ForCausalLM": {
@@ -60,7 +54,6 @@ CHAINS_ONLY = {
         **HEADS, "attention_chunk_size": 8, "intermediate_size_mlp": 32, "num_local_experts": 2,
         "num_experts_per_tok": 1},
     "T5ForConditionalGeneration": T5,
-    "MT5ForConditionalGeneration": T5,
     "BartForConditionalGeneration": {**DECODER, **ENCODER, "forced_eos_token_id": None},
     "MarianMTModel": {**DECODER, **ENCODER, "forced_eos_token_id": None},
 }
@@ -73,18 +66,13 @@ made = lru_cache(maxsize=None)(lambda name: family(name, **FAMILIES[name]))
 PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
 NEW = 14
 
-@lru_cache(maxsize=None)
-def text_of(name):
-    return plain(made(name), PROMPT, NEW)
-
 # ---------------------------------------------------------------- inside generate()
 def model_of(name):
     """A model for generate(): alone it makes NEW tokens of PROMPT."""
-    more = {**FAMILIES, **CHAINS_ONLY, **REFUSED}[name]
     if name in FAMILIES:
         model = made(name)
     else:                                                      # not all of these know float64
-        model = family(name, decoder_start_token_id=1, **more).float()
+        model = family(name, decoder_start_token_id=1, **{**CHAINS_ONLY, **REFUSED}[name]).float()
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=NEW, decoder_start_token_id=1)
     return model
@@ -92,7 +80,7 @@ def model_of(name):
 def decoded(model, build, text, **how):
     """What generate() gives with a builder, and the callable."""
     ids = torch.tensor([PROMPT])
-    fast = speculative(Reciting(text, VOCAB), build)
+    fast = speculative(reciting(text), build)
     how = {"attention_mask": torch.ones_like(ids), **how}
     return model.generate(ids, custom_generate=fast, **how), fast
 
@@ -110,53 +98,46 @@ def test_generates_own_by_chains_and_cape_or_a_sentence(name):
     out, fast = decoded(model, cape.chain, text)
     assert torch.equal(out, own) and fast.last.tau > 2
     if name in FAMILIES:
+        assert fast.target.context == (36 if name == "Phi3ForCausalLM" else CONTEXT)
         assert torch.equal(decoded(model, cape.cape, text)[0], own)
-        assert text[len(PROMPT):] == text_of(name), "and generate() is right"
+        assert_plain(model, PROMPT, text[len(PROMPT):], NEW)
         return
     with pytest.raises(UserError, match=f"{name} verifies chains only.*by cape.chain,") as why:
         decoded(model, cape.cape, text)
     assert "\n" not in str(why.value)
 
-@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "BartForConditionalGeneration"])
-def test_an_encoder_decoder_reads_what_generate_has_encoded(name):
+def test_an_encoder_decoder_reads_what_generate_has_encoded():
     """A padded source, the decoder's own prompt, outputs that were given, a dict, sampling."""
-    model, ids = model_of(name), torch.tensor([PROMPT])
+    model, ids = model_of("T5ForConditionalGeneration"), torch.tensor([PROMPT])
     mask = torch.tensor([[1] * 7 + [0] * 3])
     encoded = model.get_encoder()(torch.flip(ids, [1]), return_dict=True)
     for how in ({}, dict(attention_mask=mask), dict(decoder_input_ids=torch.tensor([[1, 5, 4]])),
                 dict(encoder_outputs=encoded), dict(repetition_penalty=1.3)):
-        text = model.generate(ids, **how)[0].tolist()
-        for tree in (cape.chain, verify.root_only):
-            out, fast = decoded(model, tree, text, return_dict_in_generate=True, **how)
-            assert out.sequences[0].tolist() == text
-            assert fast.target.source == PROMPT
-    own = model.generate(ids, return_dict_in_generate=True)
-    out, _ = decoded(model, cape.chain, own.sequences[0].tolist(), return_dict_in_generate=True)
-    assert type(out) is type(own) and out.keys() == own.keys()
-    for field in ("past_key_values", "cache"):
-        if field in own:
-            x, y = own[field], out[field]
-            for part in ("self_attention_cache", "cross_attention_cache"):
-                written = [layer for layer in getattr(x, part).layers if layer.is_initialized]
-                for layer, ours in zip(written, getattr(y, part).layers):
-                    torch.testing.assert_close(layer.keys, ours.keys, atol=1e-5, rtol=1e-4)
-    texts = set()
+        own = model.generate(ids, return_dict_in_generate=True, **how)
+        text = own.sequences[0].tolist()
+        out, fast = decoded(model, cape.chain, text, return_dict_in_generate=True, **how)
+        assert out.sequences[0].tolist() == text and fast.target.source == PROMPT
+        assert type(out) is type(own) and out.keys() == own.keys()
+    [cache] = {"past_key_values", "cache"} & own.keys()
+    for part in ("self_attention_cache", "cross_attention_cache"):
+        for x, y in zip(*(getattr(caches[cache], part).layers for caches in (own, out))):
+            if x.is_initialized:
+                torch.testing.assert_close(x.keys, y.keys, atol=1e-5, rtol=1e-4)
+    texts = []
     for tree in (cape.chain, verify.root_only):
         torch.manual_seed(3)
-        texts.add(tuple(decoded(model, tree, text, do_sample=True)[0][0].tolist()))
-    assert len(texts) == 1
+        texts.append(decoded(model, tree, text, do_sample=True)[0].tolist())
+    assert texts[0] == texts[1]
+    filled = transformers.EncoderDecoderCache(*(transformers.DynamicCache() for _ in range(2)))
+    model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([[1]]), past_key_values=filled)
     with pytest.raises(UserError, match="cache holds 1 tokens"):
-        filled = transformers.EncoderDecoderCache(*(transformers.DynamicCache() for _ in range(2)))
-        model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([[1]]),
-              past_key_values=filled)
         decoded(model, cape.chain, text, past_key_values=filled)
 
 def test_padding_where_positions_are_counted_by_the_cache():
     """Stripped padding would be another text there."""
-    model = model_of("BartForCausalLM")
     mask = torch.tensor([[0] * 2 + [1] * 8])
     with pytest.raises(UserError, match="prompt without padding"):
-        decoded(model, cape.chain, PROMPT, attention_mask=mask)
+        decoded(model_of("BartForCausalLM"), cape.chain, PROMPT, attention_mask=mask)
 
 def test_a_class_that_ignores_positions_verifies_chains():
     class Deaf(transformers.LlamaForCausalLM):
@@ -170,29 +151,21 @@ def test_a_class_that_ignores_positions_verifies_chains():
     with pytest.raises(UserError, match="by cape.chain"):
         decoded(model, cape.cape, text, max_new_tokens=NEW)
 
-def test_a_window_longer_than_the_context():
-    model = tiny("mistral", sliding_window=4096)
-    text = PROMPT + plain(model, PROMPT, NEW)
-    for build in (cape.chain, cape.cape):
-        out, _ = decoded(model, build, text, max_new_tokens=NEW)
-        assert out[0].tolist() == text
+def test_a_sequence_ends_with_longropes_short_table():
+    """Nodes of a tree that would lie beyond do not switch to the long one."""
+    model = made("Phi3ForCausalLM")
+    prompt = [(7 * i + 1) % VOCAB for i in range(30)]
+    text = prompt + plain(model, prompt, 7)
+
+    def deep(expand, root):
+        expand.remaining = 9                                   # a builder that looks too far
+        return cape.cape(expand, root, gamma=9, max_nodes=9)
+    for build in (pct.pct, deep):
+        drafter = reciting(text + [1] * 9)
+        out = verify.generate(AnyTarget(model), drafter, build, prompt, 30)
+        assert prompt + out.tokens == text
 
 # ---------------------------------------------------------------- the proof
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_trees_logits_are_those_of_its_paths(name):
-    model = made(name)
-    target = AnyTarget(model)
-    context = 36 if name == "Phi3ForCausalLM" else CONTEXT
-    assert target.verifies_trees and target.context == context
-    with torch.inference_mode():
-        target.prefill(PROMPT)
-        tokens, parents = torch.tensor([1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 2])
-        logits, _ = target.forward(tokens, parents)
-        for path in ([0, 1, 3], [0, 2, 4]):
-            ids = torch.tensor([PROMPT + [1 + node for node in path]])
-            alone = model(ids, use_cache=False).logits[0, -3:]
-            torch.testing.assert_close(logits[path], alone, atol=2e-5, rtol=1e-3)
-
 def test_the_proof_tries_a_short_window_and_restores_the_configuration(monkeypatch):
     model = tiny("qwen2-mixed", sliding_window=30)
     before = dict(vars(model.config))
@@ -225,12 +198,11 @@ def test_a_model_is_proven_once_in_each_state(monkeypatch):
     any_target(model)
     assert len(proofs) == 3
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_no_reason_to_refuse(dtype):
+def test_half_precision_is_no_reason_to_refuse():
     for name in ("llama", "mistral"):
-        assert AnyTarget(tiny(name).to(dtype)).verifies_trees
+        assert AnyTarget(tiny(name).to(torch.bfloat16)).verifies_trees
     bart = family("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"])
-    assert not AnyTarget(bart.to(dtype)).verifies_trees
+    assert not AnyTarget(bart.to(torch.bfloat16)).verifies_trees
 
 def test_tokens_without_logits_prove_nothing():
     """A model that gives a token the lowest logit of its dtype is not proven by that logit."""
@@ -245,21 +217,6 @@ def test_tokens_without_logits_prove_nothing():
     AnyTarget.proven.pop(model)
     assert not AnyTarget(model).verifies_trees, "it ignores positions"
 
-def test_a_sequence_ends_with_longropes_short_table():
-    """Nodes of a tree that would lie beyond do not switch to the long one."""
-    model = made("Phi3ForCausalLM")
-    prompt = [(7 * i + 1) % VOCAB for i in range(30)]
-    expected = plain(model, prompt, 7)
-    drafter = Reciting(prompt + expected + [1] * 9, VOCAB)
-    beyond = dict.fromkeys(("gamma", "max_nodes"), 9)
-
-    def deep(expand, root):
-        expand.remaining = 9                                   # a builder that looks too far
-        return cape.cape(expand, root, **beyond)
-    for build in (cape.cape, pct.pct, deep):
-        out = verify.generate(AnyTarget(model), drafter, build, prompt, 30)
-        assert out.tokens == expected
-
 @pytest.mark.parametrize("config, context", [
     (dict(max_position_embeddings=32), 32), (dict(), targets.UNSTATED), (dict(max_seq_len=77), 77),
     (dict(max_position_embeddings=32, rope_scaling={"type": "yarn", "factor": 4.0}), 128),
@@ -269,5 +226,4 @@ def test_a_sequence_ends_with_longropes_short_table():
           rope_scaling={"type": "longrope"}), 36),
     (dict(max_position_embeddings=64, rope_scaling={"rope_type": "dynamic", "factor": 2.0}), 64)])
 def test_the_context_by_a_configuration(config, context):
-    from types import SimpleNamespace
     assert targets.context_of(SimpleNamespace(**config)) == context
