@@ -193,8 +193,8 @@ def check(a):
             raise UserError(f"{' '.join(labels)}: name each once")
     for tree in trees:
         trial = tree
-        # graft is a method of a drafter, and none is loaded yet.  All its settings but `chain` are
-        # also pct_cost's: they are tried with that.
+        # graft is a method of a drafter, and none is loaded yet.  So its settings are tried with
+        # pct_cost, which has the same ones but for `chain`.
         if tree.name == "graft":
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
             trial = tree._replace(function=priced.pct_cost, settings=shared)
@@ -224,7 +224,7 @@ def read_prompts(a, setup, paths, limit=None):
     context, vocab = setup.target.context, setup.target.config.vocab_size
 
     def answer(ids):
-        """The target's own, untimed, for a chat without an answer to the question before."""
+        """The target's own answer to an earlier question, where the chat has none; untimed."""
         most = min(a.max_new_tokens, setup.target.remaining(ids))
         tokens = decode(a, setup, None, verify.root_only, ids, most).tokens
         return setup.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -510,7 +510,7 @@ def metrics(arm, records, plain, costs):
     drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
     several_stages = costs and len(costs) > 2            # the first is the target's
     row["c"] = None if several_stages else ratio(drafting, step)
-    # gamma is a setting of chains; a cascade of one stage has it in its K.
+    # gamma: a setting of chains; of a cascade of one stage in its K.  (With several c is None.)
     gamma = arm.cascade.K[0][0] if arm.cascade else arm.settings.get("gamma")
     row["expected_speedup"] = None
     if row["alpha"] is not None and row["c"] and gamma:

@@ -138,8 +138,8 @@ def drawn(expand, root, gamma=GAMMA):
     """A chain sampled from the drafter, for speculative sampling -> Tree with p_draft.
 
     p_draft (length, V): entry i is the distribution from which node i + 1 was sampled.  The random
-    numbers are those of expand.generator, if there is one.  They must not be those that decide
-    acceptance, as a generator of the same seed would give: the output would be biased.
+    numbers are those of expand.generator, if there is one.  Acceptance must use other numbers (not
+    a second generator of the same seed), or the output is biased.
     """
     pick = partial(sample, generator=getattr(expand, "generator", None))
     chosen, p, probs = draft(expand, root, gamma, pick)
@@ -225,7 +225,8 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # of x_{t+i} is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
     # No extra has children, and none was given to expand.
     # Row i of the extras (gamma, K), counted from 0, is the set X_{i+1}, and the parent of its
-    # tokens is node i.  `index` counts in the flattened extras, so the row is index // K.
+    # tokens is node i.  `index` counts in the flattened extras: with K = 7, 9 is in row 1, so it
+    # belongs to X_2, and its parent is node 1.
     K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents = torch.cat((tree.parents, index // K))
     expand_index = pad(tree.expand_index, (0, count), value=-1)
@@ -261,8 +262,8 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         longer = score + p.log()                                  # (m, per_sequence)
         most = min(width, longer.numel())
         score, index = longer.flatten().topk(most)                # (most,), the best first
-        # Which of the m sequences each of the best continues.  Those of probability zero (-inf)
-        # come last; the first `count` are possible.
+        # continued[r]: which of the m sequences the r-th best one continues.  Only the first
+        # `count` have a probability above zero.
         continued = index // per_sequence
         count = score.isfinite().sum()
         *continued, count = torch.cat((continued, count[None])).tolist()  # device-to-host sync

@@ -44,8 +44,8 @@ and a list of token ids `text`:
 
 Two builders are methods of Cascade, and return its own chain as a Tree.  chain() drafts greedily;
 drawn() samples its drafts where the target's tokens are sampled, and its tree has a p_draft.  Both
-are lossless.  All other builders see the greedy chain through Cascade.expand(), and nothing beside
-it.
+are lossless.  All other builders get, from Cascade.expand(), predictions along the greedy chain:
+siblings of its tokens, but nothing below a token that is not on it.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -57,8 +57,8 @@ Differences from the paper:
     tokens of the whole call, against k_1 + ... + k_i.)
  3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
     it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
- 4. chain() and drawn() draft fewer tokens than the output may still get: the last one is the
-    target's.  A stage whose context is full is skipped, and the stages after it go on.
+ 4. chain() and drawn() draft at most one token less than the output may still get: the last one is
+    the target's.  A stage whose context is full is skipped, and the stages after it go on.
  5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
     written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
     that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
@@ -89,9 +89,10 @@ class Gen:
     probs: an entry for each token:
         None           for the root and before it (ones in Algorithm 1)
         a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
-        a tensor (V,)  for a draft that a model has proposed or reviewed: in sampling the
-                       distribution that it now follows; in greedy drafting that model's logits at
-                       its position, of which a softmax is taken only where somebody asks for it
+        a tensor (V,)  for a draft that a model has proposed or reviewed.
+                       Sampling: the distribution that the token now follows.
+                       Greedy: that model's logits at its position; whoever needs probabilities
+                       takes their softmax.
     runs: {stage: number of forwards, or of Max-Gram's proposals}.
     device: the target's.
     """
@@ -117,7 +118,7 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     one token of target's own.
 
     limit: the most tokens that gen may have before target's review.  With a limit of 10 a nested
-    call may fill gen up to 9, and its review adds the 10th; it is made while gen has 9 or fewer.
+    call starts only while gen has 9 or fewer; its drafts fill gen up to 9, its review adds one.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -182,7 +183,8 @@ def lenient_distribution(p_reviewer, p_draft, l):
         q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
         P(rejection) = 1 - sum_y min(q(y), l p(y))
     The next reviewer must compare with q'.  And accept_sampled, given q' in the place of p, does
-    exactly this review.  The proof, by cases:
+    exactly this review: it accepts x with probability min(1, q'(x) / q(x)), else it samples from
+    norm(max(0, q' - q)).  These are the same, case by case:
         where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
         where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
         after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
@@ -279,9 +281,8 @@ class Cascade:
         For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
         runs the encoder over the prompt (runtime/targets.py).
 
-        K: Algorithm 1's matrix.  By default the first model after each reviewer adds one token, the
-        other models none, and Max-Gram ten: [[1, 0, 10], [0, 1, 10], [0, 0, 10]] for two models and
-        Max-Gram.
+        K: Algorithm 1's matrix.  By default each reviewer gets one token from the next smaller
+        model, none from the others, ten from Max-Gram: [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.

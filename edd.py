@@ -12,7 +12,7 @@ sees the hidden states of all blocks before its own, and of the tokens only thos
 up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
-    T = (t_1, t_2, ...)                (B, T)     ids: T of them, counted from t_0
+    T = (t_1, t_2, ...)                (B, T)     ids; in shapes T is their number; t_0 is the first
     H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
     L                                  int        block: the length of a block of the mask
     P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
@@ -27,9 +27,9 @@ Differences from the paper:
  2. The paper reads "the fourth-to-last layer" of 32 and calls it the 28th, so it counts from 0.
     Hugging Face's hidden_states has 33 entries there: the embeddings, then the output of each
     layer.  So the output of layer 28 is entry 29, hidden_states[-4].  It is the default here.
- 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So of the soft
-    prompt training computes only keys and values, and decoding computes them once, when a token is
-    committed.
+ 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So the soft
+    prompt needs keys and values only, no queries and no feed-forward, and decoding computes them
+    once, when a token is committed.
  4. The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
     The paper does not state its loss: here it is config.loss, as EDD's.  In both drafters embedding
     and LM head begin as copies of the target's, and are trained further.
@@ -228,10 +228,10 @@ class EDD(nn.Module):
     def terms(self, batch, block):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        EDD has one.  x (B, T, D) and labels are loss_of's arguments at all positions.  Labels are
-        for "kl" the target's logits (B, T, V), for "ce" the next token ids (B, T).  mask None: the
-        batch's own loss mask.  batch: see train.py.  block: L, which a training step draws
-        uniformly from config.blocks (3.1).
+        EDD has one.  x (B, T, D) and labels are of all positions; train.py gives loss_of those in
+        the loss mask.  Labels are for "kl" the target's logits (B, T, V), for "ce" the next token
+        ids (B, T).  mask None: the batch's own loss mask.  batch: see train.py.  block: L, which a
+        training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # None for the VDM
         x = self(batch.ids, hidden, block)

@@ -13,7 +13,7 @@ are delayed.  A block mask imitates this delay in training.
     N_D, d_D, h, d_k   ints              config.layers, .width, .target_heads, .target_head_size
     H^m                (B, T, d_D)       x, after the self-attention of layer m
     W_j                (d_D, d_k) x h    layer.glimpse_q: all heads in one matrix
-    K^{l,j}, V^{l,j}   (B, H, t, d_k)    kv[l], where l = config.layers_read[m], N_T - N_D + m there
+    K^{l,j}, V^{l,j}   (B, H, t, d_k)    kv[l], l = config.layers_read[m] (paper: l = N_T - N_D + m)
     W^O                (h d_k, d_D)      layer.glimpse_o
     L, Mask_Block      int, (T, T)       config.block (5); block_mask(T, L)
 
@@ -41,10 +41,11 @@ Differences from the paper:
     nearly uniform for a long part of the training.
  4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
  5. In a drafter of two layers the KV entries of the second depend on what the first one's glimpse
-    saw; the paper does not say what that is for committed tokens.  Here nodes that expand() read
-    keep the entries computed then.  A prompt, and accepted nodes that expand() did not read, go
-    through encode(), under a block mask.  Its blocks start at position 0 for a prompt, else at the
-    previous round's root.  The official code encodes accepted tokens anew in each round.
+    saw; the paper does not say what that is for committed tokens.  Here
+      - accepted nodes that expand() read keep the entries computed then;
+      - a prompt is encoded under a block mask whose blocks start at position 0;
+      - accepted nodes that expand() did not read, under one that starts at the last round's root.
+    The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
     is cross entropy.
@@ -55,7 +56,8 @@ Differences from the paper:
     section 4.1 takes the block of the predicted token instead, here that of f.
  9. The glimpse is added to the residual stream, as the output of every other sub-layer.  The paper
     says that it is "concatenated with the other output vectors".
-10. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
+10. d_D is by default the target's width; in the paper it is 4096 for all targets.
+11. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
 To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
@@ -234,7 +236,7 @@ class Layer(nn.Module):
         k = k.to(q.dtype)
         v = v.to(q.dtype)
         # With grouped-query attention, h / H query heads share a KV head.  They are stacked along
-        # the axis of the queries: the argument enable_gqa does the same, but it copies the keys.
+        # the axis of the queries.  (enable_gqa=True gives the same, but it copies the keys.)
         group = h // H
         q = q.reshape(B, H, group * T, -1)
         attention_mask = None
@@ -329,9 +331,10 @@ class Glide(nn.Module):
     def terms(self, batch, block=None):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        GLIDE has one.  x (B, T, d_D) and labels are loss_of's arguments at all positions.  Labels
-        are the next token ids (B, T), or for "kl" the target's logits (B, T, V).  mask None: the
-        batch's own loss mask.  batch: see train.py.  block is for EDD: GLIDE's L is config.block.
+        GLIDE has one.  x (B, T, d_D) and labels are of all positions; train.py gives loss_of those
+        in the loss mask.  Labels are the next token ids (B, T), or for "kl" the target's logits
+        (B, T, V).  mask None: the batch's own loss mask.  batch: see train.py.  block is for EDD:
+        GLIDE's L is config.block.
         """
         x = self(batch.ids, batch.kv)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits

@@ -12,12 +12,12 @@ without a tensor: its text is a Python string with one character for each token,
 search finds the match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
 about a millisecond in one that repeats a single token 4000 times.
 
-A *match* is a suffix of the query, one token or longer, that occurs in the committed text with at
-least one token after it.  The longest match is taken.  Where it occurs more than once, the leftmost
-occurrence is taken, and one in the source rather than one in the generation.  The tokens after it
-are the *chunk*: n of them, or as many as there are.  A short chunk becomes part of the query, and
-matching starts again.  Where nothing matches, the bigram gives one token; where it knows none, the
-proposal ends.
+A *match* is a suffix of the query, one token or longer, that occurs in the source or in the
+committed generation with at least one token after it.  The longest match is taken.  Where it occurs
+more than once, the leftmost occurrence is taken, and one in the source rather than one in the
+generation.  The tokens after it are the *chunk*: n of them, or as many as there are.  A short chunk
+becomes part of the query, and matching starts again.  Where nothing matches, the bigram gives one
+token; where it knows none, the proposal ends.
 
     paper              shape      name here
     encoder_ids        (s,)       source: the encoder's input, where there is one

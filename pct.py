@@ -32,8 +32,8 @@ calibration temperature before the softmax.
 Differences from the paper:
  1. Of Eq. 5: (a) it is called a gain, but it is an expected loss, and smaller is better; (b) it
     charges each node a whole forward, which the nodes of a layer share; (c) by the paper's text p_j
-    decides whether d_j is drafted, but it is known only once d_j is drafted.  By the paper's
-    "Implementation Details", and here, p_j decides whether to draft below d_j.
+    decides whether d_j is drafted, but p_j is known only afterwards.  So here it decides whether to
+    draft below d_j, as in the paper's "Implementation Details".
  2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
     (VCT) is meant.
  3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
@@ -207,7 +207,7 @@ def grown(expand, root, width, depth, by, threshold, most):
     assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
     assert 0 <= threshold <= 1, f"the threshold is {threshold}: a confidence lies between 0 and 1"
     candidates = Candidates(expand, root, width)
-    confidence = {"c": candidates.c, "p": candidates.p}[by]
+    confidence = {"c": candidates.c, "p": candidates.p}[by]          # it grows with the candidates
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
@@ -257,7 +257,7 @@ def vct(expand, root, width=3, depth=5):
     return candidates.tree(range(1, len(candidates.token)))
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
-    """EAGLE-2's tree (appendix A): the `expanded` best nodes of a layer get as many children each.
+    """EAGLE-2's tree (appendix A): a layer's `expanded` best nodes get `expanded` children each.
 
     "We set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10
     nodes during the expansion phase."

@@ -20,8 +20,8 @@ True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A ba
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token, of the ids that are learned
-                                 (all, or a list); None if no drafter learns them
+    logits      (B, T, V)        the target's logits after each token; V: of the learned ids alone,
+                                 if these are a list; None if no drafter learns logits
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
@@ -30,7 +30,8 @@ Differences from the papers:
     optimised with Muon, all else with AdamW.  GLIDE's embedding and head start as the target's
     where the widths agree, and its glimpse has a norm.  The learning rate has a warm-up and a
     cosine; by default it is 5e-4 sqrt(4096 / D).  The papers' recipes (GLIDE: cross entropy,
-    AdamW, random tables, 5e-4, batches of 64; EDD: AdamW, 1e-4) are in docs/training.md.
+    AdamW, random embedding and head, 5e-4, batches of 64; EDD: AdamW, 1e-4) are in
+    docs/training.md.
  3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
     (training/evaluate.py), so that trees can trust its confidence.
 """
@@ -111,8 +112,8 @@ def parser():
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of drafters' "
-         "products; auto: bfloat16 on CUDA, else float32.  The target is in float32 on a CPU, but "
-         "for bfloat16; else in the dtype in which it is stored")
+         "products; auto: bfloat16 on CUDA, else float32.  The target: float32 on a CPU unless "
+         "this is bfloat16, otherwise as it is stored")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     # The run
     flag("--out", default="work/drafters", help="folder to save drafters under")

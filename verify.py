@@ -24,7 +24,7 @@ with `needs`, reset, begin, expand and keep (4 to 6).
  2. A Tree holds long tensors (n,) on the root's device: tokens; parents, which come before their
     children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
     -1 if it was not given.  Only a chain that was sampled has p_draft (n - 1, V), from which its
-    tokens were sampled; none of them may have probability zero, or the output is biased.
+    tokens were sampled; a token of probability zero there would bias the output.
  3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
     of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
     use, which is the number of tokens left minus the target's own (where that is 0 no builder is
@@ -130,7 +130,10 @@ class TreeCache(Cache):
                     larger[:, :, :x.shape[2]] = x
 
     def slice_like(self, x):
-        """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d)."""
+        """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d).
+
+        It is the next free slice of the stack of that shape, which is made first if there is none.
+        """
         shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
         free = self.free.setdefault((shape, x.dtype, x.device), [])
         if not free:
@@ -221,7 +224,7 @@ class Target:
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """Forward the n nodes of a tree after the prefix; parents None: a chain.
 
-        tokens, parents (n,).  Returns the logits (n, V), or only the last `logits_to_keep` of them;
+        tokens, parents (n,).  Returns the logits (n, V), or the last `logits_to_keep` (0: all);
         and the states of the nodes, which commit takes: [tokens, hidden states (n, D) per index].
         """
         n, cached = len(tokens), self.cache.length
@@ -231,8 +234,8 @@ class Target:
         # parents   cached   n       what a node sees
         # None      0        any     a prompt: the model's own causal mask is right
         # any       any      1       everything: no mask is needed
-        # None      > 0      > 1     the prefix and all nodes before it: a chain
-        # given     any      > 1     the prefix and its ancestors
+        # None      > 0      > 1     the prefix, the nodes before it and itself: a chain
+        # given     any      > 1     the prefix, its ancestors and itself
         position, mask = slots, None
         if parents is None and cached:
             parents = slots - cached - 1
@@ -250,8 +253,8 @@ class Target:
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """Run the model once.  Node i is written to the cache at slots[i].
 
-        It attends to those of the cache's first `end` entries that mask (n, end) shows it; mask
-        None: the model's causal mask.  Returns a list: logits, and hidden states (n, D) per index.
+        It attends to entry e < end of the cache where mask[i, e]; mask (n, end), or None: the
+        model's causal mask.  Returns a list: logits, and hidden states (n, D) per index.
         runtime/ replaces this method: for other families of models, and to record CUDA graphs.
         """
         wanted = self.needs["hidden"]
@@ -439,9 +442,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores gets one node at a time, as a tree of its own; in a sampled chain that tree
-        is [node, next node], as the next one is accepted or rejected.  What is chosen after that is
-        not used, so its row of scores may repeat the first one.
+        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain the next
+        node comes along, since it is accepted or rejected there; its own row of scores is a dummy,
+        as only the first choice is used.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
