@@ -51,6 +51,13 @@ def test_the_constants_are_the_papers():
     """Appendix B: width 5, depth 10, leaves under 0.01."""
     assert (pct.WIDTH, pct.DEPTH, pct.LEAF) == (5, 10, 0.01)
 
+def test_a_confidence_that_bfloat16_rounded_above_1_is_1():
+    """Else a child would be more probable than its parent, and be kept without it."""
+    def expand(tokens, parents):
+        return torch.tensor([[0.0, 1.01]]).expand(len(tokens), -1)
+    tree = pct.eagle2(expand, ROOT_0, total=1, depth=2)
+    assert (tree.tokens.tolist(), tree.parents.tolist()) == ([0, 1], [-1, 0])
+
 @pytest.mark.parametrize("zeros", [0.0, 0.6])
 def test_pct_and_token_confidence_equal_the_recursive_program(zeros):
     rng = random.Random(0)
