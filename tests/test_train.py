@@ -191,31 +191,36 @@ def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, monkeypa
     assert all(torch.isfinite(p).all() for m in drafters.values() for p in m.parameters())
 
 def test_muon_takes_stacked_matrices_one_by_one(llama):
-    """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each alone; tables, norms by AdamW."""
+    """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each alone; tables, norms by AdamW.
+
+    PyTorch's computes in bfloat16, so updates differ by its rounding.
+    """
     module = start("glide(width=16)", llama)
     adamw, by_muon = muon.optimizers({"a-head": module}, "muon")
     rest = {id(p) for p in adamw.param_groups[0]["params"]}
-    held = {id(weight): count for weight, count in by_muon.weights}
+    held = {id(group["params"][0]): group["count"] for group in by_muon.param_groups}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest
     assert len(rest) + len(held) == len(list(module.parameters()))
     layer = module.layers[0]
     counts = [held[id(getattr(layer, name).weight)] for name in ("qkv", "up", "o", "glimpse_q")]
     assert counts == [3, 2, 1, 1]
-    fused = torch.nn.Parameter(torch.randn(12, 6))
-    alone = torch.nn.Parameter(torch.randn(4, 6))
-    how = dict(lr=0.1, adjust_lr_fn="match_rms_adamw")
-    chunks = (*fused.detach().chunk(3), alone.detach())
-    parts = [torch.nn.Parameter(part.clone()) for part in chunks]
-    ours, theirs = muon.StackedMuon([(fused, 3), (alone, 1)], **how), torch.optim.Muon(parts, **how)
-    for _ in range(3):
-        fused.grad, alone.grad = torch.randn(12, 6), torch.randn(4, 6)
-        for part, grad in zip(parts, (*fused.grad.chunk(3), alone.grad)):
+    torch.manual_seed(0)
+    fused = torch.nn.Parameter(torch.randn(12, 6))           # three of 4 x 6
+    tall = torch.nn.Parameter(torch.randn(8, 3))
+    parts = [*fused.detach().chunk(3), tall.detach()]
+    parts = [torch.nn.Parameter(part.clone()) for part in parts]
+    ours = muon.Muon([(fused, 3), (tall, 1)])
+    theirs = torch.optim.Muon(parts, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    for lr in (0.1, 0.1, 0.05):
+        fused.grad, tall.grad = torch.randn(12, 6), torch.randn(8, 3)
+        for part, grad in zip(parts, (*fused.grad.chunk(3), tall.grad)):
             part.grad = grad.clone()
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-    assert fused.grad is alone.grad is None
-    assert torch.equal(torch.cat(parts), torch.cat((fused, alone)))
+        for optimizer in (ours, theirs):
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+    torch.testing.assert_close(fused, torch.cat(parts[:3]), rtol=0, atol=2e-3)
+    torch.testing.assert_close(tall, parts[3], rtol=0, atol=2e-3)
 
 def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path, capsys):
     names = ["glide", "edd"]

@@ -1,41 +1,65 @@
 """Optimizers: AdamW, and Muon for the hidden matrices of the draft models.
 
-Muon makes the update of a matrix orthogonal.  glide.py stacks matrices in one weight (queries, keys
-and values; gate and up): each of them is a matrix of its own for Muon.
+Muon (Jordan et al. 2024) replaces the update of a matrix by the nearest orthogonal matrix,
+approximately.  This is torch.optim.Muon but for two things.  glide.py stacks matrices in one weight
+(queries, keys and values; gate and up), and each of them is a matrix of its own here.  PyTorch's
+computes in bfloat16, which most CPUs only imitate: there a step of ten drafters of width 128 takes
+5 seconds in bfloat16, and 0.2 in float32.
 """
+import math
+
 import torch
 
 # The names of modules whose weight holds several matrices of one size, and how many
 STACKED = {"qkv": 3, "up": 2}
+MOMENTUM = 0.95
+WEIGHT_DECAY = 0.01
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)       # of the Newton-Schulz iteration
+ITERATIONS = 5
 
-class StackedMuon(torch.optim.Muon):
-    """PyTorch's Muon, where a weight may hold several matrices."""
+def orthogonalized(update):
+    """Updates (count, rows, columns) -> the same with all singular values near 1.
 
-    def __init__(self, weights, **settings):
-        """weights: [(weight, number of matrices in it)]"""
-        self.weights = weights
-        views = []
-        for weight, count in weights:
-            # A view shares its memory with the weight: updating it updates the weight.
-            for view in weight.detach().chunk(count):
-                views.append(torch.nn.Parameter(view))
-        self.views = views
-        super().__init__(views, **settings)
+    The Newton-Schulz iteration X <- a X + b (X X^T) X + c (X X^T)^2 X brings them there.
+    """
+    a, b, c = COEFFICIENTS
+    x = update.bfloat16() if update.is_cuda else update.float()
+    is_tall = x.shape[1] > x.shape[2]
+    if is_tall:                                        # then X X^T would be the larger product
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)     # no singular value is above 1
+    for _ in range(ITERATIONS):
+        gram = x @ x.mT
+        polynomial = b * gram + c * gram @ gram
+        x = a * x + polynomial @ x
+    return x.mT if is_tall else x
 
+class Muon(torch.optim.Optimizer):
+    """Muon, where a weight may hold several matrices, one below the other."""
+
+    def __init__(self, weights):
+        """weights: [(weight, number of matrices in it)].  train.py sets the learning rate."""
+        groups = [{"params": [weight], "count": count} for weight, count in weights]
+        super().__init__(groups, {"lr": 0.0})
+
+    @torch.no_grad()
     def step(self):
-        views = iter(self.views)
-        for weight, count in self.weights:
-            grads = [None] * count
-            if weight.grad is not None:
-                grads = weight.grad.chunk(count)
-            for grad in grads:
-                next(views).grad = grad
-        super().step()
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight, _ in self.weights:
-            weight.grad = None
+        for group in self.param_groups:
+            [weight] = group["params"]
+            if weight.grad is None:
+                continue
+            lr, state = group["lr"], self.state[weight]
+            if not state:
+                state["momentum"] = torch.zeros_like(weight)
+            # Nesterov momentum
+            momentum = state["momentum"].lerp_(weight.grad, 1 - MOMENTUM)
+            update = weight.grad.lerp(momentum, MOMENTUM)                  # (all rows, columns)
+            matrices = update.unflatten(0, (group["count"], -1))           # (count, rows, columns)
+            update = orthogonalized(matrices).flatten(0, 1).to(weight)
+            # The root mean square of its entries becomes 0.2, about that of an AdamW update
+            rms = 0.2 * math.sqrt(max(matrices.shape[1:]))
+            weight.mul_(1 - lr * WEIGHT_DECAY)
+            weight.sub_(update, alpha=lr * rms)
 
 def optimizers(drafters, kind):
     """The optimizers of draft models {name: module} -> a list; train.py sets their learning rates.
@@ -52,7 +76,9 @@ def optimizers(drafters, kind):
             hidden.append((weight, STACKED.get(modules[-1], 1)))
         else:
             others.append(weight)
-    found = [torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.01)] if others else []
+    found = []
+    if others:
+        found.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
     if hidden:
-        found.append(StackedMuon(hidden, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
+        found.append(Muon(hidden))
     return found
