@@ -79,7 +79,10 @@ WARM_UP = 16                    # tokens that each arm decodes before anything i
 # A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
 # function, settings, defaults and label.  Max-Gram alone is a Cascade without models.
 #
-# prices: {label of a drafter: {"cost", "node_price", "start", ...}, as trees take them, or None}.
+# prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
+#   cost               of a drafter forward
+#   node_price         of one more verified node
+#   start              what a tree takes in addition, however small it is
 #
 # table: a report.Unfinished, all that was measured so far.
 #   about              what all rows share
@@ -96,8 +99,8 @@ WARM_UP = 16                    # tokens that each arm decodes before anything i
 #   limit     the most new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
 
-# A measure.Record is one decoding: its tokens, its seconds, stage_runs (the runs of each stage of a
-# cascade), and total, a Counter of sums over its rounds.
+# A measure.Record is one decoding: tokens, total, stage_runs, seconds.  stage_runs are the runs of
+# each stage of a cascade.  total is a Counter of sums over the rounds:
 #   rounds          how many there were
 #   new             tokens of the output, without the prefill's
 #   nodes           drafted tokens
@@ -278,7 +281,8 @@ def library(a, setup, ids, limit, number, **more):
     # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
     first = 1 if setup.target.encoder_decoder else len(ids)
     tokens = out[0, first:].tolist()                     # a device-to-host sync
-    return measure.Record(tokens, Counter(), [], time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return measure.Record(tokens, total=Counter(), stage_runs=[], seconds=seconds)
 
 def prompt_seed(seed, number):
     """--seed and a prompt's number -> the seed of its noise"""
@@ -486,9 +490,10 @@ def runs_of(records):
     return [target, *map(sum, zip(*(record.stage_runs for record in records)))]
 
 def costs_of(records, step):
-    """Of a cascade: what a run of the target, 1, and of each stage takes in target steps: c_i.
+    """Of a cascade: [1, c_1, c_2, ...], the time of a run of each stage, in plain decoding steps.
 
-    Max-Gram's is 0, as in the paper.  step: seconds of a plain decoding step, s_t.
+    The first is the target itself.  Max-Gram's is 0, as in the paper.  step: seconds of a plain
+    decoding step, s_t.
     """
     total = sum_of(records)
     costs = [1.0]
@@ -496,6 +501,13 @@ def costs_of(records, step):
         seconds = total[str(number)]                     # in that model; Max-Gram has none: 0
         costs.append((ratio(seconds, count) or 0.0) / step)
     return costs
+
+def gamma_of(arm):
+    """The drafted tokens of a chain, each of which takes a forward; None where it is not so."""
+    if not arm.cascade:
+        return arm.settings.get("gamma")
+    is_one_model = len(arm.cascade.draft_list) == len(arm.cascade.models) == 1
+    return arm.cascade.K[0][0] if is_one_model else None
 
 def metrics(arm, records, plain, costs):
     """The papers' figures of an arm.  plain: Records of plain decoding after the same prompts.
@@ -508,10 +520,10 @@ def metrics(arm, records, plain, costs):
     row = {**acceptance(total), **time_of_rounds(total, step)}
     # c = s_d / s_t: one drafter forward, without what begin() takes, over one plain decoding step.
     drafting = ratio(total["draft"] - total["begin"], total["draft_forwards"])
-    several_stages = costs and len(costs) > 2            # the first is the target's
-    row["c"] = None if several_stages else ratio(drafting, step)
-    # gamma: a setting of chains; of a cascade of one stage in its K.  (With several c is None.)
-    gamma = arm.cascade.K[0][0] if arm.cascade else arm.settings.get("gamma")
+    # Several stages of a cascade differ in c.
+    has_one_stage = not arm.cascade or len(arm.cascade.draft_list) == 1
+    row["c"] = ratio(drafting, step) if has_one_stage else None
+    gamma = gamma_of(arm)
     row["expected_speedup"] = None
     if row["alpha"] is not None and row["c"] and gamma:
         row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)

@@ -215,17 +215,17 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # linearised: the root, the chain, the extras
     tree = chain_tree(root, chosen, length)
     tokens = torch.cat((tree.tokens, extras.take(index)))
-    # The paper's mask on the attention scores A, for query x_{t+i} and key x_{t+j}:
+    # The paper's mask on the attention scores A, of query x_{t+i} for key x_{t+j}.  Here i and j
+    # number all proposed tokens: 1 ... gamma are the chain, and the extras follow.
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j     the chain's tokens before it
     #                       A_ij    if i = j                         itself
     #                       -inf    otherwise                        extras, and later tokens
-    # pos(i) is the position of the i-th proposed token: i itself for the chain's tokens, i' for the
-    # extras in X_i'.
+    # pos(i) is the position of token i: i itself in the chain, k for an extra in X_k.
     # In a tree a node sees its ancestors and itself, so parents express the same mask: the parent
-    # of x_{t+i} is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
+    # of token i is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
     # No extra has children, and none was given to expand.
-    # Row i of the extras (gamma, K), counted from 0, is the set X_{i+1}, and the parent of its
-    # tokens is node i.  `index` counts in the flattened extras: with K = 7, 9 is in row 1, so it
+    # Row r of the extras (gamma, K), counted from 0, is the set X_{r+1}, and the parent of its
+    # tokens is node r.  `index` counts in the flattened extras: with K = 7, 9 is in row 1, so it
     # belongs to X_2, and its parent is node 1.
     K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents = torch.cat((tree.parents, index // K))

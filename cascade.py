@@ -14,25 +14,26 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     M_t                           target
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
-    prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had at these points
+    prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had when Algorithm 1 sets
+                                  these two
     K_nn                 (n, n)   K, upper triangular; row 0: the drafts for M_t, row i: for M_di
     k_i                  int      K[0][i]: how many tokens draft_list[i], the paper's M_d(i+1), adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
 K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
-tokens at a time (section 5.2):
+tokens at a time (section 5.2).  The paper does not say whether k_12 includes k_11.  Here it does,
+so after the 8 tokens of M_d1, M_d2 adds 13 - 8 = 5:
 
              M_d1  M_d2  MaG
         K = [[8,    5,   10],     drafts for M_t: k_11, k_12 - k_11, 10
              [0,    1,   10],     drafts for M_d1: k_22, 10
              [0,    0,   10]]     drafts for M_d2: 10
 
-When M_d1 reviews, Algorithm 1 calls itself with the K of the stages below it, [[1, 10], [0, 10]]:
-the rows and columns from M_d2 on.  When M_d2 reviews, K is [[10]].
+The drafts that M_d1 reviews come from a call of Algorithm 1 with M_d1 as the target.  The K of this
+call is K without its first row and column, [[1, 10], [0, 10]].  Where M_d2 reviews, it is [[10]].
 
-The paper does not say whether k_12 includes k_11.  Here it does, so M_d2 adds 13 - 8 tokens.  A
-model's count is a minimum, as its last review may add more tokens than were missing; Max-Gram's is
-a maximum.  Limits of length may cut both.
+A model's count is a minimum, since its last review may add more tokens than were missing.
+Max-Gram's count is a maximum.  Where the output or a model's context ends, there are fewer of both.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
@@ -117,13 +118,13 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    limit: the most tokens that gen may have before target's review.  With a limit of 10 a nested
-    call starts only while gen has 9 or fewer; its drafts fill gen up to 9, its review adds one.
+    limit: the most tokens that gen may have when target's review begins.  A review adds a token,
+    so the limit of a nested call is one less (or what fits into its target's context).
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
 
-        call                       gen after what happens
+        what runs                  then gen is
         step(None, [base, small])            i = 0: base must add K[0][0] = 2 tokens
           step(base, [small])                i = 0: small must add 3; each of its reviews adds one
             step(small, [])        ab
@@ -151,8 +152,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # After its review the call below leaves up to cur_limit + 1 tokens, at most `limit`.
-        # The review reads cur_limit tokens, which must fit into cur_target's context.
+        # The call below fills gen up to cur_limit, and cur_target's review adds one token: `limit`
+        # at most.  The review reads the cur_limit tokens, which must fit into its context.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.

@@ -12,7 +12,7 @@ sees the hidden states of all blocks before its own, and of the tokens only thos
 up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
-    T = (t_1, t_2, ...)                (B, T)     ids; in shapes T is their number; t_0 is the first
+    T = (t_1, t_2, ...)                (B, T)     ids: t_0, t_1, ...; in shapes T is their number
     H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
     L                                  int        block: the length of a block of the mask
     P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
@@ -228,10 +228,10 @@ class EDD(nn.Module):
     def terms(self, batch, block):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        EDD has one.  x (B, T, D) and labels are of all positions; train.py gives loss_of those in
-        the loss mask.  Labels are for "kl" the target's logits (B, T, V), for "ce" the next token
-        ids (B, T).  mask None: the batch's own loss mask.  batch: see train.py.  block: L, which a
-        training step draws uniformly from config.blocks (3.1).
+        EDD has one.  x (B, T, D) and labels cover all positions: train.py picks those in the loss
+        mask, and calls loss_of with them.  Labels are for "kl" the target's logits (B, T, V), for
+        "ce" the next token ids (B, T).  mask None: the batch's own loss mask.  batch: see train.py.
+        block: L, which a training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # None for the VDM
         x = self(batch.ids, hidden, block)

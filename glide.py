@@ -331,10 +331,10 @@ class Glide(nn.Module):
     def terms(self, batch, block=None):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        GLIDE has one.  x (B, T, d_D) and labels are of all positions; train.py gives loss_of those
-        in the loss mask.  Labels are the next token ids (B, T), or for "kl" the target's logits
-        (B, T, V).  mask None: the batch's own loss mask.  batch: see train.py.  block is for EDD:
-        GLIDE's L is config.block.
+        GLIDE has one.  x (B, T, d_D) and labels cover all positions: train.py picks those in the
+        loss mask, and calls loss_of with them.  Labels are the next token ids (B, T), or for "kl"
+        the target's logits (B, T, V).  mask None: the batch's own loss mask.  batch: see train.py.
+        block: not used.  EDD draws an L for each training step; GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
@@ -476,14 +476,14 @@ class Drafter:
         return end, position, slots, mask
 
     def run(self, end, tokens, position, slots, mask, glimpse_mask=None):
-        """The tensor part of expand -> [logits (m, V)]
+        """The tensor part of expand -> [logits (m, V)], a list, as replayed CUDA graphs give one.
 
         tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None, all
         entries are seen.
 
         runtime/static.py replaces this method by one that pads nodes and entries to static shapes
-        and replays CUDA graphs, which return lists.  It gives a glimpse_mask, and relies on the
-        names and shapes of `run`, `reserve`, `store`, `t` and `kv`.
+        and replays CUDA graphs.  It gives a glimpse_mask, and relies on the names and shapes of
+        `run`, `reserve`, `store`, `t` and `kv`.
         """
         ropes = self.model.ropes(position)
         x = self.model.embed(tokens)[None]                                         # (1, m, d_D)

@@ -6,10 +6,11 @@ The idea.  A model often repeats phrases of its input and of its own output.  So
 suffix of the generation that occurs earlier, and propose the tokens that followed it there; where
 nothing matches, propose the bigram's next token.  No neural network runs.
 
-Listing 1 (max_gram_tensor) compares every position of the text with the query, once for each length
-of match, and each comparison ends with a device-to-host sync.  MaxGram proposes the same tokens
-without a tensor: its text is a Python string with one character for each token, and Python's own
-search finds the match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
+max_gram_tensor, at the end, is Listing 1 with the corrections below.  It compares every
+position of the text with the query, once for each length of match, and each comparison ends with a
+device-to-host sync.  MaxGram proposes the same tokens as max_gram_tensor without a tensor:
+its text is a Python string with one character for each token, and Python's own search finds the
+match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
 about a millisecond in one that repeats a single token 4000 times.
 
 A *match* is a suffix of the query, one token or longer, that occurs in the source or in the

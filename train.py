@@ -20,8 +20,9 @@ True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A ba
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token; V: of the learned ids alone,
-                                 if these are a list; None if no drafter learns logits
+    logits      (B, T, V)        the target's logits after each token; None if no drafter learns
+                                 them.  (Drafters of beyond/shared.py learn those of a list of token
+                                 ids: then V is the length of this list.)
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
@@ -70,9 +71,12 @@ MAY_CHANGE = "lr every micro device out work resume overwrite".split()
 # ---------------------------------------------------------------- what the functions hand on
 # a: the flags.
 #
-# calls, drafters: {name: Call} of the command line, and {name: module}.  models.start makes the
-# module of a Call, and models.decoder_of what decodes with it: a drafter by the contract in
-# verify.py, of which only `needs` is used here.
+# calls: {name: Call} of the command line.
+#
+# drafters: {name: module}.  Here a drafter is a module, which models.start makes for a Call.
+#
+# decoders: {name: decoder}.  A decoder decodes with a module: it is what verify.py calls a drafter.
+# models.decoder_of makes it.  Only its `needs` is used in this file.
 #
 # data: tokens (n,) and documents (m, 3), to learn and held out, as documents.load gives them.  A
 # document is its start, size and kind of text.  A token of 0 or above is a label.  Below 0 it is
@@ -245,8 +249,6 @@ def masked_loss(module, batch, block, chunk_size):
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
     So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
-    # labels[positions] is made within the chunk: for "kl", all at once would be a second copy of
-    # the target's logits.
     def loss_at(x, labels, positions):
         return module.loss_of(x, labels[positions])
 
@@ -258,6 +260,8 @@ def masked_loss(module, batch, block, chunk_size):
         if len(x) <= chunk_size:                         # nothing need be computed twice
             total = total + loss_at(x, labels, positions)
             continue
+        # Labels are indexed chunk by chunk, in loss_at: for "kl" they are the target's logits, and
+        # all at once they would be a second copy of these.
         for x_chunk, chunk in zip(x.split(chunk_size), positions.split(chunk_size)):
             total = total + checkpoint(loss_at, x_chunk, labels, chunk, use_reentrant=False)
     return total
@@ -265,7 +269,7 @@ def masked_loss(module, batch, block, chunk_size):
 def block_of_step(module, seed, step):
     """The block length L of a step, which EDD samples uniformly from its range (EDD, 3.1).
 
-    All other drafters ignore it.
+    All other drafters ignore it: for them any number will do.
     """
     low, high = getattr(module.config, "blocks", (HELD_OUT_BLOCK, HELD_OUT_BLOCK))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
@@ -286,7 +290,7 @@ def evaluate(drafters, frozen, walks, data, a):
         # The same number of tokens from each kind of text, and the same pieces in every evaluation
         most = max(a.length, HELD_OUT // len(kinds))
         of_kind = pieces[pieces[:, 2] == kind]
-        chosen = pieces_of_epoch(of_kind, most, seed=0, epoch=0)[0]    # the first step: `most`
+        chosen = pieces_of_epoch(of_kind, most, seed=0, epoch=0)[0]    # some `most` tokens
         count = max(1, labels_in(data.held_tokens, chosen))
         losses = dict.fromkeys(drafters, 0.0)
         for part in parts_of(chosen, a.micro):
@@ -383,7 +387,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate, and log.  (Not where a run begins: nothing was learned since.)
+            # Evaluate, and log, but not where a run begins or goes on: nothing was learned yet.
             if step == steps or (step % a.every == 0 and step > start):
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:

@@ -30,11 +30,11 @@ with `needs`, reset, begin, expand and keep (4 to 6).
     use, which is the number of tokens left minus the target's own (where that is 0 no builder is
     called); and, in sampling, expand.generator, for a builder that samples its draft.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
- 5. drafter.reset(probs, source) begins a sequence.  probs is a function (it is Rule.probs), by
-    which expand turns the drafter's logits (m, V) into what it returns, probs(logits, temperature).
-    In greedy decoding that is softmax(logits / temperature), and the drafter passes the temperature
-    that calibrates it.  In sampling probs applies the target's temperature, top-k and top-p
-    instead.  source: the ids of an encoder's input, or None.
+ 5. drafter.reset(probs, source) begins a sequence.  expand must return probs(logits, temperature)
+    of the drafter's logits (m, V); the function probs is Rule.probs.  In greedy decoding it is
+    softmax(logits / temperature), and the drafter passes the temperature that calibrates it.  In
+    sampling it ignores this temperature, and applies the target's own, its top-k and top-p.
+    source: the ids of an encoder's input, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
     prompt, later the last root and the nodes accepted below it.  root_id, an int, is the new root,
     which is not committed yet.  drafter.expand is the function of 1.
@@ -103,10 +103,10 @@ class TreeCache(Cache):
     """The KV cache of a target, for which keeping the accepted path of a tree is one copy.
 
     Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
-    [K, V], each (1, H, allocated, d).  All keys and values of one shape are slices of one tensor, a
-    stack (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one
-    copy.  A stack is made when the first layer of its shape writes; `free` holds the slices that no
-    layer has taken yet.
+    [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, a stack
+    (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one copy.  A
+    model whose layers differ in H, d or device has a stack for each kind.  A stack is made when the
+    first layer of its kind writes; `free` holds the slices that no layer has taken yet.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
@@ -114,8 +114,8 @@ class TreeCache(Cache):
         self.num_slices = 2 * layers
         self.allocated, self.length, self.kv = 0, 0, {}
         self.slots, self.end = None, 0
-        self.stacks = []                                       # one for each key of `free`
-        self.free = {}                                         # {(shape, dtype, device): slices}
+        self.stacks = []                                       # one for each kind of layer
+        self.free = {}                                         # {kind: slices}
 
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
@@ -132,10 +132,11 @@ class TreeCache(Cache):
     def slice_like(self, x):
         """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d).
 
-        It is the next free slice of the stack of that shape, which is made first if there is none.
+        It is the next free slice of the stack of its kind, which is made first if there is none.
         """
         shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
-        free = self.free.setdefault((shape, x.dtype, x.device), [])
+        kind = (shape, x.dtype, x.device)
+        free = self.free.setdefault(kind, [])
         if not free:
             stack = x.new_zeros(self.num_slices, *shape)
             self.stacks.append(stack)
@@ -442,9 +443,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain the next
-        node comes along, since it is accepted or rejected there; its own row of scores is a dummy,
-        as only the first choice is used.
+        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain this
+        tree has the next node, too, since the choice after a node accepts or rejects the next one.
+        What is chosen after the next node is not used, so its scores are a copy of the first's.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
