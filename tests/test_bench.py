@@ -179,7 +179,8 @@ def test_stages_by_hand(names, runs, weights):
                        draft_forwards=sum(runs)) for i in range(2)]
     if weights:
         records[0].total["0"], records[1].total["0"] = 0.06, 0.18
-    drafter = SimpleNamespace(names=names, K=[[2]], costs=weights)
+    models = [name for name in names if name != "maxgram"]
+    drafter = SimpleNamespace(names=names, K=[[2]], costs=weights, draft_list=names, models=models)
     arm = bench.Arm("x", None, "x", "chain", {}, drafter)
     row = bench.row_of(arm, results_of(plain=base, x=records), prompts_of("a", "a"))
     assert row["runs"] == [6, *(2 * count for count in runs)] and row["stages"] == names
@@ -192,7 +193,9 @@ def test_stages_by_hand(names, runs, weights):
     if len(names) == 1:
         c = 0.3 / runs[0] / 0.1
         assert row["c"] == pytest.approx(c) and row["alpha"] == 1
-        assert row["expected_speedup"] == pytest.approx(3 / (2 * c + 1))
+        # Max-Gram's run proposes several tokens, so the formula is not its.
+        expected = pytest.approx(3 / (2 * c + 1)) if models else None
+        assert row["expected_speedup"] == expected
     else:
         assert row["c"] is row["expected_speedup"] is None, "several stages have no common c"
 
