@@ -166,6 +166,10 @@ def test_figures_of_a_row_by_hand():
     assert row["alpha_depth"] == pytest.approx(20 / 19), "EDD's: over the maximum depth"
     assert row["alpha"] is row["by_prompt"][1]["alpha"] is row["expected_speedup"] is None
 
+def cascade_of(names, K, costs):
+    models = [name for name in names if name != "maxgram"]
+    return SimpleNamespace(names=names, K=K, costs=costs, draft_list=names, models=models)
+
 @pytest.mark.parametrize("names, runs, weights", [
     (["base"], [3], [0.5]), (["base", "maxgram"], [2, 5], [0.5]), (["maxgram"], [4], [])])
 def test_stages_by_hand(names, runs, weights):
@@ -179,8 +183,7 @@ def test_stages_by_hand(names, runs, weights):
                        draft_forwards=sum(runs)) for i in range(2)]
     if weights:
         records[0].total["0"], records[1].total["0"] = 0.06, 0.18
-    models = [name for name in names if name != "maxgram"]
-    drafter = SimpleNamespace(names=names, K=[[2]], costs=weights, draft_list=names, models=models)
+    drafter = cascade_of(names, [[2]], weights)
     arm = bench.Arm("x", None, "x", "chain", {}, drafter)
     row = bench.row_of(arm, results_of(plain=base, x=records), prompts_of("a", "a"))
     assert row["runs"] == [6, *(2 * count for count in runs)] and row["stages"] == names
@@ -194,7 +197,7 @@ def test_stages_by_hand(names, runs, weights):
         c = 0.3 / runs[0] / 0.1
         assert row["c"] == pytest.approx(c) and row["alpha"] == 1
         # Max-Gram's run proposes several tokens, so the formula is not its.
-        expected = pytest.approx(3 / (2 * c + 1)) if models else None
+        expected = pytest.approx(3 / (2 * c + 1)) if drafter.models else None
         assert row["expected_speedup"] == expected
     else:
         assert row["c"] is row["expected_speedup"] is None, "several stages have no common c"
@@ -211,7 +214,7 @@ def test_what_is_printed(capsys, monkeypatch):
     ours = [made_up([(1, 1), (1, 1)], 0.25 / (1 + i), prompt=i, **more) for i in range(2)]
     late = [record._replace(seconds=5.0, stage_runs=[2, 1]) for record in ours]
     results = results_of(plain=base, x=ours, y=late, **{"generate()": slow})
-    drafter = SimpleNamespace(names=["base", "maxgram"], K=[[2, 10], [0, 10]], costs=[0.5])
+    drafter = cascade_of(["base", "maxgram"], [[2, 10], [0, 10]], [0.5])
     arms = [bench.Arm("plain", None), bench.Arm("generate()", None),
             bench.Arm("x", None, "glide", "pct", {"cost": 0.0625}),
             bench.Arm("y", None, "cascade", "chain", {}, drafter)]
