@@ -64,7 +64,7 @@ FEW = 9                         # prompts of PROMPTS: a minute or less
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
 
-# ---------------------------------------------------------------- what the functions hand on
+# ---------------------------------------------------------------- what most functions get
 # a: the flags.
 #
 # setup: a load.Setup.
@@ -78,52 +78,6 @@ WARM_UP = 16                    # tokens that each arm decodes before anything i
 #
 # A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
 # function, settings, defaults and label.  Max-Gram alone is a Cascade without models.
-#
-# prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
-#   cost               of a drafter forward
-#   node_price         of one more verified node
-#   start              what a tree takes in addition, however small it is
-#
-# table: a report.Unfinished, all that was measured so far.
-#   about              what all rows share
-#   prices             as above; None before they are measured
-#   results            [{name of an arm: Record}], one for each finished prompt
-#   begin(prices)      the prices are known
-#   add({arm: Record}) a prompt is finished
-#   finish(rows, ...)  the end; FILE.part keeps all of this until then
-
-# A prompt.
-#   kind      of text
-#   question  a number, which all prompts of one chat share
-#   ids       a list of token ids
-#   limit     the most new tokens
-Prompt = namedtuple("Prompt", "kind question ids limit")
-
-# A measure.Record is one decoding: tokens, total, stage_runs, seconds.  stage_runs are the runs of
-# each stage of a cascade.  total is a Counter of sums over the rounds:
-#   rounds          how many there were
-#   new             tokens of the output, without the prefill's
-#   nodes           drafted tokens
-#   depth           of the trees
-#   trees           rounds whose tree is no chain
-#   drawn           rounds whose tree is a sampled chain
-#   accepted        drafted tokens that were accepted
-#   tested          the accepted ones, and one more in each round that rejected a token
-#   overlap         the sum of sum_x min(p_target(x), p_draft(x)) over tested tokens, if `drawn`
-#   draft_forwards  of the drafter; of a cascade the runs of all stages
-#   prefill, draft, verify, other   seconds
-#   begin           the seconds of `draft` before a round's first forward
-#   "0", "1", ...   the seconds of `draft` in each model of a cascade
-
-# One way of decoding.
-#   name      as the table prints it: "glide x cape", "generate()"
-#   decode    decode(ids, limit, number of the prompt) -> Record
-#   drafter   the drafter's label; None for a baseline, as are tree and cascade
-#   tree      the tree's label
-#   settings  {setting: value} of the tree's builder
-#   cascade   the drafter, if it is a cascade
-Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
-                 defaults=(None, None, {}, None))
 
 # ---------------------------------------------------------------- arguments
 def between(kind, low, high):
@@ -222,6 +176,13 @@ def check_target(name, target, drafters, trees):
         raise UserError(f"{name} has an encoder: it takes --drafter maxgram or cascade(...)")
 
 # ---------------------------------------------------------------- prompts
+# A prompt.
+#   kind      of text
+#   question  a number, which all prompts of one chat share
+#   ids       a list of token ids
+#   limit     the most new tokens
+Prompt = namedtuple("Prompt", "kind question ids limit")
+
 def read_prompts(a, setup, paths, limit=None):
     """Files of prompts -> at most `limit` Prompts, the kinds of text in turns."""
     context, vocab = setup.target.context, setup.target.config.vocab_size
@@ -254,6 +215,22 @@ def read_prompts(a, setup, paths, limit=None):
     return prompts
 
 # ---------------------------------------------------------------- one decoding
+# A measure.Record is one decoding: tokens, total, stage_runs, seconds.  stage_runs are the runs of
+# each stage of a cascade.  total is a Counter of sums over the rounds:
+#   rounds          how many there were
+#   new             tokens of the output, without the prefill's
+#   nodes           drafted tokens
+#   depth           of the trees
+#   trees           rounds whose tree is no chain
+#   drawn           rounds whose tree is a sampled chain
+#   accepted        drafted tokens that were accepted
+#   tested          the accepted ones, and one more in each round that rejected a token
+#   overlap         the sum of sum_x min(p_target(x), p_draft(x)) over tested tokens, if `drawn`
+#   draft_forwards  of the drafter; of a cascade the runs of all stages
+#   prefill, draft, verify, other   seconds
+#   begin           the seconds of `draft` before a round's first forward
+#   "0", "1", ...   the seconds of `draft` in each model of a cascade
+
 def decode(a, setup, drafter, build, ids, limit, number=0, streamer=None):
     """Speculative decoding by the flags' sampling -> Record.  drafter None: plain decoding.
 
@@ -289,6 +266,21 @@ def prompt_seed(seed, number):
     return random.Random(f"{seed} {number}").getrandbits(63)
 
 # ---------------------------------------------------------------- arms
+# One way of decoding.
+#   name      as the table prints it: "glide x cape", "generate()"
+#   decode    decode(ids, limit, number of the prompt) -> Record
+#   drafter   the drafter's label; None for a baseline, as are tree and cascade
+#   tree      the tree's label
+#   settings  {setting: value} of the tree's builder
+#   cascade   the drafter, if it is a cascade
+Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
+                 defaults=(None, None, {}, None))
+
+# prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
+#   cost               of a drafter forward
+#   node_price         of one more verified node
+#   start              what a tree takes in addition, however small it is
+
 def arms_of(a, setup, drafters, trees, prices):
     """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees.
 
@@ -375,6 +367,14 @@ def measured_prices(a, setup, drafters, trees, prompts):
     return measure.prices(partial(decode, a, setup), drafters, [(p.ids, p.limit) for p in others])
 
 # ---------------------------------------------------------------- measure
+# table: a report.Unfinished, all that was measured so far.
+#   about              what all rows share
+#   prices             as above; None before they are measured
+#   results            [{name of an arm: Record}], one for each finished prompt
+#   begin(prices)      the prices are known
+#   add({arm: Record}) a prompt is finished
+#   finish(rows, ...)  the end; FILE.part keeps all of this until then
+
 def warm_up(arms, prompts, graphs):
     """Decode without measuring, so that kernels, allocator and caches settle.
 
