@@ -12,7 +12,7 @@ how; the pages name a table where it stands.
 """
 from collections import namedtuple
 
-# minutes: on two quiet cores, where a plain step takes 9 ms; counted: whether its tables show only
+# minutes: on two quiet cores, where a plain step takes 16 ms; counted: whether its tables show only
 # counts, which other programs on the machine do not disturb.  old: why it cannot be measured again.
 Run = namedtuple("Run", "minutes command counted old", defaults=(False, None))
 Table = namedtuple("Table", "run paper where columns arms claims", defaults=((), None, ()))
@@ -135,15 +135,20 @@ TABLES = {
         [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
          ("So it does in the paper's layer, without a norm", "alpha", "glide-top x chain",
           "vanilla x chain")]),
-    "second-seed": Table(
-        "second-seed", "second seed", "", ("alpha", "tau"), None,
+    "second-seed-glide": Table(
+        "second-seed", "GLIDE", "", ("alpha", "tau"),
+        [("glide x chain", "GLIDE", {}), ("glide-top x chain", "", {}),
+         ("vanilla x chain", "Vanilla Drafter", {})],
         [("The glimpse raises acceptance", "alpha", "glide x chain", "vanilla x chain"),
-         ("So it does in the paper's layer", "alpha", "glide-top x chain", "vanilla x chain"),
-         ("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
+         ("So it does in the paper's layer", "alpha", "glide-top x chain", "vanilla x chain")]),
+    "second-seed-edd": Table(
+        "second-seed", "EDD", "", ("alpha", "tau"),
+        [("edd x chain", "EDD", {}), ("edd-top x chain", "", {}), ("vdm x chain", "VDM", {})],
+        [("EDD's τ is above VDM's", "tau", "edd x chain", "vdm x chain"),
          ("So it is in the paper's layer", "tau", "edd-top x chain", "vdm x chain")]),
     "paper-recipe": Table(
-        "paper-recipe", "paper's recipe", "", ("alpha", "tau"), None,
-        [("The glimpse raises acceptance in the paper's layer and recipe", "alpha",
+        "paper-recipe", "GLIDE", "", ("alpha", "tau"), None,
+        [("The glimpse raises acceptance in the paper's layer, by its loss and optimiser", "alpha",
           "glide-top x chain", "vanilla x chain")]),
     "glide-figure-5": Table(
         "cascade", "GLIDE", "Vicuna-7B, one H800; Figure 5 is on MT-Bench, the figures are "
@@ -173,7 +178,7 @@ TABLES = {
          ("Table 3: beam search drafts longer than CAPE", "draft_ms", "glide x beam",
           "glide x cape")]),
     "glide-medusa": Table(
-        "medusa", "GLIDE", f"{H800}, MT-Bench; MEDUSA with 64 tokens to verify (we count the root)",
+        "medusa", "GLIDE", f"{H800}, MT-Bench; MEDUSA with 64 tokens to verify (here the root too)",
         ("speedup", "tau", "nodes"),
         [("glide x chain", "GLIDE", {}), ("glide x cape", "GLIDE + CAPE", {}),
          ("medusa x chain", "", {}), ("medusa x cape", "", {}),
@@ -181,7 +186,8 @@ TABLES = {
         [("CAPE is faster than MEDUSA", "speedup", "glide x cape", "medusa x *"),
          ("GLIDE alone is faster than MEDUSA", "speedup", "glide x chain", "medusa x *")]),
     "glide-table-4": Table(
-        "batches", "GLIDE", "Vicuna-7B, one H800, fp16; out of memory at 32",
+        "batches", "GLIDE", "Vicuna-7B, one H800, fp16; out of memory at 32; its speedups are our "
+        "quotients",
         ("glide", "plain", "speedup"),
         [("glide x chain", "1", {"glide": "106.8", "plain": "54.6", "speedup": "1.96"}),
          ("glide x chain, 2 copies", "2", {"glide": "108.2", "plain": "55.6", "speedup": "1.95"}),
@@ -253,8 +259,7 @@ TABLES = {
          ("The expected time gain is faster than a token's own confidence", "speedup",
           "edd x pct", "edd x token-confidence*")]),
     "edd-raw": Table(
-        "raw", "EDD", "LLaMA2-Chat 7B, MT-Bench: raw confidences; here `vdm` is calibrated, as is "
-        "`edd x pct(cost=0.037)`", ("alpha_depth", "tau", "nodes"),
+        "raw", "EDD", "LLaMA2-Chat 7B, MT-Bench: raw confidences", ("alpha_depth", "tau", "nodes"),
         [("edd(temperature=1) x cape", "CAPE", {"alpha_depth": "0.67", "tau": "3.35"}),
          ("edd x cape", "", {}),
          ("edd(temperature=1) x eagle2", "EAGLE-2", {"alpha_depth": "0.67", "tau": "3.99"}),
@@ -368,7 +373,8 @@ TABLES = {
          ("edd x cape", "EDD, CAPE", {"speedup": "2.56", "tau": "3.35"}),
          ("edd x eagle2", "EDD, EAGLE-2", {"speedup": "2.87", "tau": "3.99"}),
          ("edd x pct", "EDD, PCT", {"speedup": "3.04", "tau": "3.99"}),
-         ("vanilla x chain", "", {}), ("glide x beam", "", {}), ("glide x pct-cost", "", {})]),
+         ("vanilla x chain", "", {}), ("vanilla x cape", "", {}), ("glide x beam", "", {}),
+         ("glide x pct-cost", "", {}), ("edd x pct-cost", "", {}), ("vdm x pct", "", {})]),
 }
 
 # ---------------------------------------------------------------- what a forward costs
