@@ -103,8 +103,8 @@ def parser():
     flag("--checkpoint", default=str(CHECKPOINTS), help="folder of a drafter, or a folder "
          "with one folder for each drafter (default: the stand-in's)")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=positive, help="decode after at most so many prompts, taken evenly from "
-         f"all kinds (default: all; of the project's own {FEW})")
+    flag("--limit", type=positive, help="use at most so many prompts, the kinds of text in turns "
+         f"(default: all; of the project's own {FEW})")
     flag("--price-prompts", nargs="+", default=[str(PRICE_PROMPTS)], help="files of other prompts, "
          "on which the costs of drafting and verifying are measured for pct, pct-cost and graft "
          "(default: the project's own)")
@@ -279,7 +279,7 @@ Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
 # prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
 #   cost               of a drafter forward
 #   node_price         of one more verified node
-#   start              what a tree takes in addition, however small it is
+#   start              of a tree in addition, once a round, however small it is
 
 def arms_of(a, setup, drafters, trees, prices):
     """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees.
@@ -345,8 +345,11 @@ def builder(label, drafter, tree, prices):
         return getattr(drafter, tree.name), {}
     if is_maxgram and tree.name in ("pct-cost", "graft"):
         # It drafts without a forward: what is priced are the nodes of its chain.
-        names = settings.keys() & {"node_price", "start", "max_nodes"}
-        settings = {name: settings[name] for name in names}
+        taken = {"node_price", "start", "max_nodes"}
+        if not tree.settings.keys() <= taken:
+            raise UserError(f"--tree {tree.label}: with {label} it is a chain, which takes "
+                            f"{', '.join(sorted(taken))}")
+        settings = {name: settings[name] for name in settings.keys() & taken}
         return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
     function = tree.function
     if tree.name == "graft":                             # a method of mixture(...)
@@ -534,7 +537,8 @@ def metrics(arm, records, plain, costs):
         weights = [1, *arm.cascade.costs]
         weights += [0.0] * (len(runs) - len(weights))
         row["runs"] = runs
-        # By measured costs (Table 2's "PW" takes them from previous work), and by weights ("MS")
+        # By measured costs, in the place of those of previous work (Table 2's "PW"); and by numbers
+        # of weights (its "MS")
         row["swi_pw"] = swi(tokens, runs, costs)
         row["swi_ms"] = swi(tokens, runs, weights)
         # The same by the clock: all time of drafting, in plain decoding steps

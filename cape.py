@@ -150,7 +150,8 @@ def drawn(expand, root, gamma=GAMMA):
 def num_extras(p, sizes=SIZES, edges=EDGES):
     """S(p) of section 4.2: the number of extras (gamma,) for confidences p (gamma,).
 
-    Bin b is (edges[b - 1], edges[b]]; p and the edges are compared in p's own precision.
+    Bin b is (edges[b - 1], edges[b]].  Edges are rounded to p's dtype, so that 0.3 in float32 lies
+    in the bin that ends at 0.3.
     """
     sizes = constant(tuple(sizes), torch.long, p.device)
     edges = constant(tuple(edges), p.dtype, p.device)

@@ -152,8 +152,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # The call below fills gen up to cur_limit, and cur_target's review adds one token: `limit`
-        # at most.  The review reads the cur_limit tokens, which must fit into its context.
+        # In the call below drafts fill gen to cur_limit tokens at most.  Then cur_target's review
+        # reads all of them, so they must fit into its context, and adds one: `limit` at most.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.

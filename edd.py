@@ -159,8 +159,9 @@ def parts_of(model):
 def run_layer(layer, rotary, x, position, mask, update=None):
     """Parts.layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D).
 
-    mask (m, keys) bool; None, for m = 1 only: all keys are seen.  update(k, v) takes the KV entries
-    of x, and returns the keys and values to attend to; None: x attends to itself only.
+    mask (m, keys) bool; None: all keys are seen.  (That is for m = 1 only: without a mask
+    transformers makes more queries causal.)  update(k, v) takes the KV entries of x, and returns
+    the keys and values to attend to; None: x attends to itself only.
     """
     if mask is not None:
         mask = torch.where(mask, 0.0, float("-inf"))           # added to the scores
@@ -228,9 +229,10 @@ class EDD(nn.Module):
     def terms(self, batch, block):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        EDD has one.  x (B, T, D) and labels cover all positions: train.py picks those in the loss
-        mask, and calls loss_of with them.  Labels are for "kl" the target's logits (B, T, V), for
-        "ce" the next token ids (B, T).  mask None: the batch's own loss mask.  batch: see train.py.
+        EDD has one, without a mask of its own.  x (B, T, D) and labels cover all positions, of
+        which train.py takes those in the loss mask of the batch.  Labels are for "kl" the target's
+        logits (B, T, V), for "ce" the next token ids (B, T).  The docstring of train.py explains
+        batches.
         block: L, which a training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # None for the VDM

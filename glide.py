@@ -43,8 +43,8 @@ Differences from the paper:
  5. In a drafter of two layers the KV entries of the second depend on what the first one's glimpse
     saw; the paper does not say what that is for committed tokens.  Here
       - accepted nodes that expand() read keep the entries computed then;
-      - a prompt is encoded under a block mask whose blocks start at position 0;
-      - accepted nodes that expand() did not read, under one that starts at the last round's root.
+      - a prompt is encoded under a block mask with blocks from position 0 on;
+      - accepted nodes that expand() did not read, with blocks from the root of their round on.
     The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
@@ -57,7 +57,9 @@ Differences from the paper:
  9. The glimpse is added to the residual stream, as the output of every other sub-layer.  The paper
     says that it is "concatenated with the other output vectors".
 10. d_D is by default the target's width; in the paper it is 4096 for all targets.
-11. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
+11. A draft may be longer than L, as in trees of more than five levels, though training never showed
+    the target's keys delayed by more.
+12. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
 To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
@@ -331,10 +333,10 @@ class Glide(nn.Module):
     def terms(self, batch, block=None):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        GLIDE has one.  x (B, T, d_D) and labels cover all positions: train.py picks those in the
-        loss mask, and calls loss_of with them.  Labels are the next token ids (B, T), or for "kl"
-        the target's logits (B, T, V).  mask None: the batch's own loss mask.  batch: see train.py.
-        block: not used.  EDD draws an L for each training step; GLIDE's is config.block.
+        GLIDE has one, without a mask of its own.  x (B, T, d_D) and labels cover all positions, of
+        which train.py takes those in the loss mask of the batch.  Labels are the next token ids
+        (B, T), or for "kl" the target's logits (B, T, V).  The docstring of train.py explains
+        batches.  block is not used: EDD draws an L for each training step, GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits

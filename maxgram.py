@@ -34,8 +34,8 @@ Differences from the paper:
  2. Listing 1 also counts a match that ends at the end of the text, and then returns an empty chunk.
     Here only a match with a token after it counts.
  3. Listing 1 leaves a short chunk short, and returns None where nothing matches.  Here a short
-    chunk joins the query, and matching goes on.  So n tokens at once are what one gets by asking
-    for a single token n times, and appending each to the draft.
+    chunk joins the query, and matching goes on.  So propose(n=10) gives the same tokens as ten
+    calls for one token, each of which joins the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
  6. Each proposed token has a confidence: how often the token after a match of that length was right

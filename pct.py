@@ -158,7 +158,7 @@ class Candidates:
         return sorted(self.ranked(nodes)[:most])
 
     def tree(self, kept):
-        """The Tree of the root and the nodes `kept`, which ascend and bring their parents along.
+        """The Tree of the root and the nodes `kept`: in ascending order, with all their ancestors.
 
         Its order is depth-first, the most probable child first: if the most probable path is
         accepted, its KV entries in the target's cache already lie next to each other.

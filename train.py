@@ -12,8 +12,8 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
-and its loss is the sum of loss_of over terms, at the positions where the loss mask of the batch is
-True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A batch has
+and its loss is the sum of loss_of over terms.  A position counts where the loss mask of the batch
+is True and, if the term has a mask of its own (as in beyond/eagle.py), that one, too.  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
@@ -115,9 +115,9 @@ def parser():
     flag("--micro", type=int, default=2048, help="tokens of a forward pass, with padding")
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
-    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="of drafters' "
-         "products; auto: bfloat16 on CUDA, else float32.  The target: float32 on a CPU unless "
-         "this is bfloat16, otherwise as it is stored")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="in which "
+         "drafters multiply matrices (auto: bfloat16 on CUDA, float32 on a CPU).  The target keeps "
+         "its stored dtype on CUDA and with bfloat16, else it is float32")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     # The run
     flag("--out", default="work/drafters", help="folder to save drafters under")

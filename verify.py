@@ -30,10 +30,10 @@ with `needs`, reset, begin, expand and keep (4 to 6).
     use, which is the number of tokens left minus the target's own (where that is 0 no builder is
     called); and, in sampling, expand.generator, for a builder that samples its draft.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
- 5. drafter.reset(probs, source) begins a sequence.  expand must return probs(logits, temperature)
-    of the drafter's logits (m, V); the function probs is Rule.probs.  In greedy decoding it is
-    softmax(logits / temperature), and the drafter passes the temperature that calibrates it.  In
-    sampling it ignores this temperature, and applies the target's own, its top-k and top-p.
+ 5. drafter.reset(probs, source) begins a sequence.  expand turns the drafter's logits (m, V) into
+    probabilities by probs(logits, temperature), with the temperature that calibrates the drafter.
+    probs is Rule.probs.  In greedy decoding it is softmax(logits / temperature).  In sampling it
+    ignores this temperature, and applies the temperature, top-k and top-p of the target's sampling.
     source: the ids of an encoder's input, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
     prompt, later the last root and the nodes accepted below it.  root_id, an int, is the new root,
@@ -443,9 +443,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores gets one node at a time, as a tree of its own.  In a sampled chain this
-        tree has the next node, too, since the choice after a node accepts or rejects the next one.
-        What is chosen after the next node is not used, so its scores are a copy of the first's.
+        choose_by_scores is called with one node at a time.  In a sampled chain it needs the drafted
+        token after it as well, to accept or to reject it: then it is called with the two as a
+        chain.  Only its first choice is used, so the second row of scores is just a copy.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)

@@ -40,6 +40,7 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--tree cape(sizes=(3,1))", "--tree cape(sizes=(3, 1)): "),
     ("--tree vct(width=8,depth=3)", "exceed the 511 that fit"),
     ("--tree chain(gamma=3)", "writes chains of its own length"),
+    ("--tree pct-cost(width=7)", "it is a chain, which takes max_nodes, node_price, start"),
     ("--tree drawn", "give --temperature above 0"),
     # drafters
     ("--drafter cascade(maxgram,base)", "name the largest model first, maxgram last"),
