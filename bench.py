@@ -63,6 +63,7 @@ PRICE_PROMPTS = CHECKPOINTS / "price_prompts.jsonl"
 FEW = 9                         # prompts of PROMPTS: a minute or less
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
+PRICED_CHAIN = {"node_price", "start", "max_nodes"}     # settings of pct-cost for Max-Gram alone
 
 # ---------------------------------------------------------------- what most functions get
 # a: the flags.
@@ -149,6 +150,8 @@ def check(a):
         if len(set(labels)) < len(labels):
             raise UserError(f"{' '.join(labels)}: name each once")
     for tree in trees:
+        for drafter in drafters:
+            check_pair(drafter, tree)
         trial = tree
         # graft is a method of a drafter, and none is loaded yet.  So its settings are tried with
         # pct_cost, which has the same ones but for `chain`.
@@ -166,6 +169,17 @@ def check(a):
     if a.graphs and a.device == "cpu":
         raise UserError("--graphs: only a CUDA device has graphs; use --device cuda")
     return drafters, trees
+
+def check_pair(drafter, tree):
+    """Refuse settings of a tree that an arm of these two Calls would ignore."""
+    if tree.name in ("chain", "drawn") and drafter.name in ("maxgram", "cascade") and tree.settings:
+        raise UserError(f"--tree {tree.label}: {drafter.label} writes chains of its own length; "
+                        f"give --tree {tree.name}, without settings")
+    # Max-Gram has no forward, so it may ignore their cost.
+    ignored = tree.settings.keys() - PRICED_CHAIN - {"cost"}
+    if tree.name in ("pct-cost", "graft") and drafter.name == "maxgram" and ignored:
+        raise UserError(f"--tree {tree.label}: with maxgram it is a chain, which takes no "
+                        f"{', '.join(sorted(ignored))}")
 
 def check_target(name, target, drafters, trees):
     """Refuse the Calls of drafters and trees that this target does not take."""
@@ -291,7 +305,7 @@ def arms_of(a, setup, drafters, trees, prices):
     baselines = len(arms)
     for label, drafter in drafters.items():
         for tree in trees:
-            build, settings = builder(label, drafter, tree, prices.get(label))
+            build, settings = builder(drafter, tree, prices.get(label))
             if build is None:
                 setup.notes.append(f"no arm {label} x graft, which takes mixture(...) or maxgram")
                 continue
@@ -323,11 +337,11 @@ def is_open(tree, *names):
     """Whether a tree's Call leaves one of these settings to its default."""
     return any(name in tree.defaults and name not in tree.settings for name in names)
 
-def builder(label, drafter, tree, prices):
+def builder(drafter, tree, prices):
     """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
 
-    label: the drafter's.  prices: those measured for it, which fill the settings that the Call
-    leaves open.  A tree is built by its own function, except:
+    prices: those measured for the drafter, which fill the settings that the Call leaves open.  A
+    tree is built by its own function, except:
         chain, drawn      of a cascade: its methods
         pct-cost, graft   of Max-Gram alone: priced.priced_chain
         graft             of a mixture: its method; of all others: the builder is None
@@ -339,17 +353,10 @@ def builder(label, drafter, tree, prices):
     is_cascade = isinstance(drafter, cascade.Cascade)
     is_maxgram = is_cascade and not drafter.models
     if is_cascade and tree.name in ("chain", "drawn"):
-        if settings:
-            raise UserError(f"--tree {tree.label}: {label} writes chains of its own length; give "
-                            f"--tree {tree.name}, without settings")
         return getattr(drafter, tree.name), {}
     if is_maxgram and tree.name in ("pct-cost", "graft"):
         # It drafts without a forward: what is priced are the nodes of its chain.
-        taken = {"node_price", "start", "max_nodes"}
-        if not tree.settings.keys() <= taken:
-            raise UserError(f"--tree {tree.label}: with {label} it is a chain, which takes "
-                            f"{', '.join(sorted(taken))}")
-        settings = {name: settings[name] for name in settings.keys() & taken}
+        settings = {name: settings[name] for name in settings.keys() & PRICED_CHAIN}
         return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
     function = tree.function
     if tree.name == "graft":                             # a method of mixture(...)

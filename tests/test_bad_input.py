@@ -36,11 +36,11 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--tree bush", "there is no tree called 'bush'"),
     ("--tree pct-cost pct_cost", "name each once"),
     ("--tree pct(wdith=7)", "pct takes cost=0.05, width=5"),
-    ("--tree graft(depth=0)", "depth is 0"),
+    ("--drafter mixture(glide,maxgram) --tree graft(depth=0)", "depth is 0"),
     ("--tree cape(sizes=(3,1))", "--tree cape(sizes=(3, 1)): "),
     ("--tree vct(width=8,depth=3)", "exceed the 511 that fit"),
     ("--tree chain(gamma=3)", "writes chains of its own length"),
-    ("--tree pct-cost(width=7)", "it is a chain, which takes max_nodes, node_price, start"),
+    ("--tree pct-cost(width=7)", "with maxgram it is a chain, which takes no width"),
     ("--tree drawn", "give --temperature above 0"),
     # drafters
     ("--drafter cascade(maxgram,base)", "name the largest model first, maxgram last"),

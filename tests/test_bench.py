@@ -444,7 +444,7 @@ def test_prices_are_measured_once_on_other_prompts(small, monkeypatch):
     assert bench.measured_prices(a, setup, drafters, calls, prompts) == {"glide": price}
     texts = [setup.tokenizer.decode(ids) for ids, _ in asked[0]]
     assert texts == ["def f(", "def g(a)"]
-    pct, given, cost = [bench.builder("glide", drafters["glide"], call, price) for call in calls]
+    pct, given, cost = [bench.builder(drafters["glide"], call, price) for call in calls]
     assert pct[0].keywords == {"cost": 0.2} and given[0].keywords == {"cost": 0.3}
     assert cost[0].keywords == {"cost": 0.2, "start": 0.3, "node_price": 0.5}
     assert pct[1].items() > {"cost": 0.2, "width": 5}.items(), "all settings, for the row"
