@@ -175,9 +175,10 @@ def check_pair(drafter, tree):
     if tree.name in ("chain", "drawn") and drafter.name in ("maxgram", "cascade") and tree.settings:
         raise UserError(f"--tree {tree.label}: {drafter.label} writes chains of its own length; "
                         f"give --tree {tree.name}, without settings")
-    # Max-Gram has no forward, so it may ignore their cost.
+    # (`cost` is no mistake there: Max-Gram runs no forward, so its price does not matter.)
+    is_maxgram = drafter.name == "maxgram" or drafter.words == ["maxgram"]
     ignored = tree.settings.keys() - PRICED_CHAIN - {"cost"}
-    if tree.name in ("pct-cost", "graft") and drafter.name == "maxgram" and ignored:
+    if tree.name in ("pct-cost", "graft") and is_maxgram and ignored:
         raise UserError(f"--tree {tree.label}: with maxgram it is a chain, which takes no "
                         f"{', '.join(sorted(ignored))}")
 
@@ -208,6 +209,7 @@ def read_prompts(a, setup, paths, limit=None):
         return setup.tokenizer.decode(tokens, skip_special_tokens=True)
 
     prompts, too_long = [], 0
+    # prompt_rows gives the kinds in turns
     for number, (kind, document) in enumerate(text.prompt_rows(paths)):
         if len(prompts) == limit:
             break
@@ -239,7 +241,7 @@ def read_prompts(a, setup, paths, limit=None):
 #   drawn           rounds whose tree is a sampled chain
 #   accepted        drafted tokens that were accepted
 #   tested          the accepted ones, and one more in each round that rejected a token
-#   overlap         the sum of sum_x min(p_target(x), p_draft(x)) over tested tokens, if `drawn`
+#   overlap         of sampled chains: sum_x min(p_target(x), p_draft(x)), over tested tokens
 #   draft_forwards  of the drafter; of a cascade the runs of all stages
 #   prefill, draft, verify, other   seconds
 #   begin           the seconds of `draft` before a round's first forward
@@ -344,7 +346,8 @@ def builder(drafter, tree, prices):
     tree is built by its own function, except:
         chain, drawn      of a cascade: its methods
         pct-cost, graft   of Max-Gram alone: priced.priced_chain
-        graft             of a mixture: its method; of all others: the builder is None
+        graft             of a mixture: its method
+        graft             of any other drafter: none, the builder is None
     """
     settings = dict(tree.settings)
     for name, price in (prices or {}).items():
@@ -359,10 +362,11 @@ def builder(drafter, tree, prices):
         settings = {name: settings[name] for name in settings.keys() & PRICED_CHAIN}
         return partial(priced.priced_chain, gram=drafter.gram, **settings), settings
     function = tree.function
-    if tree.name == "graft":                             # a method of mixture(...)
-        function = getattr(drafter, "graft", None)
-    build = partial(function, **settings) if function else None
-    return build, {**tree.defaults, **settings}
+    if tree.name == "graft":
+        if not hasattr(drafter, "graft"):
+            return None, {}
+        function = drafter.graft
+    return partial(function, **settings), {**tree.defaults, **settings}
 
 def measured_prices(a, setup, drafters, trees, prompts):
     """The prices that trees need and --tree leaves open -> {label: prices, or None}"""
@@ -544,9 +548,9 @@ def metrics(arm, records, plain, costs):
         weights = [1, *arm.cascade.costs]
         weights += [0.0] * (len(runs) - len(weights))
         row["runs"] = runs
-        # By measured costs, in the place of those of previous work (Table 2's "PW"); and by numbers
-        # of weights (its "MS")
+        # Table 2's "PW" takes c_i from previous work; here they are measured.
         row["swi_pw"] = swi(tokens, runs, costs)
+        # Its "MS": c_i by numbers of weights
         row["swi_ms"] = swi(tokens, runs, weights)
         # The same by the clock: all time of drafting, in plain decoding steps
         row["swi_clock"] = tokens / (runs[0] + total["draft"] / step)

@@ -226,7 +226,7 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # of token i is the chain's token at position pos(i) - 1, or the root, node 0, if pos(i) is 1.
     # No extra has children, and none was given to expand.
     # Row r of the extras (gamma, K), counted from 0, is the set X_{r+1}, and the parent of its
-    # tokens is node r.  `index` counts in the flattened extras: with K = 7, 9 is in row 1, so it
+    # tokens is node r.  `index` counts in the flattened extras.  If K is 7, index 9 is in row 1: it
     # belongs to X_2, and its parent is node 1.
     K = max(1, extras.shape[1])                                   # if all sizes are 0, K is 0
     parents = torch.cat((tree.parents, index // K))
@@ -244,15 +244,15 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
     """Beam search (sections 5.3, 5.4, Table 3): the `width` most probable sequences of each length.
 
     A node stands for the sequence that ends with it.  Nodes are given to expand in the order of the
-    tree, so a node's index in the tree is its number there, too.  One device-to-host sync per
+    tree, so a node's index in the tree is also its number in expand.  One device-to-host sync per
     depth: the host must know which sequences are continued.
     """
     assert width >= 1, f"width is {width}: keep at least one sequence"
     tokens = [root]
     parents = [-1]
-    frontier = [0]                                                # the nodes of the current length
     given = 0                                                     # nodes given to expand so far
-    score = torch.zeros(1, 1, device=root.device)                 # log-probability of each of them
+    frontier = [0]                                                # the m nodes of this length
+    score = torch.zeros(1, 1, device=root.device)                 # their log-probabilities (m, 1)
     for _ in range(min(gamma, getattr(expand, "remaining", gamma))):
         frontier_parents = [parents[node] for node in frontier]
         probs = expand(tokens[-1], frontier_parents)              # (m, V)

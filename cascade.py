@@ -16,8 +16,9 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     curGen, curProbs     lists    gen.tokens, gen.probs
     prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had when Algorithm 1 sets
                                   these two
-    K_nn                 (n, n)   K, upper triangular; row 0: the drafts for M_t, row i: for M_di
-    k_i                  int      K[0][i]: how many tokens draft_list[i], the paper's M_d(i+1), adds
+    K_nn                 (n, n)   K, upper triangular: row 0 for the drafts that M_t reviews, row r
+                                  for those of M_dr; column i for draft_list[i], that is M_d(i+1)
+    k_i                  int      K[0][i]: how many tokens draft_list[i] adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
 K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
@@ -45,8 +46,9 @@ and a list of token ids `text`:
 
 Two builders are methods of Cascade, and return its own chain as a Tree.  chain() drafts greedily;
 drawn() samples its drafts where the target's tokens are sampled, and its tree has a p_draft.  Both
-are lossless.  All other builders get, from Cascade.expand(), predictions along the greedy chain:
-siblings of its tokens, but nothing below a token that is not on it.
+are lossless.  All other builders get, from Cascade.expand(), a prediction after each token of the
+greedy chain, and none after a token off it.  So their trees may have siblings of its tokens, but
+nothing below these.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -118,8 +120,9 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    limit: the most tokens that gen may have when target's review begins.  A review adds a token,
-    so the limit of a nested call is one less (or what fits into its target's context).
+    limit: the most tokens that gen may have after the drafts, when `target` begins its review.  A
+    nested call gets limit - 1, because its own review adds a token, or less where the context of
+    its reviewer is shorter.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -186,9 +189,9 @@ def lenient_distribution(p_reviewer, p_draft, l):
     The next reviewer must compare with q'.  And accept_sampled, given q' in the place of p, does
     exactly this review: it accepts x with probability min(1, q'(x) / q(x)), else it samples from
     norm(max(0, q' - q)).  These are the same, case by case:
-        where p(x) > q(x)      q'(x) >= q(x), so that x is accepted, as it is above
-        where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x))
-        after a rejection      max(0, q' - q) is a multiple of max(0, p - q)
+        where p(x) > q(x)      q'(x) >= q(x) and l p(x) >= q(x): both accept x
+        where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x)): the same probability
+        after a rejection      max(0, q' - q) is a multiple of max(0, p - q): the same residual
     """
     # min(q, l p)
     accepted = torch.minimum(p_draft, l * p_reviewer)            # (n, V)
@@ -224,7 +227,8 @@ def keep_chosen(gen, first, choice, probs):
     """Keep drafts while they are what the reviewer chose, then add its next choice: verify.accept.
 
     The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose at
-    the position of each draft, and after the last one.  probs: their n + 1 entries for gen.probs.
+    the position of each draft, and after the last one.  probs (n + 1, V): row i becomes the entry
+    in gen.probs of the i-th token that is kept.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
     parents = range(-1, len(chain) - 1)

@@ -35,9 +35,9 @@ Differences from the paper:
     and LM head begin as copies of the target's, and are trained further.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. The index i is here that of the token that is read: t_i, in block j = floor(i / L), predicts
-    t_{i+1}, as in the paper's inference.  Eq. 3 prints i for the predicted token; then the first
-    token of a block would be predicted from no token of this block.
+ 7. Here t_i is the token that is read: in block j = floor(i / L), it predicts t_{i+1}, as in the
+    paper's inference.  In Eq. 3 as printed t_i is the token that is predicted.  Then the first
+    token of a block would be predicted from hidden states alone.
  8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
     is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.
@@ -144,6 +144,7 @@ def parts_of(model):
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
     layer_class = type(decoder.layers[-1])
+    # Some classes look up in the config of what kind the layer of this index is.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     norm = trainable_copy(decoder.norm)
     # The layer and the norm start as those of a new model of the target's class.
@@ -159,8 +160,8 @@ def parts_of(model):
 def run_layer(layer, rotary, x, position, mask, update=None):
     """Parts.layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D).
 
-    mask (m, keys) bool; None: all keys are seen.  (That is for m = 1 only: without a mask
-    transformers makes more queries causal.)  update(k, v) takes the KV entries of x, and returns
+    mask (m, keys) bool; None: all keys are seen.  (None is for m = 1 only: with several queries
+    transformers would apply a causal mask.)  update(k, v) takes the KV entries of x, and returns
     the keys and values to attend to; None: x attends to itself only.
     """
     if mask is not None:
@@ -235,7 +236,7 @@ class EDD(nn.Module):
         batches.
         block: L, which a training step draws uniformly from config.blocks (3.1).
         """
-        hidden = batch.hidden.get(self.config.hidden)          # None for the VDM
+        hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it
         x = self(batch.ids, hidden, block)
         labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
         return [(x, labels, None)]
@@ -386,8 +387,7 @@ class Drafter:
     def reserve(self, entries):
         """Make sure that the store has a capacity of at least `entries` entries."""
         if entries > self.store.shape[-2]:
-            # Adding `entries`, which is larger than the capacity, at least doubles it.  So growing
-            # copies each entry a few times at most.
+            # more >= entries > capacity: the capacity at least doubles, so there are few copies.
             more = max(1024, entries)
             self.store = F.pad(self.store, (0, 0, 0, more))
 

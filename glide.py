@@ -150,13 +150,14 @@ def tables_of(model, config, length):
 
     The first, (2, length, d), is that of the drafter's self-attention, with heads of size d; the
     second, (2, length, d_k), that of the glimpse.  Where d = d_k they are one.  Raises ValueError
-    where the target's RoPE is seen not to be Llama's, by its rope_type.
+    where the target's RoPE is seen not to be Llama's: it has no rope_type, or tables that change
+    with the length of the text (longrope, dynamic NTK), or none for a whole head.
     """
+    unlike = ValueError(f"the RoPE of {type(model).__name__} is not Llama's, which glide.py needs: "
+                        "see runtime/families.py")
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    # The tables of longrope and dynamic NTK change with the length of the text.
     if getattr(rotary, "rope_type", None) in (None, "longrope", "dynamic"):
-        raise ValueError(f"the RoPE of {type(model).__name__} is not Llama's, which glide.py "
-                         "needs: see runtime/families.py")
+        raise unlike
     position = torch.arange(length, device=model.device)[None]
     # The first argument supplies only the dtype and the device of the table.
     cos, sin = rotary(position.float(), position)
@@ -164,6 +165,8 @@ def tables_of(model, config, length):
     # RoPE's angles for heads of size d_k / s are every s-th of those for size d_k.
     d = config.width // config.heads
     s = table.shape[-1] // d
+    if s == 0:                                                         # only a part is rotated
+        raise unlike
     return table[..., ::s], table
 
 def apply_rope(x, rope):
@@ -478,7 +481,7 @@ class Drafter:
         return end, position, slots, mask
 
     def run(self, end, tokens, position, slots, mask, glimpse_mask=None):
-        """The tensor part of expand -> [logits (m, V)], a list, as replayed CUDA graphs give one.
+        """The tensor part of expand -> [logits (m, V)].  (CUDA graphs return lists.)
 
         tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None, all
         entries are seen.
@@ -498,8 +501,7 @@ class Drafter:
     def reserve(self, entries):
         """Make sure that the store has a capacity of at least `entries` entries."""
         if entries > self.store.shape[-2]:
-            # Adding `entries`, which is larger than the capacity, at least doubles it.  So growing
-            # copies each entry a few times at most.
+            # more >= entries > capacity: the capacity at least doubles, so there are few copies.
             more = max(1024, entries)
             self.store = F.pad(self.store, (0, 0, 0, more))
 

@@ -13,8 +13,9 @@ its text is a Python string with one character for each token, and Python's own 
 match.  That takes some tens of microseconds in a natural text of 4000 tokens, and
 about a millisecond in one that repeats a single token 4000 times.
 
-A *match* is a suffix of the query, one token or longer, that occurs in the source or in the
-committed generation with at least one token after it.  The longest match is taken.  Where it occurs
+The *query* is the committed generation, then the draft, then what is proposed so far.  A *match* is
+a suffix of the query, one token or longer, that occurs in the source or in the committed generation
+with at least one token after it.  The longest match is taken.  Where it occurs
 more than once, the leftmost occurrence is taken, and one in the source rather than one in the
 generation.  The tokens after it are the *chunk*: n of them, or as many as there are.  A short chunk
 becomes part of the query, and matching starts again.  Where nothing matches, the bigram gives one
@@ -35,7 +36,7 @@ Differences from the paper:
     Here only a match with a token after it counts.
  3. Listing 1 leaves a short chunk short, and returns None where nothing matches.  Here a short
     chunk joins the query, and matching goes on.  So propose(n=10) gives the same tokens as ten
-    calls for one token, each of which joins the draft.
+    calls of propose(n=1), where each token is appended to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
  6. Each proposed token has a confidence: how often the token after a match of that length was right

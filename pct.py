@@ -109,7 +109,7 @@ class Candidates:
         parents = [self.expand_index_above(node) for node in nodes]
         ids = [self.token[node] for node in nodes]
         tokens = self.root if nodes == [0] else torch.tensor(ids, device=self.root.device)
-        first_index = self.num_expanded
+        first_index = self.num_expanded                              # forward() raises it
         c, x = self.forward(tokens, parents)
         for i, node in enumerate(nodes):
             self.expand_index[node] = first_index + i

@@ -78,9 +78,10 @@ MAY_CHANGE = "lr every micro device out work resume overwrite".split()
 # decoders: {name: decoder}.  A decoder decodes with a module: it is what verify.py calls a drafter.
 # models.decoder_of makes it.  Only its `needs` is used in this file.
 #
-# data: tokens (n,) and documents (m, 3), to learn and held out, as documents.load gives them.  A
-# document is its start, size and kind of text.  A token of 0 or above is a label.  Below 0 it is
-# ~id, the complement: it belongs to a prompt, which is read, but contributes no loss.
+# data: tokens (n,) and documents (m, 3) to learn from, held_tokens and held_documents to measure
+# on, and kinds, the names of the kinds of text (documents.load).  A document is its start, its size
+# and the number of its kind.  A token of 0 or above is a label.  Below 0 it is ~id, the complement:
+# it belongs to a prompt, which is read, but contributes no loss.
 #
 # walks: an evaluate.Walks.  measure() drafts along the target's own continuations of held-out
 # prompts, and gives {name: {"alpha", "tau", "temperature", "by_kind"}}.
@@ -165,9 +166,9 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 8, 9
     step_of = last_token // step_tokens                                # 0, 0, 1, 1
     steps = steps_in_epoch(pieces, step_tokens)                        # 2
-    first_piece = np.searchsorted(step_of, np.arange(steps + 1))       # 0, 2, 4: of each step
-    # Cut where steps begin.  What comes after the last full step is dropped.
-    return np.split(shuffled, first_piece[1:])[:-1]
+    # The index after the last piece of each step; the last part is what the last full step leaves
+    ends = np.searchsorted(step_of, np.arange(steps), side="right")    # 2, 4
+    return np.split(shuffled, ends)[:-1]
 
 def pieces_of_steps(pieces, step_tokens, seed, step):
     """Yield the pieces of step `step`, of the next one, and so on, epoch after epoch."""
@@ -387,7 +388,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate, and log, but not where a run begins or goes on: nothing was learned yet.
+            # Evaluate, and log: every a.every steps, except at `start`, and after the last step.
             if step == steps or (step % a.every == 0 and step > start):
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:

@@ -17,14 +17,15 @@ not a child is the next root.
     p_D(.|node)            (n - 1, V)            tree.p_draft, only for a sampled chain
 
 The contract.  A builder is a function build(expand, root (1,)) -> Tree.  A drafter is an object
-with `needs`, reset, begin, expand and keep (4 to 6).
+with `needs`, reset, begin, expand and keep (points 4 to 6).
  1. expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
     nodes.  It numbers the nodes of a round from 0 in the order in which it receives them, and
     `parents` are these numbers, -1 for the root, which comes first.  A row of zeros: no prediction.
  2. A Tree holds long tensors (n,) on the root's device: tokens; parents, which come before their
     children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
-    -1 if it was not given.  Only a chain that was sampled has p_draft (n - 1, V), from which its
-    tokens were sampled; a token of probability zero there would bias the output.
+    -1 if it was not given.  Only a sampled chain has p_draft (n - 1, V): row i is the distribution
+    from which node i + 1 was sampled.  It must give that token more than zero, or the token would
+    always be accepted.
  3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
     of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
     use, which is the number of tokens left minus the target's own (where that is 0 no builder is
@@ -132,7 +133,7 @@ class TreeCache(Cache):
     def slice_like(self, x):
         """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d).
 
-        It is the next free slice of the stack of its kind, which is made first if there is none.
+        This takes the next free slice of its kind, and makes a new stack where none is left.
         """
         shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
         kind = (shape, x.dtype, x.device)
@@ -443,9 +444,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores is called with one node at a time.  In a sampled chain it needs the drafted
-        token after it as well, to accept or to reject it: then it is called with the two as a
-        chain.  Only its first choice is used, so the second row of scores is just a copy.
+        choose_by_scores gets one node at a time.  In a sampled chain the choice after a node
+        accepts or rejects the next node, so that one is passed, too.  Only the first choice is
+        used: the second row of scores is a dummy.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import ROOT, VOCAB, shared, tiny, weighty
+from conftest import ROOT, VOCAB, family, shared, tiny, weighty
 from safetensors.torch import save_file
 
 import edd
@@ -274,9 +274,11 @@ def test_rope_of_the_drafters_own_heads(llama, width, d):
     torch.testing.assert_close(glide.apply_rope(x, table), expected, atol=1e-5, rtol=0,
                                check_dtype=False)
 
-def test_another_rope_than_llamas_is_a_valueerror():
-    dynamic = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
-    model = tiny("llama", rope_parameters=dynamic)
+@pytest.mark.parametrize("name, rope", [
+    ("LlamaForCausalLM", dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)),
+    ("PhiForCausalLM", dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5))])
+def test_another_rope_than_llamas_is_a_valueerror(name, rope):
+    model = family(name, rope_parameters=rope)
     with pytest.raises(ValueError, match="is not Llama's"):
         glide.tables_of(model, glide.Config.for_target(model), 40)
 
