@@ -20,7 +20,8 @@ Three rules keep the table honest:
 Read main() first, at the end; above it stands what it calls, in this order: arguments, prompts, one
 decoding, the arms, the measurement, a row's figures, the tables.  Time is taken by measure.decode,
 which puts clocks around target, drafter and builder; verify.generate has no code for it.  Drafters
-and trees are named as their functions would be called: see cape.py, pct.py and runtime/load.py.
+and trees are named as their functions would be called: see runtime/load.py; cape.py, pct.py, and
+for pct-cost and graft beyond/.
 Sentences under the table explain its columns.
 
 With --json FILE an interrupted table goes on: its finished prompts stand in FILE.part, and the same
@@ -63,7 +64,7 @@ PRICE_PROMPTS = CHECKPOINTS / "price_prompts.jsonl"
 FEW = 9                         # prompts of PROMPTS: a minute or less
 MOST_NODES = 512                # of a tree, the root included
 WARM_UP = 16                    # tokens that each arm decodes before anything is measured
-PRICED_CHAIN = {"node_price", "start", "max_nodes"}     # settings of pct-cost for Max-Gram alone
+PRICED_CHAIN = {"node_price", "start", "max_nodes"}     # the settings of priced.priced_chain
 
 # ---------------------------------------------------------------- what most functions get
 # a: the flags.
@@ -78,7 +79,8 @@ PRICED_CHAIN = {"node_price", "start", "max_nodes"}     # settings of pct-cost f
 #   drafter(call)      loads the drafter that a Call names
 #
 # A Call (runtime/calls.py) is a drafter or tree as it was named, say "pct(width=7)": its name,
-# function, settings, defaults and label.  Max-Gram alone is a Cascade without models.
+# function, words (the models that it names), settings, defaults and label.  Max-Gram alone, named
+# maxgram or cascade(maxgram), is a Cascade without models.
 
 # ---------------------------------------------------------------- arguments
 def between(kind, low, high):
@@ -152,9 +154,9 @@ def check(a):
     for tree in trees:
         for drafter in drafters:
             check_pair(drafter, tree)
+        # check_tree builds a tree with a made-up drafter.  graft is a method of a drafter, and
+        # none is loaded yet: pct_cost is built instead, which has the same settings but `chain`.
         trial = tree
-        # graft is a method of a drafter, and none is loaded yet.  So its settings are tried with
-        # pct_cost, which has the same ones but for `chain`.
         if tree.name == "graft":
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
             trial = tree._replace(function=priced.pct_cost, settings=shared)
@@ -175,7 +177,8 @@ def check_pair(drafter, tree):
     if tree.name in ("chain", "drawn") and drafter.name in ("maxgram", "cascade") and tree.settings:
         raise UserError(f"--tree {tree.label}: {drafter.label} writes chains of its own length; "
                         f"give --tree {tree.name}, without settings")
-    # (`cost` is no mistake there: Max-Gram runs no forward, so its price does not matter.)
+    # Max-Gram alone drafts a priced chain.  A `cost`, the price of a forward, is let through: it
+    # changes nothing, as Max-Gram runs none.
     is_maxgram = drafter.name == "maxgram" or drafter.words == ["maxgram"]
     ignored = tree.settings.keys() - PRICED_CHAIN - {"cost"}
     if tree.name in ("pct-cost", "graft") and is_maxgram and ignored:
@@ -295,7 +298,7 @@ Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
 # prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
 #   cost               of a drafter forward
 #   node_price         of one more verified node
-#   start              of a tree in addition, once a round, however small it is
+#   start              of drafting a tree at all, once a round, besides its forwards and nodes
 
 def arms_of(a, setup, drafters, trees, prices):
     """-> all arms, in the table's order: plain decoding, transformers' own, drafters x trees.
@@ -501,7 +504,8 @@ def runs_of(records):
     """Of a cascade: the number of runs of the target, and of each stage -> list"""
     # The target runs once per round, and once per prompt for the prefill.
     target = sum_of(records)["rounds"] + len(records)
-    return [target, *map(sum, zip(*(record.stage_runs for record in records)))]
+    by_stage = zip(*[record.stage_runs for record in records])       # a tuple for each stage
+    return [target, *(sum(runs) for runs in by_stage)]
 
 def costs_of(records, step):
     """Of a cascade: [1, c_1, c_2, ...], the time of a run of each stage, in plain decoding steps.
@@ -517,7 +521,7 @@ def costs_of(records, step):
     return costs
 
 def gamma_of(arm):
-    """The drafted tokens of a chain, each of which takes a forward; None where it is not so."""
+    """Drafted tokens of a chain; None for a baseline, and where not each takes a forward."""
     if not arm.cascade:
         return arm.settings.get("gamma")
     is_one_model = len(arm.cascade.draft_list) == len(arm.cascade.models) == 1

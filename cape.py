@@ -185,8 +185,8 @@ def by_joint_probability(p, p_extras, most):
     highest first, and their indices (most,) in the flattened extras.  A joint probability of zero
     means that there is no such extra.
     """
-    # The ancestors of x'_{t+i,j} are x_{t+1} ... x_{t+i-1}, so its joint probability is
-    # p_1 ... p_{i-1} p_D(x'_{t+i,j}).
+    # The ancestors of an extra x' in X_i are x_{t+1} ... x_{t+i-1}, so its joint probability is
+    # p_1 ... p_{i-1} p_D(x').
     before = pad(p[:-1], (1, 0), value=1.0)                       # 1, p_1, ..., p_{gamma-1}
     p_ancestors = before.cumprod(0)                               # (gamma,)
     joint = p_ancestors[:, None] * p_extras                       # (gamma, K)

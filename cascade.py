@@ -17,8 +17,8 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had when Algorithm 1 sets
                                   these two
     K_nn                 (n, n)   K, upper triangular: row 0 for the drafts that M_t reviews, row r
-                                  for those of M_dr; column i for draft_list[i], that is M_d(i+1)
-    k_i                  int      K[0][i]: how many tokens draft_list[i] adds
+                                  for those that M_dr reviews, column i for draft_list[i]
+    k_i                  int      K[0][i]: how many tokens draft_list[i], that is M_d(i+1), adds
     l                    float    lenience, in reviews by drafters (difference 5)
 
 K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
@@ -46,9 +46,8 @@ and a list of token ids `text`:
 
 Two builders are methods of Cascade, and return its own chain as a Tree.  chain() drafts greedily;
 drawn() samples its drafts where the target's tokens are sampled, and its tree has a p_draft.  Both
-are lossless.  All other builders get, from Cascade.expand(), a prediction after each token of the
-greedy chain, and none after a token off it.  So their trees may have siblings of its tokens, but
-nothing below these.
+are lossless.  All other builders draft from Cascade.expand(), which predicts along the greedy chain
+only.  So their trees may have siblings beside the tokens of the chain, but nothing below a sibling.
 
 Differences from the paper:
  1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
@@ -155,8 +154,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # In the call below drafts fill gen to cur_limit tokens at most.  Then cur_target's review
-        # reads all of them, so they must fit into its context, and adds one: `limit` at most.
+        # The call below leaves at most cur_limit tokens in gen.  Then cur_target reviews them: it
+        # reads them all, which its context must hold, and adds one token, which `limit` must allow.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.

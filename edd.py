@@ -144,7 +144,7 @@ def parts_of(model):
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
     layer_class = type(decoder.layers[-1])
-    # Some classes look up in the config of what kind the layer of this index is.
+    # Some classes have layers of several kinds, and look up in the config which this one is.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     norm = trainable_copy(decoder.norm)
     # The layer and the norm start as those of a new model of the target's class.

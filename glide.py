@@ -40,11 +40,12 @@ Differences from the paper:
     Without it the residual stream is small at first, and the attention scores of the glimpse stay
     nearly uniform for a long part of the training.
  4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
- 5. In a drafter of two layers the KV entries of the second depend on what the first one's glimpse
-    saw; the paper does not say what that is for committed tokens.  Here
-      - accepted nodes that expand() read keep the entries computed then;
-      - a prompt is encoded under a block mask with blocks from position 0 on;
-      - accepted nodes that expand() did not read, with blocks from the root of their round on.
+ 5. In a drafter of two layers the KV entries of the second depend on which target keys the first
+    one's glimpse saw.  The paper does not say which these are once a token is committed.  Here
+      - an accepted node that expand() read keeps the entries computed then;
+      - all other tokens are encoded under a block mask when they are committed.  Its blocks begin
+        at position 0 for a prompt, and at the root of their round for accepted nodes that expand()
+        did not read.
     The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
@@ -150,8 +151,8 @@ def tables_of(model, config, length):
 
     The first, (2, length, d), is that of the drafter's self-attention, with heads of size d; the
     second, (2, length, d_k), that of the glimpse.  Where d = d_k they are one.  Raises ValueError
-    where the target's RoPE is seen not to be Llama's: it has no rope_type, or tables that change
-    with the length of the text (longrope, dynamic NTK), or none for a whole head.
+    where the target's RoPE is seen not to be Llama's: it has no rope_type, its tables change with
+    the length of the text (longrope, dynamic NTK), or they are smaller than a head of the drafter.
     """
     unlike = ValueError(f"the RoPE of {type(model).__name__} is not Llama's, which glide.py needs: "
                         "see runtime/families.py")
@@ -165,7 +166,7 @@ def tables_of(model, config, length):
     # RoPE's angles for heads of size d_k / s are every s-th of those for size d_k.
     d = config.width // config.heads
     s = table.shape[-1] // d
-    if s == 0:                                                         # only a part is rotated
+    if s == 0:                                                         # smaller than a head
         raise unlike
     return table[..., ::s], table
 

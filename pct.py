@@ -109,7 +109,7 @@ class Candidates:
         parents = [self.expand_index_above(node) for node in nodes]
         ids = [self.token[node] for node in nodes]
         tokens = self.root if nodes == [0] else torch.tensor(ids, device=self.root.device)
-        first_index = self.num_expanded                              # forward() raises it
+        first_index = self.num_expanded                              # forward() increases it
         c, x = self.forward(tokens, parents)
         for i, node in enumerate(nodes):
             self.expand_index[node] = first_index + i
@@ -205,7 +205,7 @@ def grown(expand, root, width, depth, by, threshold, most):
     """
     assert depth >= 1, f"depth is {depth}: draft at least once"
     assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
-    assert 0 <= threshold <= 1, f"the threshold is {threshold}: a confidence lies between 0 and 1"
+    assert threshold >= 0, f"the threshold is {threshold}: it must be at least 0"
     candidates = Candidates(expand, root, width)
     confidence = {"c": candidates.c, "p": candidates.p}[by]          # it grows with the candidates
     layer = [0]

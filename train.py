@@ -166,8 +166,9 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 8, 9
     step_of = last_token // step_tokens                                # 0, 0, 1, 1
     steps = steps_in_epoch(pieces, step_tokens)                        # 2
-    # The index after the last piece of each step; the last part is what the last full step leaves
+    # The index after the last piece of each step
     ends = np.searchsorted(step_of, np.arange(steps), side="right")    # 2, 4
+    # np.split gives one part more: the pieces after the last full step, which are left out
     return np.split(shuffled, ends)[:-1]
 
 def pieces_of_steps(pieces, step_tokens, seed, step):
@@ -257,12 +258,13 @@ def masked_loss(module, batch, block, chunk_size):
     for x, labels, mask in module.terms(batch, block):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
         positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
-        x, labels = x.flatten(0, 1)[positions], labels.flatten(0, 1)   # (n, ...), (B T, ...)
+        x = x.flatten(0, 1)[positions]                                 # (n, ...)
+        # Labels are indexed chunk by chunk, in loss_at: for "kl" they are the target's logits, and
+        # all at once they would be a second copy of these.
+        labels = labels.flatten(0, 1)                                  # (B T, ...)
         if len(x) <= chunk_size:                         # nothing need be computed twice
             total = total + loss_at(x, labels, positions)
             continue
-        # Labels are indexed chunk by chunk, in loss_at: for "kl" they are the target's logits, and
-        # all at once they would be a second copy of these.
         for x_chunk, chunk in zip(x.split(chunk_size), positions.split(chunk_size)):
             total = total + checkpoint(loss_at, x_chunk, labels, chunk, use_reentrant=False)
     return total
@@ -288,10 +290,11 @@ def evaluate(drafters, frozen, walks, data, a):
     for name in drafters:
         metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
     for kind in kinds:
-        # The same number of tokens from each kind of text, and the same pieces in every evaluation
-        most = max(a.length, HELD_OUT // len(kinds))
+        # About as many tokens from each kind of text, the same in every evaluation: the first step
+        # of a shuffled epoch
+        size = max(a.length, HELD_OUT // len(kinds))
         of_kind = pieces[pieces[:, 2] == kind]
-        chosen = pieces_of_epoch(of_kind, most, seed=0, epoch=0)[0]    # some `most` tokens
+        chosen = pieces_of_epoch(of_kind, size, seed=0, epoch=0)[0]
         count = max(1, labels_in(data.held_tokens, chosen))
         losses = dict.fromkeys(drafters, 0.0)
         for part in parts_of(chosen, a.micro):
@@ -388,7 +391,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate, and log: every a.every steps, except at `start`, and after the last step.
+            # Evaluate and log, after the last step and every a.every steps (but not at `start`)
             if step == steps or (step % a.every == 0 and step > start):
                 metrics = evaluate(drafters, frozen, walks, data, a)
                 if rank == 0:

@@ -24,8 +24,8 @@ with `needs`, reset, begin, expand and keep (points 4 to 6).
  2. A Tree holds long tensors (n,) on the root's device: tokens; parents, which come before their
     children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
     -1 if it was not given.  Only a sampled chain has p_draft (n - 1, V): row i is the distribution
-    from which node i + 1 was sampled.  It must give that token more than zero, or the token would
-    always be accepted.
+    from which node i + 1 was sampled.  It must give that token more than zero, or the output is
+    biased: speculative sampling accepts by p_target / p_draft.
  3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
     of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
     use, which is the number of tokens left minus the target's own (where that is 0 no builder is
@@ -46,16 +46,17 @@ with `needs`, reset, begin, expand and keep (points 4 to 6).
 Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
     p = expand(root, [-1])                              # number 0: the root, 7
     p = expand(root.new_tensor([3]), [0])               # number 1: the 3
-    columns = root.new_tensor([[7, 3, 5, 4], [-1, 0, 1, 0], [0, 1, -1, -1]])
-    return Tree(*columns)                               # tokens, parents, expand_index
+    tokens = root.new_tensor([7, 3, 5, 4])
+    parents = root.new_tensor([-1, 0, 1, 0])
+    return Tree(tokens, parents, expand_index=root.new_tensor([0, 1, -1, -1]))
 If the target chooses 3 after 7, 5 after 3 and 9 after 5, then 7, 3 and 5 are committed and are the
 tokens of the next view, the drafter is told keep([0, 1]), and 9 is the next root.
 
 Differences from the paper:
  1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
- 2. Sampling with a tree is ours.  The noise of a sample depends on the seed and the position (and
-    on the kind of device), so a tree's output is token for token that of plain sampling.  (The
-    output of a sampled chain only has the same distribution.)
+ 2. Sampling with a tree is ours.  A token is argmax(p / noise), where the noise depends on the seed
+    and the position alone (and on the kind of device): keyed_noise.  So a tree's output is token
+    for token that of plain sampling.  (That of a sampled chain only has the same distribution.)
  3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
 
 To use this file in a project of yours, with a decoder-only model of transformers all of whose
@@ -94,7 +95,7 @@ def ancestor_mask(parents):
     # Here the root is its own parent, so that climbing ends there.
     ancestor = parents.clamp(min=0)
     seen = torch.eye(n, dtype=torch.bool, device=parents.device)
-    # Each pass doubles the number of steps up that a node sees.
+    # Each pass doubles the number of nodes on the way up that a node sees.
     for _ in range(n.bit_length()):
         seen = seen | seen[ancestor]                           # what the node or that ancestor sees
         ancestor = ancestor[ancestor]                          # 2 steps up, then 4, 8, ...
@@ -444,9 +445,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        choose_by_scores gets one node at a time.  In a sampled chain the choice after a node
-        accepts or rejects the next node, so that one is passed, too.  Only the first choice is
-        used: the second row of scores is a dummy.
+        Each step needs the choice after one node.  In a sampled chain this choice accepts or
+        rejects the next node, so choose_by_scores gets both.  Its choice after the second is not
+        used, so any scores will do there: the first node's are repeated.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
@@ -538,7 +539,9 @@ class Output:
             self.length += 1
             full = self.length == self.sequence.shape[1]
             # All criteria are asked, also about the last token: they may remember what they saw.
-            met = [bool(torch.as_tensor(meets(self.text, None)).all()) for meets in self.stop]
+            answers = [criterion(self.text, None) for criterion in self.stop]
+            # An answer is a bool, or a tensor with one for each sequence, of which there is one.
+            met = [bool(torch.as_tensor(answer).all()) for answer in answers]
             self.ended = full or any(met)
             if self.ended:
                 break

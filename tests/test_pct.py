@@ -101,6 +101,12 @@ def test_what_equals_a_threshold_is_expanded_and_kept():
         assert len(tree.tokens) > 4
 
 # ---------------------------------------------------------------- appendix A
+def test_a_draft_that_costs_more_than_a_step_is_not_worth_it():
+    """Eq. 5 with s_d > s_t: not even the root, with p = 1, is expanded."""
+    tree = pct.pct(None, torch.tensor([3]), cost=1.5)
+    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.expand_index.tolist()) == (
+        [3], [-1], [-1])
+
 def test_vct_has_363_nodes():
     """Appendix A: width 3 and depth 5."""
     expand = table_expand(random_table(0, vocab=9))
