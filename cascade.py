@@ -22,8 +22,8 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     l                    float    lenience, in reviews by drafters (difference 5)
 
 K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
-tokens at a time (section 5.2).  The paper does not say whether k_12 includes k_11.  Here it does,
-so after the 8 tokens of M_d1, M_d2 adds 13 - 8 = 5:
+tokens at a time (section 5.2).  k_12 includes k_11, by the authors' code (the paper does not say
+it): after the 8 tokens of M_d1, M_d2 adds 13 - 8 = 5:
 
              M_d1  M_d2  MaG
         K = [[8,    5,   10],     drafts for M_t: k_11, k_12 - k_11, 10

@@ -55,8 +55,8 @@ Differences from the paper:
  8. A query belongs to the block of its own token, as in the printed Mask_Block and in the paper's
     inference.  In the example the query e, which predicts f, belongs to a b c d e.  The prose of
     section 4.1 takes the block of the predicted token instead, here that of f.
- 9. The glimpse is added to the residual stream, as the output of every other sub-layer.  The paper
-    says that it is "concatenated with the other output vectors".
+ 9. The glimpse is added to the residual stream, as the output of every other sub-layer, and as in
+    the official code.  The paper's text has no residual there.
 10. d_D is by default the target's width; in the paper it is 4096 for all targets.
 11. A draft may be longer than L, as in trees of more than five levels, though training never showed
     the target's keys delayed by more.

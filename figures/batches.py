@@ -72,7 +72,7 @@ def row_of(a, setup, label, drafter, tree, prompts):
     """Decode all prompts, plainly and with the drafter -> bench.py's row."""
     # A cache that holds entries of one batch takes no other: each batch gets a target of its own.
     setup.target = setup.wrap(setup.model)
-    build, settings = bench.builder(label, drafter, tree, None)
+    build, settings = bench.builder(drafter, tree, None)
     decode = partial(bench.decode, a, setup)
     plain = bench.Arm("plain", partial(decode, None, verify.root_only))
     arm = bench.Arm("glide", partial(decode, drafter, build), label, tree.label, settings)
