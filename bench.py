@@ -19,10 +19,11 @@ Three rules keep the table honest:
 
 Read main() first, at the end; above it stands what it calls, in this order: arguments, prompts, one
 decoding, the arms, the measurement, a row's figures, the tables.  Time is taken by measure.decode,
-which puts clocks around target, drafter and builder; verify.generate has no code for it.  Drafters
-and trees are named as their functions would be called: see runtime/load.py; cape.py, pct.py, and
-for pct-cost and graft beyond/.
-Sentences under the table explain its columns.
+which puts clocks around target, drafter and builder; verify.generate has no code for it.  Sentences
+under the table explain its columns.
+
+A drafter or a tree is named as a call of its function, say "pct(width=7)".  Functions of drafters
+are in runtime/load.py, those of trees in cape.py and pct.py, of pct-cost and graft in beyond/.
 
 With --json FILE an interrupted table goes on: its finished prompts stand in FILE.part, and the same
 command skips them.
@@ -113,7 +114,7 @@ def parser():
          "(default: the project's own)")
     flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
          "(default: the tokenizer's own, or plain)")
-    flag("--max-new-tokens", type=positive, default=128, help="for each prompt (default: 128)")
+    flag("--max-new-tokens", type=positive, default=128, help="for each prompt")
     flag("--temperature", type=between(float, 0, 1e6), default=0.0,
          help="sampling temperature; 0 is greedy (default: 0)")
     flag("--top-k", type=positive,
@@ -155,7 +156,7 @@ def check(a):
         for drafter in drafters:
             check_pair(drafter, tree)
         # check_tree builds a tree with a made-up drafter.  graft is a method of a drafter, and
-        # none is loaded yet: pct_cost is built instead, which has the same settings but `chain`.
+        # none is loaded yet: pct_cost is built instead, which has all of its settings but `chain`.
         trial = tree
         if tree.name == "graft":
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
@@ -177,8 +178,8 @@ def check_pair(drafter, tree):
     if tree.name in ("chain", "drawn") and drafter.name in ("maxgram", "cascade") and tree.settings:
         raise UserError(f"--tree {tree.label}: {drafter.label} writes chains of its own length; "
                         f"give --tree {tree.name}, without settings")
-    # Max-Gram alone drafts a priced chain.  A `cost`, the price of a forward, is let through: it
-    # changes nothing, as Max-Gram runs none.
+    # For Max-Gram alone these two are a chain, priced.priced_chain: see builder().  `cost` is let
+    # through, though it changes nothing: Max-Gram runs no forward.
     is_maxgram = drafter.name == "maxgram" or drafter.words == ["maxgram"]
     ignored = tree.settings.keys() - PRICED_CHAIN - {"cost"}
     if tree.name in ("pct-cost", "graft") and is_maxgram and ignored:
@@ -188,7 +189,8 @@ def check_pair(drafter, tree):
 def check_target(name, target, drafters, trees):
     """Refuse the Calls of drafters and trees that this target does not take."""
     if not target.verifies_trees and not {tree.name for tree in trees} <= {"chain", "drawn"}:
-        raise UserError(f"{name} ignores a tree's mask or positions: it takes --tree chain")
+        raise UserError(f"{name} ignores a tree's mask or positions: it takes --tree chain, or "
+                        "drawn")
     named = {call.name for call in drafters}
     if target.encoder_decoder and not named <= {"maxgram", "cascade"}:
         raise UserError(f"{name} has an encoder: it takes --drafter maxgram or cascade(...)")
@@ -295,7 +297,7 @@ def prompt_seed(seed, number):
 Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
                  defaults=(None, None, {}, None))
 
-# prices: {label of a drafter: its prices, or None}, all in plain decoding steps.
+# prices: {label of a drafter: its prices}, in plain decoding steps; None for cascades with models.
 #   cost               of a drafter forward
 #   node_price         of one more verified node
 #   start              of drafting a tree at all, once a round, besides its forwards and nodes
@@ -521,7 +523,10 @@ def costs_of(records, step):
     return costs
 
 def gamma_of(arm):
-    """Drafted tokens of a chain; None for a baseline, and where not each takes a forward."""
+    """The builder's gamma, for expected_speedup; None where it has none.
+
+    Of a cascade only a single model has one: other stages do not run once for each token.
+    """
     if not arm.cascade:
         return arm.settings.get("gamma")
     is_one_model = len(arm.cascade.draft_list) == len(arm.cascade.models) == 1

@@ -263,11 +263,10 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         longer = score + p.log()                                  # (m, per_sequence)
         most = min(width, longer.numel())
         score, index = longer.flatten().topk(most)                # (most,), the best first
-        # continued[r]: which of the m sequences the r-th best one continues.  Only the first
-        # `count` have a probability above zero.
-        continued = index // per_sequence
-        count = score.isfinite().sum()
-        *continued, count = torch.cat((continued, count[None])).tolist()  # device-to-host sync
+        # The r-th best one continues sequence before[r].  Those with a probability come first.
+        before = index // per_sequence                            # (most,)
+        possible = score.isfinite().sum()                         # ()
+        *continued, count = torch.cat((before, possible[None])).tolist()  # device-to-host sync
         if count == 0:
             break
         tokens.append(x.take(index[:count]))

@@ -34,7 +34,7 @@ The drafts that M_d1 reviews come from a call of Algorithm 1 with M_d1 as the ta
 call is K without its first row and column, [[1, 10], [0, 10]].  Where M_d2 reviews, it is [[10]].
 
 A model's count is a minimum, since its last review may add more tokens than were missing.
-Max-Gram's count is a maximum.  Where the output or a model's context ends, there are fewer of both.
+Max-Gram's count is a maximum.  Where the output or a model's context ends, both may add fewer.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
 and a list of token ids `text`:
@@ -119,9 +119,7 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
 
-    limit: the most tokens that gen may have after the drafts, when `target` begins its review.  A
-    nested call gets limit - 1, because its own review adds a token, or less where the context of
-    its reviewer is shorter.
+    limit: the most tokens that gen may have after the drafts, when `target` begins its review.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -154,8 +152,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # The call below leaves at most cur_limit tokens in gen.  Then cur_target reviews them: it
-        # reads them all, which its context must hold, and adds one token, which `limit` must allow.
+        # cur_target's review reads all of gen, which its context must hold, and then adds one
+        # token, which `limit` must allow.
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.

@@ -35,9 +35,9 @@ Differences from the paper:
     and LM head begin as copies of the target's, and are trained further.
  5. The layer attends to all positions, also where the target's own layers use a sliding window.
  6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. Here t_i is the token that is read: in block j = floor(i / L), it predicts t_{i+1}, as in the
-    paper's inference.  In Eq. 3 as printed t_i is the token that is predicted.  Then the first
-    token of a block would be predicted from hidden states alone.
+ 7. Here t_i is the token that is read.  It belongs to block j = floor(i / L) and predicts t_{i+1},
+    as in the paper's inference.  In Eq. 3 as printed t_i is the token that is predicted, so the
+    first token of a block would be predicted from hidden states alone.
  8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
     is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
     examples of the deepest nodes, or from none.

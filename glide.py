@@ -43,9 +43,9 @@ Differences from the paper:
  5. In a drafter of two layers the KV entries of the second depend on which target keys the first
     one's glimpse saw.  The paper does not say which these are once a token is committed.  Here
       - an accepted node that expand() read keeps the entries computed then;
-      - all other tokens are encoded under a block mask when they are committed.  Its blocks begin
-        at position 0 for a prompt, and at the root of their round for accepted nodes that expand()
-        did not read.
+      - all other tokens are encoded under a block mask when they are committed: a prompt with
+        blocks from position 0 on, accepted nodes that expand() did not read with blocks from the
+        root of their round on.
     The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
@@ -58,8 +58,8 @@ Differences from the paper:
  9. The glimpse is added to the residual stream, as the output of every other sub-layer, and as in
     the official code.  The paper's text has no residual there.
 10. d_D is by default the target's width; in the paper it is 4096 for all targets.
-11. A draft may be longer than L, as in trees of more than five levels, though training never showed
-    the target's keys delayed by more.
+11. In training the target's keys are delayed by at most L tokens.  A draft may be longer, as in
+    trees of more than five levels.
 12. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
     position t - 1".
 
@@ -401,9 +401,9 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: the tokens before position view.length are committed.
 
-        view.tokens (k,) end with the committed tokens that have no entries yet: a prompt, later the
-        accepted nodes that expand() was not given, mostly one leaf or none.  (The others keep
-        theirs.)  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's.
+        Accepted nodes that expand() was given have their entries already.  The last of view.tokens
+        (k,) may have none: in the first round all of them, the prompt; later mostly one leaf at
+        most.  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's.
         root_id is not used: expand is given the root.
         """
         self.t = view.length

@@ -39,9 +39,9 @@ Differences from the paper:
     calls of propose(n=1), where each token is appended to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
- 6. Each proposed token has a confidence: how often the token after a match of that length was right
-    on held-out text.  Where a chunk's first token follows a match of length m, its second token
-    follows one of length m + 1, and so on.  Tree builders read the confidence as a probability; the
+ 6. Each proposed token has a confidence, by the length of the match before it: m for the first
+    token of a chunk, m + 1 for the second, and so on.  It is how often a token after such a match
+    was right on held-out text.  Tree builders read the confidence as a probability; the
     paper's chain does not need it.
  7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus.
  8. The paper proposes ten tokens everywhere, and so does this file.  Where few matches are right

@@ -1,4 +1,4 @@
-"""Train drafters for any target.  (GLIDE, arXiv 2402.02082: 4.1, 5.1, app. A; EDD: 3.1, app. B)
+"""Train drafters for decoder-only targets.  (GLIDE: 4.1, 5.1, app. A; EDD: 3.1, app. B)
 
     python train.py glide edd --target lmsys/vicuna-7b-v1.5 --template vicuna --data sharegpt.json
     python train.py "glide(layer=13)" "top=glide(norm=False)" "edd(hidden=10)" --data written.jsonl
@@ -73,14 +73,14 @@ MAY_CHANGE = "lr every micro device out work resume overwrite".split()
 #
 # calls: {name: Call} of the command line.
 #
-# drafters: {name: module}.  Here a drafter is a module, which models.start makes for a Call.
+# modules: {name: draft model}, say a glide.Glide, which models.start makes for a Call.
 #
-# decoders: {name: decoder}.  A decoder decodes with a module: it is what verify.py calls a drafter.
-# models.decoder_of makes it.  Only its `needs` is used in this file.
+# drafters: {name: drafter}, by the contract in verify.py, say a glide.Drafter, which
+# models.drafter_of makes for a draft model.  Only its `needs` is used in this file.
 #
 # data: tokens (n,) and documents (m, 3) to learn from, held_tokens and held_documents to measure
 # on, and kinds, the names of the kinds of text (documents.load).  A document is its start, its size
-# and the number of its kind.  A token of 0 or above is a label.  Below 0 it is ~id, the complement:
+# and the number of its kind.  A token of 0 or above is learned.  Below 0 it is ~id, the complement:
 # it belongs to a prompt, which is read, but contributes no loss.
 #
 # walks: an evaluate.Walks.  measure() drafts along the target's own continuations of held-out
@@ -211,18 +211,18 @@ def labels_in(tokens, pieces):
 class FrozenTarget:
     """What the drafters of a run read of the target: one forward pass for all of them."""
 
-    def __init__(self, target, drafters, decoders):
-        """drafters: {name: module}.  decoders: {name: what decodes with it}, with their `needs`."""
+    def __init__(self, target, modules, drafters):
+        """modules: {name: draft model}.  drafters: {name: drafter}, with their `needs`."""
         self.target, self.device = target, target.device
         vocab = target.config.get_text_config().vocab_size
         self.chunk_size = max(1, LOGITS // vocab)        # positions whose logits are in memory
         self.kv, self.hidden = set(), set()              # layers, and indices of hidden_states
-        for decoder in decoders.values():
-            self.kv.update(decoder.needs.get("kv", ()))
-            self.hidden.update(decoder.needs.get("hidden", ()))
+        for drafter in drafters.values():
+            self.kv.update(drafter.needs.get("kv", ()))
+            self.hidden.update(drafter.needs.get("hidden", ()))
         # The token ids of which the drafters learn the target's logits: slice(None) for all, a
         # list (beyond/shared.py), or None where no drafter learns from logits
-        self.learned_ids = models.words_learned(drafters.values())
+        self.learned_ids = models.words_learned(modules.values())
 
     @torch.no_grad()
     def forward(self, ids):
@@ -251,6 +251,7 @@ def masked_loss(module, batch, block, chunk_size):
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
     So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
+    # x: of these positions; labels: of all
     def loss_at(x, labels, positions):
         return module.loss_of(x, labels[positions])
 
@@ -279,7 +280,7 @@ def block_of_step(module, seed, step):
 
 # ---------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(drafters, frozen, walks, data, a):
+def evaluate(modules, frozen, walks, data, a):
     """Measure drafters on held-out text.
 
     -> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}
@@ -287,7 +288,7 @@ def evaluate(drafters, frozen, walks, data, a):
     metrics = walks.measure()                                # all but the loss
     pieces = pieces_of(data.held_documents, a.length)
     kinds = np.unique(pieces[:, 2])
-    for name in drafters:
+    for name in modules:
         metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
     for kind in kinds:
         # About as many tokens from each kind of text, the same in every evaluation: the first step
@@ -296,10 +297,10 @@ def evaluate(drafters, frozen, walks, data, a):
         of_kind = pieces[pieces[:, 2] == kind]
         chosen = pieces_of_epoch(of_kind, size, seed=0, epoch=0)[0]
         count = max(1, labels_in(data.held_tokens, chosen))
-        losses = dict.fromkeys(drafters, 0.0)
+        losses = dict.fromkeys(modules, 0.0)
         for part in parts_of(chosen, a.micro):
             batch = frozen.batch(data.held_tokens, part)
-            for name, module in drafters.items():
+            for name, module in modules.items():
                 loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.chunk_size)
                 losses[name] += loss.item() / count
         for name, loss in losses.items():
@@ -323,7 +324,7 @@ def log_metrics(a, step, tokens_seen, losses, metrics):
         tqdm.write(f"step {step} {name}: {', '.join(shown)}")
     log(a, row)
 
-def save(step, drafters, optimizer_list, identity, a):
+def save(step, modules, optimizer_list, identity, a):
     """Write all that a resumed run needs into --work/state.pt.
 
     Which text a step reads and which numbers it draws follow from `step`: they are not written.
@@ -331,7 +332,7 @@ def save(step, drafters, optimizer_list, identity, a):
     state = {
         "step": step,
         "identity": identity,
-        "drafters": {name: module.state_dict() for name, module in drafters.items()},
+        "drafters": {name: module.state_dict() for name, module in modules.items()},
         "optimizers": [optimizer.state_dict() for optimizer in optimizer_list],
     }
 
@@ -340,7 +341,7 @@ def save(step, drafters, optimizer_list, identity, a):
             torch.save(state, file)
     write_atomically(Path(a.work) / "state.pt", write)
 
-def resume(drafters, optimizer_list, identity, a):
+def resume(modules, optimizer_list, identity, a):
     """Restore what save() wrote -> the number of steps done."""
     path = Path(a.work) / "state.pt"
     try:
@@ -353,7 +354,7 @@ def resume(drafters, optimizer_list, identity, a):
     if changed:
         raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
                         f"{', '.join(MAY_CHANGE)} may change")
-    for name, module in drafters.items():
+    for name, module in modules.items():
         module.load_state_dict(state["drafters"][name])
     for optimizer, saved in zip(optimizer_list, state["optimizers"]):
         optimizer.load_state_dict(saved)
@@ -367,15 +368,15 @@ def cosine(step, steps):
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-def clip(drafters, losses, step):
+def clip(modules, losses, step):
     """Clip the gradient of each drafter.  Stop the run where a loss or a gradient is not finite."""
-    for (name, module), loss in zip(drafters.items(), losses):
+    for (name, module), loss in zip(modules.items(), losses):
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(loss + norm):
             raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
                             "a lower --lr, and go on with --resume")
 
-def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
+def fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
 
     lr: the peak learning rate.
@@ -385,18 +386,19 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and on_cuda)
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     step_tokens = a.batch * a.length
-    start = resume(drafters, optimizer_list, identity, a) if a.resume else 0
+    start = resume(modules, optimizer_list, identity, a) if a.resume else 0
     order = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
-    recent = {name: [] for name in drafters}             # losses since the last evaluation
+    recent = {name: [] for name in modules}              # losses since the last evaluation
     bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
     with interruptible() as signals, bar:
         for step in bar:                                 # after the last step it only evaluates
-            # Evaluate and log, after the last step and every a.every steps (but not at `start`)
+            # Evaluate and log, after the last step and every a.every steps.  (Not at `start`: there
+            # nothing was learned yet, or the interrupted run did it.)
             if step == steps or (step % a.every == 0 and step > start):
-                metrics = evaluate(drafters, frozen, walks, data, a)
+                metrics = evaluate(modules, frozen, walks, data, a)
                 if rank == 0:
                     log_metrics(a, step, step * step_tokens, recent, metrics)
-                recent = {name: [] for name in drafters}
+                recent = {name: [] for name in modules}
             if step == steps:
                 break
 
@@ -404,13 +406,13 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
             # all labels of the step, whichever process has them.
             pieces = next(order)
             count = max(1, labels_in(data.tokens, pieces))
-            losses = dict.fromkeys(drafters, 0.0)
+            losses = dict.fromkeys(modules, 0.0)
             for part in parts_of(pieces, a.micro * world):
                 part = part[rank::world]
                 if not len(part):                        # fewer pieces than processes
                     continue
                 batch = frozen.batch(data.tokens, part)
-                for name, module in drafters.items():
+                for name, module in modules.items():
                     block = block_of_step(module, a.seed, step)
                     with autocast:
                         loss = masked_loss(module, batch, block, frozen.chunk_size) / count
@@ -418,13 +420,13 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
                     losses[name] += loss.detach()
             # Add up the gradients of all processes, and these numbers
             numbers = [*losses.values(), len(signals)]
-            *values, interrupted = summed(drafters, numbers, frozen.device)
-            losses = dict(zip(drafters, values))
-            clip(drafters, values, step)
+            *values, interrupted = summed(modules, numbers, frozen.device)
+            losses = dict(zip(modules, values))
+            clip(modules, values, step)
 
             # Save before the update: these weights gave a finite loss.
             if rank == 0 and (step % a.every == 0 or interrupted):
-                save(step, drafters, optimizer_list, identity, a)
+                save(step, modules, optimizer_list, identity, a)
             if interrupted:
                 raise UserError(f"stopped after {step} of {steps} steps: the same command with "
                                 "--resume goes on")
@@ -439,7 +441,7 @@ def fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a):
                 recent[name].append(loss)
             bar.set_postfix(losses, refresh=False)
     if rank == 0:
-        save(steps, drafters, optimizer_list, identity, a)
+        save(steps, modules, optimizer_list, identity, a)
     return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
@@ -460,10 +462,10 @@ def train(a, device, calls, argv):
     c = target.config.get_text_config()
     # The data
     data = documents.load(a.data, tokenizer, a.template, c.vocab_size, Path(a.work) / "data",
-                          prepared=a.resume)
+                          prepared=a.resume)             # then they lie in --work already
     pieces = pieces_of(data.documents, a.length)
     step_tokens = a.batch * a.length
-    if pieces[:, 1].sum() <= a.length:
+    if pieces[:, 1].sum() <= a.length:                   # hardly what one wants to learn from
         raise UserError("--data has too few tokens: give more text, or less --length")
     if not len(pieces_of(data.held_documents, a.length)):
         print("no text is held out: drafters are measured on what they learn", file=sys.stderr)
@@ -472,28 +474,28 @@ def train(a, device, calls, argv):
     identity = {flag: value for flag, value in vars(a).items() if flag not in MAY_CHANGE}
     identity |= {"target (its weights)": fingerprint["probe"], "text": data.digest}
     # The drafters
-    drafters, inits = {}, {}                 # inits: training.json of --init, or None
+    modules, inits = {}, {}                  # inits: training.json of --init, or None
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # the same whatever else the run trains
         folder = Path(a.init) / name if a.init else None
-        drafters[name], inits[name] = models.start(call, target, fingerprint, a.length,
-                                                   data.tokens, folder)
-    decoders = {name: models.decoder_of(calls[name].name, module)
-                for name, module in drafters.items()}
-    frozen = FrozenTarget(target, drafters, decoders)
-    walks = Walks(target, frozen.forward, data, a.length, decoders)
+        modules[name], inits[name] = models.start(call, target, fingerprint, a.length,
+                                                  data.tokens, folder)
+    drafters = {name: models.drafter_of(calls[name].name, module)
+                for name, module in modules.items()}
+    frozen = FrozenTarget(target, modules, drafters)
+    walks = Walks(target, frozen.forward, data, a.length, drafters)
     lr = a.lr or 5e-4 * math.sqrt(4096 / c.hidden_size)
-    optimizer_list = optimizers(drafters, a.optimizer)
+    optimizer_list = optimizers(modules, a.optimizer)
     # Learn
     command = "python train.py " + shlex.join(argv)
     made_by = {"command": command, "date": time.strftime("%Y-%m-%d")}
     if rank == 0:
         log(a, made_by)
-    metrics = fit(drafters, optimizer_list, frozen, walks, data, steps, lr, identity, a)
+    metrics = fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a)
     # Save
     if rank > 0:
         return
-    for name, module in drafters.items():
+    for name, module in modules.items():
         about = {
             "kind": calls[name].name,
             **made_by,

@@ -34,7 +34,7 @@ with `needs`, reset, begin, expand and keep (points 4 to 6).
  5. drafter.reset(probs, source) begins a sequence.  expand turns the drafter's logits (m, V) into
     probabilities by probs(logits, temperature), with the temperature that calibrates the drafter.
     probs is Rule.probs.  In greedy decoding it is softmax(logits / temperature).  In sampling it
-    ignores this temperature, and applies the temperature, top-k and top-p of the target's sampling.
+    ignores this temperature, and applies the target's own, its top-k, its top-p and so on.
     source: the ids of an encoder's input, or None.
  6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
     prompt, later the last root and the nodes accepted below it.  root_id, an int, is the new root,
@@ -107,15 +107,16 @@ class TreeCache(Cache):
     Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
     [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, a stack
     (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one copy.  A
-    model whose layers differ in H, d or device has a stack for each kind.  A stack is made when the
-    first layer of its kind writes; `free` holds the slices that no layer has taken yet.
+    model whose layers differ in H, d or device has a stack for each kind, all of this size.  A
+    stack is made when the first layer of its kind writes; `free` holds the slices that no layer
+    has taken yet.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
         super().__init__(layers=[])
         self.num_slices = 2 * layers
         self.allocated, self.length, self.kv = 0, 0, {}
-        self.slots, self.end = None, 0
+        self.slots, self.end = None, 0                         # of the next forward: step()
         self.stacks = []                                       # one for each kind of layer
         self.free = {}                                         # {kind: slices}
 
@@ -220,7 +221,7 @@ class Target:
         """
         self.configure(needs)
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
-        logits, view = self.align(ids)
+        logits, view = self.align(ids)                         # the cache is empty: of all ids
         return logits[-1], view
 
     @torch.no_grad()
@@ -445,9 +446,7 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        Each step needs the choice after one node.  In a sampled chain this choice accepts or
-        rejects the next node, so choose_by_scores gets both.  Its choice after the second is not
-        used, so any scores will do there: the first node's are repeated.
+        Each step chooses after one node, which choose_by_scores gets as a tree of its own.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
@@ -456,10 +455,14 @@ class Rule:
         while node is not None:
             tokens, p_draft = tree.tokens[node:node + 1], None
             if tree.p_draft is not None:
+                # The choice after a node of a sampled chain accepts or rejects the next one.  So
+                # that one comes along, unless this is the last.
                 tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
             parents = torch.arange(len(tokens), device=tokens.device) - 1
             chain = Tree(tokens, parents, None, p_draft)
-            scores = self.process(text, logits[node:node + 1]).expand(len(tokens), -1)
+            scores = self.process(text, logits[node:node + 1])                         # (1, V)
+            # The choice after the next node is not used, so it gets the scores of this one.
+            scores = scores.expand(len(tokens), -1)
             choice[node] = self.choose_by_scores(chain, scores, text.shape[1])[0]
             token = choice[node].item()
             text = F.pad(text, (0, 1), value=token)
@@ -495,7 +498,7 @@ class Rule:
         return scores.float().softmax(-1)
 
 def sampling(temperature=1.0, top_k=None, top_p=None, seed=0):
-    """The Rule of sampling: temperature, the top_k best tokens, then the fewest of mass top_p."""
+    """The Rule of sampling: temperature, then top-k, then top-p, each None or a number."""
     processors = [generation.TemperatureLogitsWarper(float(temperature))]
     if top_k:
         processors.append(generation.TopKLogitsWarper(top_k))

@@ -37,10 +37,13 @@ def program(run):
     return main
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults stand beside the flags, except None and False; a description keeps its lines."""
+    """Defaults stand beside the flags, except None and False, and where a help says its own.
 
+    A description keeps its lines.
+    """
     def _get_help_string(self, action):
-        if action.default in (None, False):
+        has_none = action.default is None or action.default is False
+        if has_none or "default: " in action.help:
             return action.help
         return super()._get_help_string(action)
 

@@ -2,7 +2,7 @@
 
     print(headline(about, prompts))
     print(section("all", names, rows, prices))     # rows: bench.row_of's; names: their arms'
-    show(name, decode, prompt, tokenizer)     # a continuation, round by round
+    show(arm, prompt, tokenizer)              # a continuation, round by round
     Unfinished("rows.jsonl", about)           # prompts that are done, of an interrupted table
 """
 import json

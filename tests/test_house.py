@@ -154,7 +154,8 @@ def test_commands_name_programs():
                 wrong.append((name, script or module))
     assert not wrong
 
-PROGRAMS = [name for name in files("training", "figures") if "__main__" in source(name)]
+PROGRAMS = ["bench.py", "train.py", *(name for name in files("training", "figures")
+                                      if "__main__" in source(name))]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_has_help(name, monkeypatch, capsys):
@@ -162,7 +163,9 @@ def test_a_program_has_help(name, monkeypatch, capsys):
     with pytest.raises(SystemExit) as status:
         runpy.run_path(str(ROOT / name), run_name="__main__")
     assert status.value.code in (0, None)
-    assert "usage:" in capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "usage:" in out
+    assert not re.search(r"default: [^()]*\) \(default:", out), "a default is told once"
 
 # ---------------------------------------------------------------- what is committed
 PICKLES = {"pickle", "cloudpickle", "dill", "joblib", "shelve"}

@@ -323,7 +323,7 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
     module = weighty(start(text, llama, tokens))
     pieces = np.array([[0, 18, 0], [18, 7, 0], [40, 11, 0]])
     kind = text.partition("(")[0]
-    frozen = train.FrozenTarget(llama, {"x": module}, {"x": models.decoder_of(kind, module)})
+    frozen = train.FrozenTarget(llama, {"x": module}, {"x": models.drafter_of(kind, module)})
     found = []
     for size in (10 ** 6, 5):
         module.zero_grad()
@@ -369,7 +369,7 @@ def test_what_is_read_of_the_target(llama):
         tokens = np.array([~5] * 9 + [11] * 3 + [0, 1, 2] * 2)
         modules = {text: start(text, llama, tokens)
                    for text in texts}
-        decoders = {text: models.decoder_of(text.partition("(")[0], module)
+        decoders = {text: models.drafter_of(text.partition("(")[0], module)
                     for text, module in modules.items()}
         frozen = train.FrozenTarget(llama, modules, decoders)
         batch = frozen.batch(ids.flatten().int().numpy(), pieces)
@@ -421,7 +421,7 @@ def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
     tokens, documents = chats_at_random(30)
     modules = {name: weighty(start(text, llama)) for name, text in (
         ("glide", "glide"), ("eagle", "eagle"), ("medusa", "medusa"), ("small", "small"))}
-    decoders = {name: models.decoder_of(name, module) for name, module in modules.items()}
+    decoders = {name: models.drafter_of(name, module) for name, module in modules.items()}
     frozen = train.FrozenTarget(llama, modules, decoders)
     data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
     walks = evaluate.Walks(llama, frozen.forward, data, 36, decoders)
@@ -429,7 +429,7 @@ def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
     found = walks.measure()
     assert found == walks.measure(), "the same each time"
     for name, module in modules.items():
-        drafter = models.decoder_of(name, module)
+        drafter = models.drafter_of(name, module)
         results = [decoded(llama, drafter, text.tolist(), size) for text, size, _ in walks.texts]
         rounds, tested = zip(*results)
         right = sum(map(sum, rounds))

@@ -1,6 +1,6 @@
 """How well draft models draft: along what the target itself writes, without running it again.
 
-    walks = Walks(target, forward, data, length, decoders)        # once: the target is frozen
+    walks = Walks(target, forward, data, length, drafters)        # once: the target is frozen
     metrics = walks.measure()                           # each time that drafters are measured
 
 The idea.  Greedy decoding gives the target's own text, whatever the drafter does.  So the target
@@ -141,12 +141,12 @@ def metrics_of(total):
 class Walks:
     """Measures how well drafters draft: along the same texts each time, evenly over their kinds."""
 
-    def __init__(self, target, forward, data, length, decoders):
+    def __init__(self, target, forward, data, length, drafters):
         """forward: train.FrozenTarget's.  data: a documents.Prepared.  length: of a text, at most.
 
-        decoders: {name: drafter by the contract in verify.py}.
+        drafters: {name: drafter by the contract in verify.py}.
         """
-        self.forward, self.kinds, self.decoders = forward, data.kinds, decoders
+        self.forward, self.kinds, self.drafters = forward, data.kinds, drafters
         prompts = prompts_of(data.held_tokens, data.held_documents, length)
         if not prompts:
             raise UserError(f"--length {length}: no held-out chat's first answer begins early "
@@ -160,12 +160,12 @@ class Walks:
 
     def measure(self):
         """Measure all drafters -> {name: {"alpha", "tau", "temperature", "by_kind"}}"""
-        totals = {name: {} for name in self.decoders}        # {kind of text: Counter}
-        logits = {name: [] for name in self.decoders}
-        choices = {name: [] for name in self.decoders}
+        totals = {name: {} for name in self.drafters}        # {kind of text: Counter}
+        logits = {name: [] for name in self.drafters}
+        choices = {name: [] for name in self.drafters}
         for text, start, kind in self.texts:
             kv, hidden, _ = self.forward(text[None])
-            for name, drafter in self.decoders.items():
+            for name, drafter in self.drafters.items():
                 total, new_logits, new_choices = walk(drafter, kv, hidden, text, start)
                 totals[name].setdefault(self.kinds[kind], Counter()).update(total)
                 # The texts come in turns of their kinds, so the first ones are an even sample.

@@ -243,7 +243,7 @@ def trained(call, target, fingerprint, options, folder):
     return module, about
 
 # ---------------------------------------------------------------- what a draft model needs
-def decoder_of(kind, module):
+def drafter_of(kind, module):
     """What decodes with a draft model of a kind, by the contract of a drafter in verify.py."""
     if isinstance(module, SmallLM):
         return load.Stage(Target(module.lm))

@@ -61,14 +61,14 @@ class Muon(torch.optim.Optimizer):
             weight.mul_(1 - lr * WEIGHT_DECAY)
             weight.sub_(update, alpha=lr * rms)
 
-def optimizers(drafters, kind):
+def optimizers(modules, kind):
     """The optimizers of draft models {name: module} -> a list; train.py sets their learning rates.
 
     kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
     AdamW for embeddings, heads, norms and biases.
     """
     hidden, others = [], []
-    named = [pair for module in drafters.values() for pair in module.named_parameters()]
+    named = [pair for module in modules.values() for pair in module.named_parameters()]
     for name, weight in named:
         modules = name.split(".")[:-1]
         is_table = any("embed" in module or "head" in module for module in modules)

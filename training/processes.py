@@ -1,7 +1,7 @@
 """train.py in several processes, as torchrun starts them; in a single one these do nothing.
 
     with joined("cuda") as device:               this process's own device
-        summed(drafters, values, device)         gradients and numbers, over all processes
+        summed(modules, values, device)          gradients and numbers, over all processes
 """
 import os
 from contextlib import contextmanager
@@ -32,15 +32,15 @@ def joined(device):
     finally:
         dist.destroy_process_group()
 
-def summed(drafters, values, device):
+def summed(modules, values, device):
     """Add up gradients and numbers over all processes, once a step -> the sums of the numbers.
 
-    drafters: {name: module}, whose gradients are replaced by their sums.
+    modules: {name: draft model}, whose gradients are replaced by their sums.
     """
     values = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in values])
     if dist.is_initialized():
         dist.all_reduce(values)
-        for p in [p for module in drafters.values() for p in module.parameters()]:
+        for p in [p for module in modules.values() for p in module.parameters()]:
             # A process without a piece of text has no gradient; all must take part.
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
