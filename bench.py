@@ -156,7 +156,7 @@ def check(a):
         for drafter in drafters:
             check_pair(drafter, tree)
         # check_tree builds a tree with a made-up drafter.  graft is a method of a drafter, and
-        # none is loaded yet: pct_cost is built instead, which has all of its settings but `chain`.
+        # none is loaded yet: pct_cost is built instead, which has graft's settings but `chain`.
         trial = tree
         if tree.name == "graft":
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
@@ -178,8 +178,8 @@ def check_pair(drafter, tree):
     if tree.name in ("chain", "drawn") and drafter.name in ("maxgram", "cascade") and tree.settings:
         raise UserError(f"--tree {tree.label}: {drafter.label} writes chains of its own length; "
                         f"give --tree {tree.name}, without settings")
-    # For Max-Gram alone these two are a chain, priced.priced_chain: see builder().  `cost` is let
-    # through, though it changes nothing: Max-Gram runs no forward.
+    # With Max-Gram alone, pct-cost and graft become a chain, priced.priced_chain: see builder().
+    # `cost` is let through, though it changes nothing: Max-Gram runs no forward.
     is_maxgram = drafter.name == "maxgram" or drafter.words == ["maxgram"]
     ignored = tree.settings.keys() - PRICED_CHAIN - {"cost"}
     if tree.name in ("pct-cost", "graft") and is_maxgram and ignored:
@@ -246,7 +246,7 @@ def read_prompts(a, setup, paths, limit=None):
 #   drawn           rounds whose tree is a sampled chain
 #   accepted        drafted tokens that were accepted
 #   tested          the accepted ones, and one more in each round that rejected a token
-#   overlap         of sampled chains: sum_x min(p_target(x), p_draft(x)), over tested tokens
+#   overlap         of sampled chains: sum_x min(p_target(x), p_draft(x)), summed over tested tokens
 #   draft_forwards  of the drafter; of a cascade the runs of all stages
 #   prefill, draft, verify, other   seconds
 #   begin           the seconds of `draft` before a round's first forward
@@ -297,7 +297,7 @@ def prompt_seed(seed, number):
 Arm = namedtuple("Arm", "name decode drafter tree settings cascade",
                  defaults=(None, None, {}, None))
 
-# prices: {label of a drafter: its prices}, in plain decoding steps; None for cascades with models.
+# prices: {label of a drafter: its prices}, in plain decoding steps; or None: see measure.py
 #   cost               of a drafter forward
 #   node_price         of one more verified node
 #   start              of drafting a tree at all, once a round, besides its forwards and nodes
@@ -437,7 +437,7 @@ def ratio(x, y):
     return x / y if y and x is not None else None
 
 def speedups(name, base, results):
-    """On each prompt, how many times as fast as the arm `base` the arm `name` is.
+    """For each prompt, the speed of the arm `name` divided by that of the arm `base` -> list
 
     Speed is in tokens per second, prefill included.
     """
@@ -553,14 +553,14 @@ def metrics(arm, records, plain, costs):
     if arm.cascade:
         tokens = sum(len(record.tokens) for record in records)
         runs = runs_of(records)
-        # c_i by numbers of weights, the model's over the target's; Max-Gram, the last stage, has 0.
-        weights = [1, *arm.cascade.costs]
-        weights += [0.0] * (len(runs) - len(weights))
+        # Numbers of weights, each model's divided by the target's; Max-Gram, the last stage, has 0
+        sizes = [1, *arm.cascade.sizes]
+        sizes += [0.0] * (len(runs) - len(sizes))
         row["runs"] = runs
         # Table 2's "PW" takes c_i from previous work; here they are measured.
         row["swi_pw"] = swi(tokens, runs, costs)
-        # Its "MS": c_i by numbers of weights
-        row["swi_ms"] = swi(tokens, runs, weights)
+        # In its "MS", c_i is the size of the model.
+        row["swi_ms"] = swi(tokens, runs, sizes)
         # The same by the clock: all time of drafting, in plain decoding steps
         row["swi_clock"] = tokens / (runs[0] + total["draft"] / step)
     return row

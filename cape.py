@@ -206,6 +206,7 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     chosen, p, probs = draft(expand, root, gamma, best)
     # its expansion sets X_1 ... X_gamma, (gamma, K)
     extras, p_extras = expansion_sets(probs, chosen, p, sizes, edges)
+    # The length of the chain is not known on the host yet, so enough extras for any length
     most = min(extras.numel(), max_nodes)
     joint, index = by_joint_probability(p, p_extras, most)        # (most,)
     length, count = checked_counts(p, valid_length(p), (joint > 0).sum())
@@ -263,10 +264,11 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         longer = score + p.log()                                  # (m, per_sequence)
         most = min(width, longer.numel())
         score, index = longer.flatten().topk(most)                # (most,), the best first
-        # The r-th best one continues sequence before[r].  Those with a probability come first.
-        before = index // per_sequence                            # (most,)
+        # The r-th best one continues sequence continues[r].
+        continues = index // per_sequence                         # (most,)
+        # Those of probability zero, with score -inf, come last; `count` leaves them out.
         possible = score.isfinite().sum()                         # ()
-        *continued, count = torch.cat((before, possible[None])).tolist()  # device-to-host sync
+        *continued, count = torch.cat((continues, possible[None])).tolist()  # device-to-host sync
         if count == 0:
             break
         tokens.append(x.take(index[:count]))

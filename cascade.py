@@ -152,8 +152,9 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # cur_target's review reads all of gen, which its context must hold, and then adds one
-        # token, which `limit` must allow.
+        # cur_limit: the most tokens that gen may have when cur_target begins its review.  Its
+        # context must hold them all, and the review adds one more, so it is at most limit - 1.
+        # (With cur_limit tokens in gen no draft fits, but a review still does.)
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.
@@ -277,7 +278,7 @@ class Cascade:
     """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
     needs = {}
 
-    def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None, names=(), costs=()):
+    def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None, names=(), sizes=()):
         """models: the draft models, each a verify.Target, the largest first.
 
         For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
@@ -288,8 +289,8 @@ class Cascade:
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.
-        names, costs: only for reports: the name of each stage, and of each model the number of its
-        weights over the target's.
+        names, sizes: only for reports: the name of each stage, and for each model its number of
+        weights divided by the target's.
         """
         assert models or (gram and vocab), "a cascade needs a model, or gram= and vocab="
         assert lenience >= 1, f"lenience is {lenience}: it must be at least 1, which means none"
@@ -315,7 +316,7 @@ class Cascade:
                 f"a model has a vocabulary of {model.vocab} tokens, not of {self.vocab}: all "
                 "models of a cascade must share one")
         self.names = list(names)
-        self.costs = list(costs)
+        self.sizes = list(sizes)
         self.gen = Gen()
 
     @property
@@ -392,7 +393,7 @@ class Cascade:
         """
         probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
         if not self.paths:
-            self.draft(math.inf)
+            self.draft(math.inf)                                 # as many as K and contexts allow
         committed = self.gen.committed
         chain = self.gen.tokens[committed:]                      # the root and the drafts
         entries = self.gen.probs[committed:]

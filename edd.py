@@ -147,7 +147,7 @@ def parts_of(model):
     # Some classes have layers of several kinds, and look up in the config which this one is.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     norm = trainable_copy(decoder.norm)
-    # The layer and the norm start as those of a new model of the target's class.
+    # The norm was copied for its class and sizes alone: it and the layer start as in a new model.
     layer.apply(model._init_weights)
     norm.apply(model._init_weights)
     return Parts(
@@ -230,15 +230,16 @@ class EDD(nn.Module):
     def terms(self, batch, block):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        EDD has one, without a mask of its own.  x (B, T, D) and labels cover all positions, of
-        which train.py takes those in the loss mask of the batch.  Labels are for "kl" the target's
-        logits (B, T, V), for "ce" the next token ids (B, T).  The docstring of train.py explains
-        batches.
+        EDD has one.  x (B, T, D) and labels cover all positions.  Mask None: train.py takes those
+        in the loss mask of the batch.  Labels are for "kl" the target's logits (B, T, V), for "ce"
+        the next token ids (B, T).  The docstring of train.py explains batches.
         block: L, which a training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it
         x = self(batch.ids, hidden, block)
-        labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
+        # The next ids.  The last one wraps around, but its position is in no loss mask.
+        next_ids = batch.ids.roll(-1, 1)
+        labels = next_ids if self.config.loss == "ce" else batch.logits
         return [(x, labels, None)]
 
     def loss_of(self, x, labels):

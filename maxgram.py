@@ -39,9 +39,9 @@ Differences from the paper:
     calls of propose(n=1), where each token is appended to the draft.
  4. Draft tokens are part of the query only.  They may be wrong, so they are not searched.
  5. No match extends from the source into the generation.
- 6. Each proposed token has a confidence, by the length of the match before it: m for the first
-    token of a chunk, m + 1 for the second, and so on.  It is how often a token after such a match
-    was right on held-out text.  Tree builders read the confidence as a probability; the
+ 6. Each proposed token has a confidence: how often a token after a match of the same length was
+    right on held-out text.  The match before the first token of a chunk has the length m, before
+    its second token m + 1, and so on.  Tree builders read the confidence as a probability; the
     paper's chain does not need it.
  7. The paper's bigram comes from Wikipedia; build_bigram() counts any corpus.
  8. The paper proposes ten tokens everywhere, and so does this file.  Where few matches are right
@@ -188,7 +188,8 @@ class MaxGram:
         # "In cases where there is no match, we resort to a bigram model".
         last = ord(query[-1])
         follower = self.bigram[last] if last < len(self.bigram) else 0
-        return chr(follower) if follower > 0 else "", 0
+        token = chr(follower) if follower > 0 else ""
+        return token, 0
 
     def propose(self, draft=(), n=N):
         """What comes after the generation and `draft` (ids) -> (up to n ids, lengths): lists.

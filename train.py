@@ -26,7 +26,7 @@ is True and, if the term has a mask of its own (as in beyond/eagle.py), that one
 
 Differences from the papers:
  1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
-    number of tokens, of all kinds of text, in an order that (seed, epoch) alone decides.
+    number of tokens.  Texts of all kinds are mixed, in an order that (seed, epoch) alone decides.
  2. GLIDE learns the target's distribution (KL), as EDD does in its paper.  Hidden matrices are
     optimised with Muon, all else with AdamW.  GLIDE's embedding and head start as the target's
     where the widths agree, and its glimpse has a norm.  The learning rate has a warm-up and a
@@ -158,12 +158,12 @@ def pieces_of_epoch(pieces, step_tokens, seed, epoch):
     """All pieces, shuffled by (seed, epoch) alone -> the pieces of each step of this epoch.
 
     A piece belongs to the step in which its last token falls.  Pieces after the last full step are
-    left out.  Where all pieces together do not fill one step, they are the only step.  Pieces of 3,
-    2, 4 and 1 tokens, in this order, in steps of 5: two steps of two pieces each.
+    left out.  Where all pieces together do not fill one step, they are the only step.  An
+    example: pieces of 3, 2, 3 and 2 tokens, in this order, in steps of 5: two steps of two pieces.
     """
     order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
     shuffled = pieces[order]
-    last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 8, 9
+    last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 7, 9
     step_of = last_token // step_tokens                                # 0, 0, 1, 1
     steps = steps_in_epoch(pieces, step_tokens)                        # 2
     # The index after the last piece of each step
@@ -251,8 +251,8 @@ def masked_loss(module, batch, block, chunk_size):
     block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
     So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
-    # x: of these positions; labels: of all
     def loss_at(x, labels, positions):
+        """x holds these positions alone, labels all B T positions: they are picked here."""
         return module.loss_of(x, labels[positions])
 
     total = 0.0
@@ -291,8 +291,8 @@ def evaluate(modules, frozen, walks, data, a):
     for name in modules:
         metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
     for kind in kinds:
-        # About as many tokens from each kind of text, the same in every evaluation: the first step
-        # of a shuffled epoch
+        # About equally many tokens of each kind of text: the first step of an epoch of that kind
+        # alone.  Seed and epoch are fixed, so every evaluation has the same ones.
         size = max(a.length, HELD_OUT // len(kinds))
         of_kind = pieces[pieces[:, 2] == kind]
         chosen = pieces_of_epoch(of_kind, size, seed=0, epoch=0)[0]
@@ -373,8 +373,9 @@ def clip(modules, losses, step):
     for (name, module), loss in zip(modules.items(), losses):
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(loss + norm):
+            again = "go on with --resume" if step else "begin again"
             raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
-                            "a lower --lr, and go on with --resume")
+                            f"a lower --lr, and {again}")
 
 def fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a):
     """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
@@ -462,7 +463,7 @@ def train(a, device, calls, argv):
     c = target.config.get_text_config()
     # The data
     data = documents.load(a.data, tokenizer, a.template, c.vocab_size, Path(a.work) / "data",
-                          prepared=a.resume)             # then they lie in --work already
+                          prepared=a.resume)             # a resumed run has it in --work
     pieces = pieces_of(data.documents, a.length)
     step_tokens = a.batch * a.length
     if pieces[:, 1].sum() <= a.length:                   # hardly what one wants to learn from

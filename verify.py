@@ -107,9 +107,9 @@ class TreeCache(Cache):
     Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
     [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, a stack
     (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one copy.  A
-    model whose layers differ in H, d or device has a stack for each kind, all of this size.  A
-    stack is made when the first layer of its kind writes; `free` holds the slices that no layer
-    has taken yet.
+    model whose layers differ in H, d or device has a stack for each kind, with 2 x layers slices
+    though fewer are used.  A stack is made when the first layer of its kind writes; `free` holds
+    the slices that no layer has taken yet.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
@@ -221,7 +221,7 @@ class Target:
         """
         self.configure(needs)
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
-        logits, view = self.align(ids)                         # the cache is empty: of all ids
+        logits, view = self.align(ids)                         # the cache is empty: all ids are run
         return logits[-1], view
 
     @torch.no_grad()
@@ -270,7 +270,10 @@ class Target:
         return [out.logits[0], *hidden]
 
     def inputs(self, position, slots, mask, logits_to_keep):
-        """What else the model gets; the mask (1, 1, n, end) as numbers that are added to scores."""
+        """What else the model gets; the mask (1, 1, n, end) as numbers that are added to scores.
+
+        slots is for runtime/targets.py, which extends this method.
+        """
         if mask is not None:
             mask = torch.where(mask, 0.0, -torch.inf).to(self.dtype)[None, None]
         return {"position_ids": position[None], "attention_mask": mask,
@@ -337,7 +340,8 @@ def accept(tokens, parents, choice):
 def sample_by(uniform, p):
     """Sample from unnormalised distributions p (n, V), by inverting their cumulative sums -> (n,)
 
-    uniform (n, 1) or (): in (0, 1].  In float32 the cumulative sums would lose rare tokens.
+    uniform (n, 1) or (): in (0, 1]; 0 would give token 0 even where its p is 0.  In float32 the
+    cumulative sums would lose rare tokens.
     """
     sums = p.cumsum(-1, dtype=torch.float64)                                           # (n, V)
     return torch.searchsorted(sums, uniform * sums[:, -1:])[:, 0]
@@ -446,7 +450,8 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        Each step chooses after one node, which choose_by_scores gets as a tree of its own.
+        Each step chooses after one node.  It passes that node to choose_by_scores as a tree of its
+        own, in a sampled chain with the drafted token after it, which it accepts or rejects.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
@@ -455,8 +460,7 @@ class Rule:
         while node is not None:
             tokens, p_draft = tree.tokens[node:node + 1], None
             if tree.p_draft is not None:
-                # The choice after a node of a sampled chain accepts or rejects the next one.  So
-                # that one comes along, unless this is the last.
+                # At the last node both slices are shorter by one: there is nothing to accept.
                 tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
             parents = torch.arange(len(tokens), device=tokens.device) - 1
             chain = Tree(tokens, parents, None, p_draft)
@@ -498,7 +502,7 @@ class Rule:
         return scores.float().softmax(-1)
 
 def sampling(temperature=1.0, top_k=None, top_p=None, seed=0):
-    """The Rule of sampling: temperature, then top-k, then top-p, each None or a number."""
+    """The Rule of sampling: temperature, then top-k and top-p, if these are not None."""
     processors = [generation.TemperatureLogitsWarper(float(temperature))]
     if top_k:
         processors.append(generation.TopKLogitsWarper(top_k))
@@ -582,7 +586,8 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), stop=(), 
 
     drafter, build: see the contract at the top; None and root_only are plain decoding.  ids: the
     prompt, a list of token ids.  stop, streamer: stopping criteria and a streamer of transformers.
-    The output ends after new_tokens, with the target's capacity, or where a criterion is met.
+    The output ends after new_tokens, with the target's capacity, or where a criterion is met.  An
+    end-of-text token needs a criterion, too: stop=[transformers.EosTokenCriteria(id)].
     """
     limit = min(new_tokens, target.remaining(ids))
     assert ids and limit > 0, f"{len(ids)} tokens leave no position for a new one: give a prompt " \

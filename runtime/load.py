@@ -358,10 +358,9 @@ def load_cascade(setup, *names, k=None, lenience=1.0, matching=True, bigram=None
         gram, _ = load_gram(setup, bigram, matching)
     K = None if k is None else table2(k, len(models), gram is not None)
     stages = [stage_of(setup, name) for name in models]
-    # For SWI: a model costs its share of the target's weights.
-    costs = [stage.model.num_parameters() / setup.model.num_parameters() for stage in stages]
+    sizes = [stage.model.num_parameters() / setup.model.num_parameters() for stage in stages]
     try:
-        return Cascade(stages, K, lenience, gram, setup.target.vocab, names, costs)
+        return Cascade(stages, K, lenience, gram, setup.target.vocab, names, sizes)
     except (AssertionError, TypeError) as why:
         raise UserError(f"cascade({', '.join(names)}): {first_line(why)}") from None
 

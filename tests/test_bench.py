@@ -166,9 +166,9 @@ def test_figures_of_a_row_by_hand():
     assert row["alpha_depth"] == pytest.approx(20 / 19), "EDD's: over the maximum depth"
     assert row["alpha"] is row["by_prompt"][1]["alpha"] is row["expected_speedup"] is None
 
-def cascade_of(names, K, costs):
+def cascade_of(names, K, sizes):
     models = [name for name in names if name != "maxgram"]
-    return SimpleNamespace(names=names, K=K, costs=costs, draft_list=names, models=models)
+    return SimpleNamespace(names=names, K=K, sizes=sizes, draft_list=names, models=models)
 
 @pytest.mark.parametrize("names, runs, weights", [
     (["base"], [3], [0.5]), (["base", "maxgram"], [2, 5], [0.5]), (["maxgram"], [4], [])])
