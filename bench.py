@@ -19,8 +19,8 @@ Three rules keep the table honest:
 
 Read main() first, at the end; above it stands what it calls, in this order: arguments, prompts, one
 decoding, the arms, the measurement, a row's figures, the tables.  Time is taken by measure.decode,
-which puts clocks around target, drafter and builder; verify.generate has no code for it.  Sentences
-under the table explain its columns.
+which puts clocks around target and drafter; verify.generate has no code for it.  The time of a
+builder is "other", unless it is the drafter's own.  Sentences under the table explain its columns.
 
 A drafter or a tree is named as a call of its function, say "pct(width=7)".  Functions of drafters
 are in runtime/load.py, those of trees in cape.py and pct.py, of pct-cost and graft in beyond/.
@@ -155,10 +155,11 @@ def check(a):
     for tree in trees:
         for drafter in drafters:
             check_pair(drafter, tree)
-        # check_tree builds a tree with a made-up drafter.  graft is a method of a drafter, and
-        # none is loaded yet: pct_cost is built instead, which has graft's settings but `chain`.
+        # check_tree builds a tree with a made-up drafter.
         trial = tree
         if tree.name == "graft":
+            # graft needs a loaded drafter.  Its settings, except `chain`, are those of pct_cost,
+            # which is tried in its place.
             shared = {name: x for name, x in tree.settings.items() if name != "chain"}
             trial = tree._replace(function=priced.pct_cost, settings=shared)
         check_tree(trial, MOST_NODES)
@@ -345,7 +346,7 @@ def is_open(tree, *names):
     return any(name in tree.defaults and name not in tree.settings for name in names)
 
 def builder(drafter, tree, prices):
-    """The Call `tree` for a drafter -> its builder, and all settings that it is built with.
+    """The Call `tree` for a drafter -> its builder, and the settings that the table shows for it.
 
     prices: those measured for the drafter, which fill the settings that the Call leaves open.  A
     tree is built by its own function, except:
@@ -374,7 +375,10 @@ def builder(drafter, tree, prices):
     return partial(function, **settings), {**tree.defaults, **settings}
 
 def measured_prices(a, setup, drafters, trees, prompts):
-    """The prices that trees need and --tree leaves open -> {label: prices, or None}"""
+    """The prices that trees need and --tree leaves open -> {label: prices, or None}
+
+    Where --tree gives cost and node_price nothing is measured, and an open `start` is 0.
+    """
     if not any(is_open(tree, "cost", "node_price") for tree in trees):
         return {}
     others = read_prompts(a, setup, a.price_prompts)
@@ -561,7 +565,7 @@ def metrics(arm, records, plain, costs):
         row["swi_pw"] = swi(tokens, runs, costs)
         # In its "MS", c_i is the size of the model.
         row["swi_ms"] = swi(tokens, runs, sizes)
-        # The same by the clock: all time of drafting, in plain decoding steps
+        # By the clock: all time of drafting, in plain decoding steps.  A target's run counts 1.
         row["swi_clock"] = tokens / (runs[0] + total["draft"] / step)
     return row
 

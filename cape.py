@@ -206,7 +206,7 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     chosen, p, probs = draft(expand, root, gamma, best)
     # its expansion sets X_1 ... X_gamma, (gamma, K)
     extras, p_extras = expansion_sets(probs, chosen, p, sizes, edges)
-    # The length of the chain is not known on the host yet, so enough extras for any length
+    # The length of the chain is not known on the host yet, so take enough extras for any length
     most = min(extras.numel(), max_nodes)
     joint, index = by_joint_probability(p, p_extras, most)        # (most,)
     length, count = checked_counts(p, valid_length(p), (joint > 0).sum())

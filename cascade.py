@@ -14,8 +14,7 @@ both: cascade_step().  A *stage* is a draft model or Max-Gram.
     M_t                           target
     draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
     curGen, curProbs     lists    gen.tokens, gen.probs
-    prefix, curPrefix    int      prefix, cur_prefix: how many tokens gen had when Algorithm 1 sets
-                                  these two
+    prefix, curPrefix    int      prefix, cur_prefix: only their lengths, as gen begins with them
     K_nn                 (n, n)   K, upper triangular: row 0 for the drafts that M_t reviews, row r
                                   for those that M_dr reviews, column i for draft_list[i]
     k_i                  int      K[0][i]: how many tokens draft_list[i], that is M_d(i+1), adds
@@ -152,9 +151,9 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # cur_limit: the most tokens that gen may have when cur_target begins its review.  Its
-        # context must hold them all, and the review adds one more, so it is at most limit - 1.
-        # (With cur_limit tokens in gen no draft fits, but a review still does.)
+        # cur_limit: the most tokens that gen may have when cur_target begins its review.  That is
+        # limit - 1, since the review adds one, but no more than cur_target's context holds.  (With
+        # cur_limit tokens in gen no draft fits, but a review does: so <= below.)
         cur_limit = min(limit - 1, cur_target.capacity)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
             # Perform the vertical cascade with the recursive call.

@@ -144,7 +144,7 @@ def parts_of(model):
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
     layer_class = type(decoder.layers[-1])
-    # Some classes have layers of several kinds, and look up in the config which this one is.
+    # Some classes have layers of several kinds, and look up in the config of which this one is.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     norm = trainable_copy(decoder.norm)
     # The norm was copied for its class and sizes alone: it and the layer start as in a new model.
@@ -230,9 +230,9 @@ class EDD(nn.Module):
     def terms(self, batch, block):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        EDD has one.  x (B, T, D) and labels cover all positions.  Mask None: train.py takes those
-        in the loss mask of the batch.  Labels are for "kl" the target's logits (B, T, V), for "ce"
-        the next token ids (B, T).  The docstring of train.py explains batches.
+        EDD has one.  x (B, T, D) and labels have an entry for each position.  Mask None: of these
+        train.py uses all in the loss mask of the batch.  Labels are for "kl" the target's logits
+        (B, T, V), for "ce" the next token ids (B, T).  The docstring of train.py explains batches.
         block: L, which a training step draws uniformly from config.blocks (3.1).
         """
         hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it

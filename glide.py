@@ -43,9 +43,9 @@ Differences from the paper:
  5. In a drafter of two layers the KV entries of the second depend on which target keys the first
     one's glimpse saw.  The paper does not say which these are once a token is committed.  Here
       - an accepted node that expand() read keeps the entries computed then;
-      - all other tokens are encoded under a block mask when they are committed.  Its blocks start
-        at position 0 for a prompt.  For accepted nodes that expand() did not read they start at
-        the root of the round in which these were accepted.
+      - every other token is encoded when it is committed, under a block mask.  The first block
+        starts at position 0 for a prompt, and at the last drafted round's root for accepted nodes
+        that expand() did not read.
     The official code encodes accepted tokens anew in each round.
  6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
     divergence to the target's distribution.  In the paper all weights start at random, and the loss
@@ -337,10 +337,10 @@ class Glide(nn.Module):
     def terms(self, batch, block=None):
         """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
 
-        GLIDE has one.  x (B, T, d_D) and labels cover all positions.  Mask None: train.py takes
-        those in the loss mask of the batch.  Labels are the next token ids (B, T), or for "kl" the
-        target's logits (B, T, V).  The docstring of train.py explains batches.  block is not used:
-        EDD draws an L for each training step, GLIDE's is config.block.
+        GLIDE has one.  x (B, T, d_D) and labels have an entry for each position.  Mask None: of
+        these train.py uses all in the loss mask of the batch.  Labels are the next token ids
+        (B, T), or for "kl" the target's logits (B, T, V).  The docstring of train.py explains
+        batches.  block is not used: EDD draws an L for each training step, GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
         # The next ids.  The last one wraps around, but its position is in no loss mask.
@@ -403,10 +403,10 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: the tokens before position view.length are committed.
 
-        Accepted nodes that expand() was given have their entries already.  Of view.tokens (k,) the
-        last ones may have none: in the first round all of them, the prompt; later a leaf, or
-        nothing.  view.kv[l] is (K, V), (1, H, view.length, d_k) each: the target's.
-        root_id is not used: expand is given the root.
+        Accepted nodes that expand() was given have their entries already.  The last of view.tokens
+        (k,) may have none yet: in the first round the whole prompt, later the accepted nodes that
+        expand() was not given, as a rule a leaf or none.  view.kv[l] is (K, V), (1, H, view.length,
+        d_k) each: the target's.  root_id is not used: expand is given the root.
         """
         self.t = view.length
         self.kv = view.kv

@@ -6,13 +6,13 @@ The idea.  A model often repeats phrases of its input and of its own output.  So
 suffix of the generation that occurs earlier, and propose the tokens that followed it there; where
 nothing matches, propose the bigram's next token.  No neural network runs.
 
-The *query* is the committed generation, then the draft, then what is proposed so far.  A *match* is
-a suffix of the query, one token or longer, that occurs in the source or in the committed generation
-with at least one token after it.  The longest match is taken.  Where it occurs more than once, the
-leftmost occurrence is taken, and one in the source rather than one in the generation.  The tokens
-after it are the *chunk*: n of them, or as many as there are.  A short chunk becomes part of the
-query, and matching starts again.  Where nothing matches, the bigram gives one token; where it knows
-none, the proposal ends.
+The *query* is the committed generation, then the draft (what models of a cascade have drafted in
+this round, if any), then what is proposed so far.  A *match* is a suffix of the query, one token or
+longer, that occurs in the source or in the committed generation with at least one token after it.
+The longest match is taken.  Where it occurs more than once, the leftmost occurrence is taken, and
+one in the source rather than one in the generation.  The tokens after it are the *chunk*: n of
+them, or as many as there are.  A short chunk becomes part of the query, and matching starts again.
+Where nothing matches, the bigram gives one token; where it knows none, the proposal ends.
 
 max_gram_tensor, at the end, is Listing 1 with the corrections below.  It compares every position of
 the text with the query, once for each length of match, and each comparison ends with a

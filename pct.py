@@ -158,7 +158,7 @@ class Candidates:
         return sorted(self.ranked(nodes)[:most])
 
     def tree(self, kept):
-        """The Tree of the root and the nodes `kept`: in ascending order, with all their ancestors.
+        """The Tree of the root and of `kept`, an ascending list of nodes with all their ancestors.
 
         Its order is depth-first, the most probable child first: if the most probable path is
         accepted, its KV entries in the target's cache already lie next to each other.

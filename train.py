@@ -13,7 +13,7 @@ all drafters of a run share it.  A drafter is named as a function would be calle
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
 and its loss is the sum of loss_of over terms.  A position counts where the loss mask of the batch
-is True and, if the term has a mask of its own (as in beyond/eagle.py), that one, too.  A batch has
+is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
@@ -134,6 +134,8 @@ def check(a):
         value = getattr(a, flag)
         if value is not None and not 0 < value < math.inf:
             raise UserError(f"--{flag} is {value}: it must be above 0")
+    if a.length < 2:
+        raise UserError("--length is 1: a piece of one token has nothing to learn")
     least = 0 if a.init else 1
     if a.steps is not None and a.steps < least:
         raise UserError(f"--steps is {a.steps}: it must be at least {least}")
@@ -252,7 +254,7 @@ def masked_loss(module, batch, block, chunk_size):
     So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
     """
     def loss_at(x, labels, positions):
-        """x holds these positions alone, labels all B T positions: they are picked here."""
+        """x has the rows of `positions` alone, labels those of all: theirs are picked here."""
         return module.loss_of(x, labels[positions])
 
     total = 0.0
@@ -291,8 +293,8 @@ def evaluate(modules, frozen, walks, data, a):
     for name in modules:
         metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
     for kind in kinds:
-        # About equally many tokens of each kind of text: the first step of an epoch of that kind
-        # alone.  Seed and epoch are fixed, so every evaluation has the same ones.
+        # Of each kind of text about `size` tokens: shuffle its pieces as for an epoch, and take
+        # those of the first step.  Seed and epoch are fixed, so all evaluations have the same.
         size = max(a.length, HELD_OUT // len(kinds))
         of_kind = pieces[pieces[:, 2] == kind]
         chosen = pieces_of_epoch(of_kind, size, seed=0, epoch=0)[0]

@@ -27,9 +27,10 @@ with `needs`, reset, begin, expand and keep (points 4 to 6).
     from which node i + 1 was sampled.  It must give that token more than zero, or the output is
     biased: speculative sampling accepts by p_target / p_draft.
  3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
-    of it.  Two attributes are there in each round: expand.remaining, the greatest depth that is of
-    use, which is the number of tokens left minus the target's own (where that is 0 no builder is
-    called); and, in sampling, expand.generator, for a builder that samples its draft.
+    of it.  Two attributes are there in each round: expand.remaining, the greatest useful depth, one
+    less than the number of tokens that may still come, since a round ends with one of the target's
+    (where it is 0 no builder is called); and, in sampling, expand.generator, for a builder that
+    samples its draft.
  4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
  5. drafter.reset(probs, source) begins a sequence.  expand turns the drafter's logits (m, V) into
     probabilities by probs(logits, temperature), with the temperature that calibrates the drafter.
@@ -270,7 +271,7 @@ class Target:
         return [out.logits[0], *hidden]
 
     def inputs(self, position, slots, mask, logits_to_keep):
-        """What else the model gets; the mask (1, 1, n, end) as numbers that are added to scores.
+        """The model's other arguments; the mask becomes numbers (1, 1, n, end), added to scores.
 
         slots is for runtime/targets.py, which extends this method.
         """
@@ -450,8 +451,9 @@ class Rule:
         They are called as plain decoding calls them: for one text, once for each new token, in
         order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-        Each step chooses after one node.  It passes that node to choose_by_scores as a tree of its
-        own, in a sampled chain with the drafted token after it, which it accepts or rejects.
+        Each step makes the choice after one node.  choose_by_scores gets this node as a tree of its
+        own.  In a sampled chain this tree also has the next drafted token, since the choice is to
+        accept or to reject it.
         """
         child = children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
