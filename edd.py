@@ -144,7 +144,7 @@ def parts_of(model):
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
     layer_class = type(decoder.layers[-1])
-    # Some classes have layers of several kinds, and look up in the config of which this one is.
+    # Some classes have layers of several kinds, and find the kind of this one in the config.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     norm = trainable_copy(decoder.norm)
     # The norm was copied for its class and sizes alone: it and the layer start as in a new model.

@@ -41,6 +41,7 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--tree vct(width=8,depth=3)", "exceed the 511 that fit"),
     ("--tree chain(gamma=3)", "writes chains of its own length"),
     ("--tree pct-cost(width=7)", "with maxgram it is a chain, which takes no width"),
+    ("--drafter cascade(maxgram) --tree graft(depth=3)", "it is a chain, which takes no depth"),
     ("--tree drawn", "give --temperature above 0"),
     # drafters
     ("--drafter cascade(maxgram,base)", "name the largest model first, maxgram last"),
@@ -61,6 +62,7 @@ CASES += [("train.py", TRAIN.format(drafters, flags), words) for drafters, flags
     ("glide", "--data T/no", "T/no does not exist"),
     ("glide", "--steps 0", "--steps is 0"),
     ("glide", "--lr nan", "--lr is nan"),
+    ("glide", "--length 1", "a piece of one token has nothing to learn"),
     ("glide", "--length 65", "more than the target's context of 64"),
     ("glid", "", "there is no drafter called 'glid': choose among glide"),
     ("glide(layer=1) glide", "", 'called glide: name one of them, say "glide-2=glide"'),
