@@ -19,10 +19,10 @@ Table = namedtuple("Table", "run paper where columns arms claims", defaults=((),
 
 # ---------------------------------------------------------------- the stand-in's runs
 # The fastest k of each cascade on the prompts of the run cascade-k; tests/test_paper.py checks it.
-BASE, SMALL = "cascade(base, k=4)", "cascade(small, k=2)"
-BASE_GRAM, SMALL_GRAM = "cascade(base, maxgram, k=3)", "cascade(small, maxgram, k=3)"
-THREE = "cascade(base, small, maxgram, k=(2, 2, 1))"
-VERTICAL, HORIZONTAL = "cascade(base, small, k=(3, 3, 1))", "cascade(base, small, k=(3, 5, 0))"
+BASE, SMALL = "cascade(base, k=4)", "cascade(small, k=4)"
+BASE_GRAM, SMALL_GRAM = "cascade(base, maxgram, k=5)", "cascade(small, maxgram, k=2)"
+THREE = "cascade(base, small, maxgram, k=(1, 1, 1))"
+VERTICAL, HORIZONTAL = "cascade(base, small, k=(4, 4, 1))", "cascade(base, small, k=(3, 6, 0))"
 TUNED = (BASE, SMALL, BASE_GRAM, SMALL_GRAM, THREE, VERTICAL, HORIZONTAL)
 LENIENT = THREE.replace("))", "), lenience=3)")
 # What the sweep tries
