@@ -112,8 +112,8 @@ def parser():
     flag("--price-prompts", nargs="+", default=[str(PRICE_PROMPTS)], help="files of other prompts, "
          "on which the costs of drafting and verifying are measured for pct, pct-cost and graft "
          "(default: the project's own)")
-    flag("--template", help="chat template of conversations: plain, vicuna, or a Jinja file "
-         "(default: the tokenizer's own, or plain)")
+    flag("--template", help="chat template of conversations: plain, question, vicuna, or a "
+         "Jinja file (default: the tokenizer's own, or question)")
     flag("--max-new-tokens", type=positive, default=128, help="for each prompt")
     flag("--temperature", type=between(float, 0, 1e6), default=0.0,
          help="sampling temperature; 0 is greedy (default: 0)")
