@@ -106,7 +106,7 @@ def rows_of(a, setup, prompts):
         ids = (given * (context // len(given) + 1))[:context]
         seconds = forward_seconds(setup.target, ids)
         bandwidth = step_bytes(setup.model, context) / seconds[1]
-        of_context = [{"drafter": f"{n} nodes", "ms": 1e3 * seconds[n],
+        of_context = [{"drafter": f"{n} tokens", "ms": 1e3 * seconds[n],
                        "ratio": seconds[n] / seconds[1], "gb_per_second": bandwidth / 1e9}
                       for n in NODES]
         about = {"target": a.target, "dtype": a.dtype, "device": a.device, "context": context,

@@ -380,7 +380,7 @@ TABLES = {
 # ---------------------------------------------------------------- what a forward costs
 TABLES |= {
     "costs": Table("costs", "ours", "", ("ms", "ratio"),
-                   [(f"{n} nodes", "", {}) for n in (1, 2, 4, 8, 16, 32, 64)]),
+                   [(f"{n} tokens", "", {}) for n in (1, 2, 4, 8, 16, 32, 64)]),
     "costs-chains": Table("costs", "ours", "", ("steps", "least_alpha"),
                           [(f"a chain of {n}", "", {}) for n in (1, 3, 5)]),
     "lookup": Table("lookup", "ours", "", ("mass", "head", "before")),

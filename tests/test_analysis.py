@@ -162,7 +162,7 @@ def test_the_bytes_of_a_step_and_a_row_for_each_size(small, tmp_path, monkeypatc
     path = tmp_path / "r.jsonl"
     assert costs.main(flags(small, path, "--contexts", "20")) == 0
     one, four, *even = rows_of(path)
-    assert (one["drafter"], one["ratio"], four["drafter"]) == ("1 nodes", 1.0, "4 nodes")
+    assert (one["drafter"], one["ratio"], four["drafter"]) == ("1 tokens", 1.0, "4 tokens")
     assert four["ratio"] == pytest.approx(four["ms"] / one["ms"])
     assert [row["drafter"] for row in even[:2]] == ["a chain of 1", "a chain of 3"]
     assert even[1]["steps"] == pytest.approx(four["ratio"] + 3 * 0.06)
