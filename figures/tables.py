@@ -128,7 +128,7 @@ TABLES = {
          ("Figure 4: so it does in the paper's layer", "alpha_overlap", "glide-top x drawn",
           "vanilla x drawn")]),
     "glide-figure-4": Table(
-        "chains", "GLIDE", "improvement of α by .054 to .235, at temperature 1",
+        "chains", "GLIDE", "improvement of α by .054 to .235, by speculative sampling",
         ("alpha", "tau", "c", "speedup"),
         [("vanilla x chain", "Vanilla Drafter", {}), ("glide-top x chain", "", {}),
          ("glide x chain", "GLIDE", {})],
