@@ -165,14 +165,15 @@ Compared = namedtuple("Compared", "what key first second effect low high above n
 def best(run, key, kind, patterns, first=None):
     """The best, by its mean, of all arms but `first` that fit a pattern; None: no arm does.
 
-    The pattern "*" means all arms whose tree is not that of `first`.
+    The pattern "*" means all arms but the mixtures with the tree of `first`.
     """
     patterns = [patterns] if isinstance(patterns, str) else patterns
     found = {}
     for arm in arms_of(run):
         fits = any(fnmatchcase(arm, pattern) for pattern in patterns)
         if "*" in patterns:
-            fits = arm.partition(" x ")[2] != first.partition(" x ")[2]
+            same_tree = arm.partition(" x ")[2] == first.partition(" x ")[2]
+            fits = not (same_tree and arm.startswith("mixture("))
         values = questions(run, arm, key, kind)
         if fits and arm != first and values:
             found[arm] = np.mean(list(values.values()))
