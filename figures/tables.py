@@ -207,7 +207,7 @@ TABLES = {
 
     # ------------------------------------------------------------ EDD and PCT
     "edd-table-1": Table(
-        "chains", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        "chains", "EDD", "LLaMA2-Chat 7B, MT-Bench, RTX A6000",
         ("speedup", "alpha_depth", "tau", "alpha", "c"),
         [("vdm x chain", "VDM", {"speedup": "1.49", "alpha_depth": "0.39", "tau": "1.96"}),
          ("medusa x chain", "MEDUSA-1", {"speedup": "1.48", "alpha_depth": "0.34", "tau": "1.71"}),
@@ -225,7 +225,7 @@ TABLES = {
           ("vdm x *", "medusa x *", "eagle x *")),
          ("MEDUSA-1 is as fast as VDM", "=speedup", "medusa x chain", "vdm x chain")]),
     "edd-table-2": Table(
-        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, RTX A6000",
         ("speedup", "alpha_depth", "tau", "nodes", "draft_ms", "verify_ms"),
         [("edd x chain", "EDD", {"speedup": "1.97", "alpha_depth": "0.55", "tau": "2.73"}),
          ("edd x cape", "CAPE", {"speedup": "2.56", "alpha_depth": "0.67", "tau": "3.35"}),
@@ -239,7 +239,7 @@ TABLES = {
          ("PCT's τ/depth is above EAGLE-2's", "alpha_depth", "edd x pct", "edd x eagle2"),
          ("EAGLE-2 verifies more nodes than PCT", "nodes", "edd x eagle2", "edd x pct")]),
     "edd-table-2-vct": Table(
-        "vct", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        "vct", "EDD", "LLaMA2-Chat 7B, MT-Bench, RTX A6000",
         ("speedup", "alpha_depth", "tau", "nodes"),
         [("edd x cape", "CAPE", {"speedup": "2.56", "alpha_depth": "0.67", "tau": "3.35"}),
          ("edd x pct", "PCT", {"speedup": "3.04", "alpha_depth": "0.74", "tau": "3.99"}),
@@ -247,7 +247,7 @@ TABLES = {
         [("CAPE is faster than the vanilla tree", "speedup", "edd x cape", "edd x vct"),
          ("The vanilla tree is faster than plain decoding", "speedup", "edd x vct", "plain")]),
     "edd-table-3": Table(
-        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, one A6000",
+        "edd-trees", "EDD", "LLaMA2-Chat 7B, MT-Bench, RTX A6000",
         ("speedup", "alpha_depth", "tau", "nodes"),
         [("edd x pct", "EDD + PCT", {"speedup": "3.04", "alpha_depth": "0.74", "tau": "3.99"}),
          ("edd x pct(leaf=0)", "w/o remove leaf nodes",
