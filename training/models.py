@@ -94,13 +94,15 @@ def medusa(target, options, heads=5):
     """MEDUSA-1 (EDD, Table 1)."""
     return new("medusa", target, options, heads=heads)
 
-def glide_shared(target, options, layer=None, feed_forward=None, words=None, loss="kl"):
+def glide_shared(target, options, layer=None, feed_forward=None, words=None, loss="kl",
+                 norm=True):
     """GLIDE between the target's own embedding and head (beyond/shared.py).
 
     words: the most frequent tokens of the text, so many, are learned and drafted alone.
+    norm: a norm before the glimpse, which the paper does not have.
     """
     return new("glide-shared", target, options, words, layer=layer, feed_forward=feed_forward,
-               loss=loss)
+               loss=loss, norm=norm)
 
 def vanilla_shared(target, options, feed_forward=None, words=None, loss="kl"):
     """GLIDE without the glimpse, between the target's own embedding and head."""
