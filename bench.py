@@ -42,7 +42,6 @@ from statistics import median
 import numpy as np
 import torch
 from tqdm import tqdm
-from transformers import EosTokenCriteria
 
 import cape
 import cascade
@@ -259,12 +258,10 @@ def decode(a, setup, drafter, build, ids, limit, number=0, streamer=None):
     number: the prompt's.  Two prompts are sampled with different noise, all arms of one prompt with
     the same.
     """
-    rule = verify.Rule()
-    if a.temperature > 0:
-        top_p = a.top_p if a.top_p < 1 else None
-        rule = verify.sampling(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
-    stop = [] if setup.eos is None else [EosTokenCriteria(setup.eos)]
-    return measure.decode(setup.target, drafter, build, ids, limit, rule, stop, streamer)
+    top_p = a.top_p if a.top_p < 1 else None
+    rule = verify.Rule(a.temperature, a.top_k, top_p, prompt_seed(a.seed, number))
+    eos = () if setup.eos is None else setup.eos
+    return measure.decode(setup.target, drafter, build, ids, limit, rule, eos, streamer)
 
 def library(a, setup, ids, limit, number, **more):
     """transformers' own generate() -> Record"""

@@ -16,56 +16,43 @@ not a child is the next root.
     mask_CAPE              (n, t + n)            t columns of ones, then ancestor_mask(parents)
     p_D(.|node)            (n - 1, V)            tree.p_draft, only for a sampled chain
 
-The contract.  A builder is a function build(expand, root (1,)) -> Tree.  A drafter is an object
-with `needs`, reset, begin, expand and keep (points 4 to 6).
- 1. expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
+An example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside 3:
+
+    def build(expand, root):                                # root = tensor([7])
+        p = expand(root, [-1])                              # (1, V): what may follow 7, node 0
+        p = expand(root.new_tensor([3]), [0])               # (1, V): what may follow 3, node 1
+        return Tree(tokens=root.new_tensor([7, 3, 5, 4]),
+                    parents=root.new_tensor([-1, 0, 1, 0]),
+                    expand_index=root.new_tensor([0, 1, -1, -1]))
+
+If the target chooses 3 after 7, 5 after 3 and 9 after 5, then 7, 3 and 5 are committed, the drafter
+is told keep([0, 1]), and 9 is the next root.  For any decoder-only model of transformers all of
+whose layers have full attention (runtime/targets.py serves others):
+
+    out = generate(Target(model), drafter, build, ids)      # out.tokens: the new ids
+    python verify.py                                        # the demo: a random Llama
+
+A builder is a function build(expand, root (1,)) -> Tree.
+  - expand(tokens (m,), parents [m ints]) -> probabilities (m, V) runs the drafter once over m new
     nodes.  It numbers the nodes of a round from 0 in the order in which it receives them, and
-    `parents` are these numbers, -1 for the root, which comes first.  A row of zeros: no prediction.
- 2. A Tree holds long tensors (n,) on the root's device: tokens; parents, which come before their
-    children (node 0 is the root, with parent -1); and expand_index, each node's number in expand,
-    -1 if it was not given.  Only a sampled chain has p_draft (n - 1, V): row i is the distribution
-    from which node i + 1 was sampled.  It must give that token more than zero, or the output is
-    biased: speculative sampling accepts by p_target / p_draft.
- 3. expand is one object for a whole sequence: a builder may keep what it remembers in attributes
-    of it.  Two attributes are there in each round: expand.remaining, the greatest useful depth, one
-    less than the number of tokens that may still come, since a round ends with one of the target's
-    (where it is 0 no builder is called); and, in sampling, expand.generator, for a builder that
-    samples its draft.
- 4. drafter.needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
- 5. drafter.reset(probs, source) begins a sequence.  expand turns the drafter's logits (m, V) into
-    probabilities by probs(logits, temperature), with the temperature that calibrates the drafter.
-    probs is Rule.probs.  In greedy decoding it is softmax(logits / temperature).  In sampling it
-    ignores this temperature, and applies the target's own, its top-k, its top-p and so on.
-    source: the ids of an encoder's input, or None.
- 6. drafter.begin(view, root_id) begins a round.  The View shows what the last commit appended: the
-    prompt, later the last root and the nodes accepted below it.  root_id, an int, is the new root,
-    which is not committed yet.  drafter.expand is the function of 1.
-    drafter.keep(path) ends the round.  path lists the numbers of the accepted nodes that expand was
-    given, starting with the root's; it is empty where expand was not called.  The drafter forgets
-    all other nodes.
+    `parents` are these numbers; the root comes first, with parent -1.  A row of zeros means no
+    prediction.
+  - A Tree has tensors (n,): tokens; parents, indices in the tree (node 0 is the root, with parent
+    -1, and a node comes after its parent); expand_index, each node's number in expand, or -1.
+  - p_draft (n - 1, V), only of a sampled chain: the distribution that node i + 1 was sampled from.
+  - expand is one object for a whole sequence.  expand.remaining is the greatest useful depth: one
+    less than the number of tokens that may still come, since a round ends with one of the target's.
+    In sampling, expand.generator has the random numbers for a builder that samples.
 
-Example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside the 3:
-    p = expand(root, [-1])                              # number 0: the root, 7
-    p = expand(root.new_tensor([3]), [0])               # number 1: the 3
-    tokens = root.new_tensor([7, 3, 5, 4])
-    parents = root.new_tensor([-1, 0, 1, 0])
-    return Tree(tokens, parents, expand_index=root.new_tensor([0, 1, -1, -1]))
-If the target chooses 3 after 7, 5 after 3 and 9 after 5, then 7, 3 and 5 are committed and are the
-tokens of the next view, the drafter is told keep([0, 1]), and 9 is the next root.
-
-Differences from the paper:
- 1. The root is a node: the paper's mask leaves x_t out, though the target must read it.
- 2. Sampling with a tree is ours.  A token is argmax(p / noise), where the noise depends on the seed
-    and the position alone (and on the kind of device): keyed_noise.  So a tree's output is token
-    for token that of plain sampling.  (That of a sampled chain only has the same distribution.)
- 3. In greedy decoding a builder sees softmax(logits / temperature): calibrated confidences.
-
-To use this file in a project of yours, with a decoder-only model of transformers all of whose
-layers have full attention (runtime/targets.py serves others):
-
-    out = generate(Target(model), drafter, build, ids)       # out.tokens: the new ids
-
-    python verify.py                                         # the demo: a random Llama
+A drafter is an object with `needs` and four methods.
+  - needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
+  - reset(probs) begins a sequence.  expand turns the drafter's logits (m, V) into probabilities by
+    probs(logits, temperature), with the temperature that calibrates the drafter: see Rule.probs.
+  - begin(view, root_id) begins a round.  The View shows what the last commit appended: the prompt,
+    later the last root and the nodes accepted below it.  The new root is not committed yet.
+  - expand: see above.
+  - keep(path) ends the round: the numbers of the accepted nodes that expand was given, the root's
+    first.  It is empty where expand was not called.  The drafter forgets all other nodes.
 """
 import hashlib
 from collections import namedtuple
@@ -73,8 +60,8 @@ from functools import lru_cache, partial
 
 import torch
 import torch.nn.functional as F
-from transformers import generation
 from transformers.cache_utils import Cache
+from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,))
 # What a commit appended, and what a drafter reads of the target:
@@ -106,46 +93,40 @@ class TreeCache(Cache):
     """The KV cache of a target, for which keeping the accepted path of a tree is one copy.
 
     Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
-    [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, a stack
-    (2 x layers, 1, H, allocated, d), so compact() moves the entries of all layers by one copy.  A
-    model whose layers differ in H, d or device has a stack for each kind, with 2 x layers slices
-    though fewer are used.  A stack is made when the first layer of its kind writes; `free` holds
-    the slices that no layer has taken yet.
+    [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, the stack
+    (2 x layers, 1, H, allocated, d), which is made when the first layer writes.
     """
     def __init__(self, layers):
         """layers: the number of the model's layers."""
         super().__init__(layers=[])
-        self.num_slices = 2 * layers
-        self.allocated, self.length, self.kv = 0, 0, {}
+        self.num_layers = layers
+        self.allocated, self.length = 0, 0
+        self.stack, self.kv = None, {}
         self.slots, self.end = None, 0                         # of the next forward: step()
-        self.stacks = []                                       # one for each kind of layer
-        self.free = {}                                         # {kind: slices}
 
+    # A tensor that is made in inference mode cannot be written to outside of it.
+    @torch.inference_mode(False)
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
         if entries > self.allocated:
             # Grow by at least half of what is allocated, so that entries are seldom copied.
-            self.allocated = max(entries, self.allocated * 3 // 2)
-            before, self.kv = self.kv, {}
-            self.stacks, self.free = [], {}
-            for layer, pair in before.items():
-                self.kv[layer] = [self.slice_like(x) for x in pair]
-                for larger, x in zip(self.kv[layer], pair):
-                    larger[:, :, :x.shape[2]] = x
+            more = max(entries - self.allocated, self.allocated // 2)
+            self.allocated += more
+            if self.stack is not None:
+                self.hold(F.pad(self.stack, (0, 0, 0, more)))
 
-    def slice_like(self, x):
-        """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d).
+    @torch.inference_mode(False)
+    def make_stack(self, k):
+        """Make the stack for keys k (1, H, n, d), like those of all layers."""
+        _, H, _, d = k.shape
+        shape = (2 * self.num_layers, 1, H, self.allocated, d)
+        self.hold(torch.zeros(shape, dtype=k.dtype, device=k.device))
 
-        This takes the next free slice of its kind, and makes a new stack where none is left.
-        """
-        shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
-        kind = (shape, x.dtype, x.device)
-        free = self.free.setdefault(kind, [])
-        if not free:
-            stack = x.new_zeros(self.num_slices, *shape)
-            self.stacks.append(stack)
-            free += stack.unbind(0)
-        return free.pop(0)
+    def hold(self, stack):
+        """Slice a stack: layer l has the keys stack[2 l] and the values stack[2 l + 1]."""
+        self.stack = stack
+        slices = stack.unbind(0)
+        self.kv = {layer: list(slices[2 * layer:2 * layer + 2]) for layer in range(self.num_layers)}
 
     def step(self, slots, end):
         """Tell the next forward to write at slots (n,) and attend to entries [:end] -> self."""
@@ -155,9 +136,8 @@ class TreeCache(Cache):
     # The model calls these three methods: they are the interface of transformers' caches.
     def update(self, k, v, layer, *args, **kwargs):
         """Write a layer's new entries k, v (1, H, n, d) -> all keys and values to attend to."""
-        if layer not in self.kv:
-            self.kv[layer] = [self.slice_like(k), self.slice_like(v)]
-        self.slots = self.slots.to(k.device)                   # a model may be spread over devices
+        if self.stack is None:
+            self.make_stack(k)
         for held, new in zip(self.kv[layer], (k, v)):
             held.index_copy_(2, self.slots, new)
         return [held[:, :, :self.end] for held in self.kv[layer]]
@@ -171,38 +151,25 @@ class TreeCache(Cache):
     def compact(self, nodes):
         """Move the entries of the current tree's nodes (k,) to the end of the committed ones."""
         end = self.length + len(nodes)
-        for stack in self.stacks:
-            slots = self.length + nodes.to(stack.device)
-            stack[:, :, :, self.length:end] = stack.index_select(3, slots)
+        slots = self.length + nodes
+        self.stack[:, :, :, self.length:end] = self.stack.index_select(3, slots)
 
 class Target:
-    """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache.
-
-    capacity: the most positions that a sequence may have; by default the model's context.  Raises
-    ValueError for a model with sliding windows: runtime/targets.py serves those.
-    """
-    source = None            # the encoder's input as ids, for an encoder-decoder model
+    """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache."""
 
     def __init__(self, model, capacity=None):
+        """capacity: the most positions of a sequence; None: the model's context.
+
+        Raises ValueError for a model whose attention takes no mask of ours.
+        """
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.config = model.config.get_text_config()
-        layer_types = getattr(self.config, "layer_types", None)
-        if layer_types:
-            has_window = set(layer_types) != {"full_attention"}
-        else:
-            has_window = getattr(self.config, "sliding_window", None) is not None
-        if has_window:                                         # our mask replaces the model's own
-            raise ValueError("not all layers of the target have full attention: take "
-                             "runtime.targets.any_target(model)")
+        check_attention(self.config)
         self.vocab = self.config.vocab_size
         context = getattr(self.config, "max_position_embeddings", None) or 2048
         self.capacity = min(capacity or context, context)
         self.cache = TreeCache(self.config.num_hidden_layers)
-        self.configure({})
-
-    def configure(self, needs):
-        """Store what the drafter reads, its `needs`, and start a new sequence."""
-        self.needs = {"kv": (), "hidden": (), **needs}
+        self.needs = {"kv": (), "hidden": ()}
         self.reset()
 
     def reset(self):
@@ -220,7 +187,8 @@ class Target:
         ids: a list.  needs: the drafter's.  Returns the logits (V,) after the last token, and the
         View of the prompt.
         """
-        self.configure(needs)
+        self.needs = {"kv": (), "hidden": (), **needs}
+        self.reset()
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
         logits, view = self.align(ids)                         # the cache is empty: all ids are run
         return logits[-1], view
@@ -229,8 +197,9 @@ class Target:
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """Forward the n nodes of a tree after the prefix; parents None: a chain.
 
-        tokens, parents (n,).  Returns the logits (n, V), or the last `logits_to_keep` (0: all);
-        and the states of the nodes, which commit takes: [tokens, hidden states (n, D) per index].
+        tokens, parents (n,).  Returns the logits (n, V), or only the last `logits_to_keep` of them
+        unless that is 0; and the states of the nodes, a list that commit takes: the tokens, and
+        for each index of needs["hidden"] the hidden states (n, D).
         """
         n, cached = len(tokens), self.cache.length
         end = cached + n
@@ -245,11 +214,13 @@ class Target:
         if parents is None and cached:
             parents = slots - cached - 1
         if parents is not None and n > 1:
+            # Differs from the paper: the root is a node.  The paper's mask leaves x_t out, though
+            # the target must read it.
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # Nodes beyond the capacity get the last position, so their logits are wrong.  No token
-            # is chosen from them: the output ends before.
+            # A tree may reach beyond the last position.  The output ends before those nodes, so
+            # any position will do for them that the model has.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *hidden = self.run(end, tokens, position, slots, mask, logits_to_keep)
@@ -259,26 +230,19 @@ class Target:
         """Run the model once.  Node i is written to the cache at slots[i].
 
         It attends to entry e < end of the cache where mask[i, e]; mask (n, end), or None: the
-        model's causal mask.  Returns a list: logits, and hidden states (n, D) per index.
-        runtime/ replaces this method: for other families of models, and to record CUDA graphs.
-        """
-        wanted = self.needs["hidden"]
-        out = self.model(
-            input_ids=tokens[None], past_key_values=self.cache.step(slots, end),
-            use_cache=True, output_hidden_states=bool(wanted),
-            **self.inputs(position, slots, mask, logits_to_keep))
-        hidden = [out.hidden_states[index][0] for index in wanted]
-        return [out.logits[0], *hidden]
-
-    def inputs(self, position, slots, mask, logits_to_keep):
-        """The model's other arguments; the mask becomes numbers (1, 1, n, end), added to scores.
-
-        slots is for runtime/targets.py, which extends this method.
+        model's causal mask.  Returns a list: logits as in forward, hidden states (n, D) per index.
+        The seam: runtime/ replaces this method for other models, and to record CUDA graphs.
         """
         if mask is not None:
-            mask = torch.where(mask, 0.0, -torch.inf).to(self.dtype)[None, None]
-        return {"position_ids": position[None], "attention_mask": mask,
-                "logits_to_keep": logits_to_keep}
+            mask = torch.where(mask, 0.0, -torch.inf)          # added to the scores
+            mask = mask.to(self.dtype)[None, None]             # (1, 1, n, end)
+        wanted = self.needs["hidden"]
+        out = self.model(
+            input_ids=tokens[None], position_ids=position[None], attention_mask=mask,
+            past_key_values=self.cache.step(slots, end), use_cache=True,
+            output_hidden_states=bool(wanted), logits_to_keep=logits_to_keep)
+        hidden = [out.hidden_states[index][0] for index in wanted]
+        return [out.logits[0], *hidden]
 
     def commit(self, path, ids, states):
         """Append the accepted nodes to the sequence -> the View of what was appended.
@@ -304,7 +268,10 @@ class Target:
         """Make the cache hold exactly `ids`: keep the prefix that it holds, and forward the rest.
 
         Returns the logits (logits_to_keep, V) after the last ids, and the View of the rest.
+        Raises ValueError beyond the capacity.
         """
+        if len(ids) > self.capacity:
+            raise ValueError(f"{len(ids)} tokens exceed the capacity of {self.capacity} positions")
         # The last `logits_to_keep` ids are forwarded even if they are cached, for their logits.
         longest = min(len(self.ids), len(ids) - logits_to_keep)
         common = 0
@@ -315,14 +282,27 @@ class Target:
         rest = ids[common:]
         logits, states = self.forward(torch.tensor(rest), None, logits_to_keep)
         view = self.commit(list(range(len(rest))), rest, states)
-        return logits[-logits_to_keep:], view                  # some models ignore logits_to_keep
+        return logits, view
+
+def check_attention(config):
+    """Raise ValueError where our mask would be wrong: it replaces the model's own."""
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    has_window = set(layer_types) != {"full_attention"}
+    if not getattr(config, "layer_types", None):
+        has_window = getattr(config, "sliding_window", None) is not None
+    if has_window:
+        raise ValueError("not all layers of the target have full attention: take "
+                         "runtime.targets.any_target(model)")
+    kernel = getattr(config, "_attn_implementation", None) or "eager"
+    if "flash" in kernel or "flex" in kernel:
+        raise ValueError(f"{kernel} takes no mask of a tree: load the target with "
+                         'attn_implementation="sdpa"')
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
     """{(a node, a token): its child with that token}; of several such children the first counts."""
     child = {}
     for node, (parent, token) in enumerate(zip(parents, tokens)):
-        assert -1 <= parent < node, "a tree has parents before their children"
         child.setdefault((parent, token), node)
     return child
 
@@ -358,12 +338,13 @@ def accept_sampled(tree, p_target, generator):
     ratio = p.gather(1, drafted) / q.gather(1, drafted)                                # (n - 1, 1)
     u = torch.empty_like(ratio).uniform_(generator=generator)
     accepted = u < ratio
-    # Otherwise the token is sampled from the residual norm(max(0, p_target - p_draft)); after the
-    # last node, where nothing was drafted, from p_target.  Where p_target and p_draft are equal the
-    # residual is zero, and the term 1e-30 p_target makes it a sample of p_target.
+    # After a rejection the token is sampled from the residual norm(max(0, p_target - p_draft));
+    # after the last node, where nothing was drafted, from p_target.
     residual = p_target.clone()
-    residual[:-1] = (p - q).clamp(min=0) + 1e-30 * p
-    # Only the sample after the last accepted node is used, so all nodes can share one number.
+    residual[:-1] = (p - q).clamp(min=0)
+    # Where p and q are nearly equal, rounding may leave no residual at all.  Then this is p.
+    residual[:-1] += 1e-30 * p
+    # Of the n samples only the one after the last accepted node is used: one number serves all.
     uniform = 1 - torch.rand((), dtype=torch.float64, device=residual.device, generator=generator)
     choice = sample_by(uniform, residual)                                              # (n,)
     choice[:-1] = torch.where(accepted, drafted, choice[:-1, None])[:, 0]
@@ -389,183 +370,91 @@ def keyed_noise(seed, position, vocab, device):
     next round has them, too.
     """
     # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
-    # behind the noise have steps of 2^-24, too coarse there: so it is drawn in float64, and stored
-    # in float32.
+    # behind the noise have steps of 2^-24, too coarse there: so it is sampled in float64, and
+    # stored in float32.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
-# Logits processors of transformers that look at the scores alone.  All others may look at the
-# preceding tokens, too, and these differ from node to node of a tree.
-NAMES_ALONE = """
-    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper
-    TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor
-    InfNanRemoveLogitsProcessor LogitNormalization""".split()
-SCORES_ALONE = {getattr(generation, name, None) for name in NAMES_ALONE}     # None: an old release
+def sample_tree(parents, p_target, seed, first):
+    """Sample a token after each node of a tree, by the noise of its position -> (n,).
+
+    parents (n,), p_target (n, V); first: the position of the token after the root.
+
+    Differs from the paper, which samples no trees: a token is argmax(p / noise), where the noise
+    depends on the seed and the position alone (and on the kind of device).  So the output of a tree
+    is token for token that of plain sampling.
+    """
+    n, vocab = p_target.shape
+    # All nodes of one depth share their noise, since they share a position.
+    depth = ancestor_mask(parents).sum(1) - 1                                          # (n,)
+    deepest = depth.max().item() if n > 1 else 0               # a device-to-host sync for a tree
+    noise = [keyed_noise(seed, first + d, vocab, p_target.device) for d in range(deepest + 1)]
+    noise = torch.stack(noise)                                                         # (depths, V)
+    return (p_target / noise[depth]).argmax(-1)
 
 class Rule:
-    """How the target chooses a token: logits processors, then the argmax or a sample.
+    """How the target chooses a token: the argmax, or a sample."""
 
-    processors: transformers' own or yours, applied in order.  seed: None is greedy decoding; with
-    a number tokens are sampled, and the same seed gives the same tokens.  See also sampling().
-    """
-    def __init__(self, processors=(), seed=None):
-        self.processors, self.seed = list(processors), seed
-        self.scores_only = [p for p in self.processors if type(p) in SCORES_ALONE]
+    def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
+        """temperature: 0 is greedy decoding; top_k, top_p: as in transformers, None: all tokens.
+
+        seed: the same seed gives the same tokens.  Raises ValueError for other numbers.
+        """
+        if temperature < 0 or top_k is not None and top_k < 1:
+            raise ValueError(f"temperature {temperature}, top_k {top_k}: give a temperature of at "
+                             "least 0, and a top_k of at least 1 or None")
+        if top_p is not None and not 0 < top_p <= 1:
+            raise ValueError(f"top_p is {top_p}: give a number above 0 and up to 1, or None")
+        self.greedy, self.seed = temperature == 0, seed
+        self.warpers = []
+        if temperature > 0:
+            self.warpers.append(TemperatureLogitsWarper(float(temperature)))
+        if top_k is not None:
+            self.warpers.append(TopKLogitsWarper(top_k))
+        if top_p is not None:
+            self.warpers.append(TopPLogitsWarper(top_p))
+
+    def p_target(self, logits):
+        """The distributions (n, V) that tokens are sampled from.  logits (n, V)."""
+        scores = logits.float()
+        for warper in self.warpers:
+            scores = warper(None, scores)
+        return scores.softmax(-1)
 
     def probs(self, logits, temperature=1.0):
         """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf becomes one of zeros.
 
-        Greedy: the confidence that a token is the target's argmax, by the drafter's calibration
-        temperature.  Sampled: the distribution that the target's processors would make, as far as
-        they look at the scores alone.
+        Greedy: softmax(logits / temperature), by the drafter's calibration temperature: the
+        confidence that a token is the target's argmax.  Sampling: the distribution that the
+        target's own temperature, top-k and top-p make of these logits.
         """
-        logits = logits.float()
-        if self.seed is None:
-            logits = logits / temperature
+        if self.greedy:
+            p = (logits.float() / temperature).softmax(-1)
         else:
-            for processor in self.scores_only:
-                logits = processor(None, logits)
-        return logits.softmax(-1).nan_to_num(0.0)
+            p = self.p_target(logits)
+        return p.nan_to_num(0.0)
 
-    def choose(self, tree, logits, text):
+    def choose(self, tree, logits, ids):
         """The target's logits (n, V) at the tree's nodes -> the token after each node (n,).
 
-        text (1, t + 1): the ids of the sequence, which ends with the root.  Where a processor looks
-        at the text, nodes that are not accepted get -1.
+        ids: the sequence so far, a list that ends with the root.
         """
-        if len(self.scores_only) < len(self.processors):
-            return self.choose_by_text(tree, logits, text)
-        scores = self.process(None, logits)
-        return self.choose_by_scores(tree, scores, text.shape[1])
-
-    def process(self, text, logits):
-        """The target's logits (k, V) after the processors; text: as in choose, or None."""
-        scores = logits.float() if self.processors else logits
-        for processor in self.processors:
-            scores = processor(text, scores)
-        return scores
-
-    def choose_by_text(self, tree, logits, text):
-        """Choose by processors that look at the text, and may remember what they saw.
-
-        They are called as plain decoding calls them: for one text, once for each new token, in
-        order.  So this walks down the accepted path, with a device-to-host sync at each node.
-
-        Each step makes the choice after one node.  choose_by_scores gets this node as a tree of its
-        own.  In a sampled chain this tree also has the next drafted token, since the choice is to
-        accept or to reject it.
-        """
-        child = children(tree.tokens.tolist(), tree.parents.tolist())
-        choice = torch.full_like(tree.tokens, -1)
-        text = text.to(logits.device)
-        node = 0
-        while node is not None:
-            tokens, p_draft = tree.tokens[node:node + 1], None
-            if tree.p_draft is not None:
-                # At the last node both slices are shorter by one: there is nothing to accept.
-                tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
-            parents = torch.arange(len(tokens), device=tokens.device) - 1
-            chain = Tree(tokens, parents, None, p_draft)
-            scores = self.process(text, logits[node:node + 1])                         # (1, V)
-            # The choice after the next node is not used, so it gets the scores of this one.
-            scores = scores.expand(len(tokens), -1)
-            choice[node] = self.choose_by_scores(chain, scores, text.shape[1])[0]
-            token = choice[node].item()
-            text = F.pad(text, (0, 1), value=token)
-            node = child.get((node, token))
-        return choice
-
-    def choose_by_scores(self, tree, scores, first):
-        """Processed scores (n, V) -> the token after each node (n,), the argmax or a sample.
-
-        first: the position of the token that follows the root.
-        """
-        if self.seed is None:
-            return scores.argmax(-1)
-        p_target = self.distribution(tree, scores)                                     # (n, V)
-        if tree.p_draft is not None:
-            generator = generator_for(self.seed, f"accept {first}", scores.device)
-            return accept_sampled(tree, p_target, generator)
-        # All nodes of one depth share their noise, since they share a position.
-        depth = ancestor_mask(tree.parents).sum(1) - 1                                 # (n,)
-        root_alone = len(depth) == 1                           # plain decoding: no sync
-        deepest = 0 if root_alone else depth.max().item()      # a device-to-host sync
-        noise = []
-        for d in range(deepest + 1):
-            noise.append(keyed_noise(self.seed, first + d, scores.shape[1], scores.device))
-        noise = torch.stack(noise)                                                     # (depths, V)
-        return (p_target / noise[depth]).argmax(-1)
-
-    def distribution(self, tree, scores):
-        """The distributions p_target (n, V) that the tokens after a tree's nodes are sampled from.
-
-        runtime/measure.py replaces this method by one that records GLIDE's alpha in sampling.
-        """
-        return scores.float().softmax(-1)
-
-def sampling(temperature=1.0, top_k=None, top_p=None, seed=0):
-    """The Rule of sampling: temperature, then top-k and top-p, if these are not None."""
-    processors = [generation.TemperatureLogitsWarper(float(temperature))]
-    if top_k:
-        processors.append(generation.TopKLogitsWarper(top_k))
-    if top_p:
-        processors.append(generation.TopPLogitsWarper(top_p))
-    return Rule(processors, seed)
+        if self.greedy:
+            return logits.argmax(-1)
+        p_target = self.p_target(logits)                                               # (n, V)
+        first = len(ids)
+        if tree.p_draft is None:
+            return sample_tree(tree.parents, p_target, self.seed, first)
+        # The output of a sampled chain has the distribution of plain sampling, not its tokens.
+        generator = generator_for(self.seed, f"accept {first}", p_target.device)
+        return accept_sampled(tree, p_target, generator)
 
 # ---------------------------------------------------------------- the loop
-class Output:
-    """What generate() returns.
-
-    tokens: the new ids.  rounds: a Round for each tree.  tau: new tokens per round, excluding the
-    token that the prefill gave.
-    """
-    def __init__(self, ids, limit, stop, streamer):
-        self.tokens, self.rounds = [], []
-        self.stop, self.streamer = stop, streamer
-        self.sequence = torch.tensor([ids + [0] * limit])      # (1, all), filled as tokens come
-        self.length, self.ended = len(ids), False
-        if streamer:
-            streamer.put(torch.tensor([ids]))
-
-    @property
-    def text(self):
-        """All ids so far, the prompt's, too: (1, t + 1)."""
-        return self.sequence[:, :self.length]
-
-    @property
-    def tau(self):
-        return (len(self.tokens) - 1) / max(1, len(self.rounds))
-
-    def __repr__(self):
-        return f"Output(tokens={self.tokens}, tau={self.tau:.2f})"
-
-    def add(self, tokens):
-        """Append tokens up to the limit, or the first that meets a criterion -> those appended."""
-        new = []
-        for token in tokens:
-            new.append(token)
-            self.sequence[0, self.length] = token
-            self.length += 1
-            full = self.length == self.sequence.shape[1]
-            # All criteria are asked, also about the last token: they may remember what they saw.
-            answers = [criterion(self.text, None) for criterion in self.stop]
-            # An answer is a bool, or a tensor with one for each sequence, of which there is one.
-            met = [bool(torch.as_tensor(answer).all()) for answer in answers]
-            self.ended = full or any(met)
-            if self.ended:
-                break
-        self.tokens += new
-        if self.streamer:
-            self.streamer.put(torch.tensor(new))
-            if self.ended:
-                self.streamer.end()
-        return new
-
 class NoDrafter:
     """The drafter of plain decoding: by the contract, it reads nothing and is never expanded."""
     needs = {}
 
-    def reset(self, probs, source):
+    def reset(self, probs):
         pass
 
     def begin(self, view, root_id):
@@ -582,56 +471,112 @@ def root_only(expand, root):
     none = torch.full_like(root, -1)
     return Tree(root, parents=none, expand_index=none)
 
-@torch.inference_mode()
-def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), stop=(), streamer=None):
-    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
+def check_prompt(target, ids, limit):
+    """Raise ValueError for a prompt that cannot be decoded."""
+    if not isinstance(ids, list):
+        raise ValueError("ids is the prompt of one sequence, a list of token ids: of a tensor "
+                         "(1, n) give ids[0].tolist()")
+    if not ids or limit < 1:
+        raise ValueError(f"{len(ids)} tokens leave no position for a new one: give a prompt of 1 "
+                         f"to {target.capacity} tokens, and ask for at least one")
+    if not all(0 <= token < target.vocab for token in ids):
+        raise ValueError(f"the prompt has token ids beyond the target's vocabulary of "
+                         f"{target.vocab}: take the target's own tokenizer")
 
-    drafter, build: see the contract at the top; None and root_only are plain decoding.  ids: the
-    prompt, a list of token ids.  stop, streamer: stopping criteria and a streamer of transformers.
-    The output ends after new_tokens, with the target's capacity, or where a criterion is met.  An
-    end-of-text token needs a criterion, too: stop=[transformers.EosTokenCriteria(id)].
+def check_tree(tree, tokens, parents, root_id):
+    """Raise ValueError for what is no Tree below the root.  tokens, parents: its lists."""
+    in_order = all(-1 < parent < node for node, parent in enumerate(parents[1:], 1))
+    if tokens[0] != root_id or parents[0] != -1 or not in_order:
+        raise ValueError("a tree begins with the root, whose parent is -1, and has parents before "
+                         "their children")
+    if tree.p_draft is not None and parents != list(range(-1, len(parents) - 1)):
+        raise ValueError("only a sampled chain has p_draft: the sample of a tree would be biased")
+
+def until_end(tokens, ends):
+    """The tokens up to the first that is one of `ends`, a set."""
+    for count, token in enumerate(tokens, 1):
+        if token in ends:
+            return tokens[:count]
+    return tokens
+
+@torch.inference_mode()
+def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
+    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2): yield one Round after another.
+
+    Arguments as of generate().  The first Round has the prefill's token and no tree.  The caller
+    may stop at any Round.
     """
+    ends = {eos} if isinstance(eos, int) else set(eos)
     limit = min(new_tokens, target.remaining(ids))
-    assert ids and limit > 0, f"{len(ids)} tokens leave no position for a new one: give a prompt " \
-                              f"of at most {target.capacity} tokens, and ask for at least one"
+    check_prompt(target, ids, limit)
     drafter = drafter or NoDrafter()
     logits, view = target.prefill(ids, limit, drafter.needs)
-    drafter.reset(rule.probs, target.source)
+    drafter.reset(rule.probs)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    # target.ids is the prompt.  (Of an encoder-decoder model `ids` is the encoder's input, and the
-    # sequence begins with target.ids, its start token.)
-    out = Output(list(target.ids), limit, stop, streamer)
     # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
     # target's choice after that node is the first root.
-    last = view.tokens[-1:]
-    root = rule.choose(root_only(None, last), logits[None], out.text)                  # (1,)
-    [root_id] = out.add(root.tolist())
-    while not out.ended:
+    sequence = list(target.ids)
+    root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
+    root_id = root.item()
+    sequence.append(root_id)
+    left = limit - 1                       # how many tokens may still come
+    yield Round([root_id], [], [], [])
+    while left and root_id not in ends:
         # Draft: the drafter proposes a tree below the root x_t.
         drafter.begin(view, root_id)
-        expand.remaining = limit - len(out.tokens) - 1         # one token is the target's own
-        if rule.seed is not None:
-            expand.generator = generator_for(rule.seed, f"draft {out.length}", target.device)
+        expand.remaining = left - 1        # one token is the target's own
+        if not rule.greedy:
+            expand.generator = generator_for(rule.seed, f"draft {len(sequence)}", target.device)
         tree = build(expand, root) if expand.remaining else root_only(expand, root)
 
         # Verify: one forward pass of the target over all nodes, and its choice after each.  For a
         # sampled chain the choice is the drafted token where speculative sampling accepts it.
         logits, states = target.forward(tree.tokens, tree.parents)                     # (n, V)
-        choice = rule.choose(tree, logits, out.text)                                   # (n,)
+        choice = rule.choose(tree, logits, sequence)                                   # (n,)
 
         # Accept: walk down while the target's choice is a child.  One device-to-host sync.
         numbers = torch.stack((tree.tokens, tree.parents, tree.expand_index, choice))  # (4, n)
         tokens, parents, expand_index, chosen = numbers.tolist()
-        assert tokens[0] == root_id, "a tree begins with the root"
+        check_tree(tree, tokens, parents, root_id)
         path, new = accept(tokens, parents, chosen)
 
         # Commit: the accepted nodes are cached; the target's own token is the next root.
         view = target.commit(path, [tokens[node] for node in path], states)
         drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
         root = choice[path[-1]:path[-1] + 1]                                           # (1,)
-        new = out.add(new)
+        new = until_end(new[:left], ends)
         root_id = new[-1]
-        out.rounds.append(Round(new, path, tokens, parents))
+        sequence += new
+        left -= len(new)
+        yield Round(new, path, tokens, parents)
+
+class Output:
+    """What generate() returns: tokens, the new ids; rounds, a Round for each tree."""
+
+    def __init__(self):
+        self.tokens, self.rounds = [], []
+
+    @property
+    def tau(self):
+        """New tokens per round, the target's own included, without the token of the prefill."""
+        return (len(self.tokens) - 1) / max(1, len(self.rounds))
+
+    def __repr__(self):
+        return f"Output(tokens={self.tokens}, tau={self.tau:.2f})"
+
+def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
+    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
+
+    target: a Target.  drafter, build: see the top of this file; None and root_only are plain
+    decoding.  ids: the prompt, a list of token ids.  eos: an end-of-text id, or several.  The
+    output ends after new_tokens, with the target's capacity, or with the first end-of-text id.
+    Raises ValueError for a prompt that cannot be decoded, and for a builder's broken tree.
+    """
+    out = Output()
+    for one in rounds(target, drafter, build, ids, new_tokens, rule, eos):
+        out.tokens += one.new
+        if one.tokens:                     # not the prefill's
+            out.rounds.append(one)
     return out
 
 # ---------------------------------------------------------------- the demo
@@ -653,6 +598,11 @@ def main():
     own = model(torch.tensor([[3, *out.tokens]])).logits[0].argmax(-1)    # no cache, no mask
     assert own[:-1].tolist() == out.tokens and out.tau == 2
     print("41 tokens in 20 rounds, the same as those of plain decoding")
+
+# Differences from the paper, all of them:
+#  1. The root is a node of the tree (Target.forward).
+#  2. Trees are sampled, too, by noise that is keyed by position (sample_tree).
+#  3. In greedy decoding a builder sees calibrated confidences (Rule.probs).
 
 if __name__ == "__main__":
     main()

@@ -90,9 +90,9 @@ class Mixture:
         self.agreement = agreement
         self.needs = drafter.needs
 
-    def reset(self, probs, source):
+    def reset(self, probs):
         """Begin a sequence."""
-        self.drafter.reset(probs, source)
+        self.drafter.reset(probs)
         self.gram.reset()
         self.unread = []                         # views that the neural drafter has not been shown
         self.undrafted = []                      # the last round's chain N_0, see graft()

@@ -106,7 +106,7 @@ class Drafter:
         self.config = model.config
         self.needs = {"hidden": (self.config.hidden,)}
 
-    def reset(self, probs, source):
+    def reset(self, probs):
         """Begin a sequence."""
         self.probs = probs
 

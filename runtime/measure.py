@@ -111,29 +111,38 @@ class Overlap(verify.Rule):
     overlaps: an entry for each tree, the prefill's first: a tensor (n - 1,), one number for each
     drafted token; or None for a tree without p_draft.  In greedy decoding it stays empty.
     """
-    def __init__(self, processors, seed):
-        super().__init__(processors, seed)
+    def __init__(self, rule):
+        self.__dict__ |= rule.__dict__
         self.overlaps = []
 
-    def distribution(self, tree, scores):
-        p_target = super().distribution(tree, scores)                                  # (n, V)
+    def choose(self, tree, logits, ids):
+        if self.greedy:
+            return super().choose(tree, logits, ids)
+        p_target = self.p_target(logits)                                               # (n, V)
         overlap = None
         if tree.p_draft is not None:
             # After the last node nothing was drafted.
             overlap = torch.minimum(p_target[:-1], tree.p_draft).sum(1)
         self.overlaps.append(overlap)
-        return p_target
+        return super().choose(tree, logits, ids)
 
 # ---------------------------------------------------------------- one decoding
-def decode(target, drafter, build, ids, limit, rule=verify.Rule(), stop=(), streamer=None):
+def decode(target, drafter, build, ids, limit, rule=verify.Rule(), eos=(), streamer=None):
     """verify.generate, timed -> Record.  drafter None and build root_only: plain decoding."""
     cuda = target.device.type == "cuda"
-    rule = Overlap(rule.processors, rule.seed)
+    rule = Overlap(rule)
     start = time.perf_counter()
     clock = Clock(cuda)
     timed = clock.around(drafter) if drafter else None
-    out = verify.generate(clock.around(target), timed, clock.builder(build), ids, limit, rule, stop,
-                          streamer)
+    out = verify.Output()
+    for one in verify.rounds(clock.around(target), timed, clock.builder(build), ids, limit, rule,
+                             eos):
+        out.tokens += one.new
+        out.rounds += [one] if one.tokens else []
+        if streamer:
+            streamer.put(torch.tensor(one.new))
+    if streamer:
+        streamer.end()
     seconds = clock.seconds()
     total = counts_of(out.rounds, rule.overlaps)
     total.update(seconds)

@@ -121,7 +121,7 @@ class Static:
     def kv_entries(self):
         """The tensors that hold the KV entries which x reads."""
         if self.is_target:
-            return self.x.cache.stacks
+            return [] if self.x.cache.stack is None else [self.x.cache.stack]
         return [self.x.store, *(entries for pair in self.views().values() for entries in pair)]
 
     # ------------------------------------------------------------ recordings

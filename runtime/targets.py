@@ -141,7 +141,8 @@ class AnyTarget(Target):
     def prepare(self):
         """Take a new cache: what a failed forward has left there may be anything."""
         self.cache = TreeCache(layers_of(self.config))
-        self.configure({})
+        self.needs = {"kv": (), "hidden": ()}
+        self.reset()
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
         """As Target.forward, for ids and logits of self.vocab.
@@ -159,10 +160,20 @@ class AnyTarget(Target):
         states = [state.to(self.device) for state in (tokens, *states[1:])]
         return with_vocabulary(logits.to(self.device), self.vocab), states
 
+    def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
+        """As Target.run."""
+        wanted = self.needs["hidden"]
+        out = self.model(
+            input_ids=tokens[None], past_key_values=self.cache.step(slots, end),
+            use_cache=True, output_hidden_states=bool(wanted),
+            **self.inputs(position, slots, mask, logits_to_keep))
+        hidden = [out.hidden_states[index][0] for index in wanted]
+        return [out.logits[0, -logits_to_keep:], *hidden]
+
     def inputs(self, position, slots, mask, logits_to_keep):
-        """As Target.inputs, with a mask for each kind of layer where they differ."""
-        found = super().inputs(position, slots, None, logits_to_keep)
-        found["return_dict"] = True
+        """The model's other arguments, with a mask for each kind of layer where they differ."""
+        found = {"position_ids": position[None], "logits_to_keep": logits_to_keep,
+                 "attention_mask": None, "return_dict": True}
         if not self.keeps_logits:
             del found["logits_to_keep"]
         if not self.verifies_trees:
@@ -171,8 +182,8 @@ class AnyTarget(Target):
             masks = {}
             for kind, window in self.windows.items():
                 seen = within_window(mask, window, position, slots) if window else mask
-                of_kind = super().inputs(position, slots, seen, logits_to_keep)
-                masks[kind] = of_kind["attention_mask"]
+                numbers = torch.where(seen, 0.0, -torch.inf)
+                masks[kind] = numbers.to(self.dtype)[None, None]
             found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
 
@@ -198,7 +209,7 @@ class AnyTarget(Target):
                     continue
                 # In half precision, which may be autocast's, the routing of an MoE can flip for
                 # single nodes: the median.
-                exact = all(torch.finfo(x.dtype).bits > 16 for x in self.cache.stacks)
+                exact = all(torch.finfo(x.dtype).bits > 16 for x in [self.cache.stack])
                 error = (errors.max() if exact else errors.median()).item()
                 if error < (1e-3 if exact else 0.1):
                     return self.verifies_trees
@@ -284,7 +295,8 @@ class AnyEncoderDecoder(AnyTarget):
 
     def prefill(self, ids, new_tokens=0, needs={}):
         """As Target.prefill.  The View is that of the decoder's tokens."""
-        self.configure(needs)
+        self.needs = {"kv": (), "hidden": (), **needs}
+        self.reset()
         if self.given is None:
             self.encode(ids)
             self.source = ids

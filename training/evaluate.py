@@ -51,7 +51,7 @@ def walk(drafter, kv, hidden, text, start):
     are the drafter's for each tested token of chains of ten, and a choice is the target's token.
     """
     total, all_logits, choices = Counter(), [], []
-    drafter.reset(raw, None)
+    drafter.reset(raw)
     ids = text.tolist()
     last = len(ids) - 1                              # index of the last token that can be predicted
     committed, shown = start, 0                      # tokens; those that the drafter has been shown
