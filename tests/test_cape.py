@@ -1,26 +1,10 @@
 """CAPE's sets and cap against a plain reading of section 4.2; beam search by brute force."""
 import pytest
 import torch
+from helpers import random_table, sequences, table_expand
 
 import cape
 
-# ---------------------------------------------------------------- also used by other tests
-def table_expand(table):
-    """A drafter whose distribution depends on the last token alone; counts its calls."""
-    def expand(tokens, parents):
-        expand.calls += 1
-        expand.widest = max(expand.widest, len(parents))
-        assert tokens.shape == (len(parents),) and parents, "a forward over no node"
-        return table[tokens]
-
-    expand.calls = expand.widest = 0
-    return expand
-
-def random_table(seed, vocab=14, zeros=0.0):
-    g = torch.Generator().manual_seed(seed)
-    table = torch.rand(vocab, vocab, generator=g, dtype=torch.float64) ** (1 + seed % 9) + 1e-9
-    table[torch.rand(vocab, vocab, generator=g) < zeros] = 0
-    return table / table.sum(1, keepdim=True).clamp(min=1e-300)
 
 def row_after(path, vocab=7):
     """A distribution of its own after each path, the root's token first."""
@@ -38,20 +22,6 @@ def path_expand():
         return torch.stack([row_after(path) for path in given[-len(parents):]])
 
     return expand
-
-def sequences(tree):
-    """The token sequence of each node, the root's first.
-
-    Checked: parents come before their children, and nothing is proposed twice.
-    """
-    found = [tuple(tree.tokens[:1].tolist())]
-    assert tree.parents[0] == -1
-    assert tree.tokens.dtype == tree.parents.dtype == tree.expand_index.dtype == torch.long
-    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist()):
-        assert 0 <= parent < len(found)
-        found.append(found[parent] + (token,))
-    assert len(found) == len(set(found)) == len(tree.parents)
-    return found
 
 # ---------------------------------------------------------------- the expanded proposal
 def test_the_constants_are_the_papers():
@@ -109,7 +79,7 @@ def test_cape_is_a_literal_reading_of_the_section(zeros, settings):
         assert set(found) == {*proposal} | {(root, *chain[:i], x) for i, x in extras}
         assert expand.calls == gamma and expand.widest == 1, "extras take no forward"
 
-# ---------------------------------------------------------------- what it is compared with
+# ---------------------------------------------------------------- the baselines
 def test_the_fixed_size_control_has_four_extras_everywhere():
     tree = cape.fixed(table_expand(random_table(3, vocab=20)), torch.tensor([0]))
     assert torch.bincount(tree.parents[1:]).tolist() == [5] * 5        # one of the chain, and four
@@ -147,3 +117,31 @@ def test_a_sampled_chain_has_the_distributions_that_it_was_sampled_from(monkeypa
             return torch.full(size, number, dtype=torch.float64)
         monkeypatch.setattr(torch, "rand", rand)
         assert cape.sample(torch.tensor([[0, 0.5, 0, 0.5, 0]])).tolist() == [token]
+
+def test_a_tree_is_its_callers_own():
+    """Who writes into a Tree changes no later one."""
+    for build in (cape.chain, cape.cape):
+        first = build(path_expand(), torch.tensor([0]))
+        kept = first.parents.tolist(), first.expand_index.tolist()
+        first.parents.fill_(9)
+        first.expand_index.fill_(9)
+        again = build(path_expand(), torch.tensor([0]))
+        assert (again.parents.tolist(), again.expand_index.tolist()) == kept
+
+MISTAKES = [
+    (cape.chain, {"gamma": 0}, "draft at least one"),
+    (cape.cape, {"edges": (0.5,)}, "1 edges need one size more"),
+    (cape.cape, {"gamma": 5, "max_nodes": 4}, "cannot hold the chain of 5"),
+    (cape.beam, {"width": 0}, "keep at least one"),
+]
+
+@pytest.mark.parametrize("build, settings, words", MISTAKES)
+def test_a_mistake_is_one_sentence(build, settings, words):
+    with pytest.raises(ValueError, match=words):
+        build(path_expand(), torch.tensor([0]), **settings)
+
+def test_logits_in_place_of_probabilities_are_noticed():
+    for value in (-0.5, 3.0, float("nan")):
+        table = torch.full((4, 4), value)
+        with pytest.raises(ValueError, match="not logits"):
+            cape.chain(table_expand(table), torch.tensor([0]))

@@ -1,0 +1,81 @@
+"""What several tests of drafters and trees share: made-up drafters, trees as paths, docstrings."""
+import re
+from textwrap import dedent
+
+import torch
+
+
+# ---------------------------------------------------------------- made-up drafters and their trees
+def table_expand(table):
+    """A drafter whose distribution depends on the last token alone; counts its calls."""
+    def expand(tokens, parents):
+        expand.calls += 1
+        expand.widest = max(expand.widest, len(parents))
+        assert tokens.shape == (len(parents),) and parents, "a forward over no node"
+        return table[tokens]
+
+    expand.calls = expand.widest = 0
+    return expand
+
+def random_table(seed, vocab=14, zeros=0.0):
+    """A distribution (V, V) after each token, of which a share `zeros` is zero."""
+    g = torch.Generator().manual_seed(seed)
+    table = torch.rand(vocab, vocab, generator=g, dtype=torch.float64) ** (1 + seed % 9) + 1e-9
+    table[torch.rand(vocab, vocab, generator=g) < zeros] = 0
+    return table / table.sum(1, keepdim=True).clamp(min=1e-300)
+
+def sequences(tree):
+    """The token sequence of each node, the root's first.
+
+    Checked: parents come before their children, and nothing is proposed twice.
+    """
+    found = [tuple(tree.tokens[:1].tolist())]
+    assert tree.parents[0] == -1
+    assert tree.tokens.dtype == tree.parents.dtype == tree.expand_index.dtype == torch.long
+    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist()):
+        assert 0 <= parent < len(found)
+        found.append(found[parent] + (token,))
+    assert len(found) == len(set(found)) == len(tree.parents)
+    return found
+
+def paths(tree):
+    """The token paths of a tree, the root left out."""
+    return {path[1:] for path in sequences(tree)[1:]}
+
+# ---------------------------------------------------------------- Max-Gram
+def brute_force(generation, draft, n, source=(), bigram=()):
+    """Max-Gram's definition, one token at a time -> (tokens, lengths of their matches).
+
+    What follows the longest suffix of the query in the text, leftmost; or the bigram's token.
+    """
+    text = [*source, -1, *generation]
+    query = [*generation, *draft]
+    tokens, lengths = [], []
+    while len(tokens) < n:
+        token, length = bigram[query[-1]] if query[-1] < len(bigram) else 0, 0
+        for size in range(len(query), 0, -1):
+            places = [i for i in range(len(text) - size) if text[i:i + size] == query[-size:]]
+            after = [text[i + size] for i in places if text[i + size] >= 0]
+            if after:
+                token, length = after[0], size
+                break
+        if not length and not token:
+            break
+        tokens, query, lengths = [*tokens, token], [*query, token], [*lengths, length]
+    return tokens, lengths
+
+# ---------------------------------------------------------------- models and docstrings
+def relative(model, noise, seed):
+    """A model of the same class whose choices mostly agree with `model`'s."""
+    torch.manual_seed(seed)
+    other = type(model)(model.config).to(model.dtype).eval()
+    weights = {}
+    for name, w in model.state_dict().items():
+        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
+    other.load_state_dict(weights)
+    return other
+
+def lines_to_use(module):
+    """The indented lines under "To use ..." in a module's docstring."""
+    to_use = r"\nTo use [^\n]*\n(?:\S[^\n]*\n)*\n((?:    [^\n]*\n|\n)+)"
+    return dedent(re.search(to_use, module.__doc__)[1])
