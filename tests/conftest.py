@@ -44,6 +44,16 @@ def tiny(name, seed=0, **more):
             torch.nn.init.normal_(p, std=0.25)
     return model
 
+def relative(model, noise, seed):
+    """A model of the same class whose choices mostly agree with `model`'s."""
+    torch.manual_seed(seed)
+    other = type(model)(model.config).to(model.dtype).eval()
+    weights = {}
+    for name, w in model.state_dict().items():
+        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
+    other.load_state_dict(weights)
+    return other
+
 # The same one for all tests that ask for it: nobody changes it.
 shared = lru_cache(maxsize=None)(tiny)
 
@@ -109,7 +119,7 @@ class Positional:
     def __init__(self, at):
         self.at = at
 
-    def reset(self, probs, source):
+    def reset(self, probs):
         self.probs = probs
 
     def begin(self, view, root):

@@ -16,15 +16,14 @@ fills the context.
 """
 import os
 import random
+from collections import Counter
 from functools import cache, partial
 
 import pytest
 import torch
 from conftest import (
-    CLASSES, ROOT, Positional, assert_plain, family, plain, random_drafter, shared, target_of)
-from test_cascade import relative
+    CLASSES, ROOT, Positional, assert_plain, family, plain, random_drafter, relative, shared, target_of)
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
-from transformers.generation import EosTokenCriteria
 
 import cape
 import cascade
@@ -177,9 +176,9 @@ class Watched:
         self.text, self.rate = text, rate
         self.needs = self.inner.needs
 
-    def reset(self, probs, source):
+    def reset(self, probs):
         self.round, self.tokens, self.hidden, self.probs = -1, [], [], probs
-        self.inner.reset(probs, source)
+        self.inner.reset(probs)
 
     def begin(self, view, root):
         self.round += 1
@@ -220,7 +219,7 @@ class Watched:
 
     def fresh(self):
         drafter = self.make()
-        drafter.reset(self.probs, None)
+        drafter.reset(self.probs)
         hidden = {}
         for k in self.view.hidden:
             hidden[k] = torch.cat([states[k] for states in self.hidden])
@@ -278,7 +277,7 @@ def run(case):
     target = target_of(model, case["capacity"])
     prompt, sampling, eos = case["prompt"], case["sampling"], case["eos"]
     limit = min(case["new"], target.remaining(prompt))
-    rule = verify.sampling(**sampling) if sampling else verify.Rule()
+    rule = verify.Rule(**sampling or {})
     drafter, text = None, []
     if case["drafter"] != "none":
         if case["rate"]:
@@ -294,8 +293,7 @@ def run(case):
             graphs.static(part)
     build = builder_of(case, drafter)
     drawn = case["tree"][0] == "drawn" and drafter
-    criteria = [EosTokenCriteria(eos)] if eos else []
-    decode = partial(verify.generate, target, drafter, build, prompt, case["new"], rule, criteria)
+    decode = partial(verify.generate, target, drafter, build, prompt, case["new"], rule, eos)
     out = decode()
     tokens, whole = out.tokens, prompt + out.tokens
 
@@ -311,9 +309,8 @@ def run(case):
     own = model(torch.tensor([whole[:-1]]), past_key_values=kept, use_cache=True)
     score = own.logits[0, len(prompt) - 1:].double()                     # (tokens, V)
     if sampling:
-        # (An oracle of its own for the processors is in test_generate.py.)
-        root = verify.root_only(None, torch.tensor([0]))
-        p_target = rule.distribution(root, rule.process(None, score)).double()
+        # (transformers' own top-k and top-p; test_generate.py compares with generate() itself.)
+        p_target = rule.p_target(score).double()
         possible = p_target[range(len(tokens)), tokens] > 0
         assert possible.all(), "a token that the target cannot sample"
         noise = []
@@ -339,7 +336,7 @@ def run(case):
         assert again.rounds == out.rounds
     return sum(len(step.path) > 1 for step in out.rounds)
 
-ACCEPTED = []
+ACCEPTED, CASES = Counter(), Counter()       # by drafter
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_random_case_is_lossless(number, monkeypatch):
@@ -347,11 +344,13 @@ def test_a_random_case_is_lossless(number, monkeypatch):
     print(case)                                          # pytest shows it where the case fails
     monkeypatch.setattr(verify, "MARGIN", case["margin"])
     monkeypatch.setattr(graphs, "KEYS", case["static"] or graphs.KEYS)
-    ACCEPTED.append(run(case))
+    CASES[case["drafter"]] += 1
+    ACCEPTED[case["drafter"]] += run(case)
 
-def test_drafts_were_accepted():
+def test_every_drafter_had_drafts_accepted():
     """Or there was nothing to test."""
-    assert sum(ACCEPTED) >= len(ACCEPTED) / 2
+    tried = [drafter for drafter, count in CASES.items() if count >= 3 and drafter != "none"]
+    assert all(ACCEPTED[drafter] for drafter in tried), (CASES, ACCEPTED)
 
 # ---------------------------------------------------------------- what chance does not draw
 TREES = {"glide": cape.cape, "glide-top": cape.beam, "vanilla": cape.chain, "edd": pct.pct,
