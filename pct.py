@@ -1,4 +1,4 @@
-"""PCT: the pruned candidate tree, and the trees that it is compared with.
+"""PCT: the pruned candidate tree, and the trees of its ablations and baselines.
 
 Effective Draft Decoder with Pruned Candidate Tree (ACL 2025), section 3.2 and appendix B; the
 ablations of Table 3; the baselines of appendix A.
@@ -15,39 +15,18 @@ removed at the end.
     p_j = prod_{i<=j} c_i     float      p: joint probability of a node's path; the root's is 1
     s_d, s_t                  seconds    cost = s_d / s_t: a drafter forward over a target forward
     s_d - p_j s_t  (Eq. 5)    seconds    expected loss of drafting below a node
-    top-k children            int        width (5)           appendix B
-    maximum depth             int        depth (10)          appendix B
-    leaf threshold            float      leaf (0.01)         appendix B
+    top-k children, maximum depth, leaf threshold (appendix B): width, depth, leaf
 
-The functions here are builders: build(expand, root) -> Tree.  The contract of expand and Tree
-is in verify.py; docs/any_project.py shows both with any two causal LMs.  Each depth takes one
-drafter forward over all nodes that are expanded there, and one device-to-host sync.
+The functions here are builders, build(expand, root) -> Tree, by the contract at the top of
+verify.py.  Each depth takes one drafter forward over all nodes that are expanded there, and one
+device-to-host sync.
 
     tree = pct(expand, root, cost=0.05)          # root = torch.tensor([the last token's id])
+    out = verify.generate(target, drafter, pct.pct, ids)
 
 The confidences must be calibrated: of all tokens that are drafted with confidence 0.7 below an
 accepted node the target accepts 70 %.  If yours are not, divide the drafter's logits by a
 calibration temperature before the softmax.
-
-Differences from the paper:
- 1. Of Eq. 5: (a) it is called a gain, but it is an expected loss, and smaller is better; (b) it
-    charges each node a whole forward, which the nodes of a layer share; (c) by the paper's text p_j
-    decides whether d_j is drafted, but p_j is known only afterwards.  So here it decides whether to
-    draft below d_j, as in the paper's "Implementation Details".
- 2. Section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla candidate tree
-    (VCT) is meant.
- 3. A node with p_j < s_d / s_t (strictly less) is not expanded, but stays in the tree as a leaf.
-    Removing leaves below the leaf threshold may expose others, which are removed in turn.  Since
-    p_j never increases along a path, what remains are exactly the nodes with p_j >= leaf.
- 4. This file follows the paper's text.  The official code departs from it: it drops the best path
-    that reaches the maximum depth; when all nodes of a layer fall below the threshold, it keeps
-    only the best child of each path; and it never removes leaves.
- 5. VCT's width of 3 and depth of 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
- 6. EAGLE-2's re-ranking may keep a child without its parent where both are equally probable.  Here
-    parents come first in a tie.
- 7. The paper does not limit the number of nodes.  Here `pct` and `token_confidence` expand at most
-    max_nodes nodes per layer, and return the max_nodes most probable ones.  That is far above the
-    size that trees have in practice.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -62,8 +41,10 @@ WIDTH = 5               # "the expansion width of each node in the PCT was set t
 DEPTH = 10              # "and the maximum depth was set to 10"
 LEAF = 0.01             # "leaf nodes whose overall acceptance confidence was less than 0.01"
 COST = 0.05             # s_d / s_t, where it was not measured
-OWN = 0.3               # the threshold of "w/o expected time gain", which Table 3 does not state
-MAX_NODES = 256         # excluding the root (difference 7)
+TOKEN_THRESHOLD = 0.3   # of "w/o expected time gain", which Table 3 does not state
+# Differs from the paper: it does not limit the number of nodes.  This limit, for each layer that is
+# expanded and for the tree without its root, is far above the size that trees have in practice.
+MAX_NODES = 256
 
 # ---------------------------------------------------------------- the candidate tree while it grows
 class Candidates:
@@ -75,13 +56,13 @@ class Candidates:
     depth: the root's is 0.  parent: the index of the node's parent in these lists.
     c: the node's own confidence; p: its joint probability.
     expand_index: the node's number among those given to expand, -1 if it was not given.
-    num_forwards, num_expanded: drafter forwards so far, and nodes given to them (beyond/priced.py
-    prices the former).
+    num_forwards, num_expanded: drafter forwards so far, and the nodes given to them.
     """
 
     def __init__(self, expand, root, width):
-        """width: the number of children that a node gets.  root (1,)."""
-        assert width >= 1, f"width is {width}: a node needs at least one child"
+        """Begin with the root (1,) alone.  width: the number of children that a node gets."""
+        if width < 1:
+            raise ValueError(f"width is {width}: a node needs at least one child")
         self.expand, self.root, self.width = expand, root, width
         self.token, self.parent, self.depth = [None], [-1], [0]
         self.c, self.p = [1.0], [1.0]
@@ -106,10 +87,10 @@ class Candidates:
         previous layer to form the current layer" (section 3.2).
         """
         first_child = len(self.token)
+        first_index = self.num_expanded              # expand numbers these nodes from here on
         parents = [self.expand_index_above(node) for node in nodes]
         ids = [self.token[node] for node in nodes]
         tokens = self.root if nodes == [0] else torch.tensor(ids, device=self.root.device)
-        first_index = self.num_expanded                              # forward() increases it
         c, x = self.forward(tokens, parents)
         for i, node in enumerate(nodes):
             self.expand_index[node] = first_index + i
@@ -117,9 +98,10 @@ class Candidates:
         return range(first_child, len(self.token))
 
     def forward(self, tokens, parents):
-        """One drafter forward over m nodes -> c and x, the best children's confidences and tokens.
+        """Run the drafter once over m nodes: tokens (m,), and parents, m numbers in expand.
 
-        tokens (m,); parents: list of m expand indices.  c, x: lists [m][width], the best first.
+        Returns the confidences and the ids of their best children: lists [m][width], the best
+        first.
         """
         probs = self.expand(tokens, parents)                         # (m, V)
         self.num_forwards += 1
@@ -131,14 +113,13 @@ class Candidates:
         return -1 if node == 0 else self.expand_index[self.parent[node]]
 
     def add_children(self, node, c, x):
-        """Add children of a node, except those of probability zero -> {token: new node}, which
-        beyond/graft.py reads.
+        """Add children of a node, except those of probability zero -> {token: new node}.
 
         c, x: lists of their confidences and tokens, the best first.
         """
         # In bfloat16 probabilities may add up to 1.02.
-        assert min(c) >= 0 and sum(c) < 1.05, (f"expand gave {c}: it must give probabilities, not "
-                                               "logits")
+        if not (min(c) >= 0 and sum(c) < 1.05):
+            raise ValueError(f"expand gave {c}: it must give probabilities, not logits")
         children = {}
         for c_j, token in zip(c, map(int, x)):
             if c_j > 0:
@@ -146,22 +127,25 @@ class Candidates:
         return children
 
     def ranked(self, nodes):
-        """The nodes sorted by joint probability, the highest first; in a tie the first drafted.
+        """Sort nodes by joint probability, the highest first; in a tie the first drafted.
 
         A parent precedes its children: it is at least as probable, and was drafted before them.  So
         the root and the first n nodes always form a tree.
         """
+        # Differs from the paper: EAGLE-2's re-ranking may keep a child without its parent where
+        # both are equally probable.
         return sorted(nodes, key=lambda j: (-self.p[j], j))
 
-    def best(self, nodes, most):
-        """The `most` most probable of the nodes, in the order in which they were drafted."""
-        return sorted(self.ranked(nodes)[:most])
+    def best(self, nodes, limit):
+        """Take the `limit` most probable of the nodes, in the order in which they were drafted."""
+        return sorted(self.ranked(nodes)[:limit])
 
     def tree(self, kept):
-        """The Tree of the root and of `kept`, an ascending list of nodes with all their ancestors.
+        """Make the Tree of the root and of `kept`, nodes with all their ancestors, ascending.
 
-        Its order is depth-first, the most probable child first: if the most probable path is
-        accepted, its KV entries in the target's cache already lie next to each other.
+        Its order is depth-first, and of the children of a node the most probable one comes first.
+        So where the target chooses the most probable child each time, the KV entries of the
+        accepted path already lie next to each other in its cache.
         """
         children = {}
         for node in kept:
@@ -184,10 +168,10 @@ class Candidates:
         return Tree(torch.cat((self.root, tokens[1:])), parents, expand_index)
 
 def read_top_k(probs, k):
-    """The k best tokens of each distribution (m, V) -> their probabilities and ids, [m][k] each.
+    """Copy the k best tokens of each distribution (m, V) to the host -> (confidences, ids).
 
-    They reach the host by one device-to-host sync, as one tensor of floats.  float32 represents
-    all integers up to 2^24, so no id changes.
+    Both are lists [m][k].  There is one device-to-host sync, since both travel in one tensor of
+    floats.  float32 represents all integers up to 2^24, so no id changes.
     """
     k = min(k, probs.shape[1])
     best = probs.topk(k)                                             # (m, k)
@@ -196,18 +180,17 @@ def read_top_k(probs, k):
     x = best.indices.to(dtype)
     return torch.stack((c, x)).tolist()
 
-def grown(expand, root, width, depth, by, threshold, most):
+def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     """Draft layer by layer -> Candidates.
 
-    by: which confidence of a node must be at least `threshold` to expand it: "c", its own, or "p",
-    the joint one.  Of these nodes the `most` with the highest p are expanded in each layer.  At
-    most expand.remaining layers are drafted, where expand has that.
+    criterion: which confidence of a node must be at least `threshold` to expand it: "c", its own,
+    or "p", the joint one.  Of these nodes the `limit` with the highest p are expanded in each
+    layer.  At most expand.remaining layers are drafted, where expand has that.
     """
-    assert depth >= 1, f"depth is {depth}: draft at least once"
-    assert most >= 1, f"{most} nodes may be expanded or kept: allow at least one"
-    assert threshold >= 0, f"the threshold is {threshold}: it must be at least 0"
+    if depth < 1 or limit < 1:
+        raise ValueError(f"depth {depth}, {limit} nodes: a tree needs at least one of each")
     candidates = Candidates(expand, root, width)
-    confidence = {"c": candidates.c, "p": candidates.p}[by]          # it grows with the candidates
+    confidence = {"c": candidates.c, "p": candidates.p}[criterion]   # it grows with the candidates
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
@@ -215,45 +198,54 @@ def grown(expand, root, width, depth, by, threshold, most):
         expandable = [j for j in layer if confidence[j] >= threshold]
         if not expandable:
             break
-        layer = candidates.grow(candidates.best(expandable, most))
+        layer = candidates.grow(candidates.best(expandable, limit))
     return candidates
+
+def prune_leaves(candidates, leaf, limit):
+    """Remove leaves whose joint probability is below `leaf`, keep the `limit` best nodes -> Tree.
+
+    "we remove leaf nodes whose overall acceptance confidence is below a given threshold" (3.2).
+    """
+    # Removing leaves exposes others, which are removed in turn.  Since p_j never increases along a
+    # path, exactly the nodes with p_j >= leaf remain.
+    drafted = range(1, len(candidates.token))
+    kept = [j for j in drafted if candidates.p[j] >= leaf]
+    return candidates.tree(candidates.best(kept, limit))
 
 # ---------------------------------------------------------------- section 3.2 and its ablations
 def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES):
     """The pruned candidate tree (section 3.2, "Implementation Details").
 
-    cost: s_d / s_t.  leaf: nodes whose joint probability is lower are removed; 0 is Table 3's "w/o
-    removing leaf nodes".  Returns a Tree of at most 1 + max_nodes nodes.
+    cost: s_d / s_t; a node whose joint probability is lower is not expanded.  leaf: nodes whose
+    joint probability is lower are removed; 0 is Table 3's "w/o removing leaf nodes".  Returns a
+    Tree of at most 1 + max_nodes nodes.
     """
     # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
     # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-    candidates = grown(expand, root, width, depth, by="p", threshold=cost, most=max_nodes)
-    return without_unlikely(candidates, leaf, max_nodes)
+    # Differs from the paper: the text below Eq. 5 lets p_j decide whether d_j is drafted, but p_j
+    # is known only afterwards.  So it decides whether to draft below d_j, as in the quotation.
+    candidates = draft_layers(expand, root, width, depth, "p", cost, max_nodes)
+    return prune_leaves(candidates, leaf, max_nodes)
 
-def token_confidence(expand, root, own=OWN, width=WIDTH, depth=DEPTH, leaf=LEAF,
-                     max_nodes=MAX_NODES):
+def token_confidence(expand, root, token_threshold=TOKEN_THRESHOLD, width=WIDTH, depth=DEPTH,
+                     leaf=LEAF, max_nodes=MAX_NODES):
     """Table 3's "w/o expected time gain": "confidence score is directly used to prune the candidate
     tree".
 
-    A node is expanded if its own confidence c_j is at least `own`; `pct` compares the product p_j
-    instead.  Leaves are removed by their joint probability, as in `pct`.
+    A node is expanded if its own confidence c_j is at least `token_threshold`; `pct` compares the
+    product p_j instead.  Leaves are removed by their joint probability, as in `pct`.
     """
-    candidates = grown(expand, root, width, depth, by="c", threshold=own, most=max_nodes)
-    return without_unlikely(candidates, leaf, max_nodes)
-
-def without_unlikely(candidates, leaf, max_nodes):
-    """The last step: "we remove leaf nodes whose overall acceptance confidence is below a given
-    threshold" (difference 3) -> Tree.
-    """
-    drafted = range(1, len(candidates.token))
-    kept = [j for j in drafted if candidates.p[j] >= leaf]
-    return candidates.tree(candidates.best(kept, max_nodes))
+    candidates = draft_layers(expand, root, width, depth, "c", token_threshold, max_nodes)
+    return prune_leaves(candidates, leaf, max_nodes)
 
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
-    """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size."""
+    """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size.
+
+    The paper's 3 and 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
+    """
     everything = width ** depth                                      # no layer has more nodes
-    candidates = grown(expand, root, width, depth, by="p", threshold=0, most=everything)
+    candidates = draft_layers(expand, root, width, depth, "p", 0, everything)
     return candidates.tree(range(1, len(candidates.token)))
 
 def eagle2(expand, root, total=50, depth=6, expanded=10):
@@ -262,9 +254,7 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
     "We set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10
     nodes during the expansion phase."
     """
-    assert total >= 1, f"the tree may have {total} nodes: allow at least one"
-    candidates = grown(expand, root, width=expanded, depth=depth, by="p", threshold=0,
-                       most=expanded)
+    candidates = draft_layers(expand, root, expanded, depth, "p", 0, expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
     drafted = range(1, len(candidates.token))
     return candidates.tree(candidates.best(drafted, total))
@@ -287,12 +277,9 @@ def main():
     def expand(tokens, parents):
         return table[tokens]
 
-    root = torch.tensor([0])
-    tree = pct(expand, root, cost=0.1, leaf=0.05)
+    tree = pct(expand, torch.tensor([0]), cost=0.1, leaf=0.05)
     paths = [""]
-    for node in range(1, len(tree.tokens)):
-        parent = tree.parents[node]
-        token = tree.tokens[node].item()
+    for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist()):
         paths.append(f"{paths[parent]}{token}")
     # 4 (0.02) and 1213 (0.0108) are removed.
     # 3 (0.08), 13 (0.06), 21 (0.06) and 1212 (0.0972) are kept as leaves, though they could go on.
@@ -302,3 +289,14 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+# ---------------------------------------------------------------- differences from the paper
+# 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
+#    whole forward, which the nodes of a layer share.  Here p_j decides whether to draft below d_j.
+# 2. The number of nodes is limited, to 256.
+# 3. In a tie EAGLE-2's re-ranking keeps the parent first.
+# 4. This file follows the paper's text.  The official code drops the best path that reaches the
+#    maximum depth, keeps only the best child of each path where all nodes of a layer fall below
+#    the threshold, and never removes leaves.
+# 5. Misprint: section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla
+#    candidate tree (VCT) is meant.

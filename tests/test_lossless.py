@@ -100,7 +100,7 @@ def drawn_tree(rng, drafter, sampled):
         "cape": {"gamma": gamma, "sizes": sizes, "edges": edges, "max_nodes": nodes},
         "fixed": {"gamma": gamma, "size": rng.randint(0, 9), "max_nodes": nodes},
         "pct": {"cost": small, "leaf": leaf, **shape},
-        "token_confidence": {"own": small, "leaf": leaf, **shape},
+        "token_confidence": {"token_threshold": small, "leaf": leaf, **shape},
         "pct_cost": {**prices, **shape},
         "graft": {**prices, "chain": rng.randint(0, 10), **shape},
         "vct": {"width": width, "depth": min(depth, deepest)},

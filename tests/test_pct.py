@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from test_cape import random_table, sequences, table_expand
+from helpers import paths, random_table, sequences, table_expand
 
 import cape
 import pct
@@ -14,10 +14,6 @@ OF_CAPE = (cape.chain, cape.drawn, cape.cape, cape.fixed)
 BUILDERS = (*OF_CAPE, cape.beam, pct.pct, pct.token_confidence, priced.pct_cost, pct.vct,
             pct.eagle2)
 ROOT_0 = torch.tensor([0])
-
-def paths(tree):
-    """The token paths of a tree, the root left out."""
-    return {path[1:] for path in sequences(tree)[1:]}
 
 def all_nodes(table, start, expands, width, depth):
     """All nodes {path below the root: joint} by recursion; children by probability, then token."""
@@ -83,7 +79,8 @@ def test_pct_and_token_confidence_equal_the_recursive_program(zeros):
         assert found == sorted(kept, key=likeliest_first)
 
         # Table 3: the own confidence in the place of the expected time gain
-        tree = pct.token_confidence(table_expand(table), root, own=0.3, depth=4, leaf=leaf)
+        expand = table_expand(table)
+        tree = pct.token_confidence(expand, root, token_threshold=0.3, depth=4, leaf=leaf)
 
         def is_sure(path, joint, rows=rows):
             return len(path) == 1 or rows[path[-2]][path[-1]] >= 0.3
@@ -94,7 +91,7 @@ def test_what_equals_a_threshold_is_expanded_and_kept():
     """A child as probable as its parent comes after it, where the cap cuts, too."""
     sure = torch.eye(6, dtype=torch.float64).roll(1, 1)
     for tree in (pct.pct(table_expand(sure), ROOT_0, cost=1.0, leaf=1.0),
-                 pct.token_confidence(table_expand(sure), ROOT_0, own=1.0),
+                 pct.token_confidence(table_expand(sure), ROOT_0, token_threshold=1.0),
                  pct.eagle2(table_expand(sure), ROOT_0, total=4),
                  priced.pct_cost(table_expand(sure), ROOT_0, max_nodes=6)):
         assert tree.parents.tolist() == list(range(-1, len(tree.tokens) - 1))
@@ -186,3 +183,12 @@ def test_expand_index_tells_which_nodes_were_expanded(build):
         tree = build(expand, torch.tensor([seed % 8]))
         for path, index in zip(sequences(tree), tree.expand_index.tolist()):
             assert index == (given.index(path) if path in given else -1)
+
+def test_a_mistake_is_one_sentence():
+    expand = table_expand(random_table(0))
+    for build, settings in ((pct.pct, {"depth": 0}), (pct.pct, {"max_nodes": 0}),
+                            (pct.vct, {"width": 0})):
+        with pytest.raises(ValueError, match="at least one"):
+            build(expand, ROOT_0, **settings)
+    with pytest.raises(ValueError, match="not logits"):
+        pct.pct(table_expand(torch.full((4, 4), 3.0)), ROOT_0)
