@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
+from runtime.attention import can_fold, folding
 from runtime.errors import UserError
 from runtime.program import first_line
 from verify import MARGIN, Target, TreeCache
@@ -111,7 +112,7 @@ class AnyTarget(Target):
     the proof found.  Raises UserError for a model that fails it.
     """
     encoder_decoder = False
-    proven = WeakKeyDictionary()     # {model: (its state, verifies_trees)}: a model is tried once
+    proven = WeakKeyDictionary()     # {model: (its state, verifies_trees, folds)}: tried once
     proving = Lock()                 # the proof changes the configuration for a moment
 
     def __init__(self, model, capacity=None, vocab=None):
@@ -132,8 +133,8 @@ class AnyTarget(Target):
         with self.proving:
             state = state_of(model)
             if self.proven.get(model, [None])[0] != state:
-                self.proven[model] = state, self.prove()
-        self.verifies_trees = self.proven[model][1]
+                self.proven[model] = state, self.prove(), self.folds
+        _, self.verifies_trees, self.folds = self.proven[model]
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
         self.prepare()
@@ -187,6 +188,11 @@ class AnyTarget(Target):
             found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
         return found
 
+    def run(self, *given):
+        """As Target.run, with grouped queries folded where the proof has found that it may be."""
+        with folding(self.config, self.folds):
+            return super().run(*given)
+
     # ------------------------------------------------ the proof
     @torch.no_grad()
     def prove(self):
@@ -199,7 +205,7 @@ class AnyTarget(Target):
                 setattr(self.config, name, WINDOW)
         self.windows = {kind: window and WINDOW for kind, window in windows.items()}
         try:
-            for parents, self.verifies_trees in self.trials():
+            for parents, self.verifies_trees, self.folds in self.trials():
                 try:
                     errors = self.errors(parents)
                 except torch.OutOfMemoryError:
@@ -224,8 +230,11 @@ class AnyTarget(Target):
                         "values alone, or decode without speculation")
 
     def trials(self):
-        """The parents of what is tried in turn, and whether it is a tree."""
-        return [(CHAIN, False)] if self.unknown else [(TREE, True), (CHAIN, False)]
+        """What is tried in turn: parents, whether it is a tree, and whether queries are folded."""
+        trees = [] if self.unknown else [(TREE, True, False)]
+        if trees and can_fold(self.config):
+            trees.insert(0, (TREE, True, True))
+        return [*trees, (CHAIN, False, False)]
 
     def errors(self, parents):
         """How far each node's logits are from those of its path alone -> (n + 1,).
@@ -283,7 +292,7 @@ class AnyEncoderDecoder(AnyTarget):
     given = None
 
     def trials(self):
-        return [(CHAIN, False)]
+        return [(CHAIN, False, False)]
 
     def remaining(self, ids):
         """The encoder's prompt takes no position of the decoder; its start token takes one."""

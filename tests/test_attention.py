@@ -1,0 +1,83 @@
+"""Folded grouped queries against attention by hand, and against each model's own attention."""
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import CLASSES, GROUPED, VOCAB, family, shared
+
+from runtime.attention import NAME, folded_attention
+from runtime.targets import any_target
+
+def by_hand(query, key, value, mask, scaling):
+    """Head for head, with copies of keys and values."""
+    g = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(g, 1), value.repeat_interleave(g, 1)
+    scores = query @ key.mT * scaling
+    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(1, 2)
+
+def test_attention_is_that_of_repeated_keys(monkeypatch):
+    """For masks of numbers and of bools, of all heads or each head's own, or none."""
+    own, rng = [], random.Random(0)
+    monkeypatch.setattr("runtime.attention.sdpa_attention_forward", lambda *_, **__: own.append(1))
+    torch.manual_seed(0)
+    for _ in range(60):
+        heads, g, n, t = rng.randint(1, 3), rng.randint(2, 4), rng.randint(1, 5), rng.randint(5, 9)
+        B, d, d_v = rng.randint(1, 2), rng.choice([8, 16]), rng.choice([8, 16])
+        query = torch.randn(B, heads * g, n, d, dtype=torch.float64)
+        key = torch.randn(B, heads, t, d, dtype=torch.float64)
+        value = torch.randn(B, heads, t, d_v, dtype=torch.float64)
+        mask = torch.rand(rng.choice([1, B]), rng.choice([1, heads * g]), n, t) < 0.7
+        mask[..., 0] = True
+        if rng.random() < 0.5:
+            mask = torch.where(mask, torch.randn(mask.shape).double(), -torch.inf)
+        expected = by_hand(query, key, value, mask, 0.3)
+        out, _ = folded_attention(None, query, key, value, mask, scaling=0.3, softcap=None)
+        torch.testing.assert_close(out, expected)
+        one, _ = folded_attention(None, query[:, :, :1], key, value, None, scaling=0.3)
+        everything = torch.zeros(1, t)
+        torch.testing.assert_close(one, by_hand(query[:, :, :1], key, value, everything, 0.3))
+    assert not own
+    # What sdpa's own function decides about: a prompt, heads without groups, soft-capping
+    folded_attention(None, query, key, value, None)
+    folded_attention(None, key, key, value, mask)
+    folded_attention(None, query, key, value, mask, softcap=30.0)
+    assert len(own) == 3
+
+OTHERS = {"Qwen3ForCausalLM": {**GROUPED, "head_dim": 8}, "MixtralForCausalLM": GROUPED,
+          "Phi3ForCausalLM": GROUPED, "GPT2LMHeadModel": {},
+          "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8, "attn_logit_softcapping": 5.0}}
+
+@pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
+def test_logits_are_those_of_the_models_own_attention(name):
+    """Of a prompt, a tree, a chain and a single token; in plain forwards the model keeps its own."""
+    model = shared(name) if name in CLASSES else family(name, **OTHERS[name])
+    own, target = model.config._attn_implementation, any_target(model)
+    assert target.folds == (name in ("mistral", "qwen2", "qwen2-mixed", "Qwen3ForCausalLM",
+                                     "MixtralForCausalLM", "Phi3ForCausalLM"))
+    names, forward = set(), model.forward
+
+    def listening(*given, **named):
+        names.add(model.config._attn_implementation)
+        return forward(*given, **named)
+    model.forward = listening
+    prompt = [(5 * i + 3) % VOCAB for i in range(12)]
+    found, folds = {}, target.folds
+    for target.folds in (False, folds):
+        names.clear()
+        logits, _ = target.prefill(prompt, 10)
+        tree, _ = target.forward(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 2]))
+        chain, _ = target.align([*prompt, 7, 8, 9], 3)
+        one, _ = target.align([*prompt, 7, 8, 9, 10])
+        found[target.folds] = logits, tree, chain, one
+    del model.forward
+    assert names == {NAME if folds else own} and model.config._attn_implementation == own
+    for folded, expected in zip(found[folds], found[False]):
+        torch.testing.assert_close(folded, expected, rtol=0, atol=1e-4)
+
+def test_an_error_leaves_the_models_own_attention():
+    target = any_target(shared("qwen2"))
+    with pytest.raises((IndexError, TypeError, RuntimeError)):
+        target.run(3, None, *5 * [SimpleNamespace()])
+    assert target.model.config._attn_implementation == "sdpa"
