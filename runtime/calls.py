@@ -3,23 +3,18 @@
     call = read_call("pct(width=7, leaf=0)", {"pct": pct.pct}, "tree")
     call.function(expand, root, **call.settings)
 
-Settings are Python literals; their names and defaults are those of the function.  A cascade and a
-mixture name models, too, which need no quotes: "cascade(google/flan-t5-base, k=5)".
+Settings are Python literals; their names are the function's.  A function that takes *names, say of
+the models of a cascade, gets them without quotes: "cascade(google/flan-t5-base, k=5)".
 """
 import ast
 import inspect
 from collections import namedtuple
 
-import torch
-
 from runtime.errors import UserError
 
-# What the models in a call are
-MODELS = {"cascade": "names of models, the largest first",
-          "mixture": "a neural drafter or a language model, then maxgram"}
-# words: names of models.  settings: {name: value}, those that were given; defaults: the function's,
-# of all settings.  label: the call as tables show it.
-Call = namedtuple("Call", "name function words settings defaults label")
+# words: the names that were given.  settings: {name: value}, those that were given.  label: the
+# call as tables show it.
+Call = namedtuple("Call", "name function words settings label")
 
 def arguments_in(inside):
     """"base, k=(8, 13)" -> ["base", "k=(8, 13)"]: the parts between commas outside of brackets."""
@@ -41,6 +36,7 @@ def read_call(text, functions, what):
         raise UserError(f"there is no {what} called {name!r}: choose among {' '.join(functions)}")
     parameters = inspect.signature(functions[name]).parameters.values()
     defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+    takes_words = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     words, settings = [], {}
     try:
         for argument in arguments_in(inside.removesuffix(")")):
@@ -50,28 +46,12 @@ def read_call(text, functions, what):
             else:
                 words.append(argument.strip("'\""))
         is_closed = inside.endswith(")") == bool(bracket)
-        if not is_closed or settings.keys() - defaults.keys() or bool(words) != (name in MODELS):
+        if not is_closed or settings.keys() - defaults.keys() or bool(words) != takes_words:
             raise ValueError
     except (SyntaxError, ValueError):
-        takes = [MODELS[name]] if name in MODELS else []
+        takes = ["names"] if takes_words else []
         takes += [f"{key}={value!r}" for key, value in defaults.items()]
         raise UserError(f"{text}: {name} takes {', '.join(takes) or 'no settings'}") from None
     arguments = words + [f"{key}={value!r}" for key, value in settings.items()]
     label = f"{name}({', '.join(arguments)})" if arguments else name
-    return Call(name, functions[name], words, settings, defaults, label)
-
-def check_tree(tree, most):
-    """Refuse the Call of a tree that cannot be built, or not with `most` nodes, the root included.
-
-    It is built once, for a made-up drafter that finds each of `most` tokens equally probable.
-    """
-    def uniform(tokens, parents):
-        assert len(parents) <= most, f"more than {most} nodes in one forward"
-        return torch.full((len(parents), most), 1 / most)
-    try:
-        made = tree.function(uniform, torch.tensor([0]), **tree.settings)
-        nodes = len(made.tokens) - 1
-        assert nodes < most, f"{nodes} nodes exceed the {most - 1} that fit"
-    except Exception as why:
-        sentence = str(why).partition("\n")[0]
-        raise UserError(f"--tree {tree.label}: {sentence}") from None
+    return Call(name, functions[name], words, settings, label)

@@ -1,4 +1,4 @@
-"""What every program of this project needs: arguments, sentences for mistakes, whole files."""
+"""What every program of this project needs: a sentence for a mistake, and files written whole."""
 import argparse
 import functools
 import os
@@ -36,30 +36,10 @@ def program(run):
             return 130
     return main
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Defaults stand beside the flags, except None and False, and where a help says its own.
-
-    A description keeps its lines.
-    """
-    def _get_help_string(self, action):
-        has_none = action.default is None or action.default is False
-        if has_none or "default: " in action.help:
-            return action.help
-        return super()._get_help_string(action)
-
-class Parser(argparse.ArgumentParser):
-    """argparse that raises a UserError in place of printing its usage."""
-
-    def __init__(self, **settings):
-        super().__init__(**{"formatter_class": Help, **settings})
-
-    def error(self, message):
-        raise UserError(f"{message} (see --help)")
-
 def first_line(why):
     """The first line of an exception's message, or the exception's name where it has none."""
-    said = getattr(why, "strerror", None) or str(why)    # an OSError's has no number
-    return said.strip().partition("\n")[0][:150] or type(why).__name__
+    message = getattr(why, "strerror", None) or str(why)       # an OSError's has no number
+    return message.strip().partition("\n")[0][:150] or type(why).__name__
 
 def write_atomically(path, write):
     """Write a file whole or not at all.
@@ -92,3 +72,5 @@ def folder_atomically(folder, last):
         for path in sorted(part.iterdir(), key=lambda path: path.name == last):
             os.chmod(path, 0o644)
             os.replace(path, folder / path.name)
+
+Parser = argparse.ArgumentParser            # transition
