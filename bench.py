@@ -394,32 +394,32 @@ def losslessness(method, results, prompts, target):
     return {"lossless": True}
 
 # ---------------------------------------------------------------- the table, the file
-COLUMNS = {
-    "tok/s": "{tokens_per_second:.1f}",
-    "speedup": "{speedup:.2f}x [{speedup_least:.2f}-{speedup_most:.2f}]",
-    "tau": "{tau:.2f}",
-    "alpha": "{alpha:.3f}",
-    "lossless": "{lossless}"}
 LOSSLESS = {True: "yes", False: "NO", None: "-"}
+
+def cells_of(name, row):
+    """A line of the table -> {title of a column: text}"""
+    speedup = f"{row['speedup']:.2f}x"
+    if row["speedup_least"] < row["speedup_most"]:
+        speedup += f" [{row['speedup_least']:.2f}-{row['speedup_most']:.2f}]"
+    return {
+        "": name,
+        "tok/s": f"{row['tokens_per_second']:.1f}",
+        "speedup": speedup,
+        "tau": f"{row['tau']:.2f}" if "tau" in row else "-",
+        "alpha": f"{row['alpha']:.3f}" if "alpha" in row else "-",
+        "lossless": LOSSLESS[row["lossless"]]}
 
 def print_table(names, rows):
     """Print the rows of methods by these names, and below them where a round's time goes."""
-    columns = {title: form for title, form in COLUMNS.items()
-               if title != "alpha" or any("alpha" in row for row in rows)}
-    lines = [["", *columns]]
-    for name, row in zip(names, rows):
-        cells = row | {"lossless": LOSSLESS[row["lossless"]]}
-        line = [name]
-        for form in columns.values():
-            try:
-                line.append(form.format(**cells))
-            except KeyError:                             # the method has no such figure
-                line.append("-")
-        lines.append(line)
+    lines = [cells_of(name, row) for name, row in zip(names, rows)]
+    titles = list(lines[0])
+    if not any("alpha" in row for row in rows):
+        titles.remove("alpha")
+    lines = [titles] + [[line[title] for title in titles] for line in lines]
     first, *widths = [max(map(len, column)) for column in zip(*lines)]
     for name, *cells in lines:
         right = [cell.rjust(width) for cell, width in zip(cells, widths)]
-        print("  ".join([name.ljust(first), *right]).rstrip())
+        print("  ".join([name.ljust(first), *right]))
     print(f"\nA plain step takes {rows[0]['plain_ms']:.1f} ms.")
     for name, row in zip(names, rows):
         if "tau" in row:

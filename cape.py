@@ -304,12 +304,12 @@ def main():
     for i in range(4):
         print(f"x_t+{i + 1}: {tokens[i + 1]:10s} X_{i + 1}: {X[i]}")
 
+# Differences from the paper, all of them:
+#  1. The printed mask leaves out the root x_t; here the root is node 0.  Misprint: where the text
+#     says "token x_j", it means x_{t+j}.
+#  2. The chain is kept whole; of the extras the most probable ones fill the tree up to 32 nodes.
+#  3. gamma = 5 is section 5.1's; the paper does not state it for CAPE's own experiments.
+#  4. Beam search returns every sequence that was in a beam at any length.
+
 if __name__ == "__main__":
     main()
-
-# ------------------------------------------------------------------ differences from the paper
-# 1. The printed mask leaves out the root x_t; here the root is node 0.  Misprint: where the text
-#    says "token x_j", it means x_{t+j}.
-# 2. The chain is kept whole; of the extras the most probable ones fill the tree up to 32 nodes.
-# 3. gamma = 5 is section 5.1's; the paper does not state it for CAPE's own experiments.
-# 4. Beam search returns every sequence that was in a beam at any length.

@@ -287,16 +287,16 @@ def main():
     assert paths == "1 12 121 1212 124 13 2 21 24 3"
     print("kept paths:", paths)
 
+# Differences from the paper, all of them:
+#  1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
+#     whole forward, which the nodes of a layer share.  Here p_j decides whether to draft below d_j.
+#  2. The number of nodes is limited, to 256.
+#  3. In a tie EAGLE-2's re-ranking keeps the parent first.
+#  4. This file follows the paper's text.  The official code drops the best path that reaches the
+#     maximum depth, keeps only the best child of each path where all nodes of a layer fall below
+#     the threshold, and never removes leaves.
+#  5. Misprint: section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla
+#     candidate tree (VCT) is meant.
+
 if __name__ == "__main__":
     main()
-
-# ---------------------------------------------------------------- differences from the paper
-# 1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
-#    whole forward, which the nodes of a layer share.  Here p_j decides whether to draft below d_j.
-# 2. The number of nodes is limited, to 256.
-# 3. In a tie EAGLE-2's re-ranking keeps the parent first.
-# 4. This file follows the paper's text.  The official code drops the best path that reaches the
-#    maximum depth, keeps only the best child of each path where all nodes of a layer fall below
-#    the threshold, and never removes leaves.
-# 5. Misprint: section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla
-#    candidate tree (VCT) is meant.

@@ -350,7 +350,7 @@ def load_gram(loaded, path=None, matching=True):
                 raise
             # The checkpoint's is a default: another target does without.
             loaded.notes.append(f"no bigram: {why}")
-    gram = MaxGram(found.get("bigram"), found.get("confidence"), matching)
+    gram = MaxGram(found.get("bigram"), found.get("confidence"))
     return gram, found.get("agreement", {})
 
 def load_mixture(loaded, *names, bigram=None, temperature=None):
