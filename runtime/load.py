@@ -285,19 +285,19 @@ def table2(k, models, gram):
         K.append([0] * models + last_column)
     return K
 
-def load_cascade(loaded, *names, k=None, lenience=1.0, matching=True, bigram=None):
+def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
     """Algorithm 1 of Cascade Speculative Drafting; Max-Gram alone is a cascade without a model.
 
     names: folders of the checkpoint, other folders or hub names of language models, the largest
-    first; maxgram last.  k: Table 2's k11, or (k11, k12, k22).  matching: False lets Max-Gram
-    predict by its bigram alone.  bigram: a file, in place of the checkpoint's.
+    first; maxgram last.  k: Table 2's k11, or (k11, k12, k22).  bigram: a file, in place of
+    the checkpoint's.
     """
     if "maxgram" in names[:-1]:
         raise UserError(f"cascade({', '.join(names)}): name the largest model first, maxgram last")
     models = [name for name in names if name != "maxgram"]
     gram = None
     if "maxgram" in names:
-        gram, _ = load_gram(loaded, bigram, matching)
+        gram, _ = load_gram(loaded, bigram)
     K = None if k is None else table2(k, len(models), gram is not None)
     stages = [stage_of(loaded, name) for name in models]
     sizes = [stage.model.num_parameters() / loaded.model.num_parameters() for stage in stages]
@@ -307,9 +307,9 @@ def load_cascade(loaded, *names, k=None, lenience=1.0, matching=True, bigram=Non
         raise UserError(f"cascade({', '.join(names)}): {first_line(why)}") from None
 
 # ---------------------------------------------------------------- Max-Gram
-def load_maxgram(loaded, name, matching=True, bigram=None):
+def load_maxgram(loaded, name, bigram=None):
     """Max-Gram alone: a cascade without models.  Settings: as of load_cascade."""
-    return load_cascade(loaded, name, matching=matching, bigram=bigram)
+    return load_cascade(loaded, name, bigram=bigram)
 
 def read_gram(path, vocab, vocabulary):
     """Read a bigram file -> {"bigram": list (vocab,), "confidence": list or None, "agreement": {}}
@@ -334,7 +334,7 @@ def read_gram(path, vocab, vocabulary):
     bigram = bigram + [0] * (vocab - len(bigram))                      # 0: unknown
     return {"bigram": bigram, "confidence": found.get("confidence"), "agreement": agreement}
 
-def load_gram(loaded, path=None, matching=True):
+def load_gram(loaded, path=None):
     """Max-Gram with the bigram of a file, or else of the checkpoint's, if it has one.
 
     Returns a MaxGram, and {name of a drafter: weights of graft.Mixture} from the same file.
