@@ -1,0 +1,438 @@
+"""Several sequences at once: one forward of the target verifies the trees of all of them.
+
+The rows of a batch have lengths, trees and ends of their own, and each row's output is what
+verify.generate gives for it alone, whatever its neighbours are.  GLIDE (arXiv 2402.02082) names
+this as future work; its Table 4 has copies of one prompt.  EqSpec (arXiv 2510.22876) verifies
+ragged batches of chains.
+
+The idea.  Row b has t_b committed tokens.  Its KV entries are the first t_b slots of its own part
+of the cache, and the n_b nodes of its tree are written to the slots after them.  Trees are padded
+to the n nodes of the largest one.  Each node has the position t_b + depth, and a mask over the
+slots: the committed ones, its ancestors and itself.  Padding and what earlier rounds left behind is
+never seen.  Afterwards each row's accepted nodes move to the end of its committed entries, by one
+gather for all rows.
+
+    x_{<t} of all rows, K and V     (2 x layers, B, H, slots, d)     Batch.stack
+    t_b                             (B,)                             Batch.lengths
+    mask_CAPE of all rows           (B, 1, n, end)                   end = max t_b + n
+
+    outputs = generate(target, copies(drafter, 3), cape.cape, [ids_0, ids_1, ids_2])
+
+What drafts: a list of drafters, one for each row, which draft row after row; or one BatchGlide,
+which drafts chains for all rows together.
+
+    python -m beyond.batch       # the demo: three rows, each as it is alone
+"""
+import copy
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.cache_utils import Cache
+
+import verify
+from verify import Output, Round, Rule, View
+
+# ---------------------------------------------------------------- the target
+class Batch(Cache):
+    """The KV caches of B rows as one tensor, and the target's forwards over them.
+
+    target: a verify.Target, or a runtime.targets.AnyTarget that verifies trees.  Raises ValueError
+    for a model with sliding windows.
+    """
+
+    def __init__(self, target):
+        super().__init__(layers=[])
+        if any(getattr(target, "windows", {}).values()) or not getattr(target, "verifies_trees", 1):
+            raise ValueError(f"{type(target.model).__name__} has sliding windows, or does not "
+                             "honour a tree's mask: decode its sequences one by one")
+        self.target = target
+        self.stack = None                # (2 x layers, B, H, slots, d)
+        self.lengths = []                # committed tokens of each row
+        self.slots, self.end = None, 0   # of the current forward: (B, n), int
+
+    # ------------------------------------------------ rows
+    def add(self, ids, needs):
+        """Prefill a prompt as a new last row -> the logits (V,) after it, {index: (n, D)}."""
+        logits, view = self.target.prefill(ids, needs=needs)
+        length = len(self.target.ids)
+        pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
+        entries = [x[:, :, :length] for pair in pairs for x in pair]           # (1, H, length, d)
+        row = torch.stack(entries)                             # (2 layers, 1, H, length, d)
+        if self.stack is None:
+            self.stack = row
+        else:
+            self.reserve(length)
+            missing = self.stack.shape[3] - length
+            self.stack = torch.cat((self.stack, F.pad(row, (0, 0, 0, missing))), 1)
+        self.lengths.append(length)
+        return logits, view.hidden
+
+    def keep_rows(self, rows):
+        """Keep these rows alone, in this order."""
+        self.stack = self.stack[:, rows]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def reserve(self, slots):
+        """Make sure that every row has so many slots."""
+        if slots > self.stack.shape[3]:
+            more = max(slots - self.stack.shape[3], verify.MARGIN)
+            self.stack = F.pad(self.stack, (0, 0, 0, more))
+
+    def view(self, row, tokens, ids, hidden):
+        """What a commit appended to a row -> verify.View.  tokens (k,), hidden {index: (k, D)}."""
+        length = self.lengths[row]
+        kv = {}
+        for layer in self.target.needs["kv"]:
+            pair = self.stack[2 * layer:2 * layer + 2, row:row + 1, :, :length]
+            kv[layer] = list(pair)
+        return View(tokens, ids, length, kv, hidden)
+
+    # ------------------------------------------------ a round
+    def forward(self, trees):
+        """Forward a tree for each row -> logits (B, n, V), hidden {index: (B, n, D)}.
+
+        Of row b the first len(trees[b].tokens) nodes count; the others are padding.
+        """
+        target, device = self.target, self.stack.device
+        n = max(len(tree.tokens) for tree in trees)
+        lengths = torch.tensor(self.lengths, device=device)[:, None]           # (B, 1)
+        tokens = torch.stack([F.pad(tree.tokens, (0, n - len(tree.tokens))) for tree in trees])
+        # seen (B, n, n): a node's ancestors and itself.  A node of padding sees itself.
+        seen = torch.eye(n, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
+        for of_row, tree in zip(seen, trees):
+            nodes = len(tree.parents)
+            of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
+        depth = seen.sum(-1) - 1                                               # (B, n)
+        position = (lengths + depth).clamp(max=target.capacity - 1)
+        self.slots = lengths + torch.arange(n, device=device)                  # (B, n)
+        self.end = max(self.lengths) + n
+        self.reserve(self.end)
+        # mask (B, n, end): the row's committed entries, and what is seen of its tree
+        committed = torch.arange(self.end, device=device) < lengths            # (B, end)
+        mask = committed[:, None].repeat(1, n, 1)
+        mask.scatter_(2, self.slots[:, None].expand_as(seen), seen)
+        mask = torch.where(mask, 0.0, -torch.inf).to(target.dtype)[:, None]    # (B, 1, n, end)
+        wanted = target.needs["hidden"]
+        out = target.model(
+            input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=self,
+            use_cache=True, output_hidden_states=bool(wanted), return_dict=True)
+        return out.logits, {index: out.hidden_states[index] for index in wanted}
+
+    # The model calls these three methods: they are the interface of transformers' caches.
+    def update(self, k, v, layer, *args, **kwargs):
+        """Write a layer's new entries k, v (B, H, n, d) -> all keys and values before `end`."""
+        rows = torch.arange(len(k), device=k.device)[:, None]                  # (B, 1)
+        found = []
+        for held, new in zip(self.stack[2 * layer:2 * layer + 2], (k, v)):
+            held[rows, :, self.slots] = new.transpose(1, 2)                    # (B, n, H, d)
+            found.append(held[:, :, :self.end])
+        return found
+
+    def get_seq_length(self, layer_idx=0):
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length, layer_idx):
+        return self.end, 0
+
+    def commit(self, paths):
+        """Move each row's accepted nodes to the end of its committed entries.
+
+        paths: for each row the indices of its accepted nodes, the root first.
+        """
+        most = max(map(len, paths))
+        in_place = list(range(most))
+        if any(path != in_place[:len(path)] for path in paths):
+            # Beyond a row's own path, entries are moved onto themselves.
+            nodes = [path + in_place[len(path):] for path in paths]
+            nodes = torch.tensor(nodes, device=self.stack.device)              # (B, most)
+            lengths = torch.tensor(self.lengths, device=self.stack.device)[:, None]
+            rows = torch.arange(len(paths), device=self.stack.device)[:, None]
+            kept = self.stack[:, rows, :, lengths + nodes]     # (B, most, 2 layers, H, d)
+            self.stack[:, rows, :, lengths + nodes.new_tensor(in_place)] = kept
+        for row, path in enumerate(paths):
+            self.lengths[row] += len(path)
+
+# ---------------------------------------------------------------- the drafters
+def copies(drafter, count):
+    """Drafters with the weights of one and states of their own -> list of `count`.
+
+    drafter: one that has not decoded yet.  Modules, its own and those of a cascade's targets, are
+    not copied.
+    """
+    modules = {}
+
+    def find(x, depth):
+        if isinstance(x, nn.Module):
+            modules[id(x)] = x
+        elif isinstance(x, list):
+            for part in x:
+                find(part, depth)
+        elif hasattr(x, "__dict__") and depth < 3:             # a mixture's drafter, its model
+            for part in vars(x).values():
+                find(part, depth + 1)
+
+    find(drafter, 0)
+    return [copy.deepcopy(drafter, dict(modules)) for _ in range(count)]
+
+class BatchGlide:
+    """A GLIDE of one layer that drafts the chains of all rows by one forward a position.
+
+    It is for builders that draft the greedy chain of at most gamma tokens: cape.chain, cape.cape.
+
+    One forward reads a token of each row, and its keys are those of all rows, one row after the
+    other, S slots each; the mask shows a token those of its own row.
+    """
+
+    def __init__(self, drafter, gamma=5):
+        """drafter: a glide.Drafter, whose weights are used."""
+        if len(drafter.model.layers) != 1:
+            raise ValueError("a GLIDE of several layers drafts row by row: give copies(drafter, B)")
+        self.model, self.temperature = drafter.model, drafter.temperature
+        self.needs, self.gamma = drafter.needs, gamma
+
+    def reset(self, rows, slots):
+        """Begin a batch of `rows` rows of up to `slots` tokens, those that are drafted included."""
+        self.rows, self.S = rows, slots
+        self.store = None                            # its own KV entries (2, 1, H, rows S, d)
+
+    def update(self, slots, k, v):
+        """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values."""
+        if self.store is None:
+            _, H, _, d = k.shape
+            self.store = k.new_zeros(2, 1, H, self.rows * self.S, d)
+        self.store.index_copy_(3, slots, torch.stack((k, v)))
+        return self.store
+
+    def encode(self, numbers, views):
+        """Compute the KV entries of newly committed tokens.  numbers: of the rows, [A ints].
+
+        With one layer, entries depend on a token and its position alone.
+        """
+        tokens = torch.cat([view.tokens for view in views])                    # (m,)
+        position, slots = [], []
+        for number, view in zip(numbers, views):
+            new = range(view.length - len(view.ids), view.length)
+            position += new
+            slots += [number * self.S + i for i in new]
+        position, slots = torch.tensor((position, slots), device=tokens.device)
+        rope, _ = self.model.ropes(position)
+        _, k, v = self.model.layers[0].project(self.model.embed(tokens)[None], rope)
+        self.update(slots, k, v)
+
+    def draft(self, numbers, views, root, most):
+        """Draft the greedy chain below each root -> logits of the tokens after it and its nodes.
+
+        root (A,).  Returns (A, gamma, V), with no more than `most` in the place of gamma.
+        """
+        self.encode(numbers, views)
+        device, model = root.device, self.model
+        lengths = torch.tensor([view.length for view in views], device=device)
+        rows = torch.tensor(numbers, device=device)
+        own = torch.arange(self.rows * self.S, device=device)                  # all slots
+        own_row = own // self.S == rows[:, None]                               # (A, rows S)
+        # The target's keys and values in the same way: t entries of each row
+        t = max(view.length for view in views)
+        key = torch.arange(len(rows) * t, device=device)
+        key_row = key // t == torch.arange(len(rows), device=device)[:, None]
+        seen = key_row & (key % t < lengths[:, None])                          # (A, A t)
+        kv = {}
+        for layer in self.needs["kv"]:
+            pairs = zip(*(view.kv[layer] for view in views))
+            padded = [[F.pad(x, (0, 0, 0, t - x.shape[2])) for x in part] for part in pairs]
+            kv[layer] = [torch.cat(part, 2) for part in padded]                # (1, H, A t, d_k)
+        tokens, found = root, []
+        for i in range(min(self.gamma, most)):
+            position = lengths + i
+            mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
+            update = partial(self.update, rows * self.S + position)
+            x = model.embed(tokens)[None]                                      # (1, A, D)
+            x = model.layers[0](x, model.ropes(position), mask, kv, seen, update)
+            found.append(model.head(model.norm(x))[0])                         # (A, V)
+            tokens = found[-1].argmax(-1)
+        return torch.stack(found, 1)
+
+class Replay:
+    """An expand that answers from a chain that is drafted already."""
+
+    def __init__(self, probs):
+        """probs (gamma, V): what follows the root, and each token of the greedy chain."""
+        self.probs, self.chain, self.given = probs, probs.argmax(-1).tolist(), 0
+
+    def __call__(self, tokens, parents):
+        """As a drafter's expand.  Raises ValueError for anything but the chain's next node."""
+        i = self.given
+        is_next = len(parents) == 1 and parents[0] == i - 1 and i < len(self.probs)
+        if not is_next or i > 0 and tokens.item() != self.chain[i - 1]:
+            raise ValueError("BatchGlide drafts the greedy chain alone: for other builders give "
+                             "copies(drafter, B)")
+        self.given += 1
+        return self.probs[i:i + 1]
+
+# ---------------------------------------------------------------- the loop
+class Row:
+    """A sequence while it is decoded: what verify.rounds knows of it."""
+
+    def __init__(self, number, drafter, build, rule, ids, limit):
+        self.number, self.drafter, self.build, self.rule = number, drafter, build, rule
+        self.sequence = list(ids)
+        self.left = limit                # how many tokens may still come
+        self.expand = partial(drafter.expand)
+        self.view = self.root = self.root_id = None
+
+    def take(self, new, ends):
+        """Append new tokens up to the limit or an end of text -> those appended."""
+        new = verify.until_end(new[:self.left], ends)
+        self.sequence += new
+        self.left -= len(new)
+        self.root_id = new[-1]
+        return new
+
+    def draft(self, device):
+        """The tree below the row's root, as in verify.rounds."""
+        self.expand.remaining = self.left - 1
+        if not self.rule.greedy:
+            purpose = f"draft {len(self.sequence)}"
+            self.expand.generator = verify.generator_for(self.rule.seed, purpose, device)
+        build = self.build if self.expand.remaining else verify.root_only
+        return build(self.expand, self.root)
+
+    def judge(self, tree, logits):
+        """Accept nodes of the row's tree by the target's logits (n, V).
+
+        Returns the accepted path, their expand indices, the tokens after them, the tree as lists.
+        """
+        choice = self.rule.choose(tree, logits, self.sequence)                 # (n,)
+        numbers = torch.stack((tree.tokens, tree.parents, tree.expand_index, choice))
+        tokens, parents, expand_index, chosen = numbers.tolist()
+        verify.check_tree(tree, tokens, parents, self.root_id)
+        path, new = verify.accept(tokens, parents, chosen)
+        self.root = choice[path[-1]:path[-1] + 1]                              # (1,)
+        given = [expand_index[node] for node in path if expand_index[node] >= 0]
+        return path, given, new, tokens, parents
+
+def for_each(x, count):
+    """A list as it is; anything else once for each of `count` rows."""
+    return x if isinstance(x, list) else [x] * count
+
+def rows_of(batch, together, drafters, build, prompts, new_tokens, rules):
+    """Prefill all prompts -> a Row for each, with its first root."""
+    count = len(prompts)
+    drafters = [verify.NoDrafter() if x is None or together else x
+                for x in for_each(drafters, count)]
+    of_their_own = [x for x in drafters if not isinstance(x, verify.NoDrafter)]
+    if len(set(map(id, of_their_own))) < len(of_their_own):
+        raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
+    target, rows, hidden = batch.target, [], []
+    parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts,
+                for_each(new_tokens, count))
+    for number, (drafter, build, rule, ids, limit) in enumerate(parts):
+        limit = min(limit, target.remaining(ids))
+        verify.check_prompt(target, ids, limit)
+        needs = together.needs if together else drafter.needs
+        logits, states = batch.add(ids, needs)
+        row = Row(number, drafter, build, rule, ids, limit)
+        drafter.reset(rule.probs)
+        row.root = rule.choose(verify.root_only(None, torch.tensor(ids[-1:]).to(logits.device)),
+                               logits[None], row.sequence)
+        rows.append(row)
+        hidden.append(states)
+    for index, (row, ids, states) in enumerate(zip(rows, prompts, hidden)):
+        row.view = batch.view(index, torch.tensor(ids).to(row.root.device), list(ids), states)
+    return rows
+
+@torch.inference_mode()
+def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(), over=()):
+    """Decode all rows: yield {number of a row: Round}, first for the prefills, then by rounds.
+
+    Arguments as of generate().  over: a set to which the caller may add the numbers of rows that
+    end.
+    """
+    ends = {eos} if isinstance(eos, int) else set(eos)
+    batch = Batch(target)
+    together = drafters if isinstance(drafters, BatchGlide) else None
+    rows = rows_of(batch, together, drafters, build, prompts, new_tokens, rules)
+    if together:
+        slots = max(len(row.sequence) + row.left for row in rows) + together.gamma + 1
+        together.reset(len(rows), slots)
+    yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}
+    while True:
+        # Rows that have ended leave the batch.
+        active = [i for i, row in enumerate(rows)
+                  if row.left and row.root_id not in ends and row.number not in over]
+        if not active:
+            return
+        if len(active) < len(rows):
+            batch.keep_rows(active)
+            rows = [rows[i] for i in active]
+
+        # Draft
+        if together:
+            numbers = [row.number for row in rows]
+            root = torch.cat([row.root for row in rows])
+            most = max(1, max(row.left for row in rows) - 1)
+            logits = together.draft(numbers, [row.view for row in rows], root, most)
+            for row, of_row in zip(rows, logits):
+                row.expand = Replay(row.rule.probs(of_row, together.temperature))
+        else:
+            for row in rows:
+                row.drafter.begin(row.view, row.root_id)
+        trees = [row.draft(target.device) for row in rows]
+
+        # Verify: one forward over all trees
+        logits, hidden = batch.forward(trees)                                  # (B, n, V)
+
+        # Accept, and commit all rows at once
+        judged = [row.judge(tree, of_row[:len(tree.tokens)])
+                  for row, tree, of_row in zip(rows, trees, logits)]
+        batch.commit([path for path, *_ in judged])
+        done = {}
+        for index, (row, tree, found) in enumerate(zip(rows, trees, judged)):
+            path, given, new, tokens, parents = found
+            states = {layer: of_all[index, path] for layer, of_all in hidden.items()}
+            ids = [tokens[node] for node in path]
+            row.view = batch.view(index, tree.tokens[path], ids, states)
+            row.drafter.keep(given)
+            done[row.number] = Round(row.take(new, ends), path, tokens, parents)
+        yield done
+
+def generate(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=()):
+    """Speculative decoding of several sequences -> an Output for each, as verify.generate gives.
+
+    target: a verify.Target whose layers all have full attention.  drafters: None, a list with one
+    for each row (see copies), or a BatchGlide.  prompts: lists of token ids.  build, new_tokens,
+    rules: one for all rows, or a list.  eos: an end-of-text id, or several.  Raises ValueError as
+    verify.generate does.
+    """
+    outputs = [Output() for _ in prompts]
+    for done in rounds(target, drafters, build, prompts, new_tokens, rules, eos):
+        for number, one in done.items():
+            outputs[number].tokens += one.new
+            if one.tokens:                           # not the prefill's
+                outputs[number].rounds.append(one)
+    return outputs
+
+# ---------------------------------------------------------------- the demo
+def main():
+    """Three rows of other lengths with a made-up drafter; each gives the tokens it gives alone."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    target = verify.Target(LlamaForCausalLM(config).double())
+
+    def build(expand, root):
+        """The first ten tokens of the vocabulary below the root."""
+        tokens = torch.cat((root, torch.arange(10)))
+        parents = torch.tensor([-1] + 10 * [0])
+        return verify.Tree(tokens, parents, torch.full_like(parents, -1))
+
+    prompts = [[3], [1, 4, 1, 5], [9, 2, 6, 5, 3, 5]]
+    outputs = generate(target, None, build, prompts, 30)
+    for ids, out in zip(prompts, outputs):
+        alone = verify.generate(target, None, build, ids, 30)
+        assert out.tokens == alone.tokens and out.rounds == alone.rounds
+    print("three rows, each as it is alone")
+
+if __name__ == "__main__":
+    main()

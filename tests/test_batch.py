@@ -1,0 +1,151 @@
+"""Rows of a batch: each is what verify.generate gives for it alone, whatever its neighbours are.
+
+A random case is a number, as in test_lossless.py; LONG=500 tries so many.
+"""
+import os
+import random
+from functools import cache, partial
+
+import pytest
+import torch
+from conftest import CONTEXT, VOCAB, Positional, family, random_drafter, shared
+
+import cape
+import cascade
+import maxgram
+import pct
+import verify
+from beyond import batch, graft, priced
+from runtime.targets import AnyTarget
+
+COUNT = int(os.environ.get("LONG") or 40)
+TARGETS = ("llama", "llama-eager", "qwen2")                    # the last two have grouped queries
+DRAFTERS = ("none", "glide", "glide together", "edd", "maxgram", "noise", "mixture")
+BUILDERS = {
+    "chain": cape.chain, "cape": cape.cape, "beam": partial(cape.beam, width=2),
+    "pct": partial(pct.pct, cost=0.1, depth=4), "drawn": cape.drawn,
+    "pct-cost": partial(priced.pct_cost, cost=0.05, node_price=0.02, start=0.0)}
+
+def noisy():
+    """A drafter with another prediction at each position."""
+    def at(position):
+        rng = random.Random(position)
+        return torch.tensor([rng.uniform(-3, 0) for _ in range(VOCAB)])
+    return Positional(at)
+
+@cache
+def neural(kind, name):
+    return random_drafter(shared(name), kind)
+
+def fresh(kind, name):
+    """A drafter that has decoded nothing; None: plain decoding."""
+    if kind in ("glide", "glide together", "edd"):
+        drafter = neural(kind.split()[0], name)
+        return type(drafter)(drafter.model)
+    if kind == "maxgram":
+        return cascade.Cascade([], gram=maxgram.MaxGram(), vocab=VOCAB)
+    if kind == "mixture":
+        return graft.Mixture(fresh("edd", name), maxgram.MaxGram())
+    return noisy() if kind == "noise" else None
+
+def case(number):
+    """A target's class, a drafter, a builder, and for each row its prompt, limit and rule."""
+    rng = random.Random(number)
+    name, kind = rng.choice(TARGETS), rng.choice(DRAFTERS)
+    temperature = rng.choice([0.0, 0.0, 0.8])
+    builders = sorted(BUILDERS)
+    if not temperature:
+        builders.remove("drawn")
+    if kind == "glide together":
+        builders = ["chain", "cape"]
+    tree = rng.choice(builders)
+    prompts, limits, rules = [], [], []
+    for row in range(rng.randint(1, 6)):
+        length = rng.choice([1, rng.randint(1, 12), rng.randint(1, CONTEXT), CONTEXT])
+        prompts.append([rng.randrange(VOCAB) for _ in range(length)])
+        limits.append(rng.choice([1, 2, rng.randint(1, 20), 20]))
+        rules.append(verify.Rule(temperature, seed=rng.randrange(100)))
+    eos = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 2])))
+    return name, kind, tree, prompts, limits, rules, eos
+
+def decode_both(number, stale=None):
+    """A case's outputs as a batch, and one row after the other."""
+    name, kind, tree, prompts, limits, rules, eos = case(number)
+    target = verify.Target(shared(name))
+    build = verify.root_only if kind == "none" else BUILDERS[tree]
+    drafters = [fresh(kind, name) for _ in prompts]
+    builds = [build] * len(prompts)
+    if kind == "maxgram" and tree in ("chain", "drawn"):
+        builds = [getattr(drafter, tree) for drafter in drafters]
+    if kind == "glide together":
+        drafters = batch.BatchGlide(fresh("glide", name))
+    found = batch.generate(target, drafters, builds, prompts, limits, rules, eos)
+    alone = []
+    for ids, limit, rule in zip(prompts, limits, rules):
+        drafter = fresh(kind, name)
+        own = build
+        if kind == "maxgram" and tree in ("chain", "drawn"):
+            own = getattr(drafter, tree)
+        alone.append(verify.generate(target, drafter, own, ids, limit, rule, eos))
+    return found, alone
+
+@pytest.mark.parametrize("number", range(COUNT))
+def test_each_row_is_what_it_is_alone(number):
+    """Tokens, trees and accepted paths, also of sampled chains: their noise is the row's own."""
+    print(case(number))
+    for row, alone in zip(*decode_both(number)):
+        assert row.tokens == alone.tokens
+        assert row.rounds == alone.rounds
+
+def test_no_unused_entry_is_seen(monkeypatch):
+    """Before each forward all entries beyond a row's own are large numbers, and nothing changes."""
+    forward = batch.Batch.forward
+
+    def filled(self, trees):
+        self.reserve(max(self.lengths) + 64)
+        for row, length in enumerate(self.lengths):
+            self.stack[:, row, :, length:] = 1e4
+        return forward(self, trees)
+
+    monkeypatch.setattr(batch.Batch, "forward", filled)
+    for number in range(12):
+        for row, alone in zip(*decode_both(number)):
+            assert row.tokens == alone.tokens
+
+def test_rows_end_by_the_callers_word():
+    """Only those rows: the others go on to their limits."""
+    target = verify.Target(shared("llama"))
+    over, tokens = set(), {0: [], 1: [], 2: []}
+    prompts = [[1], [2, 3], [4]]
+    for done in batch.rounds(target, None, verify.root_only, prompts, 9, over=over):
+        for number, one in done.items():
+            tokens[number] += one.new
+        if len(tokens[1]) == 4:
+            over.add(1)
+    assert [len(tokens[number]) for number in range(3)] == [9, 4, 9]
+
+def test_what_is_refused_is_a_sentence():
+    mistral = AnyTarget(shared("mistral"))
+    with pytest.raises(ValueError, match="windows"):
+        batch.generate(mistral, None, verify.root_only, [[1], [2]])
+    target = verify.Target(shared("llama"))
+    drafter = fresh("edd", "llama")
+    with pytest.raises(ValueError, match="its own"):
+        batch.generate(target, [drafter, drafter], cape.chain, [[1], [2]])
+    with pytest.raises(ValueError, match="copies"):
+        together = batch.BatchGlide(fresh("glide", "llama"))
+        batch.generate(target, together, pct.pct, [[1, 2], [2]])
+    gpt2 = AnyTarget(family("GPT2LMHeadModel"))
+    outputs = batch.generate(gpt2, None, verify.root_only, [[1], [2, 3]], 5)
+    alone = verify.generate(gpt2, None, verify.root_only, [2, 3], 5)
+    assert outputs[1].tokens == alone.tokens
+
+@pytest.mark.parametrize("kind", ["glide", "edd", "mixture", "maxgram"])
+def test_copies_share_weights_and_no_state(kind):
+    first, second = batch.copies(fresh(kind, "llama"), 2)
+    target = verify.Target(shared("llama"))
+    out = batch.generate(target, [first, second], [cape.chain] * 2, [[1, 2, 1, 2], [3]], 12)
+    alone = verify.generate(target, fresh(kind, "llama"), cape.chain, [3], 12)
+    assert out[1].rounds == alone.rounds
+    models = [getattr(getattr(x, "drafter", x), "model", None) for x in (first, second)]
+    assert models[0] is models[1]
