@@ -8,66 +8,39 @@ the *vertical* cascade a smaller model drafts for the drafter, which reviews tho
 forward.  The smaller model has a drafter, too, and so on down to Max-Gram, which runs no network.
 In the *horizontal* cascade the largest drafter provides the first tokens of a proposal, which are
 the most likely to be accepted, and smaller drafters provide the later ones.  One recursion does
-both: cascade_step().  A *stage* is a draft model or Max-Gram.
+both: cascade_step().
 
     paper                shape    name here
     M_t                           target
-    draftList: M_d1 ...  list     draft_list: the stages, the largest first; Max-Gram (MaG) is last
+    draftList: M_d1 ...  list     draft_list: the stages, the largest model first; each is a draft
+                                  model or, as the last one, Max-Gram (MaG)
     curGen, curProbs     lists    gen.tokens, gen.probs
-    prefix, curPrefix    int      prefix, cur_prefix: only their lengths, as gen begins with them
-    K_nn                 (n, n)   K, upper triangular: row 0 for the drafts that M_t reviews, row r
-                                  for those that M_dr reviews, column i for draft_list[i]
-    k_i                  int      K[0][i]: how many tokens draft_list[i], that is M_d(i+1), adds
-    l                    float    lenience, in reviews by drafters (difference 5)
+    prefix, curPrefix    int      prefix, cur_prefix: their lengths, since gen begins with them
+    K_nn                 (n, n)   K: counts of tokens, a row per reviewer, a column per stage
+    l                    float    lenience, in reviews by draft models
 
-K, by the example of Table 2's k_11, k_12, k_22 = 8, 13, 1 with Max-Gram, which is asked for 10
-tokens at a time (section 5.2).  k_12 includes k_11, by the authors' code (the paper does not say
-it): after the 8 tokens of M_d1, M_d2 adds 13 - 8 = 5:
+An example of K, for the stages M_d1, M_d2 and MaG:
 
              M_d1  M_d2  MaG
-        K = [[8,    5,   10],     drafts for M_t: k_11, k_12 - k_11, 10
-             [0,    1,   10],     drafts for M_d1: k_22, 10
-             [0,    0,   10]]     drafts for M_d2: 10
+        K = [[8,    5,   10],     M_t reviews 8 tokens of M_d1, then 5 of M_d2, then 10 of MaG
+             [0,    1,   10],     M_d1 reviews 1 token of M_d2, then 10 of MaG
+             [0,    0,   10]]     M_d2 reviews 10 of MaG
 
-The drafts that M_d1 reviews come from a call of Algorithm 1 with M_d1 as the target.  The K of this
-call is K without its first row and column, [[1, 10], [0, 10]].  Where M_d2 reviews, it is [[10]].
+A model may add more tokens than its count, since its last review may accept more than were missing.
+Max-Gram may add fewer; where the output or a model's context ends, every stage may.  (Table 2 calls
+this k_11, k_12, k_22 = 8, 13, 1: by the authors' code its k_12 includes k_11.)
 
-A model's count is a minimum, since its last review may add more tokens than were missing.
-Max-Gram's count is a maximum.  Where the output or a model's context ends, both may add fewer.
-
-To use it alone, with verify.py and maxgram.py beside this file, three causal LMs with one tokenizer
-and a list of token ids `text`:
+To use it alone, with verify.py and maxgram.py beside this file, three causal LMs that share one
+vocabulary, and a list of token ids `text`:
 
     target, *draft_models = [verify.Target(model) for model in (large, base, small)]
     drafter = cascade.Cascade(draft_models, gram=maxgram.MaxGram())
     out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-Two builders are methods of Cascade, and return its own chain as a Tree.  chain() drafts greedily;
-drawn() samples its drafts where the target's tokens are sampled, and its tree has a p_draft.  Both
-are lossless.  All other builders draft from Cascade.expand(), which predicts along the greedy chain
-only.  So their trees may have siblings beside the tokens of the chain, but nothing below a sibling.
-
-Differences from the paper:
- 1. Algorithm 1's base case takes an element of an empty list.  Here the recursion ends at Max-Gram,
-    which is called once for all its k tokens.  Without Max-Gram (S Decoding in Table 2) it ends at
-    the smallest model: with nothing to review, each of its reviews adds one token.
- 2. The while loop ends when curGen is k_i tokens longer than curPrefix.  As printed, curPrefix is
-    set in each pass of the loop, so it would end only if a single review added k_i tokens.  Here it
-    is set once, before the loop, and the reviews together add them.  (The authors' code counts the
-    tokens of the whole call, against k_1 + ... + k_i.)
- 3. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v where
-    it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
- 4. chain() and drawn() draft at most one token less than the output may still get: the last one is
-    the target's.  A stage whose context is full is skipped, and the stages after it go on.
- 5. Section 5.2 has no lenience "between MaG and its reviewer".  So a token that only Max-Gram has
-    written is reviewed without lenience.  Once a model has accepted it, its entry in curProbs is
-    that model's, and the next drafter's review is lenient.  (The authors' code, which is greedy
-    only, compares the drafter's and the reviewer's probabilities at two different positions.)
- 6. Section 3.1 does not say how a token is replaced that a lenient review rejects.  Here it is
-    sampled from the residual of section 2.
- 7. The paper's experiments are greedy.  When drafts are sampled, a token of Max-Gram's counts as
-    sampled from a distribution that has all its mass on it.
+Its own builders are the methods chain (greedy drafts) and drawn (sampled drafts, where the target's
+tokens are sampled).  All other builders draft from its expand, which predicts along the greedy
+chain alone: their trees may have siblings beside the chain, but nothing below a sibling.
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -81,6 +54,7 @@ import torch
 from maxgram import MaxGram, N
 from verify import Target, Tree, accept, accept_sampled, generate, root_only
 
+
 # ---------------------------------------------------------------- Algorithm 1
 class Gen:
     """curGen and curProbs of Algorithm 1.
@@ -91,9 +65,8 @@ class Gen:
         None           for the root and before it (ones in Algorithm 1)
         a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
         a tensor (V,)  for a draft that a model has proposed or reviewed.
+                       Greedy: that model's logits at its position.
                        Sampling: the distribution that the token now follows.
-                       Greedy: that model's logits at its position; whoever needs probabilities
-                       takes their softmax.
     runs: {stage: number of forwards, or of Max-Gram's proposals}.
     device: the target's.
     """
@@ -113,12 +86,11 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     """Algorithm 1, CascadeSpeculativeDraftingStep: append drafts to gen; `target` reviews them.
 
     target: a verify.Target.  None in the first call, the paper's isFirstCall: verify.generate
-    reviews then.
+    reviews then, with l = 1.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
+    limit: the most tokens that gen may have when this call returns.
     review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
     one token of target's own.
-
-    limit: the most tokens that gen may have after the drafts, when `target` begins its review.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -136,81 +108,122 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     """
     # curGen <- prefix: gen holds the prefix already, so only its length is noted.
     prefix = len(gen.tokens)
+    # The review adds a token of target's own after the drafts.
+    draft_limit = limit if target is None else limit - 1
     # Perform the horizontal cascade with the for loop.
-    for i, cur_target in enumerate(draft_list):
+    for i, stage in enumerate(draft_list):
         # [k_1 ... k_n] <- first row of K
         k_i = K[0][i]
-        # curPrefix <- curGen
-        cur_prefix = len(gen.tokens)
-        # Generate using MaG for the base case of the recursive call.
-        if isinstance(cur_target, MaxGram):
-            most = min(k_i, limit - cur_prefix)
-            if most > 0:
-                propose(cur_target, gen, most)
+        # Differs from the paper, whose base case takes an element of an empty list: the recursion
+        # ends at Max-Gram, which is called once for all its k tokens.  Without Max-Gram it ends at
+        # the smallest model: with nothing to review, each of its reviews adds one token.
+        if isinstance(stage, MaxGram):
+            propose(stage, gen, min(k_i, draft_limit - len(gen.tokens)))
             break
+        # curPrefix <- curGen
+        # Differs from the paper, which prints this again inside the while loop: then the loop would
+        # end only if one single review added k_i tokens.  Here the reviews together add them.
+        cur_prefix = len(gen.tokens)
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
-        cur_k = [row[i + 1:] for row in K[i + 1:]]
-        # cur_limit: the most tokens that gen may have when cur_target begins its review.  That is
-        # limit - 1, since the review adds one, but no more than cur_target's context holds.  (With
-        # cur_limit tokens in gen no draft fits, but a review does: so <= below.)
-        cur_limit = min(limit - 1, cur_target.capacity)
-        while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) <= cur_limit:
+        cur_K = [row[i + 1:] for row in K[i + 1:]]
+        # A model reads as many tokens as its context holds, and its review adds one.
+        # Differs from the paper, which has no limits: a model whose context is full is skipped.
+        cur_limit = min(draft_limit, stage.capacity + 1)
+        while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) < cur_limit:
             # Perform the vertical cascade with the recursive call.
-            cascade_step(cur_target, cur_draft_list, cur_k, gen, cur_limit, review)
-    # Use M_t to review the draft generation.  In the first call verify.generate does, with l = 1.
+            cascade_step(stage, cur_draft_list, cur_K, gen, cur_limit, review)
+    # Use M_t to review the draft generation.
     if target is not None:
-        drafts = len(gen.tokens) - prefix
+        num_drafts = len(gen.tokens) - prefix
         gen.runs[target] += 1
         # What the target predicts at the position of each draft, and after the last one
-        logits, _ = target.align(gen.tokens, drafts + 1)          # (drafts + 1, V)
+        logits, _ = target.align(gen.tokens, num_drafts + 1)      # (num_drafts + 1, V)
         review(logits.to(gen.device), gen, prefix)
 
-def propose(max_gram, gen, most):
-    """Max-Gram appends up to `most` tokens."""
+def propose(max_gram, gen, count):
+    """Let Max-Gram append up to `count` tokens."""
+    if count < 1:
+        return
     gen.runs[max_gram] += 1
     uncommitted = gen.tokens[gen.committed:]
-    tokens, match_lengths = max_gram.propose(uncommitted, most)
+    tokens, match_lengths = max_gram.propose(uncommitted, count)
     confidences = [max_gram.confidence_of(length) for length in match_lengths]
     gen.replace(len(gen.tokens), tokens, confidences)
 
 # ---------------------------------------------------------------- the reviews
-def lenient_distribution(p_reviewer, p_draft, l):
-    """What a token follows after a lenient review: the distribution q' (n, V).
+def review_greedy(logits, gen, first, lenience):
+    """Greedy review by a reviewer M_r, section 3.1.
 
-    p_reviewer, p_draft (n, V); l (n, 1).  Below p stands for p_reviewer, q for p_draft.  By section
-    3.1 a draft x, sampled from q, is accepted with probability min(1, l p(x) / q(x)); after a
-    rejection a token is sampled from norm(max(0, p - q)) (difference 6).  So
-        q'(x) = min(q(x), l p(x)) + P(rejection) norm(max(0, p - q))(x)
-        P(rejection) = 1 - sum_y min(q(y), l p(y))
-    The next reviewer must compare with q'.  And accept_sampled, given q' in the place of p, does
-    exactly this review: it accepts x with probability min(1, q'(x) / q(x)), else it samples from
-    norm(max(0, q' - q)).  These are the same, case by case:
-        where p(x) > q(x)      q'(x) >= q(x) and l p(x) >= q(x): both accept x
-        where p(x) <= q(x)     q'(x) / q(x) = min(1, l p(x) / q(x)): the same probability
-        after a rejection      max(0, q' - q) is a multiple of max(0, p - q): the same residual
+    logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
+    A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
+    where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
     """
-    # min(q, l p)
-    accepted = torch.minimum(p_draft, l * p_reviewer)            # (n, V)
-    # P(rejection), which rounding may make negative
-    rejection = 1 - accepted.sum(-1, keepdim=True)               # (n, 1)
-    rejection = rejection.clamp(min=0)
-    # norm(max(0, p - q)); where p = q it is 0 / 0, and nothing is rejected
-    residual = (p_reviewer - p_draft).clamp(min=0)               # (n, V)
-    total = residual.sum(-1, keepdim=True).clamp(min=1e-30)      # (n, 1)
-    resampled = residual / total
-    return accepted + rejection * resampled
+    choice = logits.argmax(-1)                                   # (n + 1,)
+    if lenience > 1:
+        p_reviewer = logits.float().softmax(-1)                  # (n + 1, V)
+        for i, x in enumerate(gen.tokens[first:]):
+            draft_logits = gen.probs[first + i]
+            # There is no lenience "between MaG and its reviewer" (section 5.2).  Once a model has
+            # accepted Max-Gram's token, it counts as that model's.
+            if torch.is_tensor(draft_logits):
+                p_draft = draft_logits.float().softmax(-1)       # (V,)
+                accepted = p_draft[x] <= lenience * p_reviewer[i, x]
+                choice[i] = torch.where(accepted, x, choice[i])
+    keep_chosen(gen, first, choice.tolist(), logits)
 
-def chain_of(tokens, device, p_draft=None):
-    """A list of ids, the root's first -> the Tree of a chain that was drafted without expand."""
-    tokens = torch.tensor(tokens, device=device)
-    parents = torch.arange(-1, len(tokens) - 1, device=device)
-    return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
+def review_sampled(logits, gen, first, p_target, lenience, generator):
+    """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
+
+    logits: as in review_greedy.  p_target(logits): the distributions that tokens are sampled from.
+    """
+    p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
+    p_reviewer = p_target(logits)                                # (n + 1, V)
+    # What the tokens follow after this review
+    p_new = p_reviewer
+    if lenience > 1:
+        # As in review_greedy, without lenience for what only Max-Gram has written
+        of_models = [torch.is_tensor(p) for p in gen.probs[first:]]
+        of_models = torch.tensor(of_models, dtype=torch.bool, device=gen.device)
+        l = torch.where(of_models, lenience, 1.0)                # (n,)
+        lenient = lenient_distribution(p_reviewer[:-1], p_draft, l[:, None])
+        p_new = torch.cat((lenient, p_reviewer[-1:]))
+    chain = chain_of(gen.tokens[first - 1:], gen.device, p_draft)
+    choice = accept_sampled(chain, p_new, generator)             # (n + 1,)
+    keep_chosen(gen, first, choice.tolist(), p_new)
+
+def lenient_distribution(p, q, l):
+    """What a token follows after a lenient review of a draft: the distribution q' (n, V).
+
+    p (n, V): the reviewer's; q (n, V): what the draft was sampled from; l (n, 1).
+
+    A draft x is accepted with probability min(1, l p(x) / q(x)) (section 3.1).  If it is rejected,
+    a token is sampled from the residual norm(max(0, p - q)) (section 2).  A token x can come out
+    in these two ways, so
+
+        q'(x) = min(q(x), l p(x))  +  P(rejection) residual(x)
+
+    and P(rejection) is what is missing of the first terms' sum.  With l = 1 q' is p.  With a larger
+    l it lies between q and p, so the next reviewer must compare with q', or the output is biased.
+
+    Plain speculative sampling towards q' is the same review, so accept_sampled does it:
+        where p(x) > q(x)     both accept x; and q'(x) - q(x) = P(rejection) residual(x), so that
+                              both sample from the same residual after a rejection
+        elsewhere             residual(x) is zero, so q'(x) / q(x) = min(1, l p(x) / q(x))
+    """
+    # Differs from the paper, which does not say how a rejected token is replaced under lenience.
+    accepted = torch.minimum(q, l * p)                           # (n, V)
+    rejection = 1 - accepted.sum(-1, keepdim=True)               # (n, 1)
+    residual = (p - q).clamp(min=0)                              # (n, V)
+    # Where p = q nothing is rejected, and the residual is zero: 0 / 0 without the clamp.
+    residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-30)
+    return accepted + rejection.clamp(min=0) * residual          # rounding may give -1e-8
 
 def distributions(gen, first, vocab):
     """p_draft (n, V) of gen's drafts from `first` on.
 
-    What only Max-Gram has written was not sampled: its token has probability 1.
+    Differs from the paper, whose experiments are greedy: a token that only Max-Gram has written
+    counts as sampled from a distribution that has all its mass on it.
     """
     p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
     for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
@@ -219,6 +232,12 @@ def distributions(gen, first, vocab):
         else:
             row[token].fill_(1)
     return p_draft
+
+def chain_of(tokens, device, p_draft=None):
+    """A list of ids, the root's first -> the Tree of a chain that was drafted without expand."""
+    tokens = torch.tensor(tokens, device=device)
+    parents = torch.arange(-1, len(tokens) - 1, device=device)
+    return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
 
 def keep_chosen(gen, first, choice, probs):
     """Keep drafts while they are what the reviewer chose, then add its next choice: verify.accept.
@@ -232,90 +251,50 @@ def keep_chosen(gen, first, choice, probs):
     _, new = accept(chain, parents, choice)
     gen.replace(first, new, probs[:len(new)])
 
-def review_greedy(logits, gen, first, lenience):
-    """Greedy review by a reviewer M_r, section 3.1.
-
-    logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
-    A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
-    where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
-    """
-    choice = logits.argmax(-1)                                   # (n + 1,)
-    if lenience > 1:
-        p_reviewer = logits.float().softmax(-1)                  # (n + 1, V)
-        for i, x in enumerate(gen.tokens[first:]):
-            draft_logits = gen.probs[first + i]
-            # Difference 5: what only Max-Gram has written has a confidence in place of logits.
-            if torch.is_tensor(draft_logits):
-                p_draft = draft_logits.float().softmax(-1)       # (V,)
-                accepted = p_draft[x] <= lenience * p_reviewer[i, x]
-                choice[i] = torch.where(accepted, x, choice[i])
-    keep_chosen(gen, first, choice.tolist(), logits)
-
-def review_drawn(logits, gen, first, distribution_of, lenience, generator):
-    """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
-
-    logits: as in review_greedy.  distribution_of(logits): what tokens are sampled from.
-    """
-    p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
-    p_reviewer = distribution_of(logits)                         # (n + 1, V)
-    # The distributions that the tokens follow after this review
-    p_new = p_reviewer
-    if lenience > 1:
-        # Difference 5: what only Max-Gram has written has a confidence, and no lenience.
-        of_models = [torch.is_tensor(p) for p in gen.probs[first:]]
-        of_models = torch.tensor(of_models, dtype=torch.bool, device=gen.device)
-        l = torch.where(of_models, lenience, 1.0)                # (n,)
-        lenient = lenient_distribution(p_reviewer[:-1], p_draft, l[:, None])
-        p_new = torch.cat((lenient, p_reviewer[-1:]))
-    chain = chain_of(gen.tokens[first - 1:], gen.device, p_draft)
-    choice = accept_sampled(chain, p_new, generator)               # (n + 1,)
-    # The next reviewer must compare with p_new, not p_reviewer, or the output is biased.
-    keep_chosen(gen, first, choice.tolist(), p_new)
-
 # ---------------------------------------------------------------- the drafter
 class Cascade:
     """A cascade as a drafter of verify.generate, by the contract at the top of verify.py."""
     needs = {}
 
-    def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None, names=(), sizes=()):
-        """models: the draft models, each a verify.Target, the largest first.
-
-        For an encoder-decoder target they are encoder-decoders, too, and have encode(ids), which
-        runs the encoder over the prompt (runtime/targets.py).
+    def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None):
+        """models: the draft models, each a verify.Target of its own, the largest first.
 
         K: Algorithm 1's matrix.  By default each reviewer gets one token from the next smaller
         model, none from the others, ten from Max-Gram: [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.
-        names, sizes: only for reports: the name of each stage, and for each model its number of
-        weights divided by the target's.
+        Raises ValueError for settings that do not fit together.
         """
-        assert models or (gram and vocab), "a cascade needs a model, or gram= and vocab="
-        assert lenience >= 1, f"lenience is {lenience}: it must be at least 1, which means none"
         self.models = list(models)
         self.gram = gram
         self.draft_list = self.models if gram is None else [*self.models, gram]
+        self.vocab = vocab or (models[0].vocab if models else None)
+        if not self.draft_list or not self.vocab:
+            raise ValueError("a cascade needs a model, or gram= and vocab=")
+        if lenience < 1:
+            raise ValueError(f"lenience is {lenience}: it must be at least 1, which means none")
+        self.lenience = lenience
         n = len(self.draft_list)
         if K is None:
             K = torch.eye(n, dtype=torch.long)
             if gram is not None:
                 K[:, -1] = N
             K = K.tolist()
-        assert [len(row) for row in K] == [n] * n, f"K {K}: {n} stages take a matrix of {n} x {n}"
-        for i, row in enumerate(K):
-            assert not any(row[:i]), f"K {K} is not upper triangular: stages review smaller ones"
-            assert min(row) >= 0, f"K {K}: a count is negative"
-        assert sum(K[0]) > 0, f"K {K}: the target must be given something to review"
+        is_square = [len(row) for row in K] == [n] * n
+        if not is_square or any(any(row[:i]) or min(row) < 0 for i, row in enumerate(K)):
+            raise ValueError(f"K {K}: {n} stages take an upper triangular matrix of {n} x {n} "
+                             "counts, since a stage reviews smaller ones alone")
+        if not any(K[0]):
+            raise ValueError(f"K {K}: the target must be given something to review")
         self.K = K
-        self.lenience = lenience
-        self.vocab = vocab or models[0].vocab
         for model in self.models:
-            assert model.vocab == self.vocab, (
-                f"a model has a vocabulary of {model.vocab} tokens, not of {self.vocab}: all "
-                "models of a cascade must share one")
-        self.names = list(names)
-        self.sizes = list(sizes)
+            if model.vocab != self.vocab:
+                raise ValueError(f"a model has a vocabulary of {model.vocab} tokens, not of "
+                                 f"{self.vocab}: all models of a cascade must share one")
+        if gram is not None and max(gram.bigram, default=0) >= self.vocab:
+            raise ValueError(f"the bigram has token ids beyond the vocabulary of {self.vocab}: "
+                             "take one of the target's tokenizer")
         self.gen = Gen()
 
     @property
@@ -323,17 +302,21 @@ class Cascade:
         """Forwards of each model since reset(), then the number of Max-Gram's proposals."""
         return [self.gen.runs[stage] for stage in self.draft_list]
 
-    def reset(self, probs, source=None):
-        """Begin a sequence.  The models encode the source, and Max-Gram searches it."""
+    def reset(self, probs):
+        """Begin a sequence."""
         self.probs = probs
         self.gen = Gen()
         for stage in self.draft_list:
             stage.reset()
-        if source is not None:
-            for model in self.models:
-                model.encode(source)
-            if self.gram is not None:
-                self.gram.commit_source(source)
+
+    def encode(self, source):
+        """After reset, for a target with an encoder: the models encode the source, a list of ids,
+        and Max-Gram searches it.
+        """
+        for model in self.models:
+            model.encode(source)
+        if self.gram is not None:
+            self.gram.commit_source(source)
 
     def begin(self, view, root_id):
         """Begin a round: the newly committed tokens replace the last round's drafts."""
@@ -344,24 +327,23 @@ class Cascade:
         if self.gram is not None:
             self.gram.commit(view.ids)
         self.root_id = root_id
-        # For each node that expand() is given in this round: the tokens from the root to it
-        self.paths = []
+        self.depths = []                                         # see expand
 
     def keep(self, path):
         """Nothing to do: Target.align removes rejected tokens from a stage's cache."""
 
-    def draft(self, most, generator=None):
-        """Algorithm 1 with M_t's review left out -> the root and up to `most` drafts, their ids.
+    def draft(self, count, generator=None):
+        """Algorithm 1 without M_t's review -> the root and up to `count` drafts, a list of ids.
 
         With a generator the drafts are sampled, otherwise they are greedy.
         """
         review = partial(review_greedy, lenience=self.lenience)
         if generator is not None:
-            review = partial(review_drawn, distribution_of=self.probs, lenience=self.lenience,
+            review = partial(review_sampled, p_target=self.probs, lenience=self.lenience,
                              generator=generator)
         gen = self.gen
         gen.replace(gen.committed, [self.root_id], [None])
-        limit = len(gen.tokens) + most
+        limit = len(gen.tokens) + count
         cascade_step(None, self.draft_list, self.K, gen, limit, review)
         return gen.tokens[gen.committed:]
 
@@ -383,36 +365,34 @@ class Cascade:
 
     # ------------------------------------------------ for all other builders
     def expand(self, tokens, parents):
-        """The cascade's predictions after m nodes -> probabilities (m, V).
+        """Predict along the greedy chain, which the first call of a round drafts -> (m, V).
 
-        The first call of a round drafts the whole greedy chain.  After a node on it, the prediction
-        is that of the model that has written or reviewed the next draft.  If only Max-Gram wrote
-        it, its probability is Max-Gram's confidence, at every temperature, and all other tokens
-        share the rest.  After the chain's last node, and off the chain, there is no prediction.
+        After a node on the chain, the prediction is that of the model that has written or reviewed
+        the next draft.  If only Max-Gram wrote it, its probability is Max-Gram's confidence, and
+        all other tokens share the rest.  After all other nodes there is no prediction.
         """
         probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
-        if not self.paths:
+        if not self.depths:
             self.draft(math.inf)                                 # as many as K and contexts allow
-        committed = self.gen.committed
-        chain = self.gen.tokens[committed:]                      # the root and the drafts
-        entries = self.gen.probs[committed:]
+        chain = self.gen.tokens[self.gen.committed:]             # the root and the drafts
+        entries = self.gen.probs[self.gen.committed:]
         for row, (token, parent) in enumerate(zip(tokens.tolist(), parents)):
-            ancestors = self.paths[parent] if parent >= 0 else []
-            path = [*ancestors, token]
-            self.paths.append(path)
-            n = len(path)
-            is_last = n == len(chain)
-            if is_last or chain[:n] != path:
+            depth = self.depths[parent] + 1 if parent >= 0 else 0
+            if depth >= len(chain) or chain[depth] != token:
+                depth = math.inf                                 # off the chain, as all below it
+            self.depths.append(depth)                            # of all nodes of this round
+            following = depth + 1
+            if following >= len(chain):
                 continue
-            # The node is on the chain; chain[n] is the draft after it.
-            if torch.is_tensor(entries[n]):
-                probs[row] = self.probs(entries[n][None])[0]
+            entry = entries[following]
+            if torch.is_tensor(entry):
+                probs[row] = self.probs(entry[None])[0]
             else:
-                confidence = entries[n]
-                probs[row] = (1 - confidence) / (self.vocab - 1)
-                probs[row, chain[n]] = confidence
+                probs[row] = (1 - entry) / (self.vocab - 1)
+                probs[row, chain[following]] = entry
         return probs
 
+# ---------------------------------------------------------------- the demo
 def main():
     """A cascade of random models gives plain decoding's output in fewer forwards of the target."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -435,6 +415,18 @@ def main():
     runs = [1 + len(out.rounds), *drafter.runs]
     assert runs[0] < 60, "fewer forwards of the target than tokens"
     print(f"60 tokens in {runs} runs of the target and of each stage")
+
+# Differences from the paper, all of them:
+#  1. The recursion ends at Max-Gram, or at the smallest model (cascade_step).
+#  2. The while loop counts the tokens of all its reviews (cascade_step).  The authors' code counts
+#     those of the whole call, against k_1 + ... + k_i.
+#  3. Drafts end where the output or a model's context does (cascade_step).
+#  4. What replaces a token that a lenient review rejects is sampled from section 2's residual
+#     (lenient_distribution).  The authors' code, which is greedy only, compares the drafter's and
+#     the reviewer's probabilities at two different positions.
+#  5. Drafts may be sampled (distributions).
+#  6. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
+#     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
 
 if __name__ == "__main__":
     main()

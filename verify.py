@@ -516,6 +516,9 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
     # target's choice after that node is the first root.
     sequence = list(target.ids)
+    if not sequence:
+        raise ValueError("the drafter has reset the target: give it a Target of its own, even for "
+                         "the same model")
     root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
     root_id = root.item()
     sequence.append(root_id)

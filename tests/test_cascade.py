@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import VOCAB, plain, tiny
-from test_maxgram import brute_force, lines_to_use
+from helpers import brute_force, lines_to_use, relative
 
 import cascade
 import maxgram
@@ -16,16 +16,6 @@ from maxgram import MaxGram
 
 BIGRAM = [3, 5, 0, 1, 2, 7, 0, 9, 4, 6, 8, 1]
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 1]
-
-def relative(model, noise, seed):
-    """A model of the same class whose choices mostly agree with `model`'s."""
-    torch.manual_seed(seed)
-    other = type(model)(model.config).to(model.dtype).eval()
-    weights = {}
-    for name, w in model.state_dict().items():
-        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
-    other.load_state_dict(weights)
-    return other
 
 @pytest.fixture(scope="module")
 def models():
@@ -149,7 +139,7 @@ def test_chain_and_runs_against_a_plain_recursion(models, neural, gram, K, lenie
 def test_trees_see_the_chains_distributions_and_nothing_off_it(models):
     """The models' by the rule; Max-Gram's confidence as it is, and all others share the rest."""
     drafter = cascade_of(models[1:], [[2, 2, 3], [0, 1, 4], [0, 0, 4]], 1.0, MaxGram(BIGRAM))
-    rule = verify.sampling(2.0, top_k=3)
+    rule = verify.Rule(2.0, top_k=3)
     drafter.reset(rule.probs)
     with torch.inference_mode():
         drafter.begin(shown(TEXT[:10]), 1)
@@ -252,7 +242,7 @@ def test_a_sampled_review_is_lenient_with_models_and_strict_with_max_gram(monkey
     for one_p, one_q in zip(p, q):
         gen = cascade.Gen()
         gen.replace(0, [0, 1, 1], [None, one_q, 0.5])
-        cascade.review_drawn(one_p.log().repeat(3, 1), gen, 1, softmax, 2.5, None)
+        cascade.review_sampled(one_p.log().repeat(3, 1), gen, 1, softmax, 2.5, None)
         tree, p_new, _ = calls[-1]
         lenient = reviewed_by_the_papers_rule(one_p.tolist(), one_q.tolist(), 2.5)
         expected = torch.stack((torch.tensor(lenient, dtype=torch.float64), one_p, one_p))
@@ -268,7 +258,8 @@ def test_each_model_encodes_the_source_and_max_gram_searches_it():
     stage = SimpleNamespace(vocab=VOCAB, capacity=0, reset=lambda: 0, encode=encoded.append)
     drafter = cascade.Cascade([stage], gram=MaxGram())
     source = [5, 6, 7, 8, 9, 10]
-    drafter.reset(verify.Rule().probs, source)
+    drafter.reset(verify.Rule().probs)
+    drafter.encode(source)
     drafter.begin(shown([0]), 6)
     assert encoded == [source] and drafter.draft(3) == [6, 7, 8, 9]
 
@@ -277,14 +268,25 @@ def test_k_by_default(models):
     assert cascade_of(models[1:], gram=MaxGram()).K == [[1, 0, 10], [0, 1, 10], [0, 0, 10]]
     assert cascade_of(models[1:2]).K == [[1]] and cascade_of([], gram=MaxGram()).K == [[10]]
 
-MISTAKES = [({"K": [[3, 1], [1, 1]]}, "not upper"), ({"K": [[3]]}, "take a matrix of 2 x 2"),
-            ({"lenience": 0.5}, "lenience is 0.5"),
-            ({"vocab": VOCAB + 1}, f"{VOCAB} tokens, not of {VOCAB + 1}")]
+MISTAKES = [({"K": [[3, 1], [1, 1]]}, "upper triangular"), ({"K": [[3]]}, "matrix of 2 x 2"),
+            ({"K": [[0, 0], [0, 1]]}, "something to review"), ({"lenience": 0.5}, "at least 1"),
+            ({"vocab": VOCAB + 1}, f"{VOCAB} tokens, not of {VOCAB + 1}"),
+            ({"gram": MaxGram([0, VOCAB])}, f"beyond the vocabulary of {VOCAB}")]
 
 @pytest.mark.parametrize("settings, words", MISTAKES)
 def test_a_mistake_is_one_sentence(models, settings, words):
-    with pytest.raises(AssertionError, match=words):
-        cascade.Cascade([verify.Target(models[1])], gram=MaxGram(), **settings)
+    with pytest.raises(ValueError, match=words):
+        cascade.Cascade([verify.Target(models[1])], **{"gram": MaxGram(), **settings})
+
+def test_the_target_is_no_stage_of_its_own_cascade(models):
+    """It would lose its cache to the drafts.  Another Target of the same model is fine."""
+    target = verify.Target(models[0])
+    drafter = cascade.Cascade([target])
+    with pytest.raises(ValueError, match="a Target of its own"):
+        verify.generate(target, drafter, drafter.chain, TEXT, 9)
+    drafter = cascade.Cascade([verify.Target(models[0])])
+    out = verify.generate(target, drafter, drafter.chain, TEXT, 9)
+    assert out.tokens == plain(models[0], TEXT, 9)
 
 def test_the_docstrings_lines(models):
     large, base, small = models
