@@ -430,20 +430,27 @@ def print_table(names, rows):
         if "first_divergence" in row:
             print(f"{name} is not lossless: {row['first_divergence']}")
 
-def read_results(path, about):
-    """The finished prompts in the file of --json -> [{name of a method: Record}]"""
-    results = []
-    lines = Path(path).read_text().split("\n") if path and Path(path).exists() else []
-    for line in lines[:-1]:                              # after the last \n: nothing, or a cut line
+def resume(path, about):
+    """The finished prompts in the file of --json -> [{name of a method: Record}]
+
+    Other lines are removed: the rows, which are written anew, and a line that a kill has cut.
+    """
+    if not path or not Path(path).exists():
+        return []
+    results, kept = [], []
+    for line in Path(path).read_text().splitlines(keepends=True):
+        if '"records": {' not in line or not line.endswith("}\n"):
+            continue
         found = json.loads(line)
-        if any(found.get(key) != about[key] for key in ("command", "commit", "machine")):
+        if any(found[key] != about[key] for key in ("command", "commit", "machine")):
             raise UserError(f"--json {path} holds what another command, commit or machine gave: "
                             "delete it, or name another file")
         record_of = {}
-        for name, (tokens, rounds, *more) in found.get("records", {}).items():
+        for name, (tokens, rounds, *more) in found["records"].items():
             record_of[name] = Record(tokens, [verify.Round(*one) for one in rounds], *more)
-        if record_of:
-            results.append(record_of)
+        results.append(record_of)
+        kept.append(line)
+    Path(path).write_text("".join(kept))
     return results
 
 # ---------------------------------------------------------------- a continuation as it is made
@@ -517,7 +524,7 @@ def main(argv):
         "temperature": a.temperature,
         "max_new_tokens": a.max_new_tokens,
         **provenance(loaded.target.device)}
-    results = read_results(a.json, about)
+    results = resume(a.json, about)
     print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up to "
           f"{a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
 

@@ -183,3 +183,24 @@ def random_drafter(model, kind, **more):
     from runtime import families
     _, _, drafter_class = families.KINDS[kind.split()[0]]
     return drafter_class(random_draft_model(model, kind, **more))
+
+# ---------------------------------------------------------------- a target with its drafters, in files
+@pytest.fixture(scope="session")
+def small(tmp_path_factory):
+    """A folder with a tiny random target, random drafters of the real classes and two language
+    models as stages of a cascade; a file of three prompts, and one of a chat of two turns."""
+    from helpers import TEXT, save, save_drafter, tokenizer_of, write_rows
+    folder = tmp_path_factory.mktemp("small")
+    drafters, tokenizer = folder / "drafters", tokenizer_of(TEXT * 100)
+    sizes = {"vocab_size": 300, "max_position_embeddings": 64}
+    model = tiny("llama", **sizes).float()
+    save(folder / "model", model, tokenizer)
+    for layers, name in ((2, "base"), (1, "small")):
+        stage = tiny("llama", seed=layers, num_hidden_layers=layers, **sizes).float()
+        save(drafters / name, stage, tokenizer)
+    for kind in ("glide", "edd"):
+        save_drafter(drafters / kind, kind, model, tokenizer)
+    write_rows(folder / "prompts.jsonl", [{"prompt": "def add("}, {"prompt": "return a + b"},
+                                          {"question": "1 + 1?", "answer": "2"}])
+    write_rows(folder / "chat.jsonl", [{"turns": ["a", "b"], "category": "chat"}, {"prompt": "c"}])
+    return folder

@@ -1,8 +1,16 @@
-"""What several tests of drafters and trees share: made-up drafters, trees as paths, docstrings."""
+"""What several tests share: made-up drafters, trees as paths, files of models and rows."""
+import json
 import re
 from textwrap import dedent
 
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import edd
+import glide
+from runtime import families, load
 
 
 # ---------------------------------------------------------------- made-up drafters and their trees
@@ -79,3 +87,51 @@ def lines_to_use(module):
     """The indented lines under "To use ..." in a module's docstring."""
     to_use = r"\nTo use [^\n]*\n(?:\S[^\n]*\n)*\n((?:    [^\n]*\n|\n)+)"
     return dedent(re.search(to_use, module.__doc__)[1])
+
+# ---------------------------------------------------------------- files of models, files of rows
+TEXT = "def add(a, b):\n    return a + b\n\n"
+
+def tokenizer_of(text, vocab=300, end="<|endoftext|>"):
+    """A byte-level BPE tokenizer of at most `vocab` tokens; its end of text has the id 0."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab, initial_alphabet=alphabet,
+                                  special_tokens=[end], show_progress=False)
+    bpe.train_from_iterator([text], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=end)
+
+def save(folder, model, tokenizer):
+    """A model and its tokenizer, as Hugging Face saves them -> folder"""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+def save_drafter(folder, kind, model, tokenizer, temperature=1.0):
+    """A random drafter of a kind, saved as train.py does."""
+    if kind in ("glide", "vanilla"):
+        config = glide.Config.for_target(model, 16, glimpse=kind == "glide")
+    else:
+        config = edd.Config.for_target(model, hidden=2)
+    torch.manual_seed(0)
+    draft_model = families.new(kind, config, model)
+    about = {"kind": kind, "config": vars(config), "target": load.fingerprint(model, tokenizer),
+             "validation": {"temperature": temperature}}
+    folder.mkdir(parents=True)
+    save_file(draft_model.state_dict(), folder / "model.safetensors")
+    (folder / "training.json").write_text(json.dumps(about))
+
+def write_rows(path, rows):
+    """JSON lines -> path"""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+def bench_args(small, *more):
+    """bench.py's arguments for the models and prompts of conftest.small."""
+    return ["--target", str(small / "model"), "--checkpoint", str(small / "drafters"),
+            "--prompts", str(small / "prompts.jsonl"), "--max-new-tokens", "12", "--device", "cpu",
+            *more]

@@ -8,8 +8,7 @@ import probe
 import pytest
 import torch
 from conftest import plain, shared
-from test_bench import small  # noqa: F401
-from test_load import rows_of, write_rows
+from helpers import rows_of, write_rows
 
 import bench
 import verify

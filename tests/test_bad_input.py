@@ -12,8 +12,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_bench import small  # noqa: F401
-from test_load import TEXT, tokenizer_of, write_rows
+from helpers import TEXT, tokenizer_of, write_rows
 
 import bench
 

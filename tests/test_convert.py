@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import SIZES, tiny
 from safetensors.torch import save_file
-from test_load import TEXT, save, tokenizer_of
+from helpers import TEXT, save, tokenizer_of
 from torch import nn
 
 import verify

@@ -10,7 +10,7 @@ import paper
 import pytest
 import tables
 from conftest import ROOT
-from test_bench import args, small  # noqa: F401 (small: a fixture)
+from helpers import bench_args as args
 
 import bench
 from runtime import calls, load

@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 import pytest
-from test_load import write_rows
+from helpers import write_rows
 from test_text import tags, tokenizer  # noqa: F401
 
 import train

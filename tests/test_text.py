@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 import pytest
-from test_load import tokenizer_of, write_rows
+from helpers import tokenizer_of, write_rows
 from tokenizers.processors import TemplateProcessing
 
 from runtime import chats, files, text

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ROOT, tiny, weighty
-from test_load import TEXT, save, tokenizer_of, write_rows
+from helpers import TEXT, save, tokenizer_of, write_rows
 
 import cape
 import train

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import CLASSES, family, plain, random_drafter, tiny
-from test_load import rows_of, write_rows
+from helpers import rows_of, write_rows
 from test_train import brief, refused, small  # noqa: F401
 
 import maxgram
