@@ -300,10 +300,9 @@ def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
         gram, _ = load_gram(loaded, bigram)
     K = None if k is None else table2(k, len(models), gram is not None)
     stages = [stage_of(loaded, name) for name in models]
-    sizes = [stage.model.num_parameters() / loaded.model.num_parameters() for stage in stages]
     try:
-        return Cascade(stages, K, lenience, gram, loaded.target.vocab, names, sizes)
-    except (AssertionError, TypeError) as why:
+        return Cascade(stages, K, lenience, gram, loaded.target.vocab)
+    except ValueError as why:
         raise UserError(f"cascade({', '.join(names)}): {first_line(why)}") from None
 
 # ---------------------------------------------------------------- Max-Gram
