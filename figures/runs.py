@@ -1,0 +1,76 @@
+"""What is measured: the runs.  The rows of a run are docs/results/RUN.jsonl.
+
+Methods that bear a paper's name in the pages are that paper's design: GLIDE is glide-top, which
+attends to the target's top layer without a norm; EDD is edd-top, which reads hidden_states[-4].
+"""
+from collections import namedtuple
+
+# minutes: on two quiet cores.
+# flags:   of bench.py; or a whole command of figures/.
+# methods: [(drafters, trees)], each of the drafters with each of the trees.
+# others:  transformers' own: generate(), "lookup" (prompt lookup), or the name of an assistant.
+Run = namedtuple("Run", "minutes flags methods others", defaults=((), ()))
+
+# The fastest k of each cascade on the prompts of figures/tuning.jsonl (run cascade-k)
+BASE, SMALL = "cascade(base, k=4)", "cascade(small, k=4)"
+BASE_GRAM, SMALL_GRAM = "cascade(base, maxgram, k=5)", "cascade(small, maxgram, k=2)"
+THREE = "cascade(base, small, maxgram, k=(1, 1, 1))"
+LENIENT = "cascade(base, small, maxgram, k=(1, 1, 1), lenience=3)"
+VERTICAL, HORIZONTAL = "cascade(base, small, k=(4, 4, 1))", "cascade(base, small, k=(3, 6, 0))"
+GLIDE_MIX, EDD_MIX = "mixture(glide, maxgram)", "mixture(edd, maxgram)"
+MEDUSA_TREE = "eagle2(total=63, depth=5)"
+PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"      # the paper's s_d / s_t, 1.1 / 29.8
+
+ALL, HALF, THIRD = (f"--limit {limit} --max-new-tokens 64" for limit in (36, 18, 12))
+SMOLLM2 = "--target smollm2 --checkpoint checkpoints/smollm2"
+DATA = " ".join(f"../shared/data/{name}" for name in (
+    "mt_bench.jsonl", "gsm8k_test.jsonl", "HumanEval.jsonl.gz", "news.jsonl"))
+EQUAL = ["glide-top", "glide-top-norm", "glide-18", "vanilla", "edd-top", "edd-4", "vdm"]
+EQUAL_FLAGS = (f"--target smollm2 --checkpoint work/equal-layers --prompts {DATA} --limit 40 "
+               "--max-new-tokens 64")
+
+# In the order of their importance
+RUNS = {
+    "main": Run(0.7, "--limit 9", [(["glide"], ["cape"])], ["generate()"]),
+    "chains": Run(4, ALL, [(["glide", "glide-top", "vanilla", "edd", "edd-top", "vdm", "eagle",
+                             "medusa"], ["chain"])]),
+    "glide-trees": Run(4, ALL, [
+        (["glide-top", "glide"], ["chain", "cape", "beam"]),
+        (["glide-top"], ["beam(width=8)", "fixed(size=2)", "fixed(size=3)"])]),
+    "edd-trees": Run(5, ALL, [
+        (["edd-top", "edd"], ["chain", "cape", "eagle2", "pct"]),
+        (["edd-top"], ["pct(leaf=0)", "token-confidence", "token-confidence(own=0.5)"]),
+        (["edd"], ["pct-cost"])]),
+    "cascade": Run(6, ALL, [
+        ([BASE, SMALL, BASE_GRAM, SMALL_GRAM, THREE, LENIENT, VERTICAL, HORIZONTAL, "maxgram",
+          "maxgram(matching=False)", "glide-top", "glide"], ["chain"])],
+        ["generate()", "base", "lookup"]),
+    "together": Run(4.5, ALL, [
+        (["glide"], ["chain", "pct-cost"]), (["maxgram"], ["chain", "pct-cost"]),
+        ([GLIDE_MIX, EDD_MIX], ["pct-cost", "graft"]), ([BASE_GRAM, THREE], ["chain"])],
+        ["generate()", "lookup"]),
+    "sampled": Run(3.5, f"{ALL} --temperature 1", [
+        (["cascade(small, k=5)", "cascade(base, k=5)", "vanilla", "glide-top", "glide"],
+         ["drawn"])]),
+    "sampled-graft": Run(3, f"{ALL} --temperature 1", [
+        (["glide"], ["drawn", "pct-cost"]), ([GLIDE_MIX], ["pct-cost", "graft"])]),
+    "medusa": Run(1.5, HALF, [(["glide-top", "glide"], ["chain", "cape"]),
+                              (["medusa"], ["chain", "cape", MEDUSA_TREE])]),
+    "vct": Run(1, THIRD, [(["edd-top"], ["cape", "pct", "vct"])]),
+    "costs": Run(0.3, "python figures/costs.py"),
+    # The equal training on SmolLM2
+    "smollm2/equal-layers": Run(12, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
+    "smollm2/equal-layers-sampled": Run(12, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
+    "smollm2/main": Run(3, f"{SMOLLM2} --limit 9", [(["glide-shared"], ["cape", "pct-cost"])],
+                        ["generate()"]),
+    # What other programs on the machine do not disturb, and what rarely changes
+    "raw": Run(4, HALF, [
+        (["edd(temperature=1)", "edd", "glide(temperature=1)", "glide"], ["cape"]),
+        (["edd(temperature=1)", "edd"], ["eagle2", PCT]), (["vdm"], [PCT])]),
+    "width": Run(2, HALF, [(["edd"], [WIDE.format(width) for width in (1, 2, 3, 5, 7)])]),
+    "calibration": Run(2, 'python figures/probe.py calibration --limit 18 --drafter edd '
+                       '"edd(temperature=1)" glide "glide(temperature=1)"'),
+    "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
+                     '"cascade(base, k=30)" "cascade(small, k=30)" glide maxgram'),
+    "ewif": Run(0, "python figures/probe.py ewif"),
+}
