@@ -1,0 +1,211 @@
+"""What only the papers' tables need: more methods and more columns than bench.py has.
+
+    alpha_overlap     GLIDE's alpha in sampling (section 5.1): the mean of sum_x min(p_T(x), p_D(x))
+    alpha_depth       EDD's alpha: new tokens over the depth of the trees
+    c                 GLIDE's cost coefficient: a drafter forward over a plain decoding step
+    expected_speedup  GLIDE's E(Spd.), of alpha, c and the chain's length
+    swi_ms, swi_pw    Cascade's standardized walltime improvement (section 5.1), a run of a model
+                      costing its share of the target's weights, or what it takes here
+    swi_clock         the same with all time spent in drafting
+
+and "by_prompt", the same of each prompt, of which paper.py makes intervals.
+"""
+import json
+import shlex
+from collections import Counter
+from functools import partial
+from time import perf_counter
+
+import torch
+
+import bench
+import maxgram
+import verify
+from runtime import load
+from runtime.calls import read_call
+from runtime.provenance import provenance
+
+# ---------------------------------------------------------------- methods
+def methods_of(a, loaded, run):
+    """The bench.Methods of a run: plain decoding, run.others, run.methods."""
+    methods = []
+    for drafters, trees in run.methods:
+        drafters = load.drafter_calls(drafters, a.checkpoint)
+        trees = [read_call(tree, bench.TREES, "tree") for tree in trees]
+        plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature)
+        methods += more
+    others = []
+    for name in run.others:
+        # Prompt lookup is the library's Max-Gram; it does not search an encoder's input.
+        more = {"prompt_lookup_num_tokens": maxgram.N}
+        words = "prompt lookup"
+        if name != "lookup":
+            more = {"assistant_model": loaded.stages.get(name)}
+            words = f"assisted generation ({name})"
+        method = bench.Method(words, partial(bench.library, loaded.model, a.temperature, **more))
+        others.append(generate if name == "generate()" else method)
+    return [plain, *others, *methods]
+
+class Overlap(verify.Rule):
+    """A Rule that keeps sum_x min(p_T(x), p_D(x)) of each drafted token of sampled chains."""
+
+    def __init__(self, rule):
+        vars(self).update(vars(rule))
+        self.of_rounds = []
+
+    def choose(self, tree, logits, ids):
+        if tree.p_draft is not None:
+            # Nothing is drafted after the last node.
+            p_target = self.p_target(logits[:-1])                                     # (n - 1, V)
+            self.of_rounds.append(torch.minimum(p_target, tree.p_draft).sum(1).tolist())
+        return super().choose(tree, logits, ids)
+
+def observed(method, seen):
+    """The same method, which appends to `seen`, for each decoding, what a Record lacks.
+
+    That is an Overlap's list, and of each model of a cascade the seconds of each run.
+    """
+    models = getattr(method.pair[0], "models", []) if method.pair else []
+
+    def timed(model, seconds):
+        align = partial(type(model).align, model)        # not that of an earlier decoding
+
+        def call(*args, **more):
+            start = perf_counter()
+            found = align(*args, **more)
+            seconds.append(perf_counter() - start)
+            return found
+        return call
+
+    def decode(ids, new_tokens, rule):
+        rule, runs = Overlap(rule), [[] for _ in models]
+        for model, seconds in zip(models, runs):
+            model.align = timed(model, seconds)
+        record = method.decode(ids, new_tokens, rule)
+        seen.append((rule.of_rounds, runs))
+        return record
+    return method._replace(decode=decode)
+
+# ---------------------------------------------------------------- columns
+def expected_speedup(alpha, c, gamma):
+    """GLIDE's E(Spd.) (section 5.1): (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))"""
+    return sum(alpha ** i for i in range(gamma + 1)) / (c * gamma + 1)
+
+def swi(tokens, runs, costs):
+    """Cascade's SWI (section 5.1): n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
+
+    runs, costs: of the target, and of each model; the target's cost is 1.
+    """
+    return tokens / sum(count * cost for count, cost in zip(runs, costs))
+
+def overlap_of(record, overlaps):
+    """The overlap of each tested token.  overlaps: a list for each round with drafted tokens."""
+    found = []
+    for one, values in zip((one for one in record.rounds if len(one.tokens) > 1), overlaps):
+        found += values[:bench.counts([one])["tested"]]
+    return found
+
+def depth_of(parents):
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    return max(depths)
+
+def columns(method, results, seen, size):
+    """bench.row_of, and the columns at the top of this file -> dict
+
+    results: as of bench.measure.  seen: of each of these prompts, what observed() kept.  size: the
+    number of the target's weights.
+    """
+    records = [found[method.name] for found in results]
+    row = bench.row_of(method, results)
+    rounds = [one for record in records for one in record.rounds]
+    if not method.pair or not rounds:
+        return row
+    seconds, calls = Counter(), Counter()
+    for record in records:
+        seconds.update(record.seconds)
+        calls.update(record.calls)
+    step = row["plain_ms"] / 1e3
+    models = getattr(method.pair[0], "models", None)              # None: no cascade
+    runs = [[second for _, runs in seen for second in runs[i]] for i in range(len(models or []))]
+    row["alpha_depth"] = ratio(sum(len(one.new) for one in rounds),
+                               sum(depth_of(one.parents) for one in rounds))
+    overlaps = [value for record, (kept, _) in zip(records, seen)
+                for value in overlap_of(record, kept)]
+    row["alpha_overlap"] = ratio(sum(overlaps), len(overlaps))
+    if len(runs) < 2:
+        # Max-Gram below a model costs next to nothing; several models differ in c.
+        forwards = sum(map(len, runs)) or calls.get("draft", 0)
+        row["c"] = ratio(seconds["draft"] / step, forwards)
+    if row.get("alpha") is not None and row.get("c"):
+        gamma = max(len(one.tokens) - 1 for one in rounds)
+        row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)
+    if models is not None:
+        # The target runs once in a round, and once for the prefill.
+        counts = [len(rounds) + len(records), *map(len, runs)]
+        weights = [model.model.num_parameters() / size for model in models]
+        measured = [ratio(sum(times) / step, len(times)) or 0.0 for times in runs]
+        row["swi_ms"] = swi(row["tokens"], counts, [1, *weights])
+        row["swi_pw"] = swi(row["tokens"], counts, [1, *measured])
+        row["swi_clock"] = row["tokens"] / (counts[0] + seconds["draft"] / step)
+    return row
+
+def ratio(x, y):
+    return x / y if y else None
+
+# ---------------------------------------------------------------- a run
+BY_PROMPT = ("speedup", "tau", "nodes", "alpha", "alpha_overlap", "alpha_depth", "draft_ms",
+             "expected_speedup", "swi_ms", "swi_pw", "swi_clock")
+
+def rows_of(methods, prompts, results, seen, loaded, temperature):
+    """The rows of a run: of all prompts, and of each kind of text -> list"""
+    groups = {"all": list(range(len(results)))}
+    for number, prompt in enumerate(prompts[:len(results)]):
+        parts = prompt.kind.split("/")                   # mt_bench/writing counts as mt_bench, too
+        for end in range(1, len(parts) + 1):
+            groups.setdefault("/".join(parts[:end]), []).append(number)
+    size = loaded.model.num_parameters()
+    rows = []
+    for group, numbers in groups.items():
+        of_group = [results[number] for number in numbers]
+        for method in methods:
+            kept = seen[method.name]
+            row = columns(method, of_group, [kept[number] for number in numbers], size)
+            row |= {"group": group, "lossless": None}
+            if group == "all":
+                if bench.is_comparable(method, temperature):
+                    row |= bench.losslessness(method, results, prompts, loaded.target)
+                row["by_prompt"] = []
+                for number, (found, prompt) in enumerate(zip(results, prompts)):
+                    one = columns(method, [found], [kept[number]], size)
+                    figures = {key: one[key] for key in BY_PROMPT if one.get(key) is not None}
+                    about = {"kind": prompt.kind, "question": prompt.question}
+                    row["by_prompt"].append(about | figures)
+            rows.append(row)
+    return rows
+
+def measure(name, run, path):
+    """Measure a run of figures/runs.py and write its rows to `path`."""
+    a = bench.parser().parse_args(shlex.split(run.flags))
+    loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
+    prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
+    seen, methods = {}, []
+    for method in methods_of(a, loaded, run):
+        seen[method.name] = []
+        methods.append(observed(method, seen[method.name]))
+    first = [prompts[0]._replace(limit=bench.WARM_UP)]
+    bench.warm_up(methods, prompts if a.graphs else first, a.temperature)
+    for kept in seen.values():
+        kept.clear()
+    results = bench.measure(methods, prompts, a.temperature)
+    if len(results) < len(prompts):
+        raise KeyboardInterrupt
+    about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
+             "target": a.target, "dtype": a.dtype, "device": a.device, "graphs": a.graphs,
+             "temperature": a.temperature, "max_new_tokens": a.max_new_tokens,
+             **provenance(loaded.target.device)}
+    rows = rows_of(methods, prompts, results, seen, loaded, a.temperature)
+    bench.print_table([method.name for method in methods], rows[:len(methods)])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(about | row) + "\n" for row in rows), encoding="utf-8")
