@@ -20,10 +20,10 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
 
+import probe
 import torch
 
 import bench
-import probe
 from runtime import load
 from runtime.program import program
 

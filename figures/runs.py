@@ -39,11 +39,11 @@ RUNS = {
         (["glide-top"], ["beam(width=8)", "fixed(size=2)", "fixed(size=3)"])]),
     "edd-trees": Run(5, ALL, [
         (["edd-top", "edd"], ["chain", "cape", "eagle2", "pct"]),
-        (["edd-top"], ["pct(leaf=0)", "token-confidence", "token-confidence(own=0.5)"]),
+        (["edd-top"], ["pct(leaf=0)", "token-confidence", "token-confidence(token_threshold=0.5)"]),
         (["edd"], ["pct-cost"])]),
     "cascade": Run(6, ALL, [
         ([BASE, SMALL, BASE_GRAM, SMALL_GRAM, THREE, LENIENT, VERTICAL, HORIZONTAL, "maxgram",
-          "maxgram(matching=False)", "glide-top", "glide"], ["chain"])],
+          "glide-top", "glide"], ["chain"])],
         ["generate()", "base", "lookup"]),
     "together": Run(4.5, ALL, [
         (["glide"], ["chain", "pct-cost"]), (["maxgram"], ["chain", "pct-cost"]),
