@@ -13,8 +13,9 @@ tree.  Every prompt is decoded by all methods, and each of them gets a row of th
     tok/s      new tokens per second, over all prompts, prefill included
     speedup    tok/s over plain decoding's tok/s [that of the slowest and of the fastest prompt]
     tau        new tokens per round, the target's own included
-    alpha      of a chain: accepted drafted tokens over tested ones
-    lossless   whether every token is that of plain decoding
+    lossless   whether every token is that of plain decoding; -: sampled with other noise
+
+Below it stands what a round takes, and alpha of a chain: accepted over tested drafted tokens.
 
 Three rules keep the table honest:
 
@@ -172,7 +173,7 @@ def library(model, temperature, ids, new_tokens, rule, **more):
     return Record(tokens, [], {"generate()": time.perf_counter() - start}, {})
 
 # ---------------------------------------------------------------- prompts
-# kind: of text.  question: a number, which all prompts of one chat share.  ids: a list of token ids.
+# kind: of text.  question: a number, which all prompts of one chat share.  ids: token ids, a list.
 # limit: the most new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
 
@@ -200,8 +201,7 @@ def read_prompts(paths, loaded, new_tokens, limit=None, template=None):
                 return prompts
     names = " ".join(map(str, paths))
     if too_long:
-        loaded.notes.append(f"{too_long} prompts of {names} are longer than the target's context of "
-                            f"{loaded.target.context} tokens: they are left out")
+        loaded.notes.append(f"left out: {too_long} prompts that exceed the target's context")
     if not prompts:
         raise UserError(f"{names}: no prompt is there, or none that fits the target's context of "
                         f"{loaded.target.context} tokens")
@@ -239,7 +239,7 @@ def methods_of(loaded, drafters, trees, temperature):
                Method("generate()", partial(library, loaded.model, temperature))]
     names = {tree.name for tree in trees}
     if not target.verifies_trees and not names <= {"chain", "drawn"}:
-        raise UserError("the target ignores a tree's mask or positions: take --tree chain or drawn")
+        raise UserError("the target ignores a tree's mask or positions: take --tree chain")
     if "drawn" in names and temperature == 0:
         raise UserError("--tree drawn samples its tokens: give a --temperature, or --tree chain")
     for call in drafters:
@@ -358,7 +358,7 @@ def row_of(method, results):
         row["alpha"] = total["accepted"] / total["tested"]
     return row
 
-# ---------------------------------------------------------------- are the tokens those of plain decoding?
+# ---------------------------------------------------------------- the same tokens?
 def is_comparable(method, temperature):
     """Whether a method must give the tokens of plain decoding.
 
@@ -394,39 +394,25 @@ def losslessness(method, results, prompts, target):
     return {"lossless": True}
 
 # ---------------------------------------------------------------- the table, the file
-LOSSLESS = {True: "yes", False: "NO", None: "-"}
-
-def cells_of(name, row):
-    """A line of the table -> {title of a column: text}"""
-    speedup = f"{row['speedup']:.2f}x"
-    if row["speedup_least"] < row["speedup_most"]:
-        speedup += f" [{row['speedup_least']:.2f}-{row['speedup_most']:.2f}]"
-    return {
-        "": name,
-        "tok/s": f"{row['tokens_per_second']:.1f}",
-        "speedup": speedup,
-        "tau": f"{row['tau']:.2f}" if "tau" in row else "-",
-        "alpha": f"{row['alpha']:.3f}" if "alpha" in row else "-",
-        "lossless": LOSSLESS[row["lossless"]]}
-
 def print_table(names, rows):
     """Print the rows of methods by these names, and below them where a round's time goes."""
-    lines = [cells_of(name, row) for name, row in zip(names, rows)]
-    titles = list(lines[0])
-    if not any("alpha" in row for row in rows):
-        titles.remove("alpha")
-    lines = [titles] + [[line[title] for title in titles] for line in lines]
-    first, *widths = [max(map(len, column)) for column in zip(*lines)]
-    for name, *cells in lines:
-        right = [cell.rjust(width) for cell, width in zip(cells, widths)]
-        print("  ".join([name.ljust(first), *right]))
+    width = max(map(len, names))
+    print(f"{'':{width}}  {'tok/s':>7}  {'speedup':>19}  {'tau':>5}  lossless")
+    for name, row in zip(names, rows):
+        spread = f" [{row['speedup_least']:.2f}-{row['speedup_most']:.2f}]"
+        speedup = f"{row['speedup']:.2f}x" + spread * (name != "plain")
+        tau = f"{row['tau']:.2f}" if "tau" in row else "-"
+        lossless = {True: "yes", False: "NO", None: "-"}[row["lossless"]]
+        print(f"{name:{width}}  {row['tokens_per_second']:7.1f}  {speedup:>19}  {tau:>5}  "
+              f"{lossless:>8}")
     print(f"\nA plain step takes {rows[0]['plain_ms']:.1f} ms.")
     for name, row in zip(names, rows):
         if "tau" in row:
             parts = {part: row[f"{part}_ms"] for part in ("draft", "verify", "other")}
             total = sum(parts.values())
             shares = ", ".join(f"{part} {ms / total:.0%}" for part, ms in parts.items())
-            print(f"A round of {name} takes {total:.1f} ms: {shares}.")
+            alpha = f"; alpha {row['alpha']:.3f}" if "alpha" in row else ""
+            print(f"A round of {name} takes {total:.1f} ms: {shares}{alpha}.")
         if "first_divergence" in row:
             print(f"{name} is not lossless: {row['first_divergence']}")
 
@@ -525,8 +511,8 @@ def main(argv):
         "max_new_tokens": a.max_new_tokens,
         **provenance(loaded.target.device)}
     results = resume(a.json, about)
-    print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up to "
-          f"{a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
+    print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up "
+          f"to {a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
 
     def write(line):
         if a.json:

@@ -341,9 +341,9 @@ def load_gram(loaded, path=None):
     default = loaded.checkpoint / "bigram.json"
     found = {}
     if path is not None or default.exists():
-        vocab, vocabulary = loaded.target.config.vocab_size, vocabulary_fingerprint(loaded.tokenizer)
+        vocabulary = vocabulary_fingerprint(loaded.tokenizer)
         try:
-            found = read_gram(path or default, vocab, vocabulary)
+            found = read_gram(path or default, loaded.target.config.vocab_size, vocabulary)
         except UserError as why:
             if path is not None:
                 raise

@@ -9,7 +9,13 @@ import torch
 import transformers
 from tqdm import tqdm
 from transformers import (
-    LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM)
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "figures")]
@@ -184,7 +190,7 @@ def random_drafter(model, kind, **more):
     _, _, drafter_class = families.KINDS[kind.split()[0]]
     return drafter_class(random_draft_model(model, kind, **more))
 
-# ---------------------------------------------------------------- a target with its drafters, in files
+# ---------------------------------------------------------------- models in files
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
     """A folder with a tiny random target, random drafters of the real classes and two language

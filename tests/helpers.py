@@ -12,7 +12,6 @@ import edd
 import glide
 from runtime import families, load
 
-
 # ---------------------------------------------------------------- made-up drafters and their trees
 def table_expand(table):
     """A drafter whose distribution depends on the last token alone; counts its calls."""

@@ -11,8 +11,8 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from helpers import TEXT, tokenizer_of, write_rows
+from safetensors.torch import load_file, save_file
 
 import bench
 

@@ -19,7 +19,6 @@ import cape
 import verify
 from runtime import load, provenance
 from runtime.calls import read_call
-from runtime.errors import UserError
 
 RULE = verify.Rule()
 
@@ -134,10 +133,11 @@ def test_a_row_and_the_table_by_hand(capsys):
                                           row | {"lossless": False, "first_divergence": gap}])
     out = capsys.readouterr().out
     lines = [line.split() for line in out.splitlines()]
-    assert lines[:3] == [["tok/s", "speedup", "tau", "alpha", "lossless"],
-                         ["plain", "8.8", "1.00x", "-", "-", "yes"],
-                         ["ours", "27.0", "3.07x", "[2.00-5.00]", "2.86", "0.812", "NO"]]
-    assert "A plain step takes 100.0 ms.\nA round of ours takes 45.0 ms: draft 51%, verify 40%" in out
+    assert lines[:3] == [["tok/s", "speedup", "tau", "lossless"],
+                         ["plain", "8.8", "1.00x", "-", "yes"],
+                         ["ours", "27.0", "3.07x", "[2.00-5.00]", "2.86", "NO"]]
+    assert "A plain step takes 100.0 ms.\nA round of ours takes 45.0 ms: draft 51%, verify " in out
+    assert "alpha 0.812.\n" in out
     assert "ours is not lossless: {'prompt': 0" in out
     sibling = ours[1].rounds[0]._replace(parents=[-1, 0, 1, 1])
     ours[1].rounds[0] = sibling

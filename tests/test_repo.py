@@ -139,7 +139,7 @@ def test_the_snippets_of_the_readme_run(lines, tmp_path, monkeypatch, capsys):
 def test_commands_name_programs():
     """`python FILE` and `python -m MODULE`, in any text: a program that is there."""
     texts = [ROOT / name for name in files(".", *FOLDERS[:-1])] + PAGES
-    pattern = r"\bpython (?:([a-z_\d/]+)\.py|-m ((?:%s)\.\w+))" % "|".join(FOLDERS)
+    pattern = rf"\bpython (?:([a-z_\d/]+)\.py|-m ((?:{'|'.join(FOLDERS)})\.\w+))"
     for path in texts:
         for script, module in re.findall(pattern, path.read_text(encoding="utf-8")):
             program = ROOT / f"{script or module.replace('.', '/')}.py"
