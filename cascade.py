@@ -53,7 +53,6 @@ import torch
 from maxgram import MaxGram, N
 from verify import Target, Tree, accept, accept_sampled, generate, root_only
 
-
 # ---------------------------------------------------------------- Algorithm 1
 class Gen:
     """curGen and curProbs of Algorithm 1.

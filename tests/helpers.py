@@ -71,17 +71,7 @@ def brute_force(generation, draft, n, source=(), bigram=()):
         tokens, query, lengths = [*tokens, token], [*query, token], [*lengths, length]
     return tokens, lengths
 
-# ---------------------------------------------------------------- models and docstrings
-def relative(model, noise, seed):
-    """A model of the same class whose choices mostly agree with `model`'s."""
-    torch.manual_seed(seed)
-    other = type(model)(model.config).to(model.dtype).eval()
-    weights = {}
-    for name, w in model.state_dict().items():
-        weights[name] = w + noise * torch.randn_like(w) * (w.ndim == 2)
-    other.load_state_dict(weights)
-    return other
-
+# ---------------------------------------------------------------- docstrings
 def lines_to_use(module):
     """The indented lines under "To use ..." in a module's docstring."""
     to_use = r"\nTo use [^\n]*\n(?:\S[^\n]*\n)*\n((?:    [^\n]*\n|\n)+)"

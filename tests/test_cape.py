@@ -5,7 +5,6 @@ from helpers import random_table, sequences, table_expand
 
 import cape
 
-
 def row_after(path, vocab=7):
     """A distribution of its own after each path, the root's token first."""
     g = torch.Generator().manual_seed(hash(path) % 2 ** 40)

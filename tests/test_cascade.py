@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import VOCAB, plain, tiny
-from helpers import brute_force, lines_to_use, relative
+from conftest import VOCAB, plain, relative, tiny
+from helpers import brute_force, lines_to_use
 
 import cascade
 import maxgram

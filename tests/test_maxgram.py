@@ -10,7 +10,6 @@ import maxgram
 from maxgram import MaxGram, build_bigram
 from training.bigram import measure_confidence
 
-
 def torch_index(t, value):
     return (t == value).nonzero(as_tuple=True)[0][0]
 
