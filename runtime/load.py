@@ -372,5 +372,3 @@ def load_mixture(loaded, *names, bigram=None, temperature=None):
     gram, agreement = load_gram(loaded, bigram)
     return Mixture(drafter, gram, agreement.get(name))
 
-# Transition: renamed
-Setup = Loaded

@@ -64,7 +64,7 @@ def setup():
     folder = Path(os.environ.get("SMOLLM2", load.SMOLLM2))
     if not folder.exists():
         pytest.skip("the model is not here: python training/smollm2.py gets it")
-    return load.Setup(str(folder), str(load.CHECKPOINTS / "smollm2"))
+    return load.Loaded(str(folder), str(load.CHECKPOINTS / "smollm2"))
 
 def ids_of(setup, question):
     chat = [{"role": "user", "content": question}]

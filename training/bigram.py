@@ -145,7 +145,7 @@ def fit(found):
 
 def agreement(a):
     """`bigram.py agreement`"""
-    setup = load.Setup(a.target, a.checkpoint, "float32", a.device)
+    setup = load.Loaded(a.target, a.checkpoint, "float32", a.device)
     path = Path(a.checkpoint) / "bigram.json"
     written = json.loads(path.read_text())
     prompts, kinds = [], Counter()

@@ -25,7 +25,7 @@ from runtime import families, load
 from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import folder_atomically
-from runtime.report import commit
+from runtime.provenance import commit
 from runtime.targets import context_of
 from verify import Target
 

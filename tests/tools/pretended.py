@@ -200,7 +200,6 @@ def decodings():
     import pct
     import verify
     from beyond import graft
-    from runtime import measure
 
     def glides(model):
         torch.manual_seed(1)
@@ -219,10 +218,9 @@ def decodings():
 
     def mixtures(model):
         return graft.Mixture(edds(model), maxgram.MaxGram())
-    greedy, sampled = verify.Rule(), verify.sampling(0.8)
-    overlap = measure.Overlap(sampled.processors, sampled.seed)
+    greedy, sampled = verify.Rule(), verify.Rule(0.8)
     return [("glide x chain", glides, cape.chain, greedy),
-            ("glide x cape, sampled", glides, cape.cape, overlap),
+            ("glide x cape, sampled", glides, cape.cape, sampled),
             ("edd x eagle2", edds, partial(pct.eagle2, total=15, depth=4), greedy),
             ("cascade", cascades, ("chain", {}), greedy),
             ("mixture x graft", mixtures, ("graft", {"cost": 0.1, "depth": 3}), greedy),
@@ -252,7 +250,12 @@ def main(out):
 
     import verify
     from runtime.static import static
-    generate = verify.generate.__wrapped__
+
+    def generate(*given):
+        out = verify.Output()
+        first, *out.rounds = verify.rounds.__wrapped__(*given)
+        out.tokens = sum((one.new for one in out.rounds), first.new)
+        return out
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
     for name, make, build, rule in decodings():
         target, drafter = verify.Target(here), make(here)
