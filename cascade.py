@@ -234,9 +234,8 @@ def chain_of(tokens, device, p_draft=None):
 def keep_chosen(gen, first, choice, probs):
     """Keep drafts while they are what the reviewer chose, then add its next choice: verify.accept.
 
-    The n drafts begin at position `first`.  choice: list of n + 1 tokens that the reviewer chose at
-    the position of each draft, and after the last one.  probs (n + 1, V): row i becomes the entry
-    in gen.probs of the i-th token that is kept.
+    choice: n + 1 tokens that the reviewer chose at the positions of the n drafts, which begin at
+    `first`, and after the last one.  probs (n + 1, V): their entries in gen.probs.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
     parents = range(-1, len(chain) - 1)
@@ -277,8 +276,6 @@ class Cascade:
         if not is_square or any(any(row[:i]) or min(row) < 0 for i, row in enumerate(K)):
             raise ValueError(f"K {K}: {n} stages take an upper triangular matrix of {n} x {n} "
                              "counts, since a stage reviews smaller ones alone")
-        if not any(K[0]):
-            raise ValueError(f"K {K}: the target must be given something to review")
         self.K = K
         for model in self.models:
             if model.vocab != self.vocab:
@@ -403,8 +400,8 @@ def main():
 
 # Differences from the paper, all of them:
 #  1. The recursion ends at Max-Gram, or at the smallest model (cascade_step).
-#  2. The while loop counts the tokens of all its reviews (cascade_step).  The authors' code counts
-#     those of the whole call, against k_1 + ... + k_i.
+#  2. The while loop counts the tokens of all its reviews, the authors' code those of the whole
+#     call, against k_1 + ... + k_i (cascade_step).
 #  3. Drafts end where the output or a model's context does (cascade_step).
 #  4. What replaces a token that a lenient review rejects is sampled from section 2's residual
 #     (lenient_distribution).  The authors' code, which is greedy only, compares the drafter's and
