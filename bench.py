@@ -25,7 +25,7 @@ Three rules keep the table honest:
  3. Outputs are compared with the baseline's token for token.
 
 decode() puts clocks around a target and a drafter, measure() is the loop, row_of() computes a row.
-They know no command line, so for two language models of your own three lines do:
+They know no command line, so for two language models of your own a few lines do:
 
     target, draft = verify.Target(large), cascade.Cascade([verify.Target(small)])
     methods = [Method("plain", partial(decode, target, None, verify.root_only)),
@@ -55,10 +55,11 @@ import pct
 import verify
 from beyond import graft, priced
 from cascade import Cascade
-from runtime import chats, load, text
+from runtime import load
 from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import program
+from runtime.prompts import Prompt, read_prompts
 from runtime.provenance import provenance
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
@@ -171,41 +172,6 @@ def library(model, temperature, ids, new_tokens, rule, **more):
     first = 1 if model.config.is_encoder_decoder else len(ids)
     tokens = out[0, first:].tolist()                     # a device-to-host sync
     return Record(tokens, [], {"generate()": time.perf_counter() - start}, {})
-
-# ---------------------------------------------------------------- prompts
-# kind: of text.  question: a number, which all prompts of one chat share.  ids: token ids, a list.
-# limit: the most new tokens
-Prompt = namedtuple("Prompt", "kind question ids limit")
-
-def read_prompts(paths, loaded, new_tokens, limit=None, template=None):
-    """Files of prompts -> at most `limit` Prompts, the kinds of text alternating.
-
-    loaded: a load.Loaded.  template: a chat template, as of chats.template_of.
-    """
-    def answer(ids):
-        """The target's own answer to an earlier question, where the chat has none; untimed."""
-        out = verify.generate(loaded.target, None, verify.root_only, ids, new_tokens,
-                              eos=loaded.eos)
-        return loaded.tokenizer.decode(out.tokens, skip_special_tokens=True)
-
-    prompts, too_long = [], 0
-    vocab = loaded.target.config.vocab_size
-    for number, (kind, document) in enumerate(text.prompt_rows(paths)):
-        for ids in chats.questions(document, loaded.tokenizer, template, vocab, answer):
-            remaining = loaded.target.remaining(ids)
-            if remaining < 1:
-                too_long += 1                            # and so are all further turns of this chat
-                break
-            prompts.append(Prompt(kind, number, ids, min(new_tokens, remaining)))
-            if len(prompts) == limit:
-                return prompts
-    names = " ".join(map(str, paths))
-    if too_long:
-        loaded.notes.append(f"left out: {too_long} prompts that exceed the target's context")
-    if not prompts:
-        raise UserError(f"{names}: no prompt is there, or none that fits the target's context of "
-                        f"{loaded.target.context} tokens")
-    return prompts
 
 # ---------------------------------------------------------------- methods
 # name: as the table has it.  decode: decode(ids, new_tokens, rule) -> Record.  drafter, tree: their
@@ -526,7 +492,8 @@ def main(argv):
 
     if len(results) < len(prompts):
         # A graph is recorded at the first use of its size, so with graphs every prompt is decoded.
-        first = prompts[0]._replace(limit=min(WARM_UP, prompts[0].limit))
+        kind, question, ids, limit = prompts[0]
+        first = Prompt(kind, question, ids, min(WARM_UP, limit))
         warm_up(methods, prompts if a.graphs else [first], a.temperature)
     if a.show:
         rule = rule_of(a.temperature, a.seed, 0)
