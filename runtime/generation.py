@@ -23,26 +23,34 @@ from warnings import warn
 
 import torch
 import torch.nn.functional as F
-from transformers import EncoderDecoderCache, GenerationMixin, cache_utils
+from transformers import EncoderDecoderCache, GenerationMixin, cache_utils, generation
 from transformers.generation import utils
 
 import verify
 from runtime.errors import UserError
 from runtime.program import first_line
-from runtime.targets import AnyTarget, any_target, layers_of, state_of, with_vocabulary
+from runtime.targets import (
+    AnyTarget, Sourced, any_target, layers_of, state_of, with_vocabulary)
 
 # What generate() prepares for a forward, and `speculative` prepares for itself or compares
 PREPARED = {"input_ids", "position_ids", "cache_position", "attention_mask", "decoder_input_ids",
             "decoder_position_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values",
             "cache", "use_cache", "logits_to_keep", "is_first_iteration", "return_dict",
             "output_attentions", "output_hidden_states"}
-# The methods by which generate() decodes
-STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample")
 # Options of generate() for outputs that `speculative` does not have
-NOT_RETURNED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+NOT_RETURNED = ("output_attentions", "output_hidden_states")
 CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache}
-LAYERS = {cache_utils.DynamicLayer, cache_utils.DynamicSlidingWindowLayer, cache_utils.StaticLayer,
-          cache_utils.StaticSlidingWindowLayer}
+# DummyLayer, of newer releases: a layer that shares another's keys and values holds nothing.
+LAYERS = {getattr(cache_utils, name, None) for name in (
+    "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer",
+    "DummyLayer")}
+# Logits processors that depend only on the scores.  All others may look at the tokens before, too,
+# and these differ from node to node of a tree.
+SCORE_ONLY = {getattr(generation, name, None) for name in """
+    TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper
+    TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor
+    InfNanRemoveLogitsProcessor LogitNormalization""".split()}
+PENALTY = generation.RepetitionPenaltyLogitsProcessor
 
 def refuse(*cases):
     """Raise UserError with the sentence of the first case, a pair (refused, sentence), that is."""
@@ -85,8 +93,10 @@ class speculative:
     __signature__ = Signature()
 
     def __init__(self, drafter, build, target=None):
-        refuse((not isinstance(target, AnyTarget | None), "this target proves nothing: give "
-                "runtime.targets.any_target(model), or none"))
+        refuse(
+            (not callable(build), f"the builder is {build!r}: give a function, such as cape.cape"),
+            (not isinstance(target, AnyTarget | None), "this target proves nothing: give "
+             "runtime.targets.any_target(model), or none"))
         self.drafter, self.build, self.target = drafter, build, target
         self.state = None if target is None else state_of(target.model)
         self.last = None
@@ -99,45 +109,43 @@ class speculative:
                 "thread: call model.generate(..., custom_generate=...)"))
         check_supported(model, input_ids, generation_config, caller, model_kwargs)
         padding = padding_of(model, input_ids, generation_config, model_kwargs)
-        hidden, ids = input_ids[:, :padding], input_ids[0, padding:].tolist()
+        ids = input_ids[0, padding:].tolist()
         limit = generation_config.max_length - input_ids.shape[1]
-        seed = None
-        if generation_config.do_sample:
-            seed = torch.randint(2 ** 31, (1,)).item()         # torch.manual_seed() decides it
-        rule, stops = Rule(logits_processor, seed, hidden), Stops(stopping_criteria, hidden)
-        streamer = None if caller["streamer"] is None else AfterPrompt(caller["streamer"])
         with alone(model, self, self.drafter, self.target):
             target = self.target_for(model, ids, padding, caller, model_kwargs)
+            check_prepared(target, input_ids, padding, model_kwargs)
             cache = cache_of(target, ids, padding, model_kwargs)
-            drafter = None if self.drafter is None else Fitted(self.drafter, target)
-            self.last = verify.generate(target, drafter, guarded(self.build), ids, limit, rule,
-                                        [stops], streamer)
+            rule = Rule(logits_processor, generation_config.do_sample, input_ids[:, :padding])
+            drafter = None if self.drafter is None else Fitted(self.drafter, target, rule)
+            rounds = verify.rounds(target, drafter, guarded(self.build), ids, limit, rule)
+            heard = Heard(input_ids, stopping_criteria, caller["streamer"], generation_config)
+            self.last = heard.hear(rounds, rule)
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
             if cache is not None and (generation_config.return_dict_in_generate or is_given):
                 fill(cache, target, len(ids) + len(self.last.tokens) - 1, padding)
-        if len(self.last.tokens) < limit and not stops.met:
+        if len(self.last.tokens) < limit and not heard.met:
             warn(f"the output ends after {len(self.last.tokens)} of {limit} new tokens, with the "
                  f"context of {target.capacity}; decode without custom_generate to go on")
-        new = torch.tensor([self.last.tokens], device=input_ids.device)
-        sequences = torch.cat((input_ids, new), dim=1)
         if not generation_config.return_dict_in_generate:
-            return sequences
+            return heard.sequences
         kind = utils.GenerateDecoderOnlyOutput
         if target.encoder_decoder:
             kind = utils.GenerateEncoderDecoderOutput
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
-        return kind(sequences=sequences, **{name: cache})
+        return kind(sequences=heard.sequences, scores=heard.scores, logits=heard.logits,
+                    **{name: cache})
 
     def target_for(self, model, ids, padding, caller, model_kwargs):
         """The Target of the model in its present state, for this prompt."""
-        state = state_of(model)
+        state, encoded = state_of(model), None
+        if model.config.is_encoder_decoder:
+            encoded = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         if self.target is None or self.target.model is not model or self.state != state:
-            self.target, self.state = any_target(model), state
+            self.target, self.state = any_target(model, encoded=encoded), state
         target = self.target
         if target.encoder_decoder:
-            target.given = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
-            source = caller["inputs_tensor"]
+            target.given, source = encoded, caller["inputs_tensor"]
             is_text = not source.is_floating_point() and source.min() >= 0
             target.source = source[0].tolist() if is_text else None
         refuse(
@@ -176,8 +184,6 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
     mode, kind = config.get_generation_mode(caller["assistant_model"]), type(model)
     embeds = model_kwargs.get("inputs_embeds") is not None
     synced = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
-    replaced = [step for step in STEPS
-                if getattr(model, step) != getattr(kind, step).__get__(model)]
     asked = [name for name in NOT_RETURNED if getattr(config, name, None)]
     refuse(
         (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: leave its "
@@ -186,17 +192,14 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
         (embeds or not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
         (caller["synced_gpus"] or synced, "synced_gpus is not served, as ranks decode in rounds of "
          "their own: leave it out, and give each rank the whole model"),
-        (replaced, f"{replaced} of this model is replaced, as by PEFT's prompt and prefix tuning, "
-         "and would be passed over: decode without custom_generate (LoRA is served)"),
-        (kind._sample is not GenerationMixin._sample, f"{kind.__name__} decodes in a way of its "
-         "own: decode without custom_generate"),
+        (getattr(model._sample, "__func__", None) is not GenerationMixin._sample,
+         f"{kind.__name__} decodes in a way of its own: decode without custom_generate"),
         (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"))
 
 def padding_of(model, input_ids, config, model_kwargs):
     """The number of padding tokens at the left of the prompt.
 
-    Raises UserError where the model's own generate() would not decode the other ids alone, at the
-    positions 0, 1, 2, ...
+    Raises UserError where the attention mask hides others.
     """
     n, mask = input_ids.shape[1], model_kwargs.get("attention_mask")
     if model.config.is_encoder_decoder:
@@ -207,11 +210,16 @@ def padding_of(model, input_ids, config, model_kwargs):
     refuse((mask.shape[1] != n or not mask[0, padding:].all(), "the attention mask hides tokens, "
             "or is not that of input_ids: give the whole text, padded at its left if at all, and "
             "its attention_mask"))
-    position = torch.arange(n, device=input_ids.device)
-    given = {"cache_position": position, **model_kwargs, "is_first_iteration": True}
+    return padding
+
+def check_prepared(target, input_ids, padding, model_kwargs):
+    """Raise UserError where generate() would forward more than ids, at positions in a row."""
+    model, n = target.model, input_ids.shape[1]
+    position = torch.arange(n - padding, device=target.device) + (target.first or 0)
+    given = {"cache_position": torch.arange(n, device=input_ids.device), **model_kwargs}
     given = {name: value for name, value in given.items() if not isinstance(value, utils.Cache)}
     try:
-        prepared = model.prepare_inputs_for_generation(input_ids, **given)
+        prepared = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
     except Exception as why:                                   # a model's own code may fail anyhow
         raise UserError(f"{type(model).__name__}.prepare_inputs_for_generation fails without a "
                         f"cache ({first_line(why)}): decode without custom_generate") from why
@@ -221,12 +229,19 @@ def padding_of(model, input_ids, config, model_kwargs):
         elif value is None or value is False or isinstance(value, (dict, list)) and not value:
             served = True
         elif name.endswith("position_ids"):
-            served = (value[..., padding:] == position[:n - padding].to(value.device)).all()
+            served = (value[..., padding:].to(target.device) == position).all()
+        elif name.endswith("token_type_ids"):
+            served = not value.any() and is_neutral(target, name)
         else:
             served = name in PREPARED and (name != "decoder_attention_mask" or value.all())
         refuse((not served, f"{name} is not served as it is given or as the model prepares it: "
                 "leave it out, or decode without custom_generate"))
-    return padding
+
+def is_neutral(target, name):
+    """Whether zeros as an argument `name` of the model change nothing (GPT-2 embeds them)."""
+    ids = torch.ones(1, 2, dtype=torch.long, device=target.device)
+    own = [target.model(ids, **how).logits for how in ({}, {name: torch.zeros_like(ids)})]
+    return torch.equal(*own)
 
 # ---------------------------------------------------------------- caches
 def cache_of(target, ids, padding, model_kwargs):
@@ -258,10 +273,9 @@ def cache_of(target, ids, padding, model_kwargs):
 def holds(cache, target, ids):
     """Whether a filled cache holds the keys and values that the model computes for these ids."""
     layers = getattr(cache, "layers", [])
-    if not layers or cache_utils.StaticSlidingWindowLayer in {type(layer) for layer in layers}:
-        return False                                           # the latter's order is its own
-    target.configure({})
-    target.align(ids)
+    if not layers:
+        return False
+    target.prefill(ids)
     for layer, pair in target.cache.kv.items():
         for held, own in zip((layers[layer].keys, layers[layer].values), pair):
             held = held[:, :, :len(ids)]
@@ -285,79 +299,182 @@ def fill(cache, target, length, padding):
         cache.update(k, v, layer, {"cache_position": slots})
 
 # ---------------------------------------------------------------- what is called back
-def ordinary(callback, *given):
-    """Call with ordinary tensors, as generate() does; those of inference mode are not."""
-    with torch.inference_mode(False), torch.no_grad():
-        return callback(*(x.clone() if isinstance(x, torch.Tensor) else x for x in given))
-
 class Rule(verify.Rule):
-    """verify.Rule by generate()'s processors, which see the padding, too, on the model's device."""
-    def __init__(self, processors, seed, padding):
-        """padding (1, p): what stands before a text and is hidden from the model."""
-        super().__init__(processors, seed)
-        self.padding = padding
+    """generate()'s logits processors, then the argmax or a sample.
 
-    def process(self, text, logits):
-        if text is not None:
-            text = torch.cat((self.padding, text.to(self.padding.device)), 1)
-        process = super().process
-        scores = ordinary(process, text, logits.to(self.padding.device))
+    padding (1, p): what stands before a text and is hidden from the model, not from processors.
+    scores, logits: rows (n, V) of the last tree, of which those of accepted nodes count.  text
+    (1, t): the text before the next token that a drafter predicts, where it is known.
+    """
+    def __init__(self, processors, do_sample, padding):
+        seed = torch.randint(2 ** 31, (1,)).item() if do_sample else 0   # torch.manual_seed's
+        super().__init__(temperature=1.0 if do_sample else 0.0, seed=seed)
+        self.processors, self.padding = list(processors), padding
+        self.score_only = {type(processor) for processor in self.processors} <= SCORE_ONLY
+        self.text = None
+
+    def probs(self, logits, temperature=1.0):
+        """As verify.Rule.probs.  In sampling the processors apply that depend only on the scores.
+
+        A repetition penalty applies, too, where the text is known.
+        """
+        if self.greedy:
+            return super().probs(logits, temperature)
+        scores, text = logits.float(), self.text
+        for processor in self.processors:
+            sees_text = text is not None and len(logits) == 1 and type(processor) is PENALTY
+            if sees_text:
+                scores = processor(text.clamp(max=logits.shape[1] - 1), scores)
+            elif type(processor) in SCORE_ONLY:
+                scores = processor(None, scores)
+        return scores.softmax(-1).nan_to_num(0.0)
+
+    def choose(self, tree, logits, ids):
+        """As verify.Rule.choose; -1 where there is nothing to sample from.
+
+        Where a processor looks at the text, nodes that are not accepted get -1, too.
+        """
+        self.logits = logits.float()
+        if not self.score_only:
+            return self.walk(tree, ids)
+        self.scores = self.process(None, self.logits)
+        return self.choose_by(tree, self.scores, ids)
+
+    def process(self, ids, logits):
+        """logits (k, V) after the processors, which see the ids with their padding."""
+        # As in generate(), they get ordinary tensors, on the device of input_ids.
+        with torch.inference_mode(False), torch.no_grad():
+            text, scores = None, logits.to(self.padding.device).clone()
+            if ids is not None:
+                text = torch.cat((self.padding, self.padding.new_tensor([ids])), 1)
+            for processor in self.processors:
+                scores = processor(text, scores)
         return scores.to(logits.device)
 
-    def choose_by_scores(self, tree, scores, first):
-        """As verify.Rule's; -1 where there is nothing to sample from."""
-        choice = super().choose_by_scores(tree, scores, first)
-        if self.seed is None:
+    def choose_by(self, tree, scores, ids):
+        """Processed scores (n, V) -> the token after each node (n,)."""
+        choice = super().choose(tree, scores, ids)
+        if self.greedy:
             return choice
         return choice.masked_fill(scores.softmax(-1).isnan().any(-1), -1)
 
-class Stops:
-    """generate()'s stopping criteria, as one.  They see every token, on the model's device."""
-    def __init__(self, criteria, padding):
-        self.criteria, self.padding, self.met = criteria, padding, False
+    def walk(self, tree, ids):
+        """Choose by processors that look at the text, and may remember what they saw.
 
-    def __call__(self, ids, scores):
-        if ids[0, -1] < 0:                                     # torch.multinomial's own words
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        ids = torch.cat((self.padding, ids.to(self.padding.device)), 1)
-        self.met = bool(ordinary(self.criteria, ids, scores).all())
-        return self.met
+        They are called as plain decoding calls them: for one text, once for each new token, in
+        order.  So this walks down the accepted path, with a device-to-host sync at each node.
 
-class AfterPrompt:
-    """Passes on to a streamer all but the prompt, which transformers has shown it already."""
-    def __init__(self, streamer):
-        self.streamer, self.end, self.prompt_seen = streamer, streamer.end, False
+        Each step makes the choice after one node, which choose_by gets as a tree of its own.  In a
+        sampled chain this tree also has the next drafted token, since the choice is to accept or to
+        reject it.
+        """
+        child = verify.children(tree.tokens.tolist(), tree.parents.tolist())
+        choice = torch.full_like(tree.tokens, -1)
+        self.scores = torch.zeros_like(self.logits)
+        text, node = list(ids), 0
+        while node is not None:
+            tokens, p_draft = tree.tokens[node:node + 1], None
+            if tree.p_draft is not None:
+                # At the last node both slices are shorter by one: there is nothing to accept.
+                tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
+            parents = torch.arange(len(tokens), device=tokens.device) - 1
+            chain = verify.Tree(tokens, parents, None, p_draft)
+            scores = self.process(text, self.logits[node:node + 1])                    # (1, V)
+            self.scores[node] = scores[0]
+            # The choice after the next node is not used, so it gets the scores of this one.
+            scores = scores.expand(len(tokens), -1)
+            choice[node] = self.choose_by(chain, scores, text)[0]
+            token = choice[node].item()
+            text.append(token)
+            node = child.get((node, token))
+        return choice
 
-    def put(self, ids):
-        if self.prompt_seen:
-            for token in ids:
-                ordinary(self.streamer.put, token[None])
-        self.prompt_seen = True
+class Heard:
+    """What streamer, stopping criteria and caller hear of a decoding, token by token.
+
+    sequences (1, t); scores, logits: a tuple of (1, V), one for each new token, or None.  met:
+    whether a criterion has ended the text.
+    """
+    def __init__(self, input_ids, criteria, streamer, config):
+        self.sequences, self.criteria, self.streamer = input_ids, criteria, streamer
+        returns = config.return_dict_in_generate
+        self.scores = () if returns and config.output_scores else None
+        self.logits = () if returns and config.output_logits else None
+        self.met = False
+
+    def hear(self, rounds, rule):
+        """Listen to all rounds, or until a criterion is met -> Output"""
+        out = verify.Output()
+        for one in rounds:
+            new = torch.tensor([one.new], device=self.sequences.device)
+            before, heard = self.sequences, 0
+            for node in (one.path or [0])[:len(one.new)]:      # the prefill's round has no path
+                if one.new[heard] < 0:                         # torch.multinomial's own words
+                    raise RuntimeError("probability tensor contains either `inf`, `nan` or element "
+                                       "< 0")
+                if self.scores is not None:
+                    self.scores += (rule.scores[node:node + 1].clone(),)
+                if self.logits is not None:
+                    self.logits += (rule.logits[node:node + 1].clone(),)
+                heard += 1
+                self.sequences = torch.cat((before, new[:, :heard]), 1)
+                # All criteria are asked, as they may remember what they saw.
+                self.met = bool(self.criteria(self.sequences, self.scores).all())
+                if self.streamer is not None:
+                    self.streamer.put(new[0, heard - 1:heard].cpu())
+                if self.met:
+                    break
+            out.tokens += one.new[:heard]
+            if one.tokens:                                     # not the prefill's
+                out.rounds.append(one._replace(new=one.new[:heard]))
+            if self.met:
+                break
+        if self.streamer is not None:
+            self.streamer.end()
+        return out
 
 class Fitted:
-    """A drafter beside a target.  What does not fit raises a UserError."""
-    def __init__(self, drafter, target):
-        self.needs, self.vocab = drafter.needs, target.vocab
+    """A drafter beside a target.  What does not fit raises a UserError.
+
+    It tells the rule the text of a sampled chain, for a repetition penalty.
+    """
+    def __init__(self, drafter, target, rule):
+        if target.encoder_decoder and hasattr(drafter, "encode"):
+            drafter = Sourced(drafter, target)
+        self.needs, self.vocab, self.rule = drafter.needs, target.vocab, rule
         self.reset, self.keep = drafter.reset, drafter.keep
-        self.begin, self.own = guarded(drafter.begin), guarded(drafter.expand)
+        self.own_begin, self.own_expand = guarded(drafter.begin), guarded(drafter.expand)
         layers = layers_of(target.config)
         read = [*self.needs.get("kv", ()), *(i - 1 for i in self.needs.get("hidden", ()))]
         refuse((max(read, default=0) >= layers or read and target.encoder_decoder, "the drafter "
                 f"reads layers that the target, of {layers} layers, does not have or show: take a "
                 "drafter made for this target"))
+        self.has_penalty = PENALTY in {type(processor) for processor in rule.processors}
+        self.ids = []
+
+    def begin(self, view, root_id):
+        self.ids += view.ids
+        self.chain = [torch.tensor(self.ids, device=view.tokens.device)]
+        self.own_begin(view, root_id)
 
     def expand(self, tokens, parents):
         """As the drafter's.  Tokens that the target does not have are never accepted."""
-        return with_vocabulary(self.own(tokens, parents), self.vocab, 0.0)
+        # A node that comes alone, after the last one: a chain.
+        if self.has_penalty and parents == [len(self.chain) - 2]:
+            self.chain.append(tokens)
+            self.rule.text = torch.cat(self.chain)[None]
+        p = self.own_expand(tokens, parents)
+        self.rule.text = None
+        return with_vocabulary(p, self.vocab, 0.0)
 
 def guarded(function):
     """A function whose errors that come of a wrong drafter or setting are UserErrors."""
     def call(*given):
         try:
             return function(*given)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UserError):
             raise
-        except (AssertionError, LookupError, RuntimeError) as why:
+        except (AssertionError, LookupError, RuntimeError, ValueError) as why:
             raise UserError("the drafter and the builder do not fit this target, or each other "
                             f"({first_line(why)}): take a drafter made for this target, and "
                             "settings that the builder allows") from why

@@ -3,7 +3,7 @@
 verify.Target serves models that are built as Llama is.  AnyTarget adds
 
     windows         layers with a sliding window, alone or beside layers with full attention
-    devices         a model that accelerate has spread over several devices, or offloaded
+    layers          keys and values that differ in size or device, also of an offloaded model
     vocabularies    logits padded or cut to another model's vocabulary size
     contexts        other names for their length in a configuration; longrope's short table alone
     chains          a model that ignores a tree's mask or position_ids verifies chains only
@@ -11,18 +11,22 @@ verify.Target serves models that are built as Llama is.  AnyTarget adds
 and AnyEncoderDecoder serves T5 and its relatives.
 
 The proof.  Whether a model of an unknown family can verify trees is found by experiment, when it is
-wrapped: a few tiny forwards compare the logits of a tree's nodes with those of the model's own
-forward over each path.  If they differ, the same is tried with a chain.  A model that fails both
-tests is refused.  docs/families.md lists what is served.
+wrapped: a few tiny forwards compare the logits of a tree's nodes with those that the model's own
+generate() computes along each path, by whatever it prepares for a prompt and for a step.  If they
+differ, the same is tried with a chain.  A model that fails both is refused.  docs/families.md lists
+what is served.
 
     target = any_target(model)       # in place of verify.Target(model)
 """
+from contextlib import contextmanager
 from inspect import signature
 from threading import Lock
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
+from transformers import (
+    GenerationConfig, GenerationMixin, LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList)
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from runtime.attention import can_fold, folding
@@ -34,13 +38,19 @@ from verify import MARGIN, Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
+WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
 UNSTATED = 2048          # the context of a model whose configuration states none
+# The methods by which a class, or an instance that was changed, decodes in generate()
+STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
+         "forward")
 
 # ---------------------------------------------------------------- what a configuration says
 def context_of(config):
     """The most tokens that a sequence may have."""
-    context = getattr(config, "max_position_embeddings", None)
-    context = context or getattr(config, "max_seq_len", None) or UNSTATED
+    names = ("max_position_embeddings", "max_seq_len", "max_decoder_position_embeddings",
+             "max_target_positions")
+    context = next((getattr(config, name) for name in names if getattr(config, name, None)),
+                   UNSTATED)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type")
     original = rope.get("original_max_position_embeddings")
@@ -48,7 +58,7 @@ def context_of(config):
     if kind == "longrope":
         # It rotates all keys of a long text by a second table, but cached keys cannot change.
         return original
-    if kind == "yarn":
+    if kind == "yarn" and rope.get("factor"):
         return max(context, int(rope["factor"] * original))
     return context
 
@@ -82,12 +92,17 @@ def device_of(model):
 def state_of(model):
     """What a Target and its proof depend on.  Where it has changed they are made anew.
 
-    That is the dtypes and devices of the weights, autocast, and the configuration.
+    That is the dtypes and devices of the weights, autocast, the configuration, and the methods by
+    which generate() decodes.
     """
     kinds = {(p.dtype, p.device) for p in model.parameters()}
     device = device_of(model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return kinds, autocast, str(vars(model.config.get_text_config()))
+    # A bound method is a new object at each look; the ids keep no model alive.
+    steps = [getattr(model, name) for name in STEPS]
+    steps = [(id(getattr(step, "__self__", None)), id(getattr(step, "__func__", step)))
+             for step in steps]
+    return kinds, autocast, str(vars(model.config.get_text_config())), steps
 
 # ---------------------------------------------------------------- small parts
 def with_vocabulary(x, vocab, value=float("-inf")):
@@ -103,23 +118,95 @@ def within_window(mask, window, position, slots):
     distance = position[:, None] - key_position                                # (n, keys)
     return mask & (distance < window)
 
+@contextmanager
+def short_windows(model, config):
+    """All windows have WINDOW tokens, in the configuration and where modules have copied it."""
+    own = []
+    for part in (config, *model.modules()):
+        own += [(part, name, length) for name in WINDOWS
+                if (length := vars(part).get(name)) and length > WINDOW]
+    try:
+        for part, name, _ in own:
+            setattr(part, name, WINDOW)
+        yield
+    finally:
+        for part, name, length in own:
+            setattr(part, name, length)
+
+class AnyCache(TreeCache):
+    """A TreeCache whose layers may differ in H, d or device: it has a stack for each kind.
+
+    A stack has a slice for the keys and for the values of all layers, though a kind may use fewer.
+    """
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.stacks = []
+        self.free = {}           # {kind: the slices of its last stack that no layer has taken}
+
+    @torch.inference_mode(False)
+    def reserve(self, entries):
+        """As TreeCache.reserve."""
+        if entries > self.allocated:
+            self.allocated = max(entries, self.allocated * 3 // 2)
+            before, self.kv = self.kv, {}
+            self.stacks, self.free = [], {}
+            for layer, pair in before.items():
+                self.kv[layer] = [self.slice_like(x) for x in pair]
+                for larger, x in zip(self.kv[layer], pair):
+                    larger[:, :, :x.shape[2]] = x
+
+    @torch.inference_mode(False)
+    def slice_like(self, x):
+        """Zeros (1, H, allocated, d) for keys or values x (1, H, n, d): a free slice of a stack."""
+        shape = (x.shape[0], x.shape[1], self.allocated, x.shape[3])
+        free = self.free.setdefault((shape, x.dtype, x.device), [])
+        if not free:
+            stack = torch.zeros(2 * self.num_layers, *shape, dtype=x.dtype, device=x.device)
+            self.stacks.append(stack)
+            self.stack = self.stacks[0]
+            free += stack.unbind(0)
+        return free.pop(0)
+
+    def update(self, k, v, layer, *args, **kwargs):
+        """As TreeCache.update."""
+        if layer not in self.kv:
+            self.kv[layer] = [self.slice_like(k), self.slice_like(v)]
+        self.slots = self.slots.to(k.device)
+        return super().update(k, v, layer)
+
+    def compact(self, nodes):
+        """As TreeCache.compact, for each stack."""
+        end = self.length + len(nodes)
+        for stack in self.stacks:
+            slots = self.length + nodes.to(stack.device)
+            stack[:, :, :, self.length:end] = stack.index_select(3, slots)
+
 # ---------------------------------------------------------------- decoder-only models
 class AnyTarget(Target):
     """verify.Target for any decoder-only family.
 
     vocab: how many logits a node has, for a stage beside a target with another vocabulary size.
-    context: the most tokens that a sequence may have, by the configuration.  verifies_trees: what
-    the proof found.  Raises UserError for a model that fails it.
+    context: the most tokens that a sequence may have, by the configuration.  The proof finds
+    verifies_trees; folds, whether grouped queries are folded (runtime/attention.py); and first, the
+    position_id of a text's first token, None where the model takes none.  Raises UserError for a
+    model that fails it.
     """
     encoder_decoder = False
-    proven = WeakKeyDictionary()     # {model: (its state, verifies_trees, folds)}: tried once
+    source = None
+    proven = WeakKeyDictionary()     # {model: (its state, what was found)}: a model is tried once
     proving = Lock()                 # the proof changes the configuration for a moment
 
     def __init__(self, model, capacity=None, vocab=None):
         self.model, self.device = model.eval(), device_of(model)
         self.config = model.config.get_text_config()
+        kernel = getattr(self.config, "_attn_implementation", None) or ""
+        if "flash" in kernel or "flex" in kernel:              # some abort the process by a mask
+            raise UserError(f"{kernel} takes no mask of a tree: load the target with "
+                            'attn_implementation="sdpa"')
         self.windows, self.unknown = windows_of(self.config)
-        self.keeps_logits = "logits_to_keep" in signature(model.forward).parameters
+        takes = signature(model.forward).parameters
+        self.options = {"output_router_logits": False} if "output_router_logits" in takes else {}
+        self.keeps_logits = "logits_to_keep" in takes
         # On H100 and B200 torch prefers cuDNN's attention, which builds a plan for each new length
         # (23 to 440 ms), as each round has: check_prefer_cudnn_attention, ATen's sdp_utils.cpp.
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -129,19 +216,18 @@ class AnyTarget(Target):
             self.dtype = model.get_input_embeddings()(token).dtype
         self.known_ids = self.vocab = self.config.vocab_size
         self.context = self.capacity = context_of(self.config)
-        self.prepare()
         with self.proving:
             state = state_of(model)
             if self.proven.get(model, [None])[0] != state:
-                self.proven[model] = state, self.prove(), self.folds
-        _, self.verifies_trees, self.folds = self.proven[model]
+                self.proven[model] = state, self.prove()
+        self.verifies_trees, self.folds, self.first = self.proven[model][1]
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
         self.prepare()
 
     def prepare(self):
         """Take a new cache: what a failed forward has left there may be anything."""
-        self.cache = TreeCache(layers_of(self.config))
+        self.cache = AnyCache(layers_of(self.config))
         self.needs = {"kv": (), "hidden": ()}
         self.reset()
 
@@ -163,71 +249,63 @@ class AnyTarget(Target):
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run."""
+        how = dict(self.options)
+        if self.keeps_logits:
+            how["logits_to_keep"] = logits_to_keep
+        if self.first is not None:
+            how["position_ids"] = self.first + position[None]
+        if mask is not None and self.verifies_trees:           # else the model makes a chain's mask
+            how["attention_mask"] = self.masks(mask, position, slots)
         wanted = self.needs["hidden"]
-        out = self.model(
-            input_ids=tokens[None], past_key_values=self.cache.step(slots, end),
-            use_cache=True, output_hidden_states=bool(wanted),
-            **self.inputs(position, slots, mask, logits_to_keep))
+        with folding(self.config, self.folds):
+            out = self.model(
+                input_ids=tokens[None], past_key_values=self.cache.step(slots, end), use_cache=True,
+                output_hidden_states=bool(wanted), return_dict=True, **how)
         hidden = [out.hidden_states[index][0] for index in wanted]
         return [out.logits[0, -logits_to_keep:], *hidden]
 
-    def inputs(self, position, slots, mask, logits_to_keep):
-        """The model's other arguments, with a mask for each kind of layer where they differ."""
-        found = {"position_ids": position[None], "logits_to_keep": logits_to_keep,
-                 "attention_mask": None, "return_dict": True}
-        if not self.keeps_logits:
-            del found["logits_to_keep"]
-        if not self.verifies_trees:
-            del found["position_ids"]                          # it counts them by its cache
-        elif mask is not None:                                 # else it applies its windows itself
-            masks = {}
-            for kind, window in self.windows.items():
-                seen = within_window(mask, window, position, slots) if window else mask
-                numbers = torch.where(seen, 0.0, -torch.inf)
-                masks[kind] = numbers.to(self.dtype)[None, None]
-            found["attention_mask"] = masks if len(masks) > 1 else masks[kind]
-        return found
+    def masks(self, mask, position, slots):
+        """mask (n, end) bool -> numbers (1, 1, n, end), added to scores; a dict of kinds of layers.
 
-    def run(self, *given):
-        """As Target.run, with grouped queries folded where the proof has found that it may be."""
-        with folding(self.config, self.folds):
-            return super().run(*given)
+        It is a dict where the layers are of several kinds.
+        """
+        masks = {}
+        for kind, window in self.windows.items():
+            seen = within_window(mask, window, position, slots) if window else mask
+            masks[kind] = torch.where(seen, 0.0, -torch.inf).to(self.dtype)[None, None]
+        return masks if len(masks) > 1 else masks[kind]
 
     # ------------------------------------------------ the proof
     @torch.no_grad()
     def prove(self):
-        """True where a tree's logits are those of its paths, False where only a chain's are."""
-        windows, reason = self.windows, "nothing was tried"
-        names = ("sliding_window", "attention_chunk_size")
-        own = {name: getattr(self.config, name, None) for name in names}
-        for name, length in own.items():
-            if length:
-                setattr(self.config, name, WINDOW)
-        self.windows = {kind: window and WINDOW for kind, window in windows.items()}
+        """Try the model -> (verifies_trees, folds, first)."""
+        reason = "nothing was tried"
+        generation_config = self.model.generation_config
+        self.model.generation_config = GenerationConfig()      # nothing of it is part of a forward
         try:
-            for parents, self.verifies_trees, self.folds in self.trials():
-                try:
-                    errors = self.errors(parents)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as why:           # a model's own code may fail in any way
-                    reason = f"{type(why).__name__}: {first_line(why)}"
-                    continue
-                # In half precision, which may be autocast's, the routing of an MoE can flip for
-                # single nodes: the median.
-                exact = all(torch.finfo(x.dtype).bits > 16 for x in [self.cache.stack])
-                error = (errors.max() if exact else errors.median()).item()
-                if error < (1e-3 if exact else 0.1):
-                    return self.verifies_trees
-                reason = f"logits are off by {error:.0%} of their spread"
+            with short_windows(self.model, self.config):
+                self.windows, _ = windows_of(self.config)
+                for parents, self.verifies_trees, self.folds in self.trials():
+                    try:
+                        errors = self.errors(parents)
+                    except torch.OutOfMemoryError:
+                        raise
+                    except Exception as why:       # a model's own code may fail in any way
+                        reason = f"{type(why).__name__}: {first_line(why)}"
+                        continue
+                    # In half precision, which may be autocast's, the routing of an MoE can flip for
+                    # single nodes: the median.
+                    exact = all(torch.finfo(x.dtype).bits > 16 for x in self.cache.stacks)
+                    error = max((x.max() if exact else x.median()).item() for x in errors)
+                    if error < (1e-3 if exact else 0.1):
+                        return self.verifies_trees, self.folds, self.first
+                    reason = f"logits are off by {error:.0%} of their spread"
         finally:
-            self.windows = windows
-            for name, length in own.items():
-                if length:
-                    setattr(self.config, name, length)
-        raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as it does "
-                        f"without one ({reason}): take a language model that caches keys and "
-                        "values alone, or decode without speculation")
+            self.model.generation_config = generation_config
+            self.windows, _ = windows_of(self.config)
+        raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as its "
+                        f"generate() does ({reason}): take a language model that caches keys and "
+                        "values alone, or decode without speculation (of PEFT, LoRA is served)")
 
     def trials(self):
         """What is tried in turn: parents, whether it is a tree, and whether queries are folded."""
@@ -237,9 +315,11 @@ class AnyTarget(Target):
         return [*trees, (CHAIN, False, False)]
 
     def errors(self, parents):
-        """How far each node's logits are from those of its path alone -> (n + 1,).
+        """How far logits are from generate()'s own -> two tensors.
 
-        The last entry is that of a token after the last path, once that path is committed.
+        The first is of what is verified: the prompt, each node (generate() writes its path), and a
+        token after the last path, once that is committed.  The second is of generate() itself
+        without a cache.
         """
         n = len(parents)
         # Some models number positions without the padding token's.
@@ -247,49 +327,100 @@ class AnyTarget(Target):
         ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
         text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]
         tokens = [ids[(5 * i + 1) % len(ids)] for i in range(n)]
-        self.prepare()
-        self.align(text)
-        logits, states = self.forward(torch.tensor(tokens), torch.tensor(parents))     # (n, V)
-        errors = []
-        for node in range(n):
-            path = [node]
+        last = ids[-1:]
+        own = {}                                               # {node: generate()'s logits}
+        for leaf in sorted(set(range(n)) - set(parents)):
+            path = [leaf]
             while path[0]:
                 path.insert(0, parents[path[0]])
-            path_ids = [tokens[i] for i in path]
-            errors.append(self.error(logits[node], text + path_ids))
+            path_ids = [tokens[node] for node in path]
+            rows = self.own_logits(text, path_ids + last)
+            own.update(zip(["prompt", *path, "last"], rows))
+        uncached = self.own_logits(text, path_ids + last, use_cache=False)
+
+        self.prepare()
+        found = {}
+        [found["prompt"]], _ = self.align(text)
+        logits, states = self.forward(torch.tensor(tokens), torch.tensor(parents))     # (n, V)
+        found.update(enumerate(logits))
         self.commit(path, path_ids, states)
-        following, _ = self.forward(torch.tensor(ids[-1:]), torch.tensor([-1]))        # (1, V)
-        errors.append(self.error(following[0], text + path_ids + ids[-1:]))
-        return torch.stack(errors)
+        [found["last"]], _ = self.forward(torch.tensor(last), torch.tensor([-1]))
+        return [torch.stack([self.error(found[name], own[name]) for name in found]),
+                torch.stack([self.error(*pair) for pair in zip(uncached, rows)])]
 
-    def error(self, logits, ids):
-        """Logits (V,) against the model's own, without a cache, after ids: standard deviations."""
-        alone = self.alone(torch.tensor([ids], device=self.device))[0, -1].to(self.device)
+    def error(self, logits, own):
+        """Logits (V,) against generate()'s own: their distance in standard deviations."""
         # A model may give some tokens a logit of -inf, or nearly.
-        finite = alone.isfinite() & (alone > -1e30)
-        logits, alone = logits[finite].float(), alone[finite].float()
-        return (logits - alone).norm() / (alone - alone.mean()).norm()
+        own = own.to(logits.device)
+        finite = own.isfinite() & (own > -1e30)
+        logits, own = logits[finite].float(), own[finite].float()
+        return (logits - own).norm() / (own - own.mean()).norm()
 
-    def alone(self, ids):
-        """The model's own logits (1, n, V) for ids (1, n), without a cache."""
-        return self.model(input_ids=ids, use_cache=False, return_dict=True).logits
+    def own_logits(self, ids, following, use_cache=True):
+        """generate()'s own logits after ids, and after each of the tokens that follow.
 
-def any_target(model, capacity=None, vocab=None):
-    """What decodes with a Hugging Face language model: AnyTarget or AnyEncoderDecoder."""
-    kind = AnyEncoderDecoder if model.config.is_encoder_decoder else AnyTarget
-    return kind(model, capacity, vocab)
+        It is made to choose these.  Sets `first`, by the position_ids that the model is given.
+        """
+        found, positions = [], []
+        following = [*following, 0]                            # the last one is not used
+
+        def force(text, scores):
+            token = following[len(found)]
+            found.append(scores[0].clone())
+            forced = torch.full_like(scores, -torch.inf)
+            forced[:, token] = 0.0
+            return forced
+
+        def decode(model, input_ids, logits_processor, stopping_criteria, generation_config,
+                   **prepared):
+            end = MaxLengthCriteria(input_ids.shape[1] + len(following))
+            return model._sample(
+                input_ids, logits_processor=LogitsProcessorList([force]),
+                stopping_criteria=StoppingCriteriaList([end]),
+                generation_config=generation_config, **prepared)
+
+        def look(model, given, how):
+            positions.append(how.get("position_ids"))
+
+        handle = self.model.register_forward_pre_hook(look, with_kwargs=True)
+        try:
+            config = GenerationConfig(max_new_tokens=len(following), use_cache=use_cache,
+                                      decoder_start_token_id=ids[0])
+            GenerationMixin.generate(
+                self.model, generation_config=config, custom_generate=decode,
+                **self.prompt(torch.tensor([ids], device=self.device)))
+        finally:
+            handle.remove()
+        self.first = None if positions[0] is None else positions[0].flatten()[0].item()
+        return found
+
+    def prompt(self, ids):
+        """generate()'s arguments for ids (1, n)."""
+        return {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+
+def any_target(model, capacity=None, vocab=None, encoded=None):
+    """What decodes with a Hugging Face language model: AnyTarget or AnyEncoderDecoder.
+
+    encoded: see AnyEncoderDecoder.
+    """
+    if model.config.is_encoder_decoder:
+        return AnyEncoderDecoder(model, capacity, vocab, encoded)
+    return AnyTarget(model, capacity, vocab)
 
 # ---------------------------------------------------------------- encoder-decoder models
 class AnyEncoderDecoder(AnyTarget):
     """An encoder-decoder target, such as FLAN-T5 (Cascade Speculative Drafting, section 5.2).
 
     It verifies chains only: positions in the decoder follow the cache, not the depth in a tree.
-    The encoder reads the prompt once; the decoder begins with its start token.  Where `given` is
-    set, to encoder outputs and their attention mask, the encoder has run already, and a prompt is
-    the decoder's.
+    The encoder reads the prompt once; the decoder begins with its start token.  Where `encoded` is
+    given, encoder outputs and their attention mask, the encoder has run already, and a prompt is
+    the decoder's.  source: the ids that the encoder has read, or None.
     """
     encoder_decoder = True
-    given = None
+
+    def __init__(self, model, capacity=None, vocab=None, encoded=None):
+        self.given = encoded
+        super().__init__(model, capacity, vocab)
 
     def trials(self):
         return [(CHAIN, False, False)]
@@ -299,49 +430,62 @@ class AnyEncoderDecoder(AnyTarget):
         return super().remaining(ids if self.given else [0])
 
     def errors(self, parents):
-        self.encode([0, 1])                                    # any text
+        if self.given is None:
+            self.encode([0, 1])                                # any text
+        else:
+            self.encoded, self.mask = self.given
         return super().errors(parents)
+
+    def prompt(self, ids):
+        return {"encoder_outputs": self.encoded, "attention_mask": self.mask,
+                "decoder_input_ids": ids}
 
     def prefill(self, ids, new_tokens=0, needs={}):
         """As Target.prefill.  The View is that of the decoder's tokens."""
         self.needs = {"kv": (), "hidden": (), **needs}
-        self.reset()
         if self.given is None:
             self.encode(ids)
             self.source = ids
             ids = [self.model.generation_config.decoder_start_token_id]
         else:
-            self.attend(*self.given)
+            self.encoded, self.mask = self.given
+        self.reset()
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
         logits, view = self.align(ids)
         return logits[-1], view
+
+    def reset(self):
+        """As Target.reset; and the decoder will attend to what the encoder returned last."""
+        super().reset()
+        # run() sets the first cache, of self-attention.  The model's first decoder step fills the
+        # second, of cross-attention, with the keys and values of what the encoder returned.
+        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     @torch.no_grad()
     def encode(self, ids):
         """Run the encoder over ids (list), and empty the decoder's cache."""
         ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
-        mask = torch.ones_like(ids)
+        self.mask = torch.ones_like(ids)
         encoder = self.model.get_encoder()
-        self.attend(encoder(input_ids=ids, attention_mask=mask, return_dict=True), mask)
-
-    def attend(self, encoded, mask):
-        """Attend to what the encoder returned, and empty the decoder's cache."""
+        self.encoded = encoder(input_ids=ids, attention_mask=self.mask, return_dict=True)
         self.reset()
-        self.encoded, self.mask = encoded, mask
-        # run() sets the first cache, of self-attention.  The model's first decoder step fills the
-        # second, of cross-attention, with the keys and values of what the encoder returned.
-        self.caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run, without hidden states.  The decoder makes a chain's positions and mask."""
         self.caches.self_attention_cache = self.cache.step(slots, end)
-        logits = self.decode(tokens[None], past_key_values=self.caches, use_cache=True)
-        return [logits[0, -logits_to_keep:]]
+        out = self.model(
+            encoder_outputs=self.encoded, attention_mask=self.mask, decoder_input_ids=tokens[None],
+            past_key_values=self.caches, use_cache=True, return_dict=True)
+        return [out.logits[0, -logits_to_keep:]]
 
-    def alone(self, ids):
-        return self.decode(ids, use_cache=False)
+class Sourced:
+    """A cascade beside an encoder-decoder target: it searches and encodes what the target reads."""
 
-    def decode(self, ids, **how):
-        """The model's logits (1, n, V) for the decoder's ids (1, n)."""
-        return self.model(encoder_outputs=self.encoded, attention_mask=self.mask,
-                          decoder_input_ids=ids, return_dict=True, **how).logits
+    def __init__(self, cascade, target):
+        self.cascade, self.target, self.needs = cascade, target, cascade.needs
+        self.begin, self.expand, self.keep = cascade.begin, cascade.expand, cascade.keep
+
+    def reset(self, probs):
+        self.cascade.reset(probs)
+        if self.target.source is not None:
+            self.cascade.encode(self.target.source)
