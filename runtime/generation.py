@@ -29,8 +29,7 @@ from transformers.generation import utils
 import verify
 from runtime.errors import UserError
 from runtime.program import first_line
-from runtime.targets import (
-    AnyTarget, Sourced, any_target, layers_of, state_of, with_vocabulary)
+from runtime.targets import AnyTarget, any_target, layers_of, state_of, with_vocabulary
 
 # What generate() prepares for a forward, and `speculative` prepares for itself or compares
 PREPARED = {"input_ids", "position_ids", "cache_position", "attention_mask", "decoder_input_ids",
@@ -439,10 +438,8 @@ class Fitted:
     It tells the rule the text of a sampled chain, for a repetition penalty.
     """
     def __init__(self, drafter, target, rule):
-        if target.encoder_decoder and hasattr(drafter, "encode"):
-            drafter = Sourced(drafter, target)
-        self.needs, self.vocab, self.rule = drafter.needs, target.vocab, rule
-        self.reset, self.keep = drafter.reset, drafter.keep
+        self.drafter, self.target, self.rule = drafter, target, rule
+        self.needs, self.keep = drafter.needs, drafter.keep
         self.own_begin, self.own_expand = guarded(drafter.begin), guarded(drafter.expand)
         layers = layers_of(target.config)
         read = [*self.needs.get("kv", ()), *(i - 1 for i in self.needs.get("hidden", ()))]
@@ -451,6 +448,11 @@ class Fitted:
                 "drafter made for this target"))
         self.has_penalty = PENALTY in {type(processor) for processor in rule.processors}
         self.ids = []
+
+    def reset(self, probs):
+        self.drafter.reset(probs)
+        if self.target.source is not None and hasattr(self.drafter, "encode"):
+            self.drafter.encode(self.target.source)
 
     def begin(self, view, root_id):
         self.ids += view.ids
@@ -465,7 +467,7 @@ class Fitted:
             self.rule.text = torch.cat(self.chain)[None]
         p = self.own_expand(tokens, parents)
         self.rule.text = None
-        return with_vocabulary(p, self.vocab, 0.0)
+        return with_vocabulary(p, self.target.vocab, 0.0)
 
 def guarded(function):
     """A function whose errors that come of a wrong drafter or setting are UserErrors."""

@@ -26,7 +26,7 @@ from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import first_line
 from runtime.static import static
-from runtime.targets import any_target
+from runtime.targets import any_target, with_source
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINTS = ROOT / "checkpoints"
@@ -301,7 +301,8 @@ def load_cascade(loaded, *names, k=None, lenience=1.0, bigram=None):
     K = None if k is None else table2(k, len(models), gram is not None)
     stages = [stage_of(loaded, name) for name in models]
     try:
-        return Cascade(stages, K, lenience, gram, loaded.target.vocab)
+        cascade = Cascade(stages, K, lenience, gram, loaded.target.vocab)
+        return with_source(cascade, loaded.target)
     except ValueError as why:
         raise UserError(f"cascade({', '.join(names)}): {first_line(why)}") from None
 

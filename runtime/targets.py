@@ -373,6 +373,9 @@ class AnyTarget(Target):
 
         def decode(model, input_ids, logits_processor, stopping_criteria, generation_config,
                    **prepared):
+            for name, value in prepared.items():
+                if isinstance(value, EncoderDecoderCache):     # some are made with too few layers
+                    prepared[name] = EncoderDecoderCache(DynamicCache(), DynamicCache())
             end = MaxLengthCriteria(input_ids.shape[1] + len(following))
             return model._sample(
                 input_ids, logits_processor=LogitsProcessorList([force]),
@@ -463,12 +466,11 @@ class AnyEncoderDecoder(AnyTarget):
 
     @torch.no_grad()
     def encode(self, ids):
-        """Run the encoder over ids (list), and empty the decoder's cache."""
+        """Run the encoder over ids (list), at the beginning of a sequence."""
         ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
         self.mask = torch.ones_like(ids)
         encoder = self.model.get_encoder()
         self.encoded = encoder(input_ids=ids, attention_mask=self.mask, return_dict=True)
-        self.reset()
 
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """As Target.run, without hidden states.  The decoder makes a chain's positions and mask."""
@@ -478,14 +480,12 @@ class AnyEncoderDecoder(AnyTarget):
             past_key_values=self.caches, use_cache=True, return_dict=True)
         return [out.logits[0, -logits_to_keep:]]
 
-class Sourced:
-    """A cascade beside an encoder-decoder target: it searches and encodes what the target reads."""
+def with_source(cascade, target):
+    """Let a cascade beside an encoder-decoder encode and search what the target reads -> cascade"""
+    def reset(probs):
+        type(cascade).reset(cascade, probs)
+        if target.source is not None:
+            cascade.encode(target.source)
 
-    def __init__(self, cascade, target):
-        self.cascade, self.target, self.needs = cascade, target, cascade.needs
-        self.begin, self.expand, self.keep = cascade.begin, cascade.expand, cascade.keep
-
-    def reset(self, probs):
-        self.cascade.reset(probs)
-        if self.target.source is not None:
-            self.cascade.encode(self.target.source)
+    cascade.reset = reset
+    return cascade

@@ -431,7 +431,6 @@ def test_yarn_lengthens_the_context():
     ("beam_search", PROMPT, dict(num_beams=2)),
     ("assisted_generation", PROMPT, dict(prompt_lookup_num_tokens=2)),
     ("synced_gpus", PROMPT, dict(synced_gpus=True)),
-    ("output_scores", PROMPT, dict(output_scores=True, return_dict_in_generate=True)),
     ("output_att", PROMPT, dict(output_attentions=True, return_dict_in_generate=True)),
     ("inputs_embeds", None, dict(inputs_embeds=torch.zeros(1, 3, 32)))])
 def test_what_cannot_be_right_is_refused_in_a_sentence(model, says, ids, how):

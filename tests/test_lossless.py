@@ -381,6 +381,7 @@ def test_an_encoder_decoder_is_lossless():
     ids = tokenizer("Sara wanted to ride a bike like her big sister.")["input_ids"]
     target, stage = targets.any_target(model), targets.any_target(base)
     drafter = cascade.Cascade([stage], gram=maxgram.MaxGram(), vocab=target.vocab)
+    targets.with_source(drafter, target)
     out = verify.generate(target, drafter, drafter.chain, ids, 24)
     start = model.generation_config.decoder_start_token_id
     text = torch.tensor([[start, *out.tokens]])
