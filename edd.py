@@ -1,7 +1,7 @@
 """EDD: the Effective Draft Decoder, which reads the target's hidden states as a soft prompt.
 
 Effective Draft Decoder with Pruned Candidate Tree (ACL 2025): section 3.1, Figures 2 and 3(a), and
-appendix B.  The vanilla draft model (VDM) of appendix A is here, too:
+appendix B.  The vanilla draft model (VDM) of appendix A is also in this file:
 Config.for_target(model, encoding=False).
 
 The idea.  When the target verifies tokens it encodes them, so its hidden states H of all committed
@@ -20,30 +20,7 @@ up to itself.  The loss is the KL divergence between the target's distribution a
     t_{jL} ... t_i, Eq. 3              (T, T)     the right half of dual_block_mask
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
-Differences from the paper:
- 1. Eq. 3 prints h_{<=jL}, the prose says "blocks 0 to j - 1".  When a round begins at position jL,
-    the target has generated t_{jL}, but not encoded it: h_{jL} does not exist yet.  The official
-    code and this file use h_{<jL}.
- 2. The paper reads "the fourth-to-last layer" of 32 and calls it the 28th, so it counts from 0.
-    Hugging Face's hidden_states has 33 entries there: the embeddings, then the output of each
-    layer.  So the output of layer 28 is entry 29, hidden_states[-4].  It is the default here.
- 3. With a single layer, the keys and values of h_i depend on h_i and i alone.  So the soft
-    prompt needs keys and values only, no queries and no feed-forward, and decoding computes them
-    once, when a token is committed.
- 4. The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
-    The paper does not state its loss: here it is config.loss, as EDD's.  In both drafters embedding
-    and LM head begin as copies of the target's, and are trained further.
- 5. The layer attends to all positions, also where the target's own layers use a sliding window.
- 6. Eq. 4 is the loss of one position.  A training step takes its mean over the loss mask.
- 7. Here t_i is the token that is read.  It belongs to block j = floor(i / L) and predicts t_{i+1},
-    as in the paper's inference.  In Eq. 3 as printed t_i is the token that is predicted, so the
-    first token of a block would be predicted from hidden states alone.
- 8. In training a draft has at most L tokens, and L is drawn uniformly from 5 to 10.  A tree of PCT
-    is up to 10 tokens deep, and other trees may be deeper.  So the drafter has learned from few
-    examples of the deepest nodes, or from none.
-
-To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
-are in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
+In your project: verify.py has the contract of a drafter, and generate(), which calls it.  A round:
 
     drafter, _ = edd.load("my-edd", model)               # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()
@@ -54,9 +31,12 @@ are in verify.py; docs/any_project.py is a whole loop without verify.py.  A roun
 
     python edd.py           # the demo: training under the mask predicts what decoding does
     python train.py edd vdm --data my-texts              # for the stand-in target; docs/training.md
+
+The differences from the paper are listed at the end of this file.
 """
 import copy
 import json
+import warnings
 from collections import namedtuple
 from dataclasses import dataclass, fields
 from functools import partial
@@ -69,7 +49,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-HIDDEN = -4                      # appendix B: "the fourth-to-last layer"
+# Appendix B: "the fourth-to-last layer", of 32 the 28th, so layers count from 0.  hidden_states has
+# 33 entries, the embeddings and each layer's output: the output of layer 28 is entry 29, or -4.
+HIDDEN = -4
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
 FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
 
@@ -81,15 +63,15 @@ class Config:
     hidden: int                      # H is entry `hidden` of the target's hidden_states (app. B)
     encoding: bool = True            # False: the VDM, which reads no hidden states (appendix A)
     loss: str = "kl"                 # Eq. 4, or "ce": cross entropy (Table 3)
-    blocks: tuple = BLOCKS           # the range from which L is drawn for each step (3.1)
+    blocks: tuple = BLOCKS           # the range from which a step's L is sampled uniformly (3.1)
 
     @classmethod
     def for_target(cls, model, hidden=HIDDEN, **more):
         """The Config of a drafter for the Hugging Face model `model`.
 
         hidden: index of hidden_states; a negative one counts from the end.  Entry i is the output
-        of layer i - 1; the last entry has passed the final norm, too.  Raises ValueError for 0,
-        which is the embeddings, and for an index out of range.  more: further settings.
+        of layer i - 1; the last entry has passed the final norm, too.  more: further settings.
+        Raises ValueError for 0, which is the embeddings, and for an index out of range.
         """
         c = model.config.get_text_config()
         index = hidden
@@ -102,9 +84,14 @@ class Config:
 
 # ---------------------------------------------------------------- equations 3 and 4
 def dual_block_mask(length, block, device="cpu"):
-    """Eq. 3 and Figure 3(a) -> (length, 2 * length) bool.
+    """Eq. 3 and Figure 3(a) -> (length, 2 * length) bool
 
     Row i is what token i sees: of the hidden states in the left half, of the tokens in the right.
+    Differs from Eq. 3 as printed, but not from the paper's inference or its code, in two points.
+      - h_{<jL} for h_{<=jL}: when a round begins at position jL, the target has generated t_{jL},
+        but not encoded it, so h_{jL} does not exist.
+      - t_i is the token that is read, and it predicts t_{i+1}.  If it were the predicted one, the
+        first token of a block would be predicted from hidden states alone.
     """
     j = torch.arange(length, device=device) // block           # (T,): the block of each token
     hidden = j[:, None] > j[None, :]                           # h_{<jL}: of the blocks before
@@ -115,54 +102,52 @@ def dual_block_mask(length, block, device="cpu"):
 def kl(target_logits, logits):
     """Eq. 4, D_KL(P_t || P_d), summed over n positions.  target_logits, logits (n, V) -> ()"""
     log_p_target = target_logits.float().log_softmax(-1)
+    # Where the target has a logit of -inf, 0 log 0 is 0.
+    log_p_target = log_p_target.clamp(min=torch.finfo(torch.float32).min)
     log_p_draft = logits.float().log_softmax(-1)
-    # sum_x P_t(x) (log P_t(x) - log P_d(x)).  On a CPU F.kl_div is much faster if it is given
-    # log P_t instead of P_t.
+    # On a CPU F.kl_div is much faster if it is given log P_t instead of P_t.
     return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # ---------------------------------------------------------------- the parts of a draft model
-# What a draft model is made of.  `rotary` is the target's own.  The others are trained: embed and
-# head begin as copies of the target's, layer and norm are new.
+# What a draft model is made of
 #   embed, head  modules: ids (...) -> (..., D), and (..., D) -> logits (..., V)
 #   layer        a new decoder layer of the target's class, with transformers' signature
 #   norm         a new norm of the target's class
-#   rotary       a function: (x, position (1, m)) -> cos and sin (1, m, d) for the layer
+#   rotary       the target's own function: (x, position (1, m)) -> cos and sin (1, m, d)
 Parts = namedtuple("Parts", "embed head layer norm rotary")
 
 def trainable_copy(module):
     """A copy of one of the target's modules, which learns apart from it."""
     return copy.deepcopy(module).requires_grad_(True)
 
-def parts_of(model):
+def parts_of(model, embed=None, head=None):
     """The Parts for the target `model`, with its device and dtype.
 
-    Raises ValueError for other families than FAMILIES: runtime/families.py has a function of this
-    name for any family.
+    embed, head: modules in place of copies of the target's embedding and LM head.  Raises
+    ValueError for other families than FAMILIES: runtime/families.py has a function of this name for
+    any family.
     """
     decoder = model.get_decoder()
     if decoder.config.model_type not in FAMILIES:
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
+    embed = embed or trainable_copy(model.get_input_embeddings())
+    head = head or trainable_copy(model.get_output_embeddings())
     layer_class = type(decoder.layers[-1])
     # Some classes have layers of several kinds, and find the kind of this one in the config.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
+    # The norm is copied for its class and sizes alone: it and the layer start as in a new model.
     norm = trainable_copy(decoder.norm)
-    # The norm was copied for its class and sizes alone: it and the layer start as in a new model.
     layer.apply(model._init_weights)
     norm.apply(model._init_weights)
-    return Parts(
-        embed=trainable_copy(model.get_input_embeddings()),
-        head=trainable_copy(model.get_output_embeddings()),
-        layer=layer.to(norm.weight),                           # its device and dtype
-        norm=norm,
-        rotary=decoder.rotary_emb)
+    return Parts(embed, head, layer.to(embed.weight), norm, decoder.rotary_emb)
 
 def run_layer(layer, rotary, x, position, mask, update=None):
-    """Parts.layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D).
+    """Parts.layer over x (B, m, D), at the positions `position` (1, m) -> (B, m, D)
 
-    mask (m, keys) bool; None: all keys are seen.  (None is for m = 1 only: with several queries
-    transformers would apply a causal mask.)  update(k, v) takes the KV entries of x, and returns
-    the keys and values to attend to; None: x attends to itself only.
+    mask (m, keys) bool; None, for m = 1 only: all keys are seen.  update(k, v) takes the KV entries
+    of x, and returns the keys and values to attend to; None: x attends to itself only.
+    Differs from the target where its own layers have a sliding window: this one sees all positions.
     """
     if mask is not None:
         mask = torch.where(mask, 0.0, float("-inf"))           # added to the scores
@@ -194,7 +179,11 @@ def join(prompt, k, v):
 
 # ---------------------------------------------------------------- the draft model
 class EDD(nn.Module):
-    """EDD, or the VDM: a new layer between copies of the target's embedding and LM head."""
+    """EDD, or the VDM: a new layer between copies of the target's embedding and LM head.
+
+    The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
+    Differs from the paper, which does not state the VDM's loss: here it is EDD's.
+    """
 
     def __init__(self, config, parts):
         """parts: the Parts for the target."""
@@ -218,7 +207,8 @@ class EDD(nn.Module):
         if self.config.encoding:
             # Eq. 3: what token i sees of hidden states and of tokens
             mask = dual_block_mask(T, block, ids.device)                       # (T, 2T)
-            # The soft prompt: h_i stands at position i, as t_i does.
+            # The soft prompt: h_i stands at position i, as t_i does.  In a single layer its KV
+            # entries depend on h_i and i alone, so it needs no queries and no feed-forward.
             prompt = keys_values(self.layer, self.rotary, hidden.to(x.dtype), position[None])
             update = partial(join, prompt)
         else:
@@ -228,12 +218,11 @@ class EDD(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block):
-        """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
+        """What train.py gives to loss_of: [(x (B, T, D), labels, None)].  batch: see train.py.
 
-        EDD has one.  x (B, T, D) and labels have an entry for each position.  Mask None: of these
-        train.py uses all in the loss mask of the batch.  Labels are for "kl" the target's logits
-        (B, T, V), for "ce" the next token ids (B, T).  The docstring of train.py explains batches.
-        block: L, which a training step draws uniformly from config.blocks (3.1).
+        labels: for "kl" the target's logits (B, T, V), for "ce" the next token ids (B, T).  block:
+        L, which train.py samples from config.blocks for each step.
+        Differs from Eq. 4, the loss of one position: a training step takes the mean of all.
         """
         hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it
         x = self(batch.ids, hidden, block)
@@ -250,10 +239,10 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# softmax, write, place, reserve and (nearly) read are those of glide.py, repeated so that each of
-# the two files can be copied alone.
+# softmax, write, place, reserve, check_target and (nearly) read are those of glide.py, repeated so
+# that each of the two files can be copied alone.
 def softmax(logits, temperature=1.0):
-    """How logits (m, V) become probabilities where no rule of decoding says otherwise."""
+    """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
 def write(store, slots, end, k, v):
@@ -269,7 +258,6 @@ class Drafter:
 
     In each round begin is called once, then expand any number of times, then keep.
     """
-
     def __init__(self, model, temperature=1.0):
         """temperature: for calibration.  Of the tokens that have probability p in softmax(logits /
         temperature), a fraction p is the target's greedy choice.
@@ -287,8 +275,8 @@ class Drafter:
         self.store = weight.new_zeros(2, 1, heads, 0, attention.head_dim)
         self.reset()
 
-    def reset(self, probs=softmax, source=None):
-        """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)."""
+    def reset(self, probs=softmax):
+        """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)"""
         self.probs = probs
         self.t = 0                       # number of committed tokens: all have entries in the store
         self.paths = []                  # paths[i]: the nodes from the root to node i, i included
@@ -300,9 +288,12 @@ class Drafter:
         view.tokens (k,) are the tokens committed since the last begin, a prompt included.
         view.length is the number of all committed tokens.  view.hidden[config.hidden] (k, D) are
         the target's hidden states of the k tokens.  root_id is not used: expand is given the root.
+        Raises ValueError where the view does not continue the last one.
         """
         first = view.length - len(view.tokens)
-        assert first == self.t, f"begin was given tokens from {first} on, and {self.t} are encoded"
+        if first != self.t:
+            raise ValueError(f"begin was given the tokens from {first} on, after {self.t} tokens: "
+                             "reset() begins another sequence")
         self.paths = []
         if self.config.encoding:
             # The soft prompt, on the layer's device and in its dtype
@@ -312,10 +303,7 @@ class Drafter:
         self.encode(x)
 
     def encode(self, x):
-        """Append the KV entries of k committed tokens to the store.
-
-        x (k, D): what the layer reads of them.
-        """
+        """Append the KV entries of k committed tokens, of which the layer reads x (k, D)."""
         start = self.t
         self.t += len(x)
         self.reserve(self.t)
@@ -329,6 +317,7 @@ class Drafter:
 
         tokens (m,); parents: m ints, the index of each node's parent among all nodes given to
         expand in this round, in order; -1 for the root.
+        Differs from training, where a draft has at most L tokens, 5 to 10: trees may be deeper.
         """
         end, position, slots, mask = self.place(parents)
         x = self.model.embed(tokens.to(self.device))                           # (m, D)
@@ -372,19 +361,17 @@ class Drafter:
         return end, position, slots, mask
 
     def run(self, end, x, position, slots, mask):
-        """The layer over m nodes -> [(m, D)]
+        """The layer over m nodes -> [(m, D)].  runtime/static.py replaces it by CUDA graphs.
 
         x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen.
-
-        runtime/static.py replaces this method by one that pads nodes and entries to static shapes
-        and replays CUDA graphs, which return lists.  It relies on the names and shapes of `run`,
-        `reserve` and `store`.
         """
         update = partial(write, self.store, slots, end)
         layer, rotary = self.model.layer, self.model.rotary
         x = run_layer(layer, rotary, x[None], position[None], mask, update)    # (1, m, D)
         return [x[0]]
 
+    # A tensor that is made in inference mode cannot be written to outside of it.
+    @torch.inference_mode(False)
     def reserve(self, entries):
         """Make sure that the store has a capacity of at least `entries` entries."""
         if entries > self.store.shape[-2]:
@@ -393,37 +380,67 @@ class Drafter:
             self.store = F.pad(self.store, (0, 0, 0, more))
 
 # ---------------------------------------------------------------- from a checkpoint
-def read(folder):
-    """Read a checkpoint of train.py -> its Config, weights {name: tensor} and training.json.
+def check_target(about, model):
+    """Compare `model` with the target that a drafter was trained for, by its training.json `about`.
 
-    Settings that Config does not have are ignored.  Raises ValueError where the folder holds no
-    such drafter.
+    Raises ValueError for other sizes.  Warns of other weights: few drafts will be accepted.
+    """
+    target, c = about.get("target", {}), model.config.get_text_config()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        size = getattr(c, name)
+        if target.get(name, size) != size:
+            raise ValueError(f"the drafter was made for another target, whose {name} is "
+                             f"{target[name]} and not {size}: train one for this")
+    # One weight of some matrices is noted.  In a quantised copy not all of them can be read.
+    noted, found = [], []
+    for name, p in model.named_parameters():
+        readable = type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize > 1
+        if name in target.get("probe", {}) and readable and not p.is_meta:
+            noted.append(target["probe"][name])
+            found.append(p[len(p) // 3, p.shape[1] // 2].item())
+    noted, found = torch.tensor(noted), torch.tensor(found)
+    # Of weights that were rounded to 4 bits it is .08 to .16.
+    if (noted - found).norm() > 0.25 * found.norm():
+        warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
+                      "accepted", stacklevel=4)
+
+def read(folder, model):
+    """Read a checkpoint of train.py for the target `model` -> Config, weights, training.json.
+
+    weights: {name: tensor}.  Settings that Config does not have are ignored.  Raises ValueError
+    where the folder holds no such drafter.
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
-        saved = about["config"]
-        names = [field.name for field in fields(Config)]
-        config = Config(**{name: saved[name] for name in names if name in saved})
-        return config, load_file(Path(folder, "model.safetensors")), about
-    except (OSError, KeyError, TypeError) as why:
-        raise ValueError(f"{folder} holds no drafter that {__name__}.py can load: {why}") from why
+        weights = load_file(Path(folder, "model.safetensors"))
+        kind, saved = about["kind"], about["config"]
+    except (OSError, ValueError, KeyError) as why:
+        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
+    if kind not in ("edd", "vdm"):
+        raise ValueError(f"{folder} holds a drafter of the kind {kind}, which is neither edd nor "
+                         "vdm")
+    check_target(about, model)
+    names = [field.name for field in fields(Config)]
+    return Config(**{name: saved[name] for name in names if name in saved}), weights, about
 
 def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
     The drafter has the target's dtype and device.  Raises ValueError where the folder does not hold
-    such a drafter, or one for a target of other sizes.  For other families than FAMILIES,
-    runtime/families.py has a function of this name.
+    an EDD or a VDM for such a target, and warns where it was trained for other weights.
     """
-    config, weights, about = read(folder)
-    draft_model = EDD(config, parts_of(model))
+    config, weights, about = read(folder, model)
+    with torch.device("meta"):                     # no memory, since the weights are there already
+        embed = nn.Embedding(config.vocab, config.width)
+        head = nn.Linear(config.width, config.vocab, "head.bias" in weights)
+        draft_model = EDD(config, parts_of(model, embed, head))
     try:
-        draft_model.load_state_dict(weights)
+        draft_model.load_state_dict(weights, assign=True)
     except RuntimeError as why:
-        raise ValueError(f"the drafter in {folder} was made for another target, or its weights are "
-                         "not those that its training.json describes: train it again") from why
+        raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
+                         "train the drafter again") from why
     temperature = about.get("validation", {}).get("temperature", 1.0)
-    return Drafter(draft_model, temperature), about
+    return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 
 def main():
     """Fifteen tokens in blocks of five: training under the mask equals decoding."""
@@ -449,3 +466,10 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+# Differences from the paper
+#  1. A token sees h_{<jL}, where Eq. 3 prints h_{<=jL}, and predicts t_{i+1} (dual_block_mask).
+#  2. A training step takes the mean of Eq. 4 over the loss mask (EDD.terms).
+#  3. The VDM's loss is config.loss, as EDD's (EDD).
+#  4. The layer has no sliding window (run_layer).
+#  5. Trees may be deeper than the drafts of training (Drafter.expand).

@@ -1,13 +1,13 @@
-"""GLIDE: a draft model that glimpses the target's KV cache.
+"""GLIDE: a drafter that glimpses the target's KV cache.
 
-GLIDE with a CAPE (arXiv 2402.02082), section 4.1 and Figure 2.  The vanilla drafter of Figure 4,
-which is the same model without the glimpse, is here, too: Config.for_target(model, glimpse=False).
+GLIDE with a CAPE (arXiv 2402.02082), section 4.1 and Figure 2.  The vanilla drafter of Figure 4 is
+the same model without the glimpse: Config.for_target(model, glimpse=False).
 
 The idea.  When the target has verified the tokens before position t, their keys and values lie in
-its cache.  GLIDE is a small decoder.  Each of its layers has a cross-attention to those keys and
-values, between self-attention and feed-forward: the glimpse.  So it reads the prefix as the target
-understands it.  While it drafts x_{t+1}, x_{t+2}, ..., the target's keys still end at x_{t-1}: they
-are delayed.  A block mask imitates this delay in training.
+its cache.  GLIDE is a small decoder, each of whose layers attends to them between self-attention
+and feed-forward.  This cross-attention is the glimpse: by it the drafter reads the prefix as the
+target understands it.  While it drafts x_{t+1}, x_{t+2}, ..., the target's keys still end at
+x_{t-1}: they are delayed.  A block mask imitates this delay in training.
 
     paper              shape             name here
     N_D, d_D, h, d_k   ints              config.layers, .width, .target_heads, .target_head_size
@@ -26,45 +26,9 @@ The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in block
     Decoding.       The target has verified a ... e and generated f, the root of this round.  The
                     queries f g h i j draft g h i j k, and see the target's entries of a ... e.
     The next round. If the target accepts all five drafted tokens, it has verified a ... k, and
-                    generates l, the next root.  The query l sees a ... k.  In training it saw only
-                    a ... j, since blocks start at multiples of L there; in decoding they start
-                    wherever a round does.
+                    generates l, the next root.  The query l sees a ... k.
 
-Differences from the paper:
- 1. Queries of the glimpse get RoPE at their own position, by the target's own cos/sin table, since
-    the cached keys have it.  The paper does not mention it.  The official code fixes theta = 10000.
-    The drafter's self-attention uses the same table.
- 2. Positions of the first block see no key of the target.  Their glimpse is zero.  The official
-    code gives them the causal mask instead, which lets a position see its own key.
- 3. With config.norm an RMSNorm precedes W_j.  Neither the paper nor the official code has one.
-    Without it the residual stream is small at first, and the attention scores of the glimpse stay
-    nearly uniform for a long part of the training.
- 4. Any layer of the target can be read, not only its last ones: for_target's `layer`.
- 5. In a drafter of two layers the KV entries of the second depend on which target keys the first
-    one's glimpse saw.  The paper does not say which these are once a token is committed.  Here
-      - an accepted node that expand() read keeps the entries computed then;
-      - every other token is encoded when it is committed, under a block mask.  The first block
-        starts at position 0 for a prompt, and at the last drafted round's root for accepted nodes
-        that expand() did not read.
-    The official code encodes accepted tokens anew in each round.
- 6. Embedding and head may start as the target's (start_from), and the loss may be EDD's KL
-    divergence to the target's distribution.  In the paper all weights start at random, and the loss
-    is cross entropy.
- 7. The mask is "not used for testing" in the paper.  Here a held-out loss uses it, too: without it
-    a query would see target keys of its own token and of later ones.
- 8. A query belongs to the block of its own token, as in the printed Mask_Block and in the paper's
-    inference.  In the example the query e, which predicts f, belongs to a b c d e.  The prose of
-    section 4.1 takes the block of the predicted token instead, here that of f.
- 9. The glimpse is added to the residual stream, as the output of every other sub-layer, and as in
-    the official code.  The paper's text has no residual there.
-10. d_D is by default the target's width; in the paper it is 4096 for all targets.
-11. In training the target's keys are delayed by at most L tokens.  A draft may be longer, as in
-    trees of more than five levels.
-12. Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, "up to position t" for "up to
-    position t - 1".
-
-To use this file in a project of yours: the contract of a drafter, and generate(), which calls it,
-are in verify.py; docs/any_project.py is a whole loop without verify.py.  A round of it:
+In your project: verify.py has the contract of a drafter, and generate(), which calls it.  A round:
 
     drafter, _ = glide.load("my-glide", model)           # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()
@@ -75,8 +39,11 @@ are in verify.py; docs/any_project.py is a whole loop without verify.py.  A roun
 
     python glide.py         # the demo: training under the mask predicts what decoding does
     python train.py "glide(layer=13)" --data my-texts    # for the stand-in target; docs/training.md
+
+The differences from the paper are listed at the end of this file.
 """
 import json
+import warnings
 from dataclasses import dataclass, fields
 from functools import partial
 from math import ceil, gcd
@@ -87,6 +54,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import rotate_half
 
 CHUNK = 512              # a long prompt is encoded in pieces of this many tokens: small masks
 TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes of a tree
@@ -95,7 +64,8 @@ TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes
 class Config:
     """Sizes and settings; in parentheses, where the paper has them.
 
-    The defaults are the paper's where it states them; train.py's are in training/models.py.
+    The defaults are what train.py trains.  The paper's own GLIDE has width 4096, norm False and
+    loss "ce".
     """
     vocab: int                       # number of token ids
     width: int                       # d_D (4.1)
@@ -108,8 +78,12 @@ class Config:
     target_head_size: int = 0        # d_k (4.1)
     layers_read: tuple = ()          # l of each drafter layer m: the target layer it reads (4.1)
     eps: float = 1e-6                # of the norms (Figure 2)
-    norm: bool = False               # an RMSNorm before W_j (difference 3)
-    loss: str = "ce"                 # cross entropy (4.1), or "kl" (difference 6)
+    # Differs from the paper: an RMSNorm precedes W_j.  Without it the residual stream is small at
+    # first, and the attention scores of the glimpse stay nearly uniform for long.
+    norm: bool = True
+    # Differs from the paper: EDD's loss, the KL divergence to the target's distribution.  "ce" is
+    # the paper's cross entropy.
+    loss: str = "kl"
 
     @classmethod
     def for_target(cls, model, width=None, layers=1, layer=None, **more):
@@ -117,23 +91,27 @@ class Config:
 
         width: d_D; None: the target's.  layers: N_D.  layer: the target layer that the drafter's
         last layer reads; None: the target's last, as in the paper.  more: further settings, say
-        glimpse=False.  Raises ValueError where the target has no such layer.
+        glimpse=False.  Raises ValueError where the target has no such layer, or the width makes no
+        heads of the target's size or of half of it.
         """
         c = model.config.get_text_config()
         # l = N_T - N_D + m: the drafter's layers read the target's last ones, in order.
+        # Differs from the paper: they may read earlier ones (`layer`).
         last = c.num_hidden_layers - 1 if layer is None else layer
         if last not in range(layers - 1, c.num_hidden_layers):
             raise ValueError(f"layer {last} of the target cannot be read by the last of {layers} "
                              f"drafter layers: choose one from {layers - 1} to "
                              f"{c.num_hidden_layers - 1}")
         d_k = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        # Differs from the paper: there d_D is 4096 beside all targets.
         width = width or c.hidden_size
-        # The drafter's own heads have the size d_k, or the largest divisor of it that divides the
-        # width, too.
-        heads = width // gcd(width, d_k)
+        d = gcd(width, d_k)                                    # the size of the drafter's heads
+        if 2 * d < d_k or d % 2:
+            raise ValueError(f"a drafter of width {width} cannot have heads as the target has "
+                             f"them: take a multiple of {d_k}")
         # Llama's ratio of 8/3, rounded up to a multiple of 32
         feed_forward = 32 * ceil(width * 8 / 3 / 32)
-        config = cls(c.vocab_size, width, feed_forward, layers, heads, **more)
+        config = cls(c.vocab_size, width, feed_forward, layers, width // d, **more)
         if config.glimpse:
             config.layers_read = tuple(range(last - layers + 1, last + 1))
             config.target_heads = c.num_attention_heads
@@ -141,52 +119,99 @@ class Config:
         return config
 
 def block_mask(length, block, device="cpu"):
-    """Mask_Block (4.1): query j sees key k where block(j) > block(k) -> (length, length) bool."""
+    """Mask_Block (4.1): query j sees key k where block(j) > block(k) -> (length, length) bool.
+
+    Differs from the prose of 4.1, but not from the printed mask or from inference: a query belongs
+    to the block of its own token, not of the token that it predicts.  In the example above e, which
+    predicts f, belongs to a b c d e.
+    """
     block_of = torch.arange(length, device=device) // block
     return block_of[:, None] > block_of[None, :]
 
 # -------------------------------------------------- rotary position embeddings (RoPE)
-def tables_of(model, config, length):
-    """The target's cos/sin table for positions 0 ... length - 1 -> the two tables of a Glide.
+class Rope(nn.Module):
+    """RoPE by a table of the target's: cos and sin (2, length, d) of positions 0 ... length - 1."""
 
-    The first, (2, length, d), is that of the drafter's self-attention, with heads of size d; the
-    second, (2, length, d_k), that of the glimpse.  Where d = d_k they are one.  Raises ValueError
-    where the target's RoPE is seen not to be Llama's: it has no rope_type, its tables change with
-    the length of the text (longrope, dynamic NTK), or they are smaller than a head of the drafter.
+    def __init__(self, table):
+        super().__init__()
+        self.register_buffer("table", table, persistent=False)
+
+    def at(self, position):
+        """position (T,) -> a function that applies RoPE to queries or keys (..., T, d) there."""
+        cos, sin = self.table.index_select(1, position)        # (T, d) each
+        return lambda x: x * cos + rotate_half(x) * sin
+
+def rope_error(rope, key_0, key_2):
+    """How far a Rope is from turning a target's key at position 0 into that of position 2 -> float
+
+    key_0, key_2 (1, H, 1, d_k): the cached keys of one token at these positions.  1: as far as if
+    it did not turn.
+    """
+    position = torch.tensor([0, 2], device=key_0.device)
+    # Some tables scale a head, too: here each side is scaled once.
+    found = rope.at(position[1:])(key_0.float())
+    expected = rope.at(position[:1])(key_2.float())
+    return ((found - expected).norm() / (key_2.float() - key_0.float()).norm()).item()
+
+@torch.no_grad()
+def ropes_of(model, config, length):
+    """The target's RoPE for `length` positions -> (Rope, Rope).
+
+    The first is for the drafter's self-attention, with heads of size d, the second for the glimpse,
+    with heads of size d_k.  Raises ValueError where the target's RoPE is not Llama's: it rotates
+    pairs of neighbours, or its table changes with the length of the text (longrope, dynamic NTK).
     """
     unlike = ValueError(f"the RoPE of {type(model).__name__} is not Llama's, which glide.py needs: "
                         "see runtime/families.py")
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    if getattr(rotary, "rope_type", None) in (None, "longrope", "dynamic"):
+    kind = getattr(rotary, "rope_type", None)
+    if not isinstance(kind, str) or kind in ("longrope", "dynamic"):
         raise unlike
     position = torch.arange(length, device=model.device)[None]
     # The first argument supplies only the dtype and the device of the table.
-    cos, sin = rotary(position.float(), position)
-    table = torch.stack((cos[0], sin[0]))                              # (2, length, d_k)
-    # RoPE's angles for heads of size d_k / s are every s-th of those for size d_k.
-    d = config.width // config.heads
-    s = table.shape[-1] // d
-    if s == 0:                                                         # smaller than a head
+    table = rotary(position.float(), position)
+    if not isinstance(table, tuple):
         raise unlike
-    return table[..., ::s], table
-
-def apply_rope(x, rope):
-    """RoPE of x (..., T, d), by rope: cos and sin (2, T, r).
-
-    Where r < d only the first r entries of a head are rotated, as in some families of targets
-    (runtime/families.py).
-    """
-    cos, sin = rope
-    r = cos.shape[-1]
-    a, b, rest = x.tensor_split((r // 2, r), -1)
-    rotated_half = torch.cat((-b, a), -1)
-    rotated = x[..., :r] * cos + rotated_half * sin
-    return torch.cat((rotated, rest), -1) if r < x.shape[-1] else rotated
+    table = torch.cat(table)                                           # (2, length, d_k)
+    keys = []
+    for at in (0, 2):
+        cache = DynamicCache()
+        token = position[:, :1]                                        # any token, (1, 1)
+        model(input_ids=token, position_ids=token + at, past_key_values=cache)
+        keys.append(cache.layers[-1].keys)
+    glimpse_rope = Rope(table)
+    # Half precision is coarse.
+    if table.shape[-1] != keys[0].shape[-1] or not rope_error(glimpse_rope, *keys) < 0.3:
+        raise unlike
+    # RoPE's angles for heads of size d_k / s are every s-th of those for size d_k.
+    s = table.shape[-1] * config.heads // config.width
+    return Rope(table[..., ::s]), glimpse_rope
 
 # -------------------------------------------------- the draft model
-class Layer(nn.Module):
-    """One layer of Figure 2: x += SelfAttn(norm(x)); x += Glimpse(x); x += MLP(norm(x))."""
+def attention(q, k, v, mask=None):
+    """SoftMax(q k^T / sqrt(d)) v of all heads -> (B, h, T, d)
 
+    q (B, h, T, d); k, v (B, H, t, d), where h / H query heads share a KV head.  mask (T, t) bool;
+    None: every query sees all t keys.  A query that sees no key gets zero.
+    """
+    B, h, T, d = q.shape
+    H = k.shape[1]
+    # Query heads that share keys become further queries of one head, so no key is copied for them.
+    group = h // H
+    q = q.reshape(B, H, group * T, d)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v).reshape(B, h, T, d)
+    # A softmax over no keys would be NaN: let such a query see all keys, and drop its result.
+    sees_none = ~mask.any(1, keepdim=True)                             # (T, 1)
+    mask = (mask | sees_none).repeat(group, 1)                         # (group * T, t)
+    heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.to(k.device))
+    return heads.reshape(B, h, T, d).masked_fill(sees_none.to(k.device), 0)
+
+class Layer(nn.Module):
+    """One layer of Figure 2: x += SelfAttn(norm(x)); x += Glimpse(x); x += MLP(norm(x)).
+
+    Differs from the paper's text: the glimpse, too, is added to x, as in the official code.
+    """
     def __init__(self, c, m):
         super().__init__()
         self.c = c
@@ -204,71 +229,54 @@ class Layer(nn.Module):
         self.norm2 = norm()
         self.up = linear(c.width, 2 * c.feed_forward)
         self.down = linear(c.feed_forward, c.width)
+        for p in self.parameters():
+            if p.ndim == 2:
+                nn.init.normal_(p, std=0.02)
 
     def project(self, x, rope):
-        """Queries, keys and values of the drafter's self-attention.
-
-        x (B, T, d_D), rope (2, T, d) -> q, k, v (B, heads, T, d) each
-        """
+        """Self-attention's queries, keys and values of x (B, T, d_D) -> (B, heads, T, d) each"""
         qkv = self.qkv(self.norm1(x))                                  # (B, T, 3 d_D)
         qkv = qkv.unflatten(-1, (3, self.c.heads, -1))                 # (B, T, 3, heads, d)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        return apply_rope(q, rope), apply_rope(k, rope), v
+        return rope(q), rope(k), v
 
     def attend(self, q, k, v, mask):
-        """Self-attention of q (B, heads, T, d) to k, v (B, heads, keys, d) -> (B, T, d_D)."""
+        """Self-attention of q (B, heads, T, d) to k, v (B, heads, keys, d) -> (B, T, d_D)"""
         # Under autocast, RoPE makes q and k float32 but leaves v as it is.
         heads = F.scaled_dot_product_attention(q, k, v.to(q), attn_mask=mask)
         concat = heads.transpose(1, 2).flatten(2)                      # (B, T, d_D)
         return self.o(concat)
 
     def glimpse(self, x, kv, rope, mask=None):
-        """Cross-attention to the target's keys and values -> (B, T, d_D).
+        """Cross-attention of x (B, T, d_D) to the target's keys and values -> (B, T, d_D)
 
-        x (B, T, d_D), kv[l] two tensors (B, H, t, d_k), rope (2, T, d_k), mask (T, t) bool.
-        Without a mask every query sees all t keys.
+        kv[l] is (K, V), (B, H, t, d_k) each.  mask (T, t) bool; None: every query sees all keys.
+        Differs from the paper, which does not mention RoPE: the cached keys have it, so the queries
+        get it, too, at their own positions, by the target's own table.  (The official code fixes
+        theta = 10000.)
+        Differs from the official code: the first block, which sees no key of the target, glimpses
+        zero.  There its mask is causal, so that a token sees its own key.
         """
-        B, T, _ = x.shape
         k, v = kv[self.target_layer]
-        h = self.c.target_heads
-        H = k.shape[1]
-        # Q^{m,j} = H^m W_j, then RoPE as the cached keys have it (difference 1)
+        # Q^{m,j} = H^m W_j
         q = self.glimpse_q(self.glimpse_norm(x))                       # (B, T, h d_k)
-        q = q.reshape(B, T, h, -1).transpose(1, 2)                     # (B, h, T, d_k)
-        q = apply_rope(q, rope)
+        q = q.unflatten(-1, (self.c.target_heads, -1)).transpose(1, 2)         # (B, h, T, d_k)
         # Attention runs on the device of the target's cache, but in the drafter's dtype: in the
         # target's float16 the drafter's small gradients would be rounded to zero.
-        q = q.to(k.device)
-        k = k.to(q.dtype)
-        v = v.to(q.dtype)
-        # With grouped-query attention, h / H query heads share a KV head.  They are stacked along
-        # the axis of the queries.  (enable_gqa=True gives the same, but it copies the keys.)
-        group = h // H
-        q = q.reshape(B, H, group * T, -1)
-        attention_mask = None
-        if mask is not None:
-            # A softmax over no keys would be NaN.  So a query that may see no key sees all of them
-            # here, and its result is replaced by zero below.
-            sees_none = ~mask.any(1, keepdim=True)                     # (T, 1)
-            attention_mask = mask | sees_none                          # (T, t)
-            attention_mask = attention_mask.repeat(group, 1)           # (h / H * T, t)
-            attention_mask = attention_mask.to(k.device)
+        q = rope(q).to(k.device)
         # hd_j = SoftMax(Q^{m,j} (K^{l,j})^T / sqrt(d_k)) V^{l,j}
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask)
-        concat = heads.reshape(B, h, T, -1).transpose(1, 2)            # (B, T, h, d_k)
-        concat = concat.flatten(2).to(x)                               # (B, T, h d_k)
-        if mask is not None:
-            concat = concat.masked_fill(sees_none, 0)                  # (difference 2)
+        heads = attention(q, k.to(q.dtype), v.to(q.dtype), mask)       # (B, h, T, d_k)
         # Concat(hd_1, ..., hd_h) W^O
+        concat = heads.transpose(1, 2).flatten(2).to(x)                # (B, T, h d_k)
         return self.glimpse_o(concat)
 
     def forward(self, x, ropes, mask, kv=None, glimpse_mask=None, update=None):
         """x (B, T, d_D) -> (B, T, d_D)
 
-        ropes: cos and sin (2, T, d) of the self-attention, and (2, T, d_k) of the glimpse.  mask
-        (T, keys) is that of the self-attention, glimpse_mask (T, t) that of the glimpse; None: all
-        keys are seen.  update(k, v) writes the tokens' KV entries to a cache, and returns the keys
-        and values to attend to; None: the T tokens attend to one another only.
+        ropes: two functions (Rope.at), of the self-attention and of the glimpse.  mask (T, keys) is
+        that of the self-attention, glimpse_mask (T, t) that of the glimpse; None: all keys are
+        seen.  update(k, v) writes the tokens' KV entries to a cache, and returns the keys and
+        values to attend to; None: the T tokens attend to one another only.
         """
         rope, glimpse_rope = ropes
         # Self-attention
@@ -280,53 +288,56 @@ class Layer(nn.Module):
         if self.c.glimpse:
             x = x + self.glimpse(x, kv, glimpse_rope, glimpse_mask)
         # Feed-forward
-        gate_and_up = self.up(self.norm2(x))
-        gate, up = gate_and_up.chunk(2, -1)
+        gate, up = self.up(self.norm2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
 
 class Glide(nn.Module):
     """The draft model: GLIDE, or the vanilla drafter where config.glimpse is False."""
 
-    def __init__(self, config, tables):
-        """tables: as tables_of gives them.  The model serves as many positions as they have."""
+    def __init__(self, config, ropes, embed=None, head=None, layer=Layer):
+        """ropes: as ropes_of gives them; the model serves as many positions as they do.
+
+        embed, head: what takes the place of an embedding and an LM head of its own.  layer: the
+        class of the layers.
+        """
         super().__init__()
         c = self.config = config
-        self.embed = nn.Embedding(c.vocab, c.width)
-        self.layers = nn.ModuleList([Layer(c, m) for m in range(c.layers)])
+        self.embed = embed or nn.Embedding(c.vocab, c.width)
+        self.layers = nn.ModuleList([layer(c, m) for m in range(c.layers)])
         self.norm = nn.RMSNorm(c.width, eps=c.eps)
-        self.head = nn.Linear(c.width, c.vocab, bias=False)
-        for p in self.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02)
-        table, glimpse_table = tables
-        self.register_buffer("table", table, persistent=False)
-        self.register_buffer("glimpse_table", glimpse_table, persistent=False)
+        self.head = head or nn.Linear(c.width, c.vocab, bias=False)
+        if embed is None:
+            nn.init.normal_(self.embed.weight, std=0.02)
+            nn.init.normal_(self.head.weight, std=0.02)
+        self.rope, self.glimpse_rope = ropes
 
     @torch.no_grad()
     def start_from(self, embed, head):
         """Copy the target's embedding and LM head, where they have the drafter's sizes.
 
         embed, head: modules with a weight (V, D).
+        Differs from the paper, where embedding and head start at random: train.py calls this.
         """
         for own, other in ((self.embed, embed), (self.head, head)):
             if own.weight.shape == other.weight.shape:
                 own.weight.copy_(other.weight)
 
     def ropes(self, position):
-        """position (T,) -> cos and sin there: (2, T, d), and (2, T, d_k) of the glimpse."""
-        return self.table.index_select(1, position), self.glimpse_table.index_select(1, position)
+        """position (T,) -> the functions that apply RoPE there, of self-attention and glimpse"""
+        return self.rope.at(position), self.glimpse_rope.at(position)
 
     def forward(self, ids, kv=None):
         """Training: all positions at once, under the block mask -> (B, T, d_D).
 
         The result has passed the last norm; self.head computes the logits from it.
         ids (B, T); kv {l: (K, V)}, (B, H, T, d_k) each: the target's KV entries of the same tokens.
+        Differs from the paper, whose mask is "not used for testing": a held-out loss uses it, too,
+        or a query would see the target's keys of its own token and of later ones.
         """
         T = ids.shape[1]
         position = torch.arange(T, device=ids.device)
         ropes = self.ropes(position)
-        # The drafter's own KV entries are up to date: a causal mask.  The target's are delayed:
-        # Mask_Block.
+        # The drafter's own KV entries are up to date, the target's are delayed.
         causal = position[:, None] >= position[None, :]
         delayed = block_mask(T, self.config.block, ids.device)
         x = self.embed(ids)                                            # (B, T, d_D)
@@ -335,12 +346,10 @@ class Glide(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block=None):
-        """The losses of a batch, for train.py: a list of (x, labels, mask), one for each loss.
+        """What train.py gives to loss_of: [(x (B, T, d_D), labels, None)].  batch: see train.py.
 
-        GLIDE has one.  x (B, T, d_D) and labels have an entry for each position.  Mask None: of
-        these train.py uses all in the loss mask of the batch.  Labels are the next token ids
-        (B, T), or for "kl" the target's logits (B, T, V).  The docstring of train.py explains
-        batches.  block is not used: EDD draws an L for each training step, GLIDE's is config.block.
+        labels: the next token ids (B, T), or for "kl" the target's logits (B, T, V).  block is not
+        used: EDD's L differs from step to step, GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
         # The next ids.  The last one wraps around, but its position is in no loss mask.
@@ -353,15 +362,16 @@ class Glide(nn.Module):
         log_p_draft = self.head(x).float().log_softmax(-1)             # (n, V)
         if self.config.loss == "ce":
             return F.nll_loss(log_p_draft, labels, reduction="sum")
-        # D_KL(p_target || p_draft)
+        # D_KL(p_target || p_draft), where 0 log 0 is 0
         log_p_target = labels.float().log_softmax(-1)
+        log_p_target = log_p_target.clamp(min=torch.finfo(torch.float32).min)
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-# softmax, write, place, reserve and (nearly) read are those of edd.py, repeated so that each of
-# the two files can be copied alone.
+# softmax, write, place, reserve, read and check_target are (nearly) those of edd.py, repeated so
+# that each of the two files can be copied alone.
 def softmax(logits, temperature=1.0):
-    """How logits (m, V) become probabilities where no rule of decoding says otherwise."""
+    """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
 def write(store, slots, end, k, v):
@@ -378,7 +388,6 @@ class Drafter:
     In each round begin is called once, then expand any number of times, then keep.  No KV entry is
     computed twice.
     """
-
     def __init__(self, model, temperature=1.0):
         """temperature: for calibration.  Of the tokens that have probability p in softmax(logits /
         temperature), a fraction p is the target's greedy choice.
@@ -393,34 +402,42 @@ class Drafter:
         self.store = weight.new_zeros(c.layers, 2, 1, c.heads, 0, c.width // c.heads)
         self.reset()
 
-    def reset(self, probs=softmax, source=None):
-        """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)."""
+    def reset(self, probs=softmax):
+        """Begin a sequence.  probs(logits (m, V), temperature) -> probabilities (m, V)"""
         self.probs = probs
-        self.encoded = 0                 # the first `encoded` committed tokens have their entries
+        self.t = 0                       # number of committed tokens
+        self.encoded = 0                 # the first `encoded` of them have their entries
         self.last_root = 0               # position of the previous round's root
+        self.paths = []                  # paths[i]: the nodes from the root to node i, i included
 
     @torch.no_grad()
     def begin(self, view, root_id):
         """Begin a round: the tokens before position view.length are committed.
 
-        Accepted nodes that expand() was given have their entries already.  The last of view.tokens
-        (k,) may have none yet: in the first round the whole prompt, later the accepted nodes that
-        expand() was not given, as a rule a leaf or none.  view.kv[l] is (K, V), (1, H, view.length,
-        d_k) each: the target's.  root_id is not used: expand is given the root.
+        view.tokens (k,) are the tokens committed since the last begin, a prompt included.  Accepted
+        nodes that expand was given have their entries already.  The other tokens are encoded: in
+        the first round the whole prompt, later as a rule a leaf or none.  view.kv[l] is (K, V), (1,
+        H, view.length, d_k) each: the target's.  root_id is not used: expand is given the root.
+        Raises ValueError where the view does not continue the last one.
         """
+        first = view.length - len(view.tokens)
+        if first != self.t:
+            raise ValueError(f"begin was given the tokens from {first} on, after {self.t} tokens: "
+                             "reset() begins another sequence")
         self.t = view.length
         self.kv = view.kv
-        self.paths = []                  # paths[i]: the nodes from the root to node i, i included
-        missing = self.t - self.encoded
-        if missing:
-            tokens = view.tokens[-missing:].to(self.device)
-            for chunk in tokens.split(CHUNK):
-                self.encode(chunk)
+        self.paths = []
+        tokens = view.tokens[self.encoded - first:].to(self.device)
+        for chunk in tokens.split(CHUNK):
+            self.encode(chunk)
 
     def encode(self, tokens):
-        """Compute the KV entries of the next k committed tokens, which expand did not read.
+        """Compute the KV entries of the next k committed tokens, a prompt or accepted nodes.
 
-        tokens (k,): a prompt, or accepted nodes.
+        In a drafter of two layers the entries of the second depend on which of the target's keys
+        the first one's glimpse saw.  Nodes that expand was given keep the entries computed there.
+        Differs from the official code, which encodes accepted tokens anew in each round.  The paper
+        does not mention it.
         """
         c, model = self.config, self.model
         end = self.encoded + len(tokens)
@@ -428,12 +445,11 @@ class Drafter:
         position = torch.arange(self.encoded, end, device=self.device)             # (k,)
         ropes = model.ropes(position)
         x = model.embed(tokens)[None]                                              # (1, k, d_D)
-        # Only a second layer's entries depend on what x saw in the first (difference 5).
         if c.layers > 1:
             own_key = torch.arange(end, device=self.device)                        # (end,)
             causal = own_key <= position[:, None]                                  # (k, end)
-            # Mask_Block, where blocks start at the previous round's root, L tokens after it, and
-            # so on.  A query sees the target's entries of all tokens before its own block.
+            # Mask_Block for tokens from last_root on: a prompt's, whose first block starts at 0, or
+            # those of the last round, which saw the target's keys before its root when drafted.
             block_start = position - (position - self.last_root) % c.block         # (k,)
             target_key = torch.arange(self.t, device=self.device)                  # (t,)
             delayed = target_key < block_start[:, None]                            # (k, t)
@@ -451,6 +467,8 @@ class Drafter:
 
         tokens (m,); parents: m ints, the index of each node's parent among all nodes given to
         expand in this round, in order; -1 for the root.
+        Differs from training: there the target's keys are delayed by at most L tokens.  In a tree
+        that is deeper than L they are older.
         """
         end, position, slots, mask = self.place(parents)
         [logits] = self.run(end, tokens.to(self.device), position, slots, mask)    # (m, V)
@@ -483,24 +501,21 @@ class Drafter:
         mask = F.pad(visible, (self.t, 0), value=True)                             # (m, end)
         return end, position, slots, mask
 
-    def run(self, end, tokens, position, slots, mask, glimpse_mask=None):
-        """The tensor part of expand -> [logits (m, V)].  (CUDA graphs return lists.)
+    def run(self, end, tokens, position, slots, mask):
+        """The tensor part of expand -> [logits (m, V)].  runtime/static.py replaces it by graphs.
 
-        tokens, position, slots (m,), mask (m, end), glimpse_mask (m, t); where a mask is None, all
-        entries are seen.
-
-        runtime/static.py replaces this method by one that pads nodes and entries to static shapes
-        and replays CUDA graphs.  It gives a glimpse_mask, and relies on the names and shapes of
-        `run`, `reserve`, `store`, `t` and `kv`.
+        tokens, position, slots (m,), mask (m, end); None: all entries before `end` are seen.
         """
         ropes = self.model.ropes(position)
         x = self.model.embed(tokens)[None]                                         # (1, m, d_D)
         for layer, store in zip(self.model.layers, self.store):
             update = partial(write, store, slots, end)
-            x = layer(x, ropes, mask, self.kv, glimpse_mask, update)
+            x = layer(x, ropes, mask, self.kv, update=update)
         logits = self.model.head(self.model.norm(x))                               # (1, m, V)
         return [logits[0]]
 
+    # A tensor that is made in inference mode cannot be written to outside of it.
+    @torch.inference_mode(False)
     def reserve(self, entries):
         """Make sure that the store has a capacity of at least `entries` entries."""
         if entries > self.store.shape[-2]:
@@ -516,41 +531,70 @@ class Drafter:
         """
         self.encoded = self.t + len(path)
         self.last_root = self.t
-        in_place = list(range(len(path)))
-        if path != in_place:
+        if path != list(range(len(path))):
             slots = torch.tensor(path, device=self.device) + self.t
             kept = self.store.index_select(-2, slots)
             self.store[..., self.t:self.encoded, :] = kept
 
 # -------------------------------------------------- from a checkpoint
-def read(folder, config_class=Config):
-    """Read a checkpoint of train.py -> its Config, weights {name: tensor} and training.json.
+def check_target(about, model):
+    """Compare `model` with the target that a drafter was trained for, by its training.json `about`.
 
-    config_class: runtime/families.py passes those of other drafters.  Settings that it does not
-    have are ignored.  Raises ValueError where the folder holds no such drafter.
+    Raises ValueError for other sizes.  Warns of other weights: few drafts will be accepted.
+    """
+    target, c = about.get("target", {}), model.config.get_text_config()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        size = getattr(c, name)
+        if target.get(name, size) != size:
+            raise ValueError(f"the drafter was made for another target, whose {name} is "
+                             f"{target[name]} and not {size}: train one for this")
+    # One weight of some matrices is noted.  In a quantised copy not all of them can be read.
+    noted, found = [], []
+    for name, p in model.named_parameters():
+        readable = type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize > 1
+        if name in target.get("probe", {}) and readable and not p.is_meta:
+            noted.append(target["probe"][name])
+            found.append(p[len(p) // 3, p.shape[1] // 2].item())
+    noted, found = torch.tensor(noted), torch.tensor(found)
+    # Of weights that were rounded to 4 bits it is .08 to .16.
+    if (noted - found).norm() > 0.25 * found.norm():
+        warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
+                      "accepted", stacklevel=4)
+
+def read(folder, model, kinds):
+    """Read a checkpoint of train.py for the target `model` -> Config, weights, training.json.
+
+    kinds: {kind of drafter: its Config}.  Settings that a Config does not have are ignored.
+    weights: {name: tensor}.  Raises ValueError where the folder holds no such drafter.
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
-        saved = about["config"]
-        names = [field.name for field in fields(config_class)]
-        config = config_class(**{name: saved[name] for name in names if name in saved})
-        return config, load_file(Path(folder, "model.safetensors")), about
-    except (OSError, KeyError, TypeError) as why:
-        raise ValueError(f"{folder} holds no drafter that {__name__}.py can load: {why}") from why
+        weights = load_file(Path(folder, "model.safetensors"))
+        kind, saved = about["kind"], about["config"]
+    except (OSError, ValueError, KeyError) as why:
+        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
+    if kind not in kinds:
+        raise ValueError(f"{folder} holds a drafter of the kind {kind}, which is none of "
+                         f"{', '.join(kinds)}")
+    check_target(about, model)
+    names = [field.name for field in fields(kinds[kind])]
+    config = kinds[kind](**{name: saved[name] for name in names if name in saved})
+    return config, weights, about
 
 def load(folder, model, length=None):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
     The drafter has the target's dtype and device.  length: the longest sequence to decode; None:
-    the target's context.  Raises ValueError where the folder does not hold such a drafter.
-    Whether it was trained for this target cannot be checked here.  For a target whose RoPE is not
-    Llama's, runtime/families.py has a function of this name.
+    the target's context.  Raises ValueError where the folder does not hold a GLIDE or a vanilla
+    drafter for such a target, and warns where it was trained for other weights.
     """
-    config, weights, about = read(folder)
+    config, weights, about = read(folder, model, {"glide": Config, "vanilla": Config})
     length = length or model.config.get_text_config().max_position_embeddings
-    draft_model = Glide(config, tables_of(model, config, length + TREE_POSITIONS))
+    ropes = ropes_of(model, config, length + TREE_POSITIONS)
+    with torch.device("meta"):                     # no memory, since the weights are there already
+        draft_model = Glide(config, ropes)
     try:
-        draft_model.load_state_dict(weights)
+        draft_model.load_state_dict(weights, assign=True)
     except RuntimeError as why:
         raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
                          "train the drafter again") from why
@@ -559,12 +603,12 @@ def load(folder, model, length=None):
 
 def main():
     """Fifteen tokens in blocks of five: training under the mask equals delayed decoding."""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=2, num_attention_heads=4)
     target = LlamaForCausalLM(config).double()
     config = Config.for_target(target)
-    model = Glide(config, tables_of(target, config, 15)).double()
+    model = Glide(config, ropes_of(target, config, 15)).double()
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     ids = torch.arange(15)
@@ -584,3 +628,16 @@ def main():
 
 if __name__ == "__main__":
     main()
+
+# Differences from the paper
+#  1. The glimpse's queries get RoPE by the target's table (Layer.glimpse).
+#  2. The glimpse of the first block is zero (Layer.glimpse), and it is added to x (Layer).
+#  3. An RMSNorm precedes W_j, and the loss is EDD's, unless Config says otherwise (Config).
+#  4. Embedding and head start as the target's (start_from); d_D is the target's width (Config).
+#  5. Any layer of the target can be read (for_target's `layer`).
+#  6. A query belongs to the block of its own token (block_mask).
+#  7. A held-out loss uses the mask, too (Glide.forward).
+#  8. In a drafter of two layers drafted tokens keep their entries (Drafter.encode).
+#  9. In decoding, rounds begin anywhere, and trees may be deeper than L (Drafter.expand).
+# Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, and "up to position t" for "up to
+# position t - 1".

@@ -15,15 +15,6 @@ drafted token EAGLE has to go on from its own prediction.
     L_reg = SmoothL1(f_i, f^_i)         ()             in Eagle.loss_of
     L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.loss_of, W_CLS
 
-Differences from the paper:
- 1. It drafts any tree.  A node needs the predicted feature of its parent.  So expand runs the layer
-    once for each generation of the nodes that it is given.
- 2. Training adds no noise to the features.
- 3. SmoothL1 is a mean over D, so its gradient on a feature falls as 1 / sqrt(D), and that of the
-    cross entropy does not.  w_cls is 0.1 at the published D = 4096; here it is 0.1 sqrt(4096 / D),
-    which keeps the balance of the two.
- 4. The first token of a text has no feature before it: it has no KV entry and no prediction.
-
 The architecture is the published one: training/convert.py reads its weights.
 
     python train.py eagle --data ...
@@ -37,8 +28,11 @@ from torch import nn
 
 import edd
 
-W_CLS = 0.1                      # w_cls ...
-PUBLISHED = 4096                 # ... at this width (difference 3)
+# Differs from the paper: there w_cls is 0.1, at D = 4096.  SmoothL1 is a mean over D, so its gradient
+# on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.  Here w_cls is
+# 0.1 sqrt(4096 / D), which keeps the balance of the two.
+W_CLS = 0.1
+PUBLISHED = 4096
 
 @dataclass
 class Config(edd.Config):
@@ -76,17 +70,21 @@ class Eagle(nn.Module):
         return self.fc(x).to(x)
 
     def forward(self, ids, feature):
-        """ids (B, T), the target's feature (B, T, D) -> f^_1 ... f^_{T-1} (B, T - 1, D)"""
+        """ids (B, T), the target's feature (B, T, D) -> f^_1 ... f^_{T-1} (B, T - 1, D)
+
+        Differs from the paper, which adds noise to the features in training.
+        """
         x = self.inputs(ids[:, 1:], feature[:, :-1])
         position = torch.arange(x.shape[1], device=x.device)
         causal = position[:, None] >= position[None, :]
         return edd.run_layer(self.layer, self.rotary, x, position[None], causal)
 
     def terms(self, batch, block):
-        """As edd.EDD.terms, without a block -> [(f^ (B, T, D), f (B, T, D), mask (B, T))]"""
+        """As edd.EDD.terms -> [(f^ (B, T, D), f (B, T, D), mask (B, T))]"""
         feature = batch.hidden[self.config.hidden]                             # (B, T, D)
         predicted = self(batch.ids, feature)                                   # (B, T - 1, D)
-        # The first token has no prediction.  Padding stands there, and the mask leaves it out.
+        # No feature precedes the first token, so it has no prediction: padding stands there, and the
+        # mask leaves it out.
         predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
         mask = torch.ones_like(batch.ids, dtype=torch.bool)
         mask[:, 0] = False
@@ -108,9 +106,9 @@ class Eagle(nn.Module):
 class Drafter(edd.Drafter):
     """Drafts with EAGLE, by the contract of a drafter in verify.py."""
 
-    def reset(self, *args):
+    def reset(self, probs=edd.softmax):
         """As edd.Drafter.reset."""
-        super().reset(*args)
+        super().reset(probs)
         # Row 0: the target's feature of the last committed token, None before the first round.
         # Row 1 + i: the predicted feature of node i.
         self.features = None                                                   # (1 + nodes, D)
@@ -131,7 +129,11 @@ class Drafter(edd.Drafter):
 
     @torch.no_grad()
     def expand(self, tokens, parents):
-        """As edd.Drafter.expand, with one forward for each generation of the nodes."""
+        """As edd.Drafter.expand, with one forward for each generation of the nodes.
+
+        Differs from the paper, whose tree is fixed: any tree will do.  A node needs the predicted
+        feature of its parent.
+        """
         ids = tokens.to(self.device)
         logits = []
         while parents:

@@ -14,11 +14,6 @@ Positions.  Feature i has read token i, and the target's head predicts token i +
 k, counted from 0, predicts token i + 2 + k.  In a round, i is the last committed token and the root
 is token i + 1.  So head d predicts what follows a node at depth d.
 
-Differences from the paper:
- 1. It drafts any tree.  After a node that is deeper than the heads reach there is no prediction.
- 2. As there, W_2 starts as the target's head and W_1 as zero; here b starts as zero, too.
- 3. The loss mask of plain training says which tokens are labels.  Head k learns from the same ones.
-
 The architecture is the published one: training/convert.py reads its weights.
 
     python train.py medusa --data ...
@@ -53,7 +48,10 @@ class Medusa(nn.Module):
     """K heads that read the feature of one token."""
 
     def __init__(self, config, head):
-        """head: a trainable copy of the target's LM head; each W_2 is a copy of it."""
+        """head: a trainable copy of the target's LM head; each W_2 starts as a copy of it.
+
+        W_1 starts as zero.  Differs from the paper: b does, too.
+        """
         super().__init__()
         self.config = config
         self.w = nn.ModuleList()                               # W_1 and b
@@ -71,10 +69,11 @@ class Medusa(nn.Module):
         return torch.stack([feature + F.silu(w(feature)) for w in self.w], -2)
 
     def terms(self, batch, block):
-        """As edd.EDD.terms -> [(x (B, T, K, D), labels (B, T, K), None)], without a block.
+        """As edd.EDD.terms -> [(x (B, T, K, D), labels (B, T, K), None)]
 
-        At position j every head predicts token j + 1, as plain training does.  Head k does so from
-        feature j - 1 - k.  Where there is none, its label is NO_LABEL.
+        At position j every head predicts token j + 1, which the loss mask of plain training may
+        leave out.  Head k does so from feature j - 1 - k.  Where there is none, its label is
+        NO_LABEL.
         """
         T = batch.ids.shape[1]
         xs = self(batch.hidden[self.config.hidden])                            # (B, T, K, D)
@@ -107,7 +106,7 @@ class Drafter:
         self.needs = {"hidden": (self.config.hidden,)}
 
     def reset(self, probs):
-        """Begin a sequence."""
+        """As edd.Drafter.reset."""
         self.probs = probs
 
     @torch.no_grad()
@@ -122,7 +121,11 @@ class Drafter:
         self.table = self.probs(table, self.temperature)
 
     def expand(self, tokens, parents):
-        """Without a forward: probabilities (m, V) by the depth of each node."""
+        """Without a forward: probabilities (m, V) by the depth of each node.
+
+        Differs from the paper, whose tree is fixed: any tree will do.  After a node that is deeper
+        than the heads reach there is no prediction.
+        """
         for parent in parents:
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)
         rows = [min(depth, self.config.heads) for depth in self.depths[-len(parents):]]

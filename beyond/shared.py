@@ -1,4 +1,4 @@
-"""Drafters between the target's own embedding and LM head, on a short list of frequent words.
+"""Drafters between the target's own embedding and head, on a short list of frequent tokens.
 
 The idea.  GLIDE and EDD train an embedding and a head of their own.  Beside a small target with a
 large vocabulary these two tables are nearly the whole drafter: of an EDD beside SmolLM2-135M
@@ -6,9 +6,10 @@ large vocabulary these two tables are nearly the whole drafter: of an EDD beside
 costs.  Here only one layer is trained, between the target's own tables.  They are frozen, and are
 not saved with the drafter.
 
-The layer may also learn a short list of frequent words alone.  Their logits need k rows of the head
-instead of V.  All other tokens get probability zero: they are never drafted.  The target verifies
-over the whole vocabulary, so the output stays the same, and a rare token only costs a rejection.
+The layer may also learn a short list of frequent tokens alone.  Their logits need k rows of the
+head instead of V.  All other tokens get probability zero: they are never drafted.  The target
+verifies over the whole vocabulary, so the output stays the same, and a rare token only costs a
+rejection.
 
     kind                the layer                            what it reads of the target
     glide-shared        GLIDE's (glide.py)                   KV entries of one layer
@@ -19,7 +20,7 @@ over the whole vocabulary, so the output stays the same, and a rare token only c
 None of these is the drafter of the GLIDE paper or of the EDD paper: those have tables of their own.
 glide-shared has the shape of LongSpec (Yang et al., arXiv 2502.17421): one layer between the
 target's tables, with self-attention over a window and cross-attention onto the target's cache.
-EAGLE (arXiv 2401.15077) shares the tables, too.  The list of words is FR-Spec's (arXiv 2502.14856).
+EAGLE (arXiv 2401.15077) shares the tables, too.  The list is FR-Spec's (arXiv 2502.14856).
 
     paper                            shape          name here
     embedding of the target          (V, D)         tables.embed, a function
@@ -28,20 +29,7 @@ EAGLE (arXiv 2401.15077) shares the tables, too.  The list of words is FR-Spec's
     ~W_LM (FR-Spec, Eq. 2)           (k, D)         tables.head, with a list
     T, H, L, K, V                                   as in edd.py and glide.py
 
-Differences from the drafters of glide.py and edd.py, besides the tables and the list:
- 1. Some targets have one table for both, so the embedding of a token is also its row of the head.
-    Then the logit of the token that was just read starts high.  The many layers of a target learn
-    to undo that, and one layer hardly can.  So there a D x D matrix follows the embedding
-    (config.projected).  It starts as a random rotation.
- 2. The last norm starts as the target's, since the head was trained on what that norm gave.
- 3. The loss is the KL divergence to the target's distribution (config.loss "kl"), or the negative
-    logarithm of the acceptance rate ("lk", arXiv 2602.23881).  With a list of words, both
-    distributions are softmaxes over the words' k logits.
- 4. GLIDE's layer has as many heads as the target's layers, and the target's RoPE for its own keys,
-    too.  Its self-attention sees the last 512 tokens only, as LongSpec's; what is older it sees by
-    the glimpse.
-
-The words are counted once, before training.  They are saved with the weights.
+The list is counted once, before training.  It is saved with the weights.
 
     config = EDDConfig.for_target(model)
     draft_model = families.new("edd-shared", config, model, words=words)       # runtime/families.py
@@ -86,23 +74,25 @@ def is_tied(model):
 
 # ---------------------------------------------------------------- between the target's tables
 class Between(nn.Module):
-    """The target's tables as the embedding and the head of a draft model, and its loss.
+    """The target's tables as the embedding and the head of a draft model, and its loss."""
 
-    embed and head take the place of the draft model's own; loss_of that of its loss.
-    """
     def __init__(self, config, tables):
         super().__init__()
         if config.loss not in ("kl", "lk"):
             raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, "
                              f"not by {config.loss}")
         self.config, self.tables = config, tables              # no module: it is not saved
+        # Some targets have one table for both, so the embedding of a token is also its row of the
+        # head.  Then the logit of the token that was just read starts high.  The many layers of a
+        # target learn to undo that, and one layer hardly can.  There a matrix follows the
+        # embedding, which starts as a random rotation.
         self.projection = nn.Identity()
         if config.projected:
             self.projection = nn.Linear(config.width, config.width, bias=False)
-            nn.init.orthogonal_(self.projection.weight)        # a random rotation
+            nn.init.orthogonal_(self.projection.weight)
         self.register_buffer("words", tables.words)
         # It follows the drafter's dtype, which is not the target's in training.
-        self.register_buffer("like", torch.empty(0), persistent=False)
+        self.register_buffer("like", tables.norm.new_empty(0), persistent=False)
 
     def embed(self, ids):
         """ids (...) -> (..., D), in the dtype of the drafter"""
@@ -118,16 +108,22 @@ class Between(nn.Module):
         spread = logits.new_full(shape, float("-inf"))
         return spread.index_copy(-1, self.words, logits)
 
+    def start(self, norm):
+        """Let a draft model's last norm start as the target's, which its head was trained on."""
+        if not norm.weight.is_meta:
+            norm.weight.data.copy_(self.tables.norm)
+
     def loss_of(self, x, target_logits):
-        """What training uses: the loss of difference 3 among the words, summed over n tokens -> ()
+        """What training uses: the loss, summed over n positions -> ()
 
         x (n, D), normed.  target_logits (n, k): the target's logits of the words; without a list,
-        (n, V).
+        (n, V).  With one, both distributions are softmaxes over the words' k logits.
         """
         logits = self.tables.head(x)
         if self.config.loss == "kl":
             return edd.kl(target_logits, logits)
-        # The probability that a sampled draft is accepted: sum_x min(p_target(x), p_draft(x))
+        # arXiv 2602.23881: the negative logarithm of the probability that a sampled draft is
+        # accepted, sum_x min(p_target(x), p_draft(x))
         p_target = target_logits.float().softmax(-1)
         p_draft = logits.float().softmax(-1)
         acceptance = torch.minimum(p_target, p_draft).sum(-1)                  # (n,)
@@ -136,11 +132,10 @@ class Between(nn.Module):
 # ---------------------------------------------------------------- GLIDE's layer
 @dataclass
 class GlideConfig(glide.Config):
-    """glide.Config with what these drafters have beyond it; sizes are those of a target's layer."""
-    norm: bool = True                # before the glimpse
-    loss: str = "kl"                 # or "lk" (difference 3)
+    """glide.Config and what these drafters have beyond it; sizes are those of a target's layer."""
+    loss: str = "kl"                 # or "lk"
     window: int = 512                # of the drafter's own entries, how many a query sees before it
-    projected: bool = False          # a matrix follows the embedding (difference 1)
+    projected: bool = False          # a matrix follows the embedding, see Between
 
     @classmethod
     def for_target(cls, model, layer=None, feed_forward=None, **more):
@@ -153,7 +148,7 @@ class GlideConfig(glide.Config):
         return config
 
 class Layer(glide.Layer):
-    """A layer of GLIDE whose self-attention sees a window."""
+    """A layer of GLIDE whose self-attention sees a window; what is older it sees by the glimpse."""
 
     def attend(self, q, k, v, mask):
         """As glide.Layer.attend; a query sees its own entry and the `window` before it.
@@ -171,34 +166,21 @@ class Layer(glide.Layer):
         return super().attend(q, k, v, in_window)
 
 class GlideShared(glide.Glide):
-    """The draft model: glide.Glide around one layer, between the target's tables."""
+    """The draft model: GLIDE, or vanilla, with a windowed layer between the target's tables."""
 
-    def __init__(self, config, rope_tables, tables):
-        """rope_tables: as glide.tables_of gives them.  tables: the target's Tables."""
-        nn.Module.__init__(self)               # not Glide's, which would make tables of its own
-        self.config = config
-        self.between = Between(config, tables)
-        self.embed, self.head = self.between.embed, self.between.head
-        self.layers = nn.ModuleList([Layer(config, 0)])
-        for p in self.layers.parameters():
-            if p.ndim == 2:
-                nn.init.normal_(p, std=0.02)
-        self.norm = nn.RMSNorm(config.width, eps=config.eps)
-        with torch.no_grad():
-            self.norm.weight.copy_(tables.norm)                                # (difference 2)
-        table, glimpse_table = rope_tables
-        self.register_buffer("table", table, persistent=False)
-        self.register_buffer("glimpse_table", glimpse_table, persistent=False)
-
-    def loss_of(self, x, labels):
-        """As Between.loss_of."""
-        return self.between.loss_of(x, labels)
+    def __init__(self, config, ropes, tables):
+        """ropes: as glide.ropes_of gives them.  tables: the target's Tables."""
+        between = Between(config, tables)
+        super().__init__(config, ropes, between.embed, between.head, Layer)
+        self.between = between
+        self.loss_of = between.loss_of
+        between.start(self.norm)
 
 # ---------------------------------------------------------------- EDD's layer
 @dataclass
 class EDDConfig(edd.Config):
-    """edd.Config with what these drafters have beyond it."""
-    projected: bool = False          # a matrix follows the embedding (difference 1)
+    """edd.Config and what these drafters have beyond it."""
+    projected: bool = False          # a matrix follows the embedding, see Between
 
     @classmethod
     def for_target(cls, model, hidden=edd.HIDDEN, **more):
@@ -213,9 +195,5 @@ class EDDShared(edd.EDD):
         between = Between(config, tables)
         super().__init__(config, parts._replace(embed=between.embed, head=between.head))
         self.between = between
-        with torch.no_grad():
-            self.norm.weight.copy_(tables.norm)                                # (difference 2)
-
-    def loss_of(self, x, labels):
-        """As Between.loss_of."""
-        return self.between.loss_of(x, labels)
+        self.loss_of = between.loss_of
+        between.start(self.norm)

@@ -5,11 +5,10 @@
     drafter = edd.Drafter(draft_model)
 
 glide.py and edd.py alone serve targets that are built as Llama is.  The functions here give the
-same draft models what they need of any other target, and of a llama, mistral or qwen2 the same as
-those files do:
+same draft models what they need of any other target:
 
- 1. rope_tables_of gives GLIDE the cos and sin of the layer that it reads (Gemma 3 has two tables),
-    for the part of a head that the target rotates (Phi), or none for its glimpse (GPT-2, OPT).
+ 1. ropes_of gives GLIDE's queries the RoPE of the keys that they meet: rotated by halves (Llama) or
+    by pairs (Cohere, GLM), wholly or in part (Phi), or not at all (GPT-2, OPT).
  2. parts_of gives what EDD, the VDM and EAGLE are made of.  Their layer is one of the target's
     class beside a llama, mistral or qwen2, as in the papers.  Beside all other families it is a
     layer of Llama's class with the target's sizes.
@@ -19,17 +18,13 @@ those files do:
  4. tables_of gives the target's own tables, for beyond/shared.py and EAGLE.  Their logits are
     capped as the target's.  A target whose logits are made otherwise is refused.
 """
-import json
-from dataclasses import fields
 from inspect import signature
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding)
+    LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half)
 
 import edd
 import glide
@@ -73,16 +68,26 @@ def head_of(model, words=slice(None)):
         head.bias = nn.Parameter(bias[words].to(like).clone())
     return head
 
+def tables_to_train(model, empty):
+    """Copies of the target's embedding and LM head; empty: without weights."""
+    if not empty:
+        return embedding_of(model), head_of(model)
+    c = model.config.get_text_config()
+    bias = model.get_output_embeddings().bias is not None
+    return (nn.Embedding(c.vocab_size, c.hidden_size, device="meta"),
+            nn.Linear(c.hidden_size, c.vocab_size, bias, device="meta"))
+
 # ---------------------------------------------------------------- GLIDE
-def cached_kv(model):
+@torch.no_grad()
+def cached_kv(model, position=None):
     """What the target caches for one token -> [(K, V) of a layer], each (1, H, 1, d).
 
     Layers that share keys and values appear once.
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
+    at = {} if position is None else {"position_ids": token + position}
     cache = DynamicCache()
-    with torch.no_grad():
-        model(input_ids=token, past_key_values=cache, use_cache=True)
+    model(input_ids=token, past_key_values=cache, use_cache=True, **at)
     cached = [(getattr(layer, "keys", None), getattr(layer, "values", None))
               for layer in cache.layers]
     of_one_size = all(k is not None and k.shape == v.shape for k, v in cached)
@@ -91,14 +96,37 @@ def cached_kv(model):
                          "each of its layers, and GLIDE reads them: take a target that does")
     return cached
 
-def target_rope(model, length, layer=-1):
-    """The target's cos and sin for one of its layers, by its own module -> (2, length, r).
+class AnyRope(glide.Rope):
+    """RoPE of the first 2 n entries of a head: of halves, as Llama's, or of neighbours."""
 
-    The target rotates the first r entries of a head; r is 0 in a target without RoPE.
+    def __init__(self, angles, neighbours):
+        """angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair."""
+        super().__init__(angles.repeat_interleave(2, -1) if neighbours
+                         else torch.cat((angles, angles), -1))
+        self.neighbours = neighbours
+
+    def at(self, position):
+        """As glide.Rope.at."""
+        cos, sin = self.table.index_select(1, position)        # (T, 2 n) each
+
+        def rotate(x):
+            turned, rest = x.tensor_split([cos.shape[-1]], -1)
+            if self.neighbours:
+                a, b = turned[..., ::2], turned[..., 1::2]
+                partner = torch.stack((-b, a), -1).flatten(-2)
+            else:
+                partner = rotate_half(turned)
+            return torch.cat((turned * cos + partner * sin, rest), -1)
+        return rotate
+
+def rope_table(model, length, layer):
+    """The cos and sin that the target's own module gives one of its layers -> (2, length, r).
+
+    How they belong to the entries of a head differs from family to family.  r is 0 in a target
+    without such a module.
     """
-    c = model.config.get_text_config()
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    device = device_of(model)
+    c, device = model.config.get_text_config(), device_of(model)
     if rotary is None:
         return torch.zeros(2, length, 0, device=device)
     # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
@@ -107,46 +135,77 @@ def target_rope(model, length, layer=-1):
     kind = {}
     if "layer_type" in signature(rotary.forward).parameters:
         kind["layer_type"] = c.layer_types[layer]
-    cos, sin = rotary(like, position, **kind)
-    table = torch.cat((cos, sin)).detach()                             # (2, length, r)
+    table = rotary(like, position, **kind)
+    if not isinstance(table, tuple):                                   # complex numbers (Llama 4)
+        return torch.zeros(2, length, 0, device=device)
+    table = torch.cat(table).detach()
     if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):        # GPT-OSS has each angle once
         table = table.repeat(1, 1, 2)
     return table
 
-def rope_tables_of(model, config, length):
-    """As glide.tables_of, for any target: (2, length, d) and (2, length, r).
+def rope_of(model, table, key_0, key_2):
+    """How the target turns its keys -> AnyRope, its angles (2, length, n)
+
+    table: as rope_table gives it.  key_0, key_2 (1, H, 1, d_k): the keys of one token at positions
+    0 and 2, as cached.  Raises ValueError where they turn otherwise.
+    """
+    key_0, key_2 = key_0.to(table.device).float(), key_2.to(table.device).float()
+    # Without RoPE keys stay the same (ALiBi), or become others (learned positions).
+    same = (key_2 - key_0).norm() < 0.01 * key_0.norm()
+    of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
+    n = table.shape[-1] // 2
+    if same or n == 0 and not of_one_length:
+        return AnyRope(table[..., :0], False), table[..., :0]
+    # A table has each angle twice: half a head apart, or in turn.
+    found = []
+    for angles in (table[..., :n], table[..., ::2]):
+        for neighbours in (False, True):
+            rope = AnyRope(angles, neighbours)
+            found.append((glide.rope_error(rope, key_0, key_2), rope, angles))
+    error, rope, angles = min(found, key=lambda one: one[0])
+    if error > 0.3:                                                    # half precision is coarse
+        raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
+                         "and GLIDE reads them: take a drafter that does not (edd, vanilla)")
+    return rope, angles
+
+def ropes_of(model, config, length):
+    """As glide.ropes_of, for any target.
 
     Raises ValueError where the target does not cache the keys that a GLIDE of this Config reads.
     """
-    heads = model.config.get_text_config().num_attention_heads
-    cached = cached_kv(model) if config.glimpse else []
-    for layer in config.layers_read:
-        sizes = (heads, cached[layer][0].shape[-1]) if layer < len(cached) else None
-        if sizes != (config.target_heads, config.target_head_size):
-            raise ValueError(f"layer {layer} of the target does not cache keys of "
-                             f"{config.target_heads} heads of size {config.target_head_size}: "
-                             f"{OTHER_TARGET}")
-    glimpse_table = target_rope(model, length, config.layers_read[-1] if config.glimpse else -1)
-    r, d = glimpse_table.shape[-1], config.width // config.heads
-    if r and r % d == 0:
-        return glimpse_table[..., ::r // d], glimpse_table
-    # The drafter needs positions, also where the target has no RoPE.
-    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
-    position = torch.arange(length)[None]
-    table = torch.cat(rotary(position.float(), position))              # (2, length, d)
-    return table.to(glimpse_table), glimpse_table
+    c = model.config.get_text_config()
+    table = rope_table(model, length, config.layers_read[-1] if config.glimpse else -1)
+    glimpse_rope, angles = None, table[..., :table.shape[-1] // 2]
+    if config.glimpse:
+        counts = "position_ids" in signature(model.forward).parameters
+        at_0, at_2 = [cached_kv(model, position if counts else None) for position in (0, 2)]
+        for layer in config.layers_read:
+            sizes = layer < len(at_0) and (c.num_attention_heads, at_0[layer][0].shape[-1])
+            if sizes != (config.target_heads, config.target_head_size):
+                raise ValueError(f"layer {layer} of the target does not cache keys of "
+                                 f"{config.target_heads} heads of size {config.target_head_size}: "
+                                 f"{OTHER_TARGET}")
+        glimpse_rope, angles = rope_of(model, table, at_0[layer][0], at_2[layer][0])
+    d = config.width // config.heads
+    s, rest = divmod(2 * angles.shape[-1], d)
+    if s == 0 or rest:
+        # The drafter needs positions where the target has none, or turns a part of a head.
+        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
+        position = torch.arange(length)[None]
+        angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
+        s = 1
+    # Heads of size d_k / s have every s-th angle of those of size d_k.
+    rope = AnyRope(angles[..., ::s], False)
+    return rope, glimpse_rope or rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
-def parts_of(model, embed=None, head=None):
-    """What an edd.EDD is made of, beside any target -> edd.Parts.
-
-    embed, head: what stands in place of copies of the target's embedding and LM head.
-    """
-    decoder, like = model.get_decoder(), embedded(model, [0])
+def parts_of(model, embed, head):
+    """What an edd.EDD between these tables is made of, beside any target -> edd.Parts."""
+    decoder = model.get_decoder()
     c = decoder.config
     if c.model_type in edd.FAMILIES:
         layer = type(decoder.layers[-1])(c, layer_idx=len(decoder.layers) - 1)
-        rotary = type(decoder.rotary_emb)(c)
+        rotary_class = type(decoder.rotary_emb)
     else:
         heads = c.num_attention_heads
         c = LlamaConfig(
@@ -157,18 +216,15 @@ def parts_of(model, embed=None, head=None):
             head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
             attn_implementation="sdpa")
         layer = LlamaDecoderLayer(c, layer_idx=0)
-        rotary = LlamaRotaryEmbedding(c)
+        rotary_class = LlamaRotaryEmbedding
     for module in layer.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=c.initializer_range)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    return edd.Parts(
-        embed=embed or embedding_of(model),
-        head=head or head_of(model),
-        layer=layer.to(like),
-        norm=LlamaRMSNorm(c.hidden_size, c.rms_norm_eps).to(like),
-        rotary=rotary.to(like.device))
+    with torch.device(device_of(model)):                       # it has no weights to load
+        rotary = rotary_class(c)
+    return edd.Parts(embed, head, layer, LlamaRMSNorm(c.hidden_size, c.rms_norm_eps), rotary)
 
 # ---------------------------------------------------------------- the target's own tables
 @torch.no_grad()
@@ -226,55 +282,56 @@ KINDS = {
 # Older names of weights in the checkpoints of drafters between the target's tables
 RENAMED = {"projection.weight": "between.projection.weight", "words": "between.words"}
 
-def new(kind, config, model, length=None, words=None):
+def new(kind, config, model, length=None, words=None, empty=False):
     """A draft model with new weights, on the target's device and in its dtype.
 
     kind, config: a key of KINDS, and a Config of that kind.  length: the positions that a GLIDE
     serves; None: those of the target's context and of a tree after it.  words (k,): the token ids
-    that a drafter between the target's tables drafts alone.  Raises ValueError where the Config was
-    made for a target of other sizes.
+    that a drafter between the target's tables drafts alone.  empty: without weights, for
+    load_state_dict(..., assign=True).  Raises ValueError where the Config was made for a target of
+    other sizes.
     """
     _, draft_class, _ = KINDS[kind]
-    c = model.config.get_text_config()
+    c, like = model.config.get_text_config(), embedded(model, [0])
     same_width = draft_class is glide.Glide or config.width == c.hidden_size
     if config.vocab != c.vocab_size or not same_width:
         raise ValueError(f"the target has another vocabulary or width: {OTHER_TARGET}")
     if draft_class in (eagle.Eagle, shared.EDDShared, shared.GlideShared):
         tables = tables_of(model, words)
+        embed, head = tables.embed, tables.head
+    elif draft_class is not glide.Glide:
+        embed, head = tables_to_train(model, empty)
     if issubclass(draft_class, glide.Glide):
-        rope_tables = rope_tables_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
-    if draft_class is glide.Glide:
-        draft_model = glide.Glide(config, rope_tables)
-    elif draft_class is shared.GlideShared:
-        draft_model = shared.GlideShared(config, rope_tables, tables)
-    elif draft_class is edd.EDD:
-        draft_model = edd.EDD(config, parts_of(model))
-    elif draft_class is shared.EDDShared:
-        draft_model = shared.EDDShared(config, parts_of(model, tables.embed, tables.head), tables)
-    elif draft_class is eagle.Eagle:
-        draft_model = eagle.Eagle(config, parts_of(model, tables.embed, tables.head))
-    else:
-        draft_model = medusa.Medusa(config, head_of(model))
-    return draft_model.to(embedded(model, [0]))
+        ropes = ropes_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
+    with torch.device("meta" if empty else like.device):
+        if draft_class is glide.Glide:
+            draft_model = glide.Glide(config, ropes)
+        elif draft_class is shared.GlideShared:
+            draft_model = shared.GlideShared(config, ropes, tables)
+        elif draft_class is shared.EDDShared:
+            draft_model = shared.EDDShared(config, parts_of(model, embed, head), tables)
+        elif draft_class is medusa.Medusa:
+            draft_model = medusa.Medusa(config, head)
+        else:
+            draft_model = draft_class(config, parts_of(model, embed, head))
+    return draft_model if empty else draft_model.to(like)
 
 def load(folder, model, length=None):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
     length: the longest sequence to decode; None: the target's context.  Raises ValueError where the
-    checkpoint does not fit the target.
+    checkpoint does not fit the target, and warns where it was trained for other weights.
     """
-    kind = json.loads(Path(folder, "training.json").read_text()).get("kind")
-    if kind not in KINDS:
-        raise ValueError(f"{folder} holds no drafter of the kinds {' '.join(KINDS)}")
-    config_class, _, drafter_class = KINDS[kind]
-    config, weights, about = glide.read(folder, config_class)
+    configs = {kind: config_class for kind, (config_class, _, _) in KINDS.items()}
+    config, weights, about = glide.read(folder, model, configs)
     weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
-    draft_model = new(kind, config, model, length and length + glide.TREE_POSITIONS,
-                      weights.get("between.words"))
+    draft_model = new(about["kind"], config, model, length and length + glide.TREE_POSITIONS,
+                      weights.get("between.words"), empty=True)
     try:
-        draft_model.load_state_dict(weights)
+        draft_model.load_state_dict(weights, assign=True)
     except RuntimeError:
         raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
                          "train the drafter again") from None
+    _, _, drafter_class = KINDS[about["kind"]]
     temperature = about.get("validation", {}).get("temperature", 1.0)
-    return drafter_class(draft_model, temperature), about
+    return drafter_class(draft_model.to(embedded(model, [0])), temperature), about
