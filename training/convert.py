@@ -102,7 +102,8 @@ def glide_config(weights, settings, target):
     """The sizes of a GLIDE, from its weights; what they do not tell, from config.json."""
     vocab, width = weights["model.embed_tokens.weight"].shape
     layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
-    config = glide.Config.for_target(target, width, layers, block=settings.get("block_size", 5))
+    config = glide.Config.for_target(target, width, layers, block=settings.get("block_size", 5),
+                                     norm=False)
     config.vocab = vocab
     config.feed_forward = len(weights["model.layers.0.mlp.gate_proj.weight"])
     config.heads = settings.get("num_attention_heads", 32)
@@ -122,8 +123,8 @@ def check_rope(table, theta):
 def from_glide(weights, settings, target):
     config = glide_config(weights, settings, target)
     module = families.new("glide", config, target, POSITIONS)
-    check_rope(module.table, settings.get("rope_theta", 10000.0))
-    check_rope(module.glimpse_table, GLIMPSE_THETA)
+    check_rope(module.rope.table, settings.get("rope_theta", 10000.0))
+    check_rope(module.glimpse_rope.table, GLIMPSE_THETA)
     weights = {name.removesuffix(".weight"): weight for name, weight in weights.items()}
     renamed = {}
     for theirs, ours in GLIDE.items():

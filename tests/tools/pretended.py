@@ -204,7 +204,7 @@ def decodings():
     def glides(model):
         torch.manual_seed(1)
         config = glide.Config.for_target(model, 24)
-        made = glide.Glide(config, glide.tables_of(model, config, 64)).float()
+        made = glide.Glide(config, glide.ropes_of(model, config, 64)).float()
         return glide.Drafter(made.to(model.device, torch.float32))
 
     def edds(model):
