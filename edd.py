@@ -20,7 +20,8 @@ up to itself.  The loss is the KL divergence between the target's distribution a
     t_{jL} ... t_i, Eq. 3              (T, T)     the right half of dual_block_mask
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
-In your project: verify.py has the contract of a drafter, and generate(), which calls it.  A round:
+To use it in your project: verify.py has the contract of a drafter, and generate(), which calls
+it.  A round:
 
     drafter, _ = edd.load("my-edd", model)               # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()

@@ -28,7 +28,8 @@ The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in block
     The next round. If the target accepts all five drafted tokens, it has verified a ... k, and
                     generates l, the next root.  The query l sees a ... k.
 
-In your project: verify.py has the contract of a drafter, and generate(), which calls it.  A round:
+To use it in your project: verify.py has the contract of a drafter, and generate(), which calls
+it.  A round:
 
     drafter, _ = glide.load("my-glide", model)           # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()

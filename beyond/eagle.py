@@ -28,9 +28,8 @@ from torch import nn
 
 import edd
 
-# Differs from the paper: there w_cls is 0.1, at D = 4096.  SmoothL1 is a mean over D, so its gradient
-# on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.  Here w_cls is
-# 0.1 sqrt(4096 / D), which keeps the balance of the two.
+# Differs from the paper: w_cls is 0.1 sqrt(4096 / D), and there 0.1 at D = 4096.  SmoothL1 is a mean
+# over D, so its gradient on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.
 W_CLS = 0.1
 PUBLISHED = 4096
 
@@ -83,8 +82,8 @@ class Eagle(nn.Module):
         """As edd.EDD.terms -> [(f^ (B, T, D), f (B, T, D), mask (B, T))]"""
         feature = batch.hidden[self.config.hidden]                             # (B, T, D)
         predicted = self(batch.ids, feature)                                   # (B, T - 1, D)
-        # No feature precedes the first token, so it has no prediction: padding stands there, and the
-        # mask leaves it out.
+        # No feature precedes the first token, so it has no prediction.  Padding stands there, and
+        # the mask leaves it out.
         predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
         mask = torch.ones_like(batch.ids, dtype=torch.bool)
         mask[:, 0] = False

@@ -24,7 +24,11 @@ import torch
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half)
+    LlamaDecoderLayer,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    rotate_half,
+)
 
 import edd
 import glide

@@ -1,9 +1,11 @@
 """What several tests share: made-up drafters, trees as paths, files of models and rows."""
 import json
 import re
+from functools import lru_cache
 from textwrap import dedent
 
 import torch
+from conftest import CONTEXT, GROUPED, MIXED, family
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -124,3 +126,36 @@ def bench_args(small, *more):
     return ["--target", str(small / "model"), "--checkpoint", str(small / "drafters"),
             "--prompts", str(small / "prompts.jsonl"), "--max-new-tokens", "12", "--device", "cpu",
             *more]
+
+# ---------------------------------------------------------------- families of targets
+HEADS = {**GROUPED, "head_dim": 8}
+LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+# What a small configuration of each class says beside conftest's sizes.  All verify trees.
+FAMILIES = {
+    "MistralForCausalLM": {**GROUPED, "sliding_window": 4096},
+    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
+    "Qwen2ForCausalLM": {**GROUPED, **MIXED},
+    "Qwen3ForCausalLM": HEADS,
+    "CohereForCausalLM": GROUPED,
+    "Cohere2ForCausalLM": {**GROUPED, "sliding_window": 7, "layer_types": LAYERS},
+    "HeliumForCausalLM": HEADS,
+    "Ernie4_5ForCausalLM": HEADS,
+    "GlmForCausalLM": {**HEADS, "partial_rotary_factor": 0.5},
+    "Glm4ForCausalLM": {**HEADS, "partial_rotary_factor": 0.5},
+    "SmolLM3ForCausalLM": {**GROUPED, "no_rope_layers": [1, 0, 1]},
+    "Gemma2ForCausalLM": {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8},
+    "Gemma3ForCausalLM": {
+        **HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": LAYERS},
+    "GptOssForCausalLM": {
+        **HEADS, "num_local_experts": 4, "sliding_window": 7, "layer_types": LAYERS,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None},
+    "PhiForCausalLM": {"partial_rotary_factor": 0.5},
+    "Phi3ForCausalLM": {
+        **GROUPED, "rope_scaling": LONGROPE, "original_max_position_embeddings": 36,
+        "max_position_embeddings": 80},
+    "GPT2LMHeadModel": {"n_positions": CONTEXT},
+    "GPTNeoXForCausalLM": {},
+    "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+}
+made = lru_cache(maxsize=None)(lambda name: family(name, **FAMILIES[name]))

@@ -1,12 +1,12 @@
 """Targets of other families: what the proof finds, and what generate() gives with each of them."""
 import threading
-from functools import lru_cache
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
-from conftest import CONTEXT, GROUPED, MIXED, VOCAB, assert_plain, family, plain, reciting, tiny
+from conftest import CONTEXT, VOCAB, assert_plain, family, plain, reciting, tiny
+from helpers import FAMILIES, HEADS, made
 
 import cape
 import pct
@@ -16,29 +16,6 @@ from runtime.errors import UserError
 from runtime.generation import speculative
 from runtime.targets import AnyTarget, any_target
 
-HEADS = {**GROUPED, "head_dim": 8}
-LAYERS = ["sliding_attention", "full_attention", "sliding_attention"]
-LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
-# What a small configuration of each class says beside conftest's sizes.  All verify trees.
-FAMILIES = {
-    "MistralForCausalLM": {**GROUPED, "sliding_window": 4096},
-    "MixtralForCausalLM": {**GROUPED, "num_local_experts": 4},
-    "Qwen2ForCausalLM": {**GROUPED, **MIXED},
-    "Qwen3ForCausalLM": HEADS,
-    "Gemma2ForCausalLM": {**HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8},
-    "Gemma3ForCausalLM": {
-        **HEADS, "sliding_window": 7, "query_pre_attn_scalar": 8, "layer_types": LAYERS},
-    "GptOssForCausalLM": {
-        **HEADS, "num_local_experts": 4, "sliding_window": 7, "layer_types": LAYERS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_scaling": None},
-    "PhiForCausalLM": {"partial_rotary_factor": 0.5},
-    "Phi3ForCausalLM": {
-        **GROUPED, "rope_scaling": LONGROPE, "original_max_position_embeddings": 36,
-        "max_position_embeddings": 80},
-    "GPT2LMHeadModel": {"n_positions": CONTEXT},
-    "GPTNeoXForCausalLM": {},
-    "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-}
 DECODER = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
 ENCODER = {"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 48}
 T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
@@ -62,7 +39,6 @@ REFUSED = {
     "RwkvForCausalLM": {"attention_hidden_size": 32, "context_length": CONTEXT},
     "MambaForCausalLM": {}, "BertLMHeadModel": {},
 }
-made = lru_cache(maxsize=None)(lambda name: family(name, **FAMILIES[name]))
 PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
 NEW = 14
 

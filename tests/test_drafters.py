@@ -1,0 +1,716 @@
+"""Drafters that are trained: training equals decoding, masks, losses, RoPE, families, loading."""
+import copy
+import json
+import warnings
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from conftest import (
+    ROOT,
+    VOCAB,
+    assert_plain,
+    family,
+    random_draft_model,
+    random_drafter,
+    shared,
+    tiny,
+)
+from helpers import FAMILIES, lines_to_use, made
+from safetensors.torch import load_file, save_file
+
+import cape
+import edd
+import glide
+import verify
+from beyond.shared import frequent_words
+from runtime import families
+from runtime.targets import AnyTarget, any_target
+
+EXACT = dict(atol=1e-9, rtol=0)
+LAST = 3                                 # the tiny targets' last hidden states
+WORDS = torch.tensor([7, 2, 5, 3])
+OTHERS = [token for token in range(VOCAB) if token not in WORDS]
+PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
+
+def text(length, seed=2, vocab=VOCAB):
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+def words_of(kind):
+    return WORDS if kind.endswith("shared") else None
+
+def of_logits(drafter):
+    """Make a drafter give logits, in float64, in place of probabilities -> drafter."""
+    drafter.reset(lambda logits, temperature: logits)
+    return drafter
+
+def batch_of(model, ids):
+    """What training reads of the target's forward over ids (B, T), by transformers alone."""
+    cache = transformers.DynamicCache()
+    with torch.no_grad():
+        out = model(ids, past_key_values=cache, use_cache=True, output_hidden_states=True)
+    kv = {i: (layer.keys, layer.values) for i, layer in enumerate(cache.layers)}
+    hidden = dict(enumerate(out.hidden_states))
+    return SimpleNamespace(ids=ids, kv=kv, hidden=hidden, logits=out.logits)
+
+def mean_loss(draft_model, batch, loss_mask=None):
+    """The loss of a training step, as train.py makes it of a draft model's terms."""
+    if loss_mask is None:
+        loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
+        loss_mask[:, -1] = False
+    total = 0
+    for x, labels, mask in draft_model.terms(batch, 5):
+        chosen = loss_mask if mask is None else loss_mask & mask
+        total = total + draft_model.loss_of(x[chosen], labels[chosen])
+    return total / loss_mask.sum()
+
+def view(batch, since, t):
+    """A View of the batch's first text."""
+    kv = {m: (k[:, :, :t], v[:, :, :t]) for m, (k, v) in batch.kv.items()}
+    hidden = {k: h[0, since:t] for k, h in batch.hidden.items()}
+    tokens = batch.ids[0, since:t]
+    return SimpleNamespace(tokens=tokens, ids=tokens.tolist(), length=t, kv=kv, hidden=hidden)
+
+def save(folder, draft_model, kind, **about):
+    """A checkpoint as train.py writes it, but in full precision."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.contiguous() for name, weight in draft_model.state_dict().items()}
+    save_file(weights, folder / "model.safetensors")
+    about = {"config": vars(draft_model.config), "kind": kind, **about}
+    (folder / "training.json").write_text(json.dumps(about))
+
+def rounding(model):
+    """How far two ways to one number may be apart: eager attention's softmax is in float32."""
+    return 1e-5 if model.config._attn_implementation == "eager" else 1e-8
+
+# ---------------------------------------------------------------- training equals decoding
+# Targets that between them have grouped keys, biases, windows, and both kinds of attention
+DECODED = [
+    ("glide", "llama-eager", {}), ("glide", "qwen2-mixed", {"norm": False}),
+    ("glide 2", "llama", {}), ("vanilla", "llama", {}),
+    ("edd", "qwen2-mixed", {}), ("edd", "llama-eager", {}), ("vdm", "llama-eager", {}),
+    ("edd", "Gemma3ForCausalLM", {}), ("glide", "CohereForCausalLM", {}),
+    # Texts are longer than the window; among the words alone, all other logits are -inf
+    ("glide-shared", "llama", {"layer": 1, "window": 3}), ("edd-shared", "llama", {})]
+
+@pytest.mark.parametrize("kind, name, settings", DECODED)
+@torch.no_grad()
+def test_decoding_trees_equals_training(kind, name, settings):
+    """Rounds of random trees: the logits after a node are training's in a text with its path.
+
+    Rounds begin where blocks of training do, at multiples of five, and no path is longer than a
+    block, so a node sees the same in both, and nothing of the tokens after it.
+    """
+    model = made(name) if name in FAMILIES else shared(name)
+    torch.manual_seed(4)
+    drafter = random_drafter(model, kind, words=words_of(kind), **settings)
+    draft_model, ids, since = of_logits(drafter).model, text(30), 0
+    for t in (10, 15, 20):
+        drafter.begin(view(batch_of(model, ids[None]), since, t), ids[t].item())
+        parents, paths = [-1], [[0]]
+        while len(paths) < 11:
+            # Any node that is not too deep, often the last
+            above = [node for node, path in enumerate(paths) if len(path) < 5]
+            parents.append(above[int(torch.rand(2).max().item() * len(above))])
+            paths.append([*paths[parents[-1]], len(paths)])
+        tokens = torch.randint(VOCAB, (11,))
+        tokens[0] = ids[t]
+        for first, end in ((0, 1), (1, 4), (4, 5), (5, 9), (9, 11)):
+            found = drafter.expand(tokens[first:end], parents[first:end])
+            for logits, path in zip(found, paths[first:end]):
+                n = t + len(path)
+                along = torch.cat((ids[:t], tokens[path], ids[n:]))            # and later tokens
+                [(x, _, _)] = draft_model.terms(batch_of(model, along[None]), 5)
+                expected = draft_model.head(x[0, n - 1])
+                atol = 1e-5 if name == "Gemma3ForCausalLM" else rounding(model)
+                torch.testing.assert_close(logits, expected, atol=atol, rtol=0)
+        # The last node's path is accepted.  What else the text gets was never given to expand.
+        drafter.keep(path)
+        ids[t:t + len(path)] = tokens[path]
+        since = t
+
+@torch.no_grad()
+def test_no_entry_is_staler_than_in_training(llama):
+    """In a second layer: blocks start at rounds' roots, and a whole block after a root."""
+    draft_model, batch = random_draft_model(llama, "glide 2"), batch_of(llama, text(30)[None])
+    ids, drafter, t, last, starts = batch.ids[0], glide.Drafter(draft_model), 7, 0, [0, 5]
+    for accepted in (5, 5, 2, 5, 0):                            # with the root one more
+        drafter.begin(view(batch, last, t), ids[t].item())
+        if accepted == 0:
+            break
+        drafter.expand(ids[t:t + 5], [-1, 0, 1, 2, 3])
+        drafter.keep(list(range(min(accepted + 1, 5))))
+        # The fifth token after the root, a leaf that was not expanded, begins a block.
+        starts += [t] + [t + 5] * (accepted == 5)
+        last, t = t, t + accepted + 1
+    # Keys of the second layer, where a token glimpses what lies before its block
+    block_start = torch.tensor([max(s for s in starts if s <= j) for j in range(t)])
+    ropes = draft_model.ropes(torch.arange(t))
+    causal = torch.ones(t, t, dtype=torch.bool).tril()
+    delayed = torch.arange(t) < block_start[:, None]
+    x = draft_model.embed(ids[:t])[None]
+    x = draft_model.layers[0](x, ropes, causal, view(batch, 0, t).kv, delayed)
+    _, expected, _ = draft_model.layers[1].project(x, ropes[0])
+    torch.testing.assert_close(drafter.store[1, 0, :, :, :t], expected, **EXACT)
+
+@pytest.mark.parametrize("kind", ["glide 2", "edd"])
+def test_a_long_text_in_pieces_gives_the_logits_of_one_go(llama, kind, monkeypatch):
+    """A prompt in chunks, contexts that outgrow the capacity, a round that expands nothing.
+
+    The second time without inference mode, after the first in it.
+    """
+    torch.manual_seed(6)
+    hidden = torch.randn(1, 1300, 32, dtype=torch.float64)
+    kv = {m: torch.randn(2, 1, 4, 1300, 8, dtype=torch.float64) for m in (1, 2)}
+    batch = SimpleNamespace(ids=text(1300, 6)[None], hidden={2: hidden}, kv=kv)
+    drafter, logits = random_drafter(llama, kind, length=1300), []
+    for chunk, steps, mode in ((2000, (1200,), True), (400, (500, 505, 1200), False)):
+        monkeypatch.setattr(glide, "CHUNK", chunk)
+        of_logits(drafter)
+        before = 0
+        for t in steps:
+            with torch.inference_mode(mode):
+                drafter.begin(view(batch, before, t), batch.ids[0, t].item())
+                if t != 505:
+                    found = drafter.expand(batch.ids[0, t:t + 1], [-1])
+                drafter.keep([])
+            before = t
+        logits.append(found)
+    torch.testing.assert_close(*logits, atol=1e-9 if kind == "glide 2" else 1e-6, rtol=0)
+    for since, t in ((0, 1200), (700, 900)):                    # as after a roll-back
+        with pytest.raises(ValueError, match=r"begin was given .* reset\(\) begins another"):
+            drafter.begin(view(batch, since, t), 1)
+
+@pytest.mark.parametrize("module", [glide, edd])
+def test_the_docstrings_round(module, llama, tmp_path, monkeypatch):
+    """Its lines run, and expand gives softmax(logits / calibration temperature)."""
+    name = module.__name__
+    lines = lines_to_use(module).split("\n\n")[0]
+    save(tmp_path / f"my-{name}", random_draft_model(llama, name), name,
+         validation={"temperature": 0.5})
+    monkeypatch.chdir(tmp_path)
+    batch = batch_of(llama, text(9)[None])
+    names = {name: module, "torch": torch, "model": llama, "root_id": 3, "view": view(batch, 0, 8)}
+    exec(lines, names)
+    drafter = of_logits(names["drafter"])
+    drafter.begin(names["view"], 3)
+    drafter.expand(torch.tensor([3]), [-1])
+    logits = drafter.expand(names["best"], [0, 0])
+    expected = (logits / 0.5).softmax(-1)
+    torch.testing.assert_close(names["probs"], expected, check_dtype=False)
+
+# ---------------------------------------------------------------- what is trained
+def test_masks_entry_by_entry():
+    """Mask_Block; Eq. 3: hidden states before the block, tokens of the own one up to itself."""
+    for T, L in ((1, 5), (7, 1), (12, 4), (13, 5), (6, 9)):
+        block, dual = glide.block_mask(T, L), edd.dual_block_mask(T, L)
+        assert block.shape == (T, T) and dual.shape == (T, 2 * T)
+        for i in range(T):
+            start = i // L * L                                  # where the block of t_i begins: jL
+            for k in range(T):
+                assert block[i, k] == dual[i, k] == (k < start)
+                assert dual[i, T + k] == (start <= k <= i)
+
+def rms_norm(x, norm):
+    return norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+def one_head(q, k, v, seen):
+    """SoftMax(Q K^T / sqrt(d)) V, where query i sees the first seen[i] keys; zero for none."""
+    hd = torch.zeros_like(q)
+    for i, n in enumerate(seen):
+        if n > 0:
+            scores = k[:n] @ q[i] / q.shape[1] ** 0.5
+            hd[i] = scores.softmax(0) @ v[:n]
+    return hd
+
+@torch.no_grad()
+def test_a_layer_of_glide_head_by_head():
+    """Figure 2, and Concat(hd_1, ..., hd_h) W^O under Mask_Block."""
+    model, T = shared("llama-eager"), 12                           # 2 KV heads for 4 queries
+    draft_model = random_draft_model(model, "glide")
+    batch, layer = batch_of(model, text(12)[None]), draft_model.layers[0]
+    for norm in (layer.norm1, layer.glimpse_norm, layer.norm2):
+        norm.weight.uniform_(0.5, 2)
+    x = torch.randn(T, 24, dtype=torch.float64)
+    rope, glimpse_rope = ropes = draft_model.ropes(torch.arange(T))
+    causal, delayed = torch.ones(T, T, dtype=torch.bool).tril(), glide.block_mask(T, 5)
+    found = layer(x[None], ropes, causal, batch.kv, delayed)[0]        # (T, d_D)
+    # Self-attention, with three heads of size 8
+    q, k, v = (rms_norm(x, layer.norm1) @ layer.qkv.weight.T).view(T, 3, 3, 8).permute(1, 2, 0, 3)
+    heads = [one_head(*of_head, range(1, T + 1)) for of_head in zip(rope(q), rope(k), v)]
+    x = x + torch.cat(heads, 1) @ layer.o.weight.T
+    # The glimpse
+    q = (rms_norm(x, layer.glimpse_norm) @ layer.glimpse_q.weight.T).view(T, 4, 8).transpose(0, 1)
+    k, v = [of_target[0].repeat_interleave(4 // of_target.shape[1], 0)
+            for of_target in batch.kv[layer.target_layer]]
+    heads = [one_head(*of_head, [i // 5 * 5 for i in range(T)])
+             for of_head in zip(glimpse_rope(q), k, v)]
+    x = x + torch.cat(heads, 1) @ layer.glimpse_o.weight.T
+    gate, up = (rms_norm(x, layer.norm2) @ layer.up.weight.T).chunk(2, 1)
+    expected = x + (gate * gate.sigmoid() * up) @ layer.down.weight.T
+    torch.testing.assert_close(found, expected, **EXACT)
+
+@pytest.mark.parametrize("name", ["llama-eager", "qwen2-mixed"])
+def test_edds_soft_prompt_is_keys_and_values_alone(name):
+    """As where hidden states go through the layer, each seeing itself: outputs and gradients."""
+    model = shared(name)
+    draft_model, batch = random_draft_model(model, "edd"), batch_of(model, text(18, 1).view(2, 9))
+    ids, hidden = batch.ids, batch.hidden[2]
+    found = draft_model(ids, hidden, 4)
+    x = torch.cat((hidden, draft_model.embed(ids)), 1)
+    mask = torch.eye(18, dtype=torch.bool)
+    mask[9:] = edd.dual_block_mask(9, 4)
+    position = torch.arange(9).repeat(1, 2)
+    x = edd.run_layer(draft_model.layer, draft_model.rotary, x, position, mask)
+    expected = draft_model.norm(x[:, 9:])
+    torch.testing.assert_close(found, expected, atol=rounding(model), rtol=0)
+    weights = list(draft_model.layer.parameters())
+    gradients = [torch.autograd.grad(x.square().sum(), weights) for x in (found, expected)]
+    for a, b in zip(*gradients):
+        torch.testing.assert_close(a, b, atol=100 * rounding(model), rtol=1e-3)
+
+@pytest.mark.parametrize("kind", ["glide", "edd"])
+@pytest.mark.parametrize("loss", ["ce", "kl"])
+def test_losses_are_what_their_names_say(llama, kind, loss):
+    """Cross entropy, or EDD's Eq. 4, written out in float64 over the loss mask.
+
+    A token that the target excludes, by a logit of -inf, adds nothing.
+    """
+    draft_model = random_draft_model(llama, kind, loss=loss)
+    batch = batch_of(llama, torch.stack((text(13), text(13, 8))))
+    batch.logits[0, 3, 5] = -torch.inf
+    loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
+    loss_mask[:, -1] = loss_mask[1, :4] = False
+    found = mean_loss(draft_model, batch, loss_mask)
+    found.backward()
+    assert all(p.grad.abs().sum() > 0 for p in draft_model.parameters())
+    with torch.no_grad():
+        [(x, _, _)] = draft_model.terms(batch, 5)
+        log_p = draft_model.head(x).log_softmax(-1)
+        log_t, total = batch.logits.log_softmax(-1), 0
+        for b, j in loss_mask.nonzero().tolist():
+            if loss == "ce":
+                total -= log_p[b, j, batch.ids[b, j + 1]]
+            else:
+                total += (log_t[b, j].exp() * (log_t[b, j] - log_p[b, j])).nansum()
+    assert found.item() == pytest.approx(total.item() / 20, abs=1e-5)
+
+def test_settings_of_the_papers():
+    """GLIDE 4.1, 5.1: L = 5, l = N_T - N_D + m, one layer; d_D = 4096, no norm, cross entropy.
+
+    EDD, appendix B: the fourth-to-last of 0 (the embeddings) ... 6, L from 5 to 10; Eq. 4.
+    """
+    model = tiny("llama", num_hidden_layers=6)
+    c = glide.Config.for_target(model, 4096, norm=False, loss="ce")
+    assert (c.block, c.layers, c.layers_read, c.width, c.heads) == (5, 1, (5,), 4096, 512)
+    assert glide.Config.for_target(model, layers=2).layers_read == (4, 5)
+    assert glide.Config.for_target(model, layer=2).layers_read == (2,)
+    assert glide.Config.for_target(model, 20, glimpse=False).heads == 5
+    for wrong, why in ((dict(layers=2, layer=0), "cannot be read"), (dict(width=99), "multiple of"),
+                       (dict(layer=6), "cannot be read"), (dict(width=34), "multiple of 8")):
+        with pytest.raises(ValueError, match=why):
+            glide.Config.for_target(model, **wrong)
+    c = edd.Config.for_target(model)
+    assert (c.hidden, c.blocks, c.loss, c.encoding) == (3, (5, 10), "kl", True)
+    for wrong in (0, 7, -7):
+        with pytest.raises(ValueError, match="no layer's output"):
+            edd.Config.for_target(model, wrong)
+
+def test_edds_parts():
+    """Copies of the embedding and head, which learn apart; a new layer and norm of its classes.
+
+    The RoPE is the target's own: it is neither saved with the drafter nor converted with it.
+    """
+    model = tiny("qwen2")
+    model.config.initializer_range = 0.05
+    decoder = model.get_decoder()
+    decoder.norm.weight.data.fill_(3.0)
+    model.requires_grad_(False)
+    draft_model = edd.EDD(edd.Config.for_target(model, 1), edd.parts_of(model))
+    assert type(draft_model.layer) is type(decoder.layers[-1])
+    for own, other in ((draft_model.embed, model.get_input_embeddings()),
+                       (draft_model.head, model.get_output_embeddings())):
+        assert torch.equal(own.weight, other.weight)
+        assert own.weight.data_ptr() != other.weight.data_ptr()
+    assert all(p.requires_grad for p in draft_model.parameters())
+    matrices = [p for p in draft_model.layer.parameters() if p.ndim == 2]
+    assert all(0.045 < p.std() < 0.055 for p in matrices)
+    assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
+    saved = {name.split(".")[0] for name in draft_model.state_dict()}
+    assert saved == {"embed", "layer", "norm", "head"}
+    before = decoder.rotary_emb.inv_freq.dtype
+    draft_model.half()
+    assert decoder.rotary_emb.inv_freq.dtype == before
+    with pytest.raises(ValueError, match="serves llama, mistral, qwen2"):
+        edd.parts_of(made("Gemma3ForCausalLM"))
+
+# ---------------------------------------------------------------- EAGLE and MEDUSA-1
+@torch.no_grad()
+@pytest.mark.parametrize("width", [32, 16])
+def test_eagle_learns_what_it_drafts(width):
+    """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's p."""
+    model = tiny("llama", hidden_size=width)
+    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
+    draft_model = random_draft_model(model, "eagle")
+    batch = batch_of(model, text(9, 4)[None])
+    ids, f = batch.ids[0], batch.hidden[LAST][0]
+    saved = {name.split(".")[0] for name in draft_model.state_dict()}
+    assert saved == {"fc", "layer"}, "the frozen parts are not its own"
+    fed = []
+    draft_model.fc.register_forward_pre_hook(lambda module, args: fed.append(args[0][0]))
+    predicted = draft_model(ids[None], f[None])[0]
+    expected = torch.cat((embed(ids[1:]), f[:-1]), -1)
+    assert torch.equal(fed[0], expected), "a token, and the feature before it"
+    d = (predicted - f[1:]).abs()
+    distance = torch.where(d < 1, d * d / 2, d - 0.5).mean(-1)
+    log_p_draft = head(predicted).log_softmax(-1)
+    cross_entropy = -(batch.logits[0, 1:].softmax(-1) * log_p_draft).sum(-1)
+    loss = distance + 0.1 * (4096 / width) ** 0.5 * cross_entropy
+    found = mean_loss(draft_model, batch)
+    # Of nine tokens the first has no prediction, and the last no label.
+    torch.testing.assert_close(found.double(), loss[:-1].sum() / 8, atol=1e-5, rtol=1e-5)
+
+@torch.no_grad()
+def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
+    """head_k(f + SiLU(W_k f + b_k)) of f_i predicts t_{i+2+k}; depth d comes from head d - 1."""
+    config_class, _, drafter_class = families.KINDS["medusa"]
+    batch = batch_of(llama, text(40, 1).view(2, 20))
+    ids, f = batch.ids, batch.hidden[LAST]
+    untrained = families.new("medusa", config_class.for_target(llama), llama)
+    assert len(untrained.heads) == 5
+    for k, head in enumerate(untrained.heads):
+        torch.testing.assert_close(head(untrained(f)[:, :, k]), batch.logits)
+    draft_model = random_draft_model(llama, "medusa")
+    logits, loss = [], 0
+    for k, (head, w) in enumerate(zip(draft_model.heads, draft_model.w)):
+        z = f @ w.weight.T + w.bias.normal_()
+        logits.append((f + z * z.sigmoid()) @ head.weight.T)
+        log_p = logits[k].log_softmax(-1)
+        for b in range(2):
+            for i in range(20 - 2 - k):
+                loss -= 0.8 ** k * log_p[b, i, ids[b, i + 2 + k]]
+    # 19 positions of each text have a label.
+    found = mean_loss(draft_model, batch)
+    torch.testing.assert_close(found.double(), loss / 38, atol=1e-5, rtol=1e-5)
+    drafter = of_logits(drafter_class(draft_model))
+    drafter.begin(view(batch, 0, 8), 1)
+    found = drafter.expand(torch.arange(8), [-1, 0, 0, 1, 3, 4, 5, 6])
+    for row, k in ((0, 0), (1, 1), (2, 1), (3, 2), (4, 3), (5, 4)):
+        torch.testing.assert_close(found[row], logits[k][0, 7])
+    assert (found[6:] == float("-inf")).all(), "nothing beyond the last head"
+
+# ---------------------------------------------------------------- between the target's tables
+SHARED = {"glide-shared": {"layer": 1, "window": 3}, "edd-shared": {}}
+
+def test_the_most_frequent_words():
+    """By a Counter; the end of a text comes first; of equally frequent ones the lower."""
+    for seed in range(20):
+        tokens = text(seed, seed, 9)
+        count = Counter(tokens.tolist())
+        ranked = sorted(range(9), key=lambda token: (-count[token], token))
+        assert frequent_words(tokens, 5, 9).tolist() == ranked[:5]
+        ranked.remove(8)
+        assert frequent_words(tokens, 5, 9, eos=8).tolist() == [8, *ranked][:5]
+    with pytest.raises(ValueError, match="take 1 to 9"):
+        frequent_words(tokens, 10, 9)
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_the_layer_learns_among_the_words_alone(kind):
+    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns.
+
+    A random rotation follows the embedding of a tied table; the last norm starts as the target's.
+    """
+    model = tiny("llama", tie_word_embeddings=kind == "edd-shared").requires_grad_(False)
+    norm = model.get_decoder().norm.weight
+    norm.data.uniform_(0.5, 2)
+    draft_model = random_draft_model(model, kind, words=WORDS, **SHARED[kind])
+    torch.testing.assert_close(draft_model.norm.weight, norm, rtol=1e-5, atol=0, check_dtype=False)
+    config = draft_model.config
+    assert config.projected == (kind == "edd-shared")
+    if config.projected:
+        matrix = families.new(kind, config, model, 64).between.projection.weight
+        torch.testing.assert_close(matrix @ matrix.T, torch.eye(32).double(), rtol=0, atol=1e-6)
+    batch = batch_of(model, torch.stack((text(13), text(13, 8))))
+    loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
+    loss_mask[:, -1] = loss_mask[1, :4] = False
+    # The target's own last hidden state gives the target's own logits.
+    whole = batch.logits
+    batch.logits = draft_model.between.tables.head(batch.hidden[LAST])
+    torch.testing.assert_close(batch.logits, whole[..., WORDS], **EXACT)
+    found = mean_loss(draft_model, batch, loss_mask)
+    found.backward()
+    assert all(p.grad.abs().sum() > 0 for p in draft_model.parameters())
+    with torch.no_grad():
+        [(x, _, _)] = draft_model.terms(batch, 5)
+        log_d = (x @ model.get_output_embeddings().weight[WORDS].T).log_softmax(-1)
+        log_t = whole[..., WORDS].log_softmax(-1)
+        each = (log_t.exp() * (log_t - log_d)).sum(-1)[loss_mask]
+        rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)[loss_mask]
+    assert found.item() == pytest.approx(each.mean().item(), abs=1e-5)
+    config.loss = "lk"
+    found = mean_loss(draft_model, batch, loss_mask)
+    assert found.item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
+    config.loss = "ce"
+    with pytest.raises(ValueError, match="kl or lk, not by ce"):
+        families.new(kind, config, model, 64)
+
+def test_the_window_holds_a_query_and_three_entries_before_it(llama):
+    batch, outputs = batch_of(llama, text(20)[None]), []
+    for window in (3, 99):
+        draft_model = random_draft_model(llama, "glide-shared", layer=1, window=window)
+        outputs.append(draft_model.terms(batch, 5)[0][0][0])
+    differ = (outputs[0] - outputs[1]).abs().amax(-1)
+    assert differ[:4].max() < 1e-9 < 1e-3 < differ[4:].min()
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
+    """Saved, loaded: the words' logits are those of the whole head, and no other is drafted.
+
+    A checkpoint of before has other names.
+    """
+    tied = tiny("llama", tie_word_embeddings=True)
+    draft_model = random_draft_model(tied, kind, words=WORDS, **SHARED[kind])
+    save(tmp_path / "short", draft_model, kind)
+    saved = load_file(tmp_path / "short" / "model.safetensors")
+    assert torch.equal(saved["between.words"], WORDS)
+    assert not any(weight.shape[0] == VOCAB for weight in saved.values())
+    whole = random_draft_model(tied, kind, **SHARED[kind])
+    whole.load_state_dict({name: saved[name] for name in whole.state_dict()})
+    save(tmp_path / "whole", whole, kind)
+    before = {name.removeprefix("between."): weight for name, weight in saved.items()}
+    draft_model.state_dict = lambda: before
+    save(tmp_path / "before", draft_model, kind)
+    batch, found = batch_of(tied, text(12)[None]), []
+    for folder in ("short", "whole", "before"):
+        drafter, _ = families.load(tmp_path / folder, tied, 40)
+        of_logits(drafter).begin(view(batch, 0, 9), 3)
+        found.append(drafter.expand(torch.tensor([3, 1, 2]), [-1, 0, 0]))
+    short, full, older = found
+    torch.testing.assert_close(short[:, WORDS], full[:, WORDS], **EXACT)
+    assert short[:, OTHERS].isneginf().all() and full.isfinite().all()
+    torch.testing.assert_close(short, older, **EXACT)
+
+# ---------------------------------------------------------------- RoPE
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_score_depends_on_the_distance_alone(name):
+    """A query's with one key three positions before it, at three positions, in each layer.
+
+    Rotated by halves or by neighbours, wholly or in part, by two tables, in some layers or none.
+    """
+    model = made(name)
+    if name in ("GPT2LMHeadModel", "OPTForCausalLM"):          # their positions are in the tokens
+        rope, glimpse_rope = families.ropes_of(model, glide.Config.for_target(model), 6)
+        assert glimpse_rope.table.shape == (2, 6, 0) and rope.table.shape == (2, 6, 8)
+        return
+    keys = {}
+    for position in (2, 12, 32):
+        at = torch.tensor([[position]])
+        cache = transformers.DynamicCache()
+        model(torch.tensor([[4]]), position_ids=at, past_key_values=cache, use_cache=True)
+        keys[position] = [layer.keys[0, 0, 0] for layer in cache.layers]       # (d_k,) each
+    for layer in range(len(keys[2])):
+        config = glide.Config.for_target(model, layer=layer)
+        _, rope = families.ropes_of(model, config, 36)
+        q = torch.randn(1, config.target_head_size)
+        scores = [rope.at(torch.tensor([p + 3]))(q)[0].double() @ keys[p][layer] for p in keys]
+        assert max(scores) - min(scores) < 1e-5, layer
+
+@pytest.mark.parametrize("width, d", [(24, 8), (20, 4)])
+def test_rope_of_the_drafters_own_heads(llama, width, d):
+    """Entries i and i + d/2 are a point that turns by position * theta^(-2 i / d)."""
+    config = glide.Config.for_target(llama, width)
+    x = torch.randn(9, d)
+    theta = llama.config.rope_parameters["rope_theta"]
+    angle = torch.arange(9)[:, None] * theta ** (-2 * torch.arange(d // 2) / d)    # (9, d/2)
+    point = torch.complex(x[:, :d // 2], x[:, d // 2:])
+    turned = point * torch.polar(torch.ones_like(angle), angle)
+    expected = torch.cat((turned.real, turned.imag), 1)
+    for ropes in (glide.ropes_of(llama, config, 9), families.ropes_of(llama, config, 9)):
+        found = ropes[0].at(torch.arange(9))(x)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+DYNAMIC = dict(rope_type="dynamic", rope_theta=1e4, factor=4.0)
+
+@pytest.mark.parametrize("name, settings", [
+    ("LlamaForCausalLM", {"rope_parameters": DYNAMIC}), ("GPT2LMHeadModel", None),
+    ("PhiForCausalLM", None), ("CohereForCausalLM", None), ("HeliumForCausalLM", None)])
+def test_another_rope_than_llamas_is_a_valueerror_of_glide(name, settings):
+    model = family(name, **settings) if settings else made(name)
+    with pytest.raises(ValueError, match="is not Llama's"):
+        glide.ropes_of(model, glide.Config.for_target(model), 40)
+
+def test_keys_that_turn_in_an_unknown_way_are_refused():
+    """GPT-J's, by a table in each layer; a drafter that reads no keys serves."""
+    model = family("GPTJForCausalLM", n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4)
+    with pytest.raises(ValueError, match="GPTJForCausalLM rotates its keys in a way that is unk"):
+        random_draft_model(model, "glide")
+    random_draft_model(model, "vanilla")
+
+# ---------------------------------------------------------------- beside families
+# Families that differ in what a kind reads: RoPE, the layer's class, biases, a cap on logits
+BESIDE = {
+    "glide": ("GPT2LMHeadModel", "PhiForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"),
+    "glide-shared": ("Gemma2ForCausalLM", "HeliumForCausalLM"),
+    "edd": ("MistralForCausalLM", "GPT2LMHeadModel"),
+    "edd-shared": ("Gemma3ForCausalLM",), "eagle": ("MixtralForCausalLM", "OPTForCausalLM"),
+    "medusa": ("PhiForCausalLM",),
+}
+PAIRS = [(kind, name) for kind, names in BESIDE.items() for name in names]
+
+def assert_lossless(target, drafter, plain_model, new=14):
+    """CAPE's output is plain decoding's -> the number of new tokens of each round."""
+    out = verify.generate(target, drafter, cape.cape, PROMPT, new)
+    assert_plain(plain_model, PROMPT, out.tokens, new)
+    return [len(one.new) for one in out.rounds]
+
+@pytest.mark.parametrize("kind, name", PAIRS)
+def test_a_kind_of_drafter_decodes_losslessly_beside_a_family(kind, name):
+    """By a drafter with random weights: what it accepts hardly matters, that it runs does."""
+    model = made(name)
+    assert_lossless(AnyTarget(model), random_drafter(model, kind, words=words_of(kind)), model)
+
+def test_logits_are_capped_as_the_targets():
+    """Gemma 2's, also of a list of words; a target that makes its logits otherwise is refused."""
+    model = made("Gemma2ForCausalLM")
+    with torch.no_grad():
+        out = model(torch.tensor([PROMPT]), output_hidden_states=True)
+        for words in (None, WORDS):
+            found = families.tables_of(model, words).head(out.hidden_states[-1])
+            expected = out.logits if words is None else out.logits[..., words]
+            torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's"):
+        families.tables_of(made("CohereForCausalLM"))
+
+class Int8(torch.nn.Module):
+    """A linear layer, or an embedding, of integers and a scale for each row."""
+    def __init__(self, module):
+        super().__init__()
+        weight = module.weight.detach()
+        self.is_table = isinstance(module, torch.nn.Embedding)
+        self.bias, self.dtype = getattr(module, "bias", None), weight.dtype
+        scale = weight.abs().amax(1, keepdim=True).float() / 127
+        self.scale = torch.nn.Parameter(scale, requires_grad=False)
+        integers = (weight / self.scale).round().char()
+        self.weight = torch.nn.Parameter(integers, requires_grad=False)
+
+    def forward(self, x):
+        weight = (self.weight * self.scale).to(self.dtype)
+        return weight[x] if self.is_table else torch.nn.functional.linear(x, weight, self.bias)
+
+def test_a_quantised_target():
+    """Copies are what it computes, in the dtype of its hidden states; decoding is lossless."""
+    model = copy.deepcopy(shared("qwen2"))
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, (torch.nn.Linear, torch.nn.Embedding)):
+                setattr(module, name, Int8(child))
+    for kind in ("glide", "edd", "edd-shared"):
+        drafter = random_drafter(model, kind, words=words_of(kind))
+        assert {p.dtype for p in drafter.model.parameters()} == {torch.float64}
+        assert_lossless(AnyTarget(model), drafter, model)
+    ids, x = torch.arange(VOCAB), torch.randn(3, 32, dtype=torch.float64)
+    found = families.embedding_of(model)(ids), families.head_of(model)(x)
+    expected = model.get_input_embeddings()(ids), model.get_output_embeddings()(x)
+    torch.testing.assert_close(found, expected)
+
+@pytest.mark.parametrize("kind", ["glide", "edd", "edd-shared"])
+def test_a_target_that_accelerate_spreads(kind, tmp_path):
+    """The head and a layer lie on the disk: the same drafter proposes the same."""
+    pytest.importorskip("accelerate")
+    whole = tiny("llama").float()
+    whole.save_pretrained(tmp_path / "model")
+    in_memory = ["model.embed_tokens", "model.rotary_emb", "model.layers.0", "model.layers.1"]
+    on_disk = ["lm_head", "model.norm", "model.layers.2"]
+    places = dict.fromkeys(in_memory, "cpu") | dict.fromkeys(on_disk, "disk")
+    spread = type(whole).from_pretrained(tmp_path / "model", device_map=places,
+                                         offload_folder=tmp_path / "disk")
+    save(tmp_path / "drafter", random_draft_model(whole, kind), kind)
+    rounds = []
+    for model in (whole, spread):
+        drafter, _ = families.load(tmp_path / "drafter", model)
+        rounds.append(assert_lossless(any_target(model), drafter, whole, 6))
+    assert rounds[0] == rounds[1]
+
+# ---------------------------------------------------------------- loading
+def about_target(model, **other):
+    """What a training.json tells of its target, as the docstrings have it."""
+    c = model.config
+    probe = {name: p[len(p) // 3, p.shape[1] // 2].item()
+             for name, p in model.named_parameters() if p.ndim == 2}
+    return {"vocab_size": c.vocab_size, "hidden_size": c.hidden_size,
+            "num_hidden_layers": c.num_hidden_layers, "probe": probe, **other}
+
+LOADERS = [(families, kind) for kind in families.KINDS]
+LOADERS += [(glide, "glide"), (glide, "vanilla"), (edd, "edd"), (edd, "vdm")]
+
+@pytest.mark.parametrize("module, kind", LOADERS)
+def test_a_checkpoint_loads_by_its_kind(module, kind, tmp_path, llama):
+    """Without random numbers, with settings of later or earlier versions, beside its target."""
+    draft_model = random_draft_model(llama, kind, words=words_of(kind))
+    save(tmp_path, draft_model, kind, validation={"temperature": 0.7}, target=about_target(llama))
+    about = (tmp_path / "training.json").read_text()
+    (tmp_path / "training.json").write_text(about.replace('"vocab"', '"unknown": "x", "vocab"'))
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        drafter, about = module.load(tmp_path, llama)
+        quantised = copy.deepcopy(llama)                       # 8 of its matrices cannot be read
+        for layer in quantised.model.layers:
+            layer.mlp.up_proj.weight = torch.nn.Parameter(
+                layer.mlp.up_proj.weight.data.to(torch.float8_e4m3fn), requires_grad=False)
+        glide.check_target(about, quantised)
+    found = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(found, torch.rand(1))
+    assert about["config"]["unknown"] == "x" and drafter.temperature == 0.7
+    assert type(drafter) is families.KINDS[kind][2] and type(drafter.model) is type(draft_model)
+    for name, weight in draft_model.state_dict().items():
+        assert torch.equal(weight, drafter.model.state_dict()[name])
+    assert not any(p.is_meta for p in (*drafter.model.parameters(), *drafter.model.buffers()))
+
+@pytest.mark.parametrize("module, kind", [(families, "eagle"), (glide, "glide"), (edd, "edd")])
+def test_a_drafter_of_another_kind_or_for_another_target(module, kind, tmp_path, llama):
+    """A sentence, or where only its weights are others a warning."""
+    def refused(folder, words):
+        with pytest.raises(ValueError, match=words) as why:
+            module.load(folder, llama)
+        assert "\n" not in str(why.value)
+    about = about_target(llama)
+    draft_model = random_draft_model(llama, kind)
+    save(tmp_path, draft_model, kind, target=about_target(llama, hidden_size=9))
+    refused(tmp_path, "made for another target, whose hidden_size is 9 and not 32")
+    save(tmp_path, draft_model, kind, target=about_target(tiny("llama", seed=5)))
+    with pytest.warns(UserWarning, match="trained for a model with other weights"):
+        module.load(tmp_path, llama)
+    narrow = tiny("llama", hidden_size=24, num_attention_heads=6, num_key_value_heads=6)
+    other = random_draft_model(narrow, kind)
+    save(tmp_path, other, kind, target=about, config=vars(draft_model.config))
+    refused(tmp_path, "does not hold the weights that its training.json describes")
+    save(tmp_path, draft_model, "bush")
+    refused(tmp_path, "a drafter of the kind bush")
+    if module is not families:
+        another = "edd" if kind == "glide" else "glide"
+        refused(ROOT / "checkpoints" / another, f"holds a drafter of the kind {another}")
+    for nothing in ("base", "nowhere", "."):
+        refused(ROOT / "checkpoints" / nothing, "holds no drafter of train.py")
+
+@pytest.mark.parametrize("name, layers, intermediate_size", [
+    ("glide-shared", 19, 64), ("edd-shared", 4, 1536)])
+def test_checkpoints_for_smollm2_load(name, layers, intermediate_size, tmp_path):
+    """Beside random Llamas, with those sizes that are read alone.  Others: test_lossless.py."""
+    config = transformers.LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=intermediate_size,
+        num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
+        tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config)
+    folder = ROOT / "checkpoints/smollm2" / name
+    about = json.loads((folder / "training.json").read_text())
+    about.pop("target")
+    (tmp_path / "training.json").write_text(json.dumps(about))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    drafter, about = families.load(tmp_path, model, 64)
+    assert drafter.temperature == about["validation"]["temperature"] != 1
+    assert len(drafter.model.between.words) == 8192
