@@ -28,7 +28,7 @@ from torch import nn
 
 import edd
 
-# Differs from the paper: w_cls is 0.1 sqrt(4096 / D), and there 0.1 at D = 4096.  SmoothL1 is a mean
+# Differs from the paper: w_cls is 0.1 sqrt(4096 / D), there 0.1 at D = 4096.  SmoothL1 is a mean
 # over D, so its gradient on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.
 W_CLS = 0.1
 PUBLISHED = 4096
