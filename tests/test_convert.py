@@ -123,7 +123,7 @@ def converted(source, target, out):
     assert convert.main([str(source), "--target", str(target), "--out", str(out)]) == 0
     model, tokenizer = load.load_target(str(target), "auto", "cpu")
     about = json.loads((out / "training.json").read_text())
-    assert load.fits(about["target"], load.fingerprint(model, tokenizer))
+    assert load.difference(about["target"], load.fingerprint(model, tokenizer)) is None
     drafter, _ = families.load(out, model)
     return drafter, about, model
 
@@ -226,7 +226,7 @@ def test_drafts_are_those_of_the_published_forward(folders, tmp_path, files, for
     drafter, about, model = converted(tmp_path / "in", folders[name], tmp_path / "out")
     assert f"{about['kind']}_files" == files.__name__
     assert about["source"] == str(tmp_path / "in")
-    drafter.reset(lambda logits, temperature: logits, None)
+    drafter.reset(lambda logits, temperature: logits)
     prefix = more.get("prefix", "")
     w = {key.removeprefix(prefix): weight.double() for key, weight in weights.items()}
     ids = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(2))
