@@ -25,7 +25,6 @@ from runtime import load
 from runtime.calls import read_call
 from runtime.provenance import provenance
 
-
 # ---------------------------------------------------------------- methods
 def methods_of(a, loaded, run):
     """The bench.Methods of a run: plain decoding, run.others, run.methods."""

@@ -28,6 +28,7 @@ Weights that do not change the function are random, so that no product meets a m
 import argparse
 import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -162,9 +163,6 @@ def grow_drafter(folder, small_target, target):
     else:
         config.hidden += below
     large = families.new("glide" if isinstance(config, glide.Config) else "edd", config, target)
-    for norm in large.modules():
-        if hasattr(norm, "variance_epsilon"):            # EDD's are of the target's class
-            norm.variance_epsilon = t.rms_norm_eps
     grow(large, small, e, E)
     grow_vocabulary(large.embed.weight, large.norm.weight, large.head.weight, small.config.vocab)
     return large, about
@@ -198,6 +196,7 @@ def main(argv):
     for name in a.drafters:
         draft_model, about = grow_drafter(load.CHECKPOINTS / name, small, target)
         save(out / name, draft_model, about, fingerprint)
+    shutil.copy(load.CHECKPOINTS / "bigram.json", out)               # Max-Gram's
     weights = sum(p.numel() for p in target.parameters())
     print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(a.drafters)}")
 

@@ -34,6 +34,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -42,6 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it 
 
 import numpy as np
 from runs import RUNS
+
+from runtime.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -312,21 +315,59 @@ def check(which=None):
     return 0
 
 # ---------------------------------------------------------------- the command line
-def measure(names):
-    """Measure the named runs, one after the other -> exit status, of the first that fails"""
+def measure(names, dry=False):
+    """Measure the named runs, one after the other -> exit status, of the first that fails
+
+    dry: try them: four tokens after one prompt on a CPU, rows to work/dry.
+    """
     import columns
     os.chdir(ROOT)
     for name in names:
-        run, path = RUNS[name], RESULTS / f"{name}.jsonl"
+        run = RUNS[name]
+        path = (ROOT / "work" / "dry" if dry else RESULTS) / f"{name}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        flags = run.flags
+        if dry:
+            flags = flags.replace("--graphs", "").replace("work/grown", "work/dry/grown")
+            flags += " --limit 1 --max-new-tokens 4 --device cpu --dtype float32"
         if run.methods:
-            columns.measure(name, run, path)
+            columns.measure(name, run._replace(flags=flags), path)
             continue
-        _, script, *arguments = shlex.split(run.flags)
+        _, script, *arguments = shlex.split(flags)
         program = importlib.import_module(Path(script).stem)
         status = program.main([*arguments, "--json", str(path)])
         if status:
             return status
     return 0
+
+# (what, command, the seconds after which it is stopped), in order of worth
+GPU = [("the tests of CUDA", "-m pytest -q -m cuda tests", 120),
+       ("the 7B shape", "figures/grown.py --out work/grown", 200),
+       *((name, f"figures/paper.py measure {name}", 240) for name in RUNS if name[:4] == "gpu/")]
+
+def gpu(dry=False):
+    """Run the parts of GPU, each a process of its own; what has its rows is skipped.
+
+    dry: try it on a CPU, at a small shape.  Returns an exit status.
+    """
+    failed = []
+    for what, command, limit in GPU:
+        done = {"the 7B shape": ROOT / "work" / "grown"}.get(what, RESULTS / f"{what}.jsonl")
+        if dry:
+            command = command.replace("work/grown", "work/dry/grown --shape 80m --dtype float32")
+            command = command.replace("measure", "measure --dry")
+        elif done.exists():
+            continue
+        print(f"\n$ python {command}", flush=True)
+        try:
+            status = subprocess.run([sys.executable, *command.split()], cwd=ROOT,
+                                    timeout=limit).returncode
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+        if status:
+            failed.append(f"{what}: {status}")
+    print(*failed or ["all parts are done"], sep="\n")
+    return 1 if failed else 0
 
 def show_list():
     for name, run in RUNS.items():
@@ -335,23 +376,24 @@ def show_list():
         print(f"{name:28} {run.minutes:4g} min  {there}")
     return 0
 
-def main(argv=None):
+@program
+def main(argv):
     p = argparse.ArgumentParser(description="Measure the papers' tables; write and check docs/.")
     verbs = p.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list", help="the runs, how long each takes, what was measured")
-    verbs.add_parser("measure", help="measure runs, alone on the machine").add_argument(
-        "names", nargs="+", choices=RUNS, metavar="NAME", help="as `list` prints them")
+    runs = verbs.add_parser("measure", help="measure runs, alone on the machine")
+    runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="as `list` has them")
     verbs.add_parser("write", help="fill README.md and docs/*.md from the rows")
     verbs.add_parser("check", help="exit 1 where a page says what no row says")
-    gpu = verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
-    gpu.add_argument("--dry", action="store_true", help="on a CPU, at a small shape")
+    on_gpu = verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
+    for verb in (runs, on_gpu):
+        verb.add_argument("--dry", action="store_true", help="try it: some tokens on a CPU")
     a = p.parse_args(argv)
     if a.verb == "measure":
-        return measure(a.names)
+        return measure(a.names, a.dry)
     if a.verb == "gpu":
-        import gpu
-        return gpu.measure(a.dry)
+        return gpu(a.dry)
     return {"list": show_list, "write": write, "check": check}[a.verb]()
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -29,6 +29,12 @@ EQUAL = ["glide-top", "glide-top-norm", "glide-18", "vanilla", "edd-top", "edd-4
 EQUAL_FLAGS = (f"--target smollm2 --checkpoint work/equal-layers --prompts {DATA} --limit 40 "
                "--max-new-tokens 64")
 
+GROWN = ("--target work/grown/target --checkpoint work/grown --dtype float16 --device cuda "
+         "--max-new-tokens 64")
+SEVEN_B = [(["glide-top", "glide"], ["chain", "cape"]), (["glide"], ["pct-cost"]),
+           (["edd-top", "edd"], ["chain"]), (["edd"], ["pct", "eagle2"]), ([GLIDE_MIX], ["graft"]),
+           (["vanilla", "vdm"], ["chain"])]
+
 # In the order of their importance
 RUNS = {
     "main": Run(0.7, "--limit 9", [(["glide"], ["cape"])], ["generate()"]),
@@ -63,6 +69,12 @@ RUNS = {
     "smollm2/equal-layers-sampled": Run(12, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
     "smollm2/main": Run(3, f"{SMOLLM2} --limit 9", [(["glide-shared"], ["cape", "pct-cost"])],
                         ["generate()"]),
+    # On a GPU: `paper.py gpu` grows work/grown and measures these
+    "gpu/7b": Run(3, f"{GROWN} --graphs --limit 12", SEVEN_B, ["generate()"]),
+    "gpu/7b-kernels": Run(2, f"{GROWN} --limit 4", SEVEN_B, ["generate()"]),
+    "gpu/smollm2": Run(2, f"{SMOLLM2} --graphs --limit 12 --max-new-tokens 64", [
+        (["glide-shared"], ["chain", "cape"]),
+        (["mixture(glide-shared, maxgram)"], ["graft"])], ["generate()"]),
     # What other programs on the machine do not disturb, and what rarely changes
     "raw": Run(4, HALF, [
         (["edd(temperature=1)", "edd", "glide(temperature=1)", "glide"], ["cape"]),
