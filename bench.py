@@ -406,19 +406,20 @@ def resume(path, about):
     return results
 
 # ---------------------------------------------------------------- a continuation as it is made
-def show(method, prompt, rule, tokenizer, target):
+def show(method, prompt, rule, loaded):
     """Print a method's continuation round by round, accepted tokens in [brackets] or in colour."""
     form = "\033[32m{}\033[0m" if sys.stdout.isatty() else "[{}]"
     print(f"\n--- {method.name}, {prompt.kind}: {form.format('accepted')}bonus")
     ids, written = [], ""
     count = 0
-    for one in verify.rounds(target, *method.pair, prompt.ids, prompt.limit, rule):
+    for one in verify.rounds(loaded.target, *method.pair, prompt.ids, prompt.limit, rule,
+                             loaded.eos):
         *accepted, bonus = one.new
         count += bool(one.tokens)
         for tokens, style in ((accepted, form), ([bonus], "{}")):
             ids += tokens
             # Incomplete UTF-8 is held back.
-            whole = tokenizer.decode(ids).rstrip("\ufffd")
+            whole = loaded.tokenizer.decode(ids).rstrip("\ufffd")
             new, written = whole[len(written):], whole
             print(style.format(new) if new else "", end="", flush=True)
     print(f"\n--- {len(ids)} tokens in {count} rounds, tau {(len(ids) - 1) / max(1, count):.2f}")
@@ -498,7 +499,7 @@ def main(argv):
     if a.show:
         rule = rule_of(a.temperature, a.seed, 0)
         for method in methods[2:]:
-            show(method, prompts[0], rule, loaded.tokenizer, loaded.target)
+            show(method, prompts[0], rule, loaded)
     results = measure(methods, prompts, a.temperature, a.seed, results, finished)
     if not results:
         raise KeyboardInterrupt                          # there is nothing to report
