@@ -20,8 +20,7 @@ up to itself.  The loss is the KL divergence between the target's distribution a
     t_{jL} ... t_i, Eq. 3              (T, T)     the right half of dual_block_mask
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
-To use it in your project: verify.py has the contract of a drafter, and generate(), which calls
-it.  A round:
+To use it in your project, by the contract of a drafter in verify.py.  A round:
 
     drafter, _ = edd.load("my-edd", model)               # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()
@@ -32,8 +31,6 @@ it.  A round:
 
     python edd.py           # the demo: training under the mask predicts what decoding does
     python train.py edd vdm --data my-texts              # for the stand-in target; docs/training.md
-
-The differences from the paper are listed at the end of this file.
 """
 import copy
 import json
@@ -104,7 +101,7 @@ def kl(target_logits, logits):
     """Eq. 4, D_KL(P_t || P_d), summed over n positions.  target_logits, logits (n, V) -> ()"""
     log_p_target = target_logits.float().log_softmax(-1)
     # Where the target has a logit of -inf, 0 log 0 is 0.
-    log_p_target = log_p_target.clamp(min=torch.finfo(torch.float32).min)
+    log_p_target.clamp_(min=torch.finfo(torch.float32).min)
     log_p_draft = logits.float().log_softmax(-1)
     # On a CPU F.kl_div is much faster if it is given log P_t instead of P_t.
     return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
@@ -388,10 +385,9 @@ def check_target(about, model):
     """
     target, c = about.get("target", {}), model.config.get_text_config()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        size = getattr(c, name)
-        if target.get(name, size) != size:
-            raise ValueError(f"the drafter was made for another target, whose {name} is "
-                             f"{target[name]} and not {size}: train one for this")
+        if target.get(name, getattr(c, name)) != getattr(c, name):
+            raise ValueError(f"the drafter was made for another target, with {name} "
+                             f"{target[name]} instead of {getattr(c, name)}: train one for this")
     # One weight of some matrices is noted.  In a quantised copy not all of them can be read.
     noted, found = [], []
     for name, p in model.named_parameters():

@@ -28,8 +28,7 @@ The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in block
     The next round. If the target accepts all five drafted tokens, it has verified a ... k, and
                     generates l, the next root.  The query l sees a ... k.
 
-To use it in your project: verify.py has the contract of a drafter, and generate(), which calls
-it.  A round:
+To use it in your project, by the contract of a drafter in verify.py.  A round:
 
     drafter, _ = glide.load("my-glide", model)           # once.  model: the target
     drafter.begin(view, root_id)                         # view: see begin()
@@ -40,8 +39,6 @@ it.  A round:
 
     python glide.py         # the demo: training under the mask predicts what decoding does
     python train.py "glide(layer=13)" --data my-texts    # for the stand-in target; docs/training.md
-
-The differences from the paper are listed at the end of this file.
 """
 import json
 import warnings
@@ -65,8 +62,8 @@ TREE_POSITIONS = 1024    # after the last token of a full context, for the nodes
 class Config:
     """Sizes and settings; in parentheses, where the paper has them.
 
-    The defaults are what train.py trains.  The paper's own GLIDE has width 4096, norm False and
-    loss "ce".
+    Differs from the paper: the defaults are what train.py trains.  The paper's GLIDE has the width
+    4096 beside all targets, no norm before the glimpse, and cross entropy as its loss.
     """
     vocab: int                       # number of token ids
     width: int                       # d_D (4.1)
@@ -79,12 +76,10 @@ class Config:
     target_head_size: int = 0        # d_k (4.1)
     layers_read: tuple = ()          # l of each drafter layer m: the target layer it reads (4.1)
     eps: float = 1e-6                # of the norms (Figure 2)
-    # Differs from the paper: an RMSNorm precedes W_j.  Without it the residual stream is small at
-    # first, and the attention scores of the glimpse stay nearly uniform for long.
+    # An RMSNorm precedes W_j.  Without it the residual stream is small at first, and the attention
+    # scores of the glimpse stay nearly uniform for long.
     norm: bool = True
-    # Differs from the paper: EDD's loss, the KL divergence to the target's distribution.  "ce" is
-    # the paper's cross entropy.
-    loss: str = "kl"
+    loss: str = "kl"                 # KL(target || drafter), EDD's loss; or "ce", cross entropy
 
     @classmethod
     def for_target(cls, model, width=None, layers=1, layer=None, **more):
@@ -101,15 +96,13 @@ class Config:
         last = c.num_hidden_layers - 1 if layer is None else layer
         if last not in range(layers - 1, c.num_hidden_layers):
             raise ValueError(f"layer {last} of the target cannot be read by the last of {layers} "
-                             f"drafter layers: choose one from {layers - 1} to "
-                             f"{c.num_hidden_layers - 1}")
+                             f"layers: take {layers - 1} to {c.num_hidden_layers - 1}")
         d_k = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
-        # Differs from the paper: there d_D is 4096 beside all targets.
         width = width or c.hidden_size
         d = gcd(width, d_k)                                    # the size of the drafter's heads
         if 2 * d < d_k or d % 2:
-            raise ValueError(f"a drafter of width {width} cannot have heads as the target has "
-                             f"them: take a multiple of {d_k}")
+            raise ValueError(f"width {width} makes no heads of size {d_k}, as the target's: take a "
+                             f"multiple of {d_k}")
         # Llama's ratio of 8/3, rounded up to a multiple of 32
         feed_forward = 32 * ceil(width * 8 / 3 / 32)
         config = cls(c.vocab_size, width, feed_forward, layers, width // d, **more)
@@ -143,16 +136,15 @@ class Rope(nn.Module):
         return lambda x: x * cos + rotate_half(x) * sin
 
 def rope_error(rope, key_0, key_2):
-    """How far a Rope is from turning a target's key at position 0 into that of position 2 -> float
+    """How far a Rope is from turning a key at position 0 into that of position 2 -> float
 
-    key_0, key_2 (1, H, 1, d_k): the cached keys of one token at these positions.  1: as far as if
-    it did not turn.
+    key_0, key_2 (1, H, 1, d_k): of the same token, as cached.  The unit is their distance.
     """
     position = torch.tensor([0, 2], device=key_0.device)
+    key_0, key_2 = key_0.float(), key_2.float()
     # Some tables scale a head, too: here each side is scaled once.
-    found = rope.at(position[1:])(key_0.float())
-    expected = rope.at(position[:1])(key_2.float())
-    return ((found - expected).norm() / (key_2.float() - key_0.float()).norm()).item()
+    difference = rope.at(position[1:])(key_0) - rope.at(position[:1])(key_2)
+    return (difference.norm() / (key_2 - key_0).norm()).item()
 
 @torch.no_grad()
 def ropes_of(model, config, length):
@@ -170,14 +162,13 @@ def ropes_of(model, config, length):
         raise unlike
     position = torch.arange(length, device=model.device)[None]
     # The first argument supplies only the dtype and the device of the table.
-    table = rotary(position.float(), position)
-    if not isinstance(table, tuple):
-        raise unlike
-    table = torch.cat(table)                                           # (2, length, d_k)
+    cos, sin = rotary(position.float(), position)
+    table = torch.cat((cos, sin))                                      # (2, length, d_k)
+    # How does the target turn the keys of a token?
     keys = []
     for at in (0, 2):
         cache = DynamicCache()
-        token = position[:, :1]                                        # any token, (1, 1)
+        token = position[:, :1]
         model(input_ids=token, position_ids=token + at, past_key_values=cache)
         keys.append(cache.layers[-1].keys)
     glimpse_rope = Rope(table)
@@ -365,7 +356,7 @@ class Glide(nn.Module):
             return F.nll_loss(log_p_draft, labels, reduction="sum")
         # D_KL(p_target || p_draft), where 0 log 0 is 0
         log_p_target = labels.float().log_softmax(-1)
-        log_p_target = log_p_target.clamp(min=torch.finfo(torch.float32).min)
+        log_p_target.clamp_(min=torch.finfo(torch.float32).min)
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
@@ -545,10 +536,9 @@ def check_target(about, model):
     """
     target, c = about.get("target", {}), model.config.get_text_config()
     for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        size = getattr(c, name)
-        if target.get(name, size) != size:
-            raise ValueError(f"the drafter was made for another target, whose {name} is "
-                             f"{target[name]} and not {size}: train one for this")
+        if target.get(name, getattr(c, name)) != getattr(c, name):
+            raise ValueError(f"the drafter was made for another target, with {name} "
+                             f"{target[name]} instead of {getattr(c, name)}: train one for this")
     # One weight of some matrices is noted.  In a quantised copy not all of them can be read.
     noted, found = [], []
     for name, p in model.named_parameters():
@@ -633,8 +623,8 @@ if __name__ == "__main__":
 # Differences from the paper
 #  1. The glimpse's queries get RoPE by the target's table (Layer.glimpse).
 #  2. The glimpse of the first block is zero (Layer.glimpse), and it is added to x (Layer).
-#  3. An RMSNorm precedes W_j, and the loss is EDD's, unless Config says otherwise (Config).
-#  4. Embedding and head start as the target's (start_from); d_D is the target's width (Config).
+#  3. By default d_D is the target's, an RMSNorm precedes W_j, and the loss is EDD's (Config).
+#  4. Embedding and head may start as the target's (start_from).
 #  5. Any layer of the target can be read (for_target's `layer`).
 #  6. A query belongs to the block of its own token (block_mask).
 #  7. A held-out loss uses the mask, too (Glide.forward).

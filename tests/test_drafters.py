@@ -681,7 +681,7 @@ def test_a_drafter_of_another_kind_or_for_another_target(module, kind, tmp_path,
     about = about_target(llama)
     draft_model = random_draft_model(llama, kind)
     save(tmp_path, draft_model, kind, target=about_target(llama, hidden_size=9))
-    refused(tmp_path, "made for another target, whose hidden_size is 9 and not 32")
+    refused(tmp_path, "made for another target, with hidden_size 9 instead of 32")
     save(tmp_path, draft_model, kind, target=about_target(tiny("llama", seed=5)))
     with pytest.warns(UserWarning, match="trained for a model with other weights"):
         module.load(tmp_path, llama)
