@@ -11,12 +11,12 @@ import shutil
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))                                  # so that it runs from anywhere
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 from runtime.errors import UserError
 from runtime.program import program
 
+ROOT = Path(__file__).resolve().parent.parent
 TREES = {"chain": "cape.chain", "cape": "cape.cape", "pct": "pct.pct",
          "pct-cost": "priced.PctCost()"}
 CODE = set("verify.py cape.py glide.py edd.py pct.py maxgram.py cascade.py runtime beyond".split())
@@ -53,6 +53,7 @@ def main(argv):
     a = p.parse_args(argv)
     if not (a.drafter / "training.json").exists():
         raise UserError(f"{a.drafter} is not the folder of a drafter: it has no training.json")
+    a.out.mkdir(parents=True)                                  # an OSError where it exists
     code = a.out / "custom_generate"
     shutil.copytree(ROOT, code, ignore=lambda folder, names: (
         set(names) - CODE if Path(folder) == ROOT else {"__pycache__"}))
