@@ -169,7 +169,7 @@ def ropes_of(model, config, length):
     for at in (0, 2):
         cache = DynamicCache()
         token = position[:, :1]
-        model(input_ids=token, position_ids=token + at, past_key_values=cache)
+        model(input_ids=token, position_ids=token + at, past_key_values=cache, use_cache=True)
         keys.append(cache.layers[-1].keys)
     glimpse_rope = Rope(table)
     # Half precision is coarse.

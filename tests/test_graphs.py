@@ -43,9 +43,10 @@ def decoded(target, drafter, prompt, new):
         return predicted[-1]
     drafter.expand = listening
     with torch.no_grad():
-        out = verify.generate.__wrapped__(target, drafter, CHAIN, prompt, new)
+        rounds = verify.rounds.__wrapped__(target, drafter, CHAIN, prompt, new)
+        tokens = [token for one in rounds for token in one.new]
     drafter.expand = expand
-    assert_plain(target.model, prompt, out.tokens, new)
+    assert_plain(target.model, prompt, tokens, new)
     return predicted
 
 def check(target, drafter, exact, prompt, new=5):
