@@ -21,136 +21,115 @@ is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
     logits      (B, T, V)        the target's logits after each token; None if no drafter learns
-                                 them.  (Drafters of beyond/shared.py learn those of a list of token
-                                 ids: then V is the length of this list.)
+                                 from them
 
-Differences from the papers:
- 1. A row of a batch is one document, or a piece of a long one.  All steps have about the same
-    number of tokens.  Texts of all kinds are mixed, in an order that (seed, epoch) alone decides.
- 2. GLIDE learns the target's distribution (KL), as EDD does in its paper.  Hidden matrices are
-    optimised with Muon, all else with AdamW.  GLIDE's embedding and head start as the target's
-    where the widths agree, and its glimpse has a norm.  The learning rate has a warm-up and a
-    cosine; by default it is 5e-4 sqrt(4096 / D).  The papers' recipes (GLIDE: cross entropy,
-    AdamW, random embedding and head, 5e-4, batches of 64; EDD: AdamW, 1e-4) are in
-    docs/training.md.
- 3. Each drafter gets a calibration temperature, fitted on the target's own greedy text
-    (training/evaluate.py), so that trees can trust its confidence.
+What is learned, and how.  By default the loss is the KL divergence to the target's distribution, as
+in EDD's paper; `loss='ce'` is GLIDE's cross entropy of the text.  A loss is a mean over the labels
+of a step, and the norm of a drafter's gradient is clipped at 1.  Muon optimises hidden matrices,
+AdamW all else: embeddings, heads, norms and biases.  The learning rate rises for 2.5 % of the steps
+and then falls along a cosine to 0; its peak is 5e-4 sqrt(4096 / D) by default.  At the end each
+drafter gets a calibration temperature T, for which softmax(logits / T) predicts the target's own
+greedy text best (training/evaluate.py), so that trees can trust its confidence.
+
+After an interruption the same command with --resume goes on, bit for bit.  Its state is weights,
+optimisers and the number of steps: which text a step reads follows from the seed and the step.
 """
+import argparse
 import json
 import math
+import os
 import shlex
+import signal
 import sys
 import time
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import transformers
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser, program, write_atomically
-from training import documents, models
-from training.evaluate import Walks
-from training.muon import optimizers
-from training.processes import joined, rank_and_world, summed
-from training.state import claim_folders, interruptible
+from runtime.load import fingerprint, load_target
+from runtime.program import program
+from runtime.targets import any_target
+from training import documents, evaluate, models
+from training.muon import Muon
 
 STAND_IN = Path(__file__).resolve().parent / "checkpoints" / "target"
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
+BETAS = (0.9, 0.95)             # of AdamW; Muon's momentum is 0.95
+WEIGHT_DECAY = 0.01
+FORWARD = 2048                  # tokens of one forward pass of the target, with padding
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
+SAVE_SECONDS = 600              # between two states that a resumed run can start from
 HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
 HELD_OUT_BLOCK = 5              # EDD's block length there; in training it is random
-# Flags that a resumed run may change
-MAY_CHANGE = "lr every micro device out work resume overwrite".split()
-
-# ---------------------------------------------------------------- what the functions hand on
-# a: the flags.
-#
-# calls: {name: Call} of the command line.
-#
-# modules: {name: draft model}, say a glide.Glide, which models.start makes for a Call.
-#
-# drafters: {name: drafter}, by the contract in verify.py, say a glide.Drafter, which
-# models.drafter_of makes for a draft model.  Only its `needs` is used in this file.
-#
-# data: tokens (n,) and documents (m, 3) to learn from, held_tokens and held_documents to measure
-# on, and kinds, the names of the kinds of text (documents.load).  A document is its start, its size
-# and the number of its kind.  A token of 0 or above is learned.  Below 0 it is ~id, the complement:
-# it belongs to a prompt, which is read, but contributes no loss.
-#
-# walks: an evaluate.Walks.  measure() drafts along the target's own continuations of held-out
-# prompts, and gives {name: {"alpha", "tau", "temperature", "by_kind"}}.
-#
-# identity: a dict of all that a resumed run must have again.
-#
-# signals: a list, empty until Ctrl-C or SIGTERM.
-#
-# Under torchrun several processes run this file; rank is the number of this one, world how many
-# there are.  With one process summed() only turns tensors into numbers.
+# The names of modules whose weight stacks several matrices of one size, and how many
+STACKED = {"qkv": 3, "up": 2}
 
 # ---------------------------------------------------------------- the flags
 def parser():
-    p = Parser(description="Train drafters for a target.", epilog=models.HELP)
+    p = argparse.ArgumentParser(description="Train drafters for a target.")
     flag = p.add_argument
-    flag("drafters", nargs="+", help='names, or calls with settings (below); "top=glide(layer=23)" '
-         "is saved in the folder top")
-    # The target
+    flag("drafters", nargs="+", help=f"{', '.join(models.RECIPES)}; or calls with settings: "
+         '"top=glide(layer=23)" is saved in the folder top')
     flag("--target", default=str(STAND_IN), help="folder or hub name")
     flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
     flag("--trust-remote-code", action="store_true", help="run the target's own code")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    # The data
     flag("--data", nargs="+", required=True,
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
     flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
+    flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--length", type=int, default=512, help="tokens of a document that are seen together")
-    # The recipe
-    flag("--init", help="folder of trained drafters to start from, in a second stage")
-    flag("--steps", type=int, help="default: one epoch; 0: only measure the drafters of --init")
+    flag("--steps", type=int, help="default: one epoch")
     flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
-    flag("--micro", type=int, default=2048, help="tokens of a forward pass, with padding")
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
     flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="in which "
          "drafters multiply matrices (auto: bfloat16 on CUDA, float32 on a CPU).  The target keeps "
          "its stored dtype on CUDA and with bfloat16, else it is float32")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
-    # The run
-    flag("--out", default="work/drafters", help="folder to save drafters under")
-    flag("--work", default="work/training", help="folder of tokens, state and log")
-    flag("--every", type=int, default=200, help="steps between two evaluations and saved states")
-    flag("--resume", action="store_true", help="go on with the interrupted run in --work")
-    flag("--overwrite", action="store_true", help="replace what is in --work and --out")
+    flag("--out", default="work/drafters", help="folder of the drafters, of the log and the state")
+    flag("--every", type=int, default=1000, help="steps between two evaluations")
+    flag("--resume", action="store_true", help="go on with the interrupted run in --out")
+    flag("--overwrite", action="store_true", help="replace the drafters in --out")
     return p
 
-def check(a):
-    """Refuse numbers that cannot work, before anything is loaded."""
-    for flag in "batch micro length lr every".split():
-        value = getattr(a, flag)
+def check(a, names):
+    """Refuse numbers that cannot work, and an --out that is in use, before anything is loaded."""
+    for name in "batch lr every steps".split():
+        value = getattr(a, name)
         if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{flag} is {value}: it must be above 0")
+            raise UserError(f"--{name} is {value}: it must be above 0")
     if a.length < 2:
-        raise UserError("--length is 1: a piece of one token has nothing to learn")
-    least = 0 if a.init else 1
-    if a.steps is not None and a.steps < least:
-        raise UserError(f"--steps is {a.steps}: it must be at least {least}")
+        raise UserError(f"--length is {a.length}: a piece of one token has nothing to learn")
+    out = Path(a.out)
+    if a.resume and not (out / "state.pt").exists():
+        raise UserError(f"--resume: there is no interrupted run in {out}")
+    for path in (out / "state.pt", *(out / name for name in names)):
+        if path.exists() and not a.resume and not a.overwrite:
+            raise UserError(f"{path} is there already: --resume goes on with an interrupted run, "
+                            "--overwrite replaces it")
 
 # ---------------------------------------------------------------- tokens and pieces
 def pieces_of(documents, length):
-    """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 3): start, size, kind
+    """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 2): start, size
 
-    A piece of one token is left out: it has no label.
+    A piece begins with the last token of the piece before it, so that no label is lost.
     """
     pieces = []
-    for start, size, kind in documents.tolist():
-        for begin in range(0, size - 1, length):
-            pieces.append((start + begin, min(length, size - begin), kind))
-    return np.array(pieces, "i8").reshape(-1, 3)
+    for start, size, _ in documents.tolist():
+        for begin in range(0, size - 1, length - 1):
+            pieces.append((start + begin, min(length, size - begin)))
+    return np.array(pieces, "i8").reshape(-1, 2)
 
 def steps_in_epoch(pieces, step_tokens):
     """How many steps of `step_tokens` tokens the pieces fill; at least one."""
@@ -181,8 +160,8 @@ def pieces_of_steps(pieces, step_tokens, seed, step):
         yield from pieces_of_epoch(pieces, step_tokens, seed, epoch)[done:]
         step = (epoch + 1) * in_epoch
 
-def parts_of(pieces, most):
-    """Sort pieces by size and split them into parts of at most `most` tokens with padding.
+def parts_of(pieces, limit):
+    """Sort pieces by size and split them into parts of at most `limit` tokens with padding.
 
     A part has one piece at least.
     """
@@ -190,7 +169,7 @@ def parts_of(pieces, most):
     parts = []
     while len(pieces):
         longest = pieces[0, 1]
-        count = max(1, most // longest)
+        count = max(1, limit // longest)
         parts.append(pieces[:count])
         pieces = pieces[count:]
     return parts
@@ -199,7 +178,7 @@ def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
     # Padding is -1 = ~0: it is read as token 0, and it is negative, so no label.
     ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
-    for of_piece, (start, size, _) in zip(ids, pieces):
+    for of_piece, (start, size) in zip(ids, pieces):
         of_piece[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
     loss_mask = torch.zeros(ids.shape, dtype=torch.bool)
     loss_mask[:, :-1] = ids[:, 1:] >= 0                  # the token after position i is a label
@@ -207,14 +186,14 @@ def gather(tokens, pieces):
 
 def labels_in(tokens, pieces):
     """How many labels some pieces have: what gather's loss masks add up to."""
-    return sum(int((tokens[start + 1:start + size] >= 0).sum()) for start, size, _ in pieces)
+    return sum(int((tokens[start + 1:start + size] >= 0).sum()) for start, size in pieces)
 
 # ---------------------------------------------------------------- the frozen target
 class FrozenTarget:
     """What the drafters of a run read of the target: one forward pass for all of them."""
 
     def __init__(self, target, modules, drafters):
-        """modules: {name: draft model}.  drafters: {name: drafter}, with their `needs`."""
+        """modules: {name: draft model}.  drafters: {name: what decodes with it}, for `needs`."""
         self.target, self.device = target, target.device
         vocab = target.config.get_text_config().vocab_size
         self.chunk_size = max(1, LOGITS // vocab)        # positions whose logits are in memory
@@ -222,29 +201,22 @@ class FrozenTarget:
         for drafter in drafters.values():
             self.kv.update(drafter.needs.get("kv", ()))
             self.hidden.update(drafter.needs.get("hidden", ()))
-        # The token ids of which the drafters learn the target's logits: slice(None) for all, a
-        # list (beyond/shared.py), or None where no drafter learns from logits
-        self.learned_ids = models.words_learned(modules.values())
+        self.logits = any(module.config.loss in ("kl", "lk") for module in modules.values())
 
     @torch.no_grad()
-    def forward(self, ids):
-        """ids (B, T) -> kv {l: (K, V)}, hidden {k: (B, T, D)}, logits (B, T, V) or None."""
-        cache = transformers.DynamicCache() if self.kv else None
-        out = self.target(
-            input_ids=ids.to(self.device), past_key_values=cache, use_cache=bool(self.kv),
-            output_hidden_states=bool(self.hidden),
-            logits_to_keep=1 if self.learned_ids is None else 0)       # 0: of all positions
-        kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in self.kv}
-        hidden = {index: out.hidden_states[index] for index in self.hidden}
-        logits = None if self.learned_ids is None else out.logits[..., self.learned_ids]
-        return kv, hidden, logits
-
     def batch(self, tokens, pieces):
         """The batch of some pieces, as the top of this file has it."""
         ids, loss_mask = gather(tokens, pieces)
         ids, loss_mask = ids.to(self.device), loss_mask.to(self.device)
-        kv, hidden, logits = self.forward(ids)
-        return SimpleNamespace(ids=ids, loss_mask=loss_mask, kv=kv, hidden=hidden, logits=logits)
+        cache = transformers.DynamicCache() if self.kv else None
+        out = self.target(
+            input_ids=ids, past_key_values=cache, use_cache=bool(self.kv),
+            output_hidden_states=bool(self.hidden),
+            logits_to_keep=0 if self.logits else 1)                    # 0: of all positions
+        kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in self.kv}
+        hidden = {index: out.hidden_states[index] for index in self.hidden}
+        return SimpleNamespace(ids=ids, loss_mask=loss_mask, kv=kv, hidden=hidden,
+                               logits=out.logits if self.logits else None)
 
 # ---------------------------------------------------------------- losses
 def masked_loss(module, batch, block, chunk_size):
@@ -280,89 +252,42 @@ def block_of_step(module, seed, step):
     low, high = getattr(module.config, "blocks", (HELD_OUT_BLOCK, HELD_OUT_BLOCK))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
 
-# ---------------------------------------------------------------- evaluation
 @torch.no_grad()
-def evaluate(modules, frozen, walks, data, a):
-    """Measure drafters on held-out text.
+def held_out_losses(modules, frozen, tokens, pieces):
+    """The mean loss of {name: module} over about HELD_OUT tokens of held-out pieces."""
+    pieces = pieces_of_epoch(pieces, HELD_OUT, seed=0, epoch=0)[0]     # the same each time
+    count = max(1, labels_in(tokens, pieces))
+    losses = dict.fromkeys(modules, 0.0)
+    for part in parts_of(pieces, FORWARD):
+        batch = frozen.batch(tokens, part)
+        for name, module in modules.items():
+            loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.chunk_size)
+            losses[name] += loss.item() / count
+    return losses
 
-    -> {name: {"alpha", "tau", "temperature", "held_out_loss", "by_kind"}}
+# ---------------------------------------------------------------- the update
+def optimizers_of(modules, kind):
+    """The optimisers of draft models {name: module} -> a list; the loop sets their learning rates.
+
+    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
+    AdamW for embeddings, heads, norms and biases.
     """
-    metrics = walks.measure()                                # all but the loss
-    pieces = pieces_of(data.held_documents, a.length)
-    kinds = np.unique(pieces[:, 2])
-    for name in modules:
-        metrics[name]["held_out_loss"] = 0.0                 # the mean over the kinds of text
-    for kind in kinds:
-        # Of each kind of text about `size` tokens: shuffle its pieces as for an epoch, and take
-        # those of the first step.  Seed and epoch are fixed, so all evaluations have the same.
-        size = max(a.length, HELD_OUT // len(kinds))
-        of_kind = pieces[pieces[:, 2] == kind]
-        chosen = pieces_of_epoch(of_kind, size, seed=0, epoch=0)[0]
-        count = max(1, labels_in(data.held_tokens, chosen))
-        losses = dict.fromkeys(modules, 0.0)
-        for part in parts_of(chosen, a.micro):
-            batch = frozen.batch(data.held_tokens, part)
-            for name, module in modules.items():
-                loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.chunk_size)
-                losses[name] += loss.item() / count
-        for name, loss in losses.items():
-            metrics[name]["held_out_loss"] += loss / len(kinds)
-            metrics[name]["by_kind"].setdefault(data.kinds[kind], {})["held_out_loss"] = loss
-    return metrics
+    matrices, others = [], []
+    for module in modules.values():
+        for name, weight in module.named_parameters():
+            is_table = "embed" in name or "head" in name
+            if kind == "muon" and weight.ndim == 2 and not is_table:
+                layer = name.split(".")[-2]
+                matrices.append((weight, STACKED.get(layer, 1)))
+            else:
+                others.append(weight)
+    found = []
+    if others:
+        found.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY))
+    if matrices:
+        found.append(Muon(matrices, WEIGHT_DECAY))
+    return found
 
-# ---------------------------------------------------------------- the log, the state
-def log(a, row):
-    """Append a row to --work/log.jsonl."""
-    with open(Path(a.work) / "log.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")
-
-def log_metrics(a, step, tokens_seen, losses, metrics):
-    """Print and log what evaluate() measured.  losses {name: [loss]}: since it was called last."""
-    row = {"step": step, "tokens_seen": tokens_seen}
-    for name, values in metrics.items():
-        loss = float(np.mean(losses[name])) if losses[name] else None
-        row[name] = {"loss": loss, **values}
-        shown = [f"{key} {value:.3f}" for key, value in values.items() if key != "by_kind"]
-        tqdm.write(f"step {step} {name}: {', '.join(shown)}")
-    log(a, row)
-
-def save(step, modules, optimizer_list, identity, a):
-    """Write all that a resumed run needs into --work/state.pt.
-
-    Which text a step reads and which numbers it draws follow from `step`: they are not written.
-    """
-    state = {
-        "step": step,
-        "identity": identity,
-        "drafters": {name: module.state_dict() for name, module in modules.items()},
-        "optimizers": [optimizer.state_dict() for optimizer in optimizer_list],
-    }
-
-    def write(part):
-        with open(part, "wb") as file:       # so that a full disk is an OSError
-            torch.save(state, file)
-    write_atomically(Path(a.work) / "state.pt", write)
-
-def resume(modules, optimizer_list, identity, a):
-    """Restore what save() wrote -> the number of steps done."""
-    path = Path(a.work) / "state.pt"
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        before = state["identity"]
-    except Exception as why:                             # whatever a damaged file raises
-        raise UserError(f"{path} is damaged, or was not saved by this program: begin again with "
-                        "--overwrite") from why
-    changed = [name for name, value in identity.items() if before.get(name) != value]
-    if changed:
-        raise UserError(f"--resume: the run in {a.work} had another {', '.join(changed)}; only "
-                        f"{', '.join(MAY_CHANGE)} may change")
-    for name, module in modules.items():
-        module.load_state_dict(state["drafters"][name])
-    for optimizer, saved in zip(optimizer_list, state["optimizers"]):
-        optimizer.load_state_dict(saved)
-    return state["step"]
-
-# ---------------------------------------------------------------- the loop
 def cosine(step, steps):
     """The factor of the learning rate: a linear warm-up, then half a cosine to 0."""
     warmup = max(1, round(steps * WARMUP))
@@ -370,50 +295,99 @@ def cosine(step, steps):
         return (step + 1) / warmup
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
-def clip(modules, losses, step):
-    """Clip the gradient of each drafter.  Stop the run where a loss or a gradient is not finite."""
-    for (name, module), loss in zip(modules.items(), losses):
+def update(modules, losses, optimizers, lr, step):
+    """Clip the gradient of each drafter, then step.  UserError where one is not finite."""
+    for name, module in modules.items():
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
-        if not math.isfinite(loss + norm):
-            again = "go on with --resume" if step else "begin again"
-            raise UserError(f"step {step}: the loss of {name} is {loss}, its gradient {norm}: give "
-                            f"a lower --lr, and {again}")
+        if not math.isfinite(losses[name] + norm):
+            raise UserError(f"step {step}: the loss of {name} is {losses[name]}, its gradient "
+                            f"{norm}: begin again with a lower --lr and --overwrite")
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad()
 
-def fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a):
-    """Train {name: module} for `steps` steps -> {name: metrics of the last evaluation}
+# ---------------------------------------------------------------- processes and signals
+def rank_and_world():
+    """The number of this process, and how many there are, as torchrun says."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-    lr: the peak learning rate.
-    """
+def summed(modules, numbers, device):
+    """Add up gradients and numbers over all processes -> the sums of the numbers, a list."""
+    numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
+    if dist.is_initialized():
+        dist.all_reduce(numbers)
+        for weight in [weight for module in modules.values() for weight in module.parameters()]:
+            # A process without a piece of text has no gradient; all must take part.
+            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+            dist.all_reduce(weight.grad)
+    return numbers.tolist()
+
+@contextmanager
+def noted_signals():
+    """While this is open, Ctrl-C and SIGTERM are only noted, in the list that it yields."""
+    signals = []
+    numbers = signal.SIGINT, signal.SIGTERM
+    before = [signal.signal(number, lambda *_: signals.append(1)) for number in numbers]
+    try:
+        yield signals
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
+
+# ---------------------------------------------------------------- the state
+def save(path, step, modules, optimizers, command):
+    """Write all that a resumed run needs, whole or not at all."""
+    state = {"step": step, "command": command,
+             "drafters": {name: module.state_dict() for name, module in modules.items()},
+             "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
+    part = path.with_suffix(".part")
+    torch.save(state, part)
+    os.replace(part, path)
+
+def resume(path, modules, optimizers, command):
+    """Restore what save() wrote -> the number of steps done."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    if state["command"] != command:
+        raise UserError("--resume: repeat the interrupted run's command, "
+                        f"python train.py {shlex.join(state['command'])} --resume")
+    for name, module in modules.items():
+        module.load_state_dict(state["drafters"][name])
+    for optimizer, saved in zip(optimizers, state["optimizers"]):
+        optimizer.load_state_dict(saved)
+    return state["step"]
+
+# ---------------------------------------------------------------- the loop
+def fit(modules, optimizers, frozen, data, steps, measure, argv, a):
+    """Train {name: module} for `steps` steps -> {name: metrics}.  measure() gives these metrics."""
     rank, world = rank_and_world()
+    state, log_file = Path(a.out) / "state.pt", Path(a.out) / "log.jsonl"
+    command = [word for word in argv if word not in ("--resume", "--overwrite")]
+    start = resume(state, modules, optimizers, command) if a.resume else 0
     on_cuda = frozen.device.type == "cuda"
     in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and on_cuda)
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
-    step_tokens = a.batch * a.length
-    start = resume(modules, optimizer_list, identity, a) if a.resume else 0
-    order = pieces_of_steps(pieces_of(data.documents, a.length), step_tokens, a.seed, start)
-    recent = {name: [] for name in modules}              # losses since the last evaluation
-    bar = tqdm(range(start, steps + 1), total=steps, initial=start, unit="step", disable=rank > 0)
-    with interruptible() as signals, bar:
-        for step in bar:                                 # after the last step it only evaluates
-            # Evaluate and log, after the last step and every a.every steps.  (Not at `start`: there
-            # nothing was learned yet, or the interrupted run did it.)
-            if step == steps or (step % a.every == 0 and step > start):
-                metrics = evaluate(modules, frozen, walks, data, a)
-                if rank == 0:
-                    log_metrics(a, step, step * step_tokens, recent, metrics)
-                recent = {name: [] for name in modules}
-            if step == steps:
-                break
+    peak = a.lr or 5e-4 * math.sqrt(4096 / frozen.target.config.get_text_config().hidden_size)
+    order = pieces_of_steps(pieces_of(data.documents, a.length), a.batch * a.length, a.seed, start)
+    limit = min(FORWARD, math.ceil(a.batch * a.length / world))        # tokens of a forward
 
-            # Forward of the frozen target, losses, backward.  The gradient is that of the mean over
-            # all labels of the step, whichever process has them.
+    def log(row):
+        if rank == 0:
+            with open(log_file, "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    log({"command": "python train.py " + shlex.join(argv), "step": start})
+    saved_at = time.monotonic()
+    bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
+    with noted_signals() as signals, bar:
+        for step in bar:
+            # The forward of the frozen target, the losses of all drafters, backward.  The gradient
+            # is that of the mean over all labels of the step, whichever process has them.
             pieces = next(order)
             count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(modules, 0.0)
-            for part in parts_of(pieces, a.micro * world):
-                part = part[rank::world]
-                if not len(part):                        # fewer pieces than processes
-                    continue
+            for part in parts_of(pieces, limit)[rank::world]:
                 batch = frozen.batch(data.tokens, part)
                 for name, module in modules.items():
                     block = block_of_step(module, a.seed, step)
@@ -421,30 +395,30 @@ def fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a):
                         loss = masked_loss(module, batch, block, frozen.chunk_size) / count
                     loss.backward()
                     losses[name] += loss.detach()
-            # Add up the gradients of all processes, and these numbers
             numbers = [*losses.values(), len(signals)]
-            *values, interrupted = summed(modules, numbers, frozen.device)
-            losses = dict(zip(modules, values))
-            clip(modules, values, step)
-
-            # Save before the update: these weights gave a finite loss.
-            if rank == 0 and (step % a.every == 0 or interrupted):
-                save(step, modules, optimizer_list, identity, a)
-            if interrupted:
-                raise UserError(f"stopped after {step} of {steps} steps: the same command with "
-                                "--resume goes on")
+            *numbers, interrupted = summed(modules, numbers, frozen.device)
+            losses = dict(zip(modules, numbers))
 
             # Step
-            for optimizer in optimizer_list:
-                for group in optimizer.param_groups:
-                    group["lr"] = lr * cosine(step, steps)
-                optimizer.step()
-                optimizer.zero_grad()
-            for name, loss in losses.items():
-                recent[name].append(loss)
+            update(modules, losses, optimizers, peak * cosine(step, steps), step)
+            done = step + 1
+
+            # Log, evaluate
+            log({"step": done, "loss": losses})
             bar.set_postfix(losses, refresh=False)
-    if rank == 0:
-        save(steps, modules, optimizer_list, identity, a)
+            if done % a.every == 0 and done < steps:
+                log({"step": done, "metrics": measure()})
+
+            # Save
+            due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
+            if rank == 0 and (due or interrupted):
+                save(state, done, modules, optimizers, command)
+                saved_at = time.monotonic()
+            if interrupted:
+                raise UserError(f"stopped after {done} of {steps} steps: the same command with "
+                                "--resume goes on")
+    metrics = measure()
+    log({"step": steps, "metrics": metrics})
     return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
@@ -456,69 +430,81 @@ def train(a, device, calls, argv):
     rank, _ = rank_and_world()
     # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # The target and its tokenizer
+    # The target is frozen
     dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
-    target, tokenizer = load.load_target(a.target, dtype, device, revision=a.revision,
-                                         trust=a.trust_remote_code)
+    target, tokenizer = load_target(a.target, dtype, device, revision=a.revision,
+                                    trust=a.trust_remote_code)
     target.requires_grad_(False)
-    fingerprint = load.fingerprint(target, tokenizer)
-    c = target.config.get_text_config()
+    about_target = fingerprint(target, tokenizer)
     # The data
-    data = documents.load(a.data, tokenizer, a.template, c.vocab_size, Path(a.work) / "data",
-                          prepared=a.resume)             # a resumed run has it in --work
+    data = documents.load(a.data, tokenizer, (a.template, a.template_args), about_target,
+                          Path(a.out) / "data", keep=a.resume)
     pieces = pieces_of(data.documents, a.length)
-    step_tokens = a.batch * a.length
     if pieces[:, 1].sum() <= a.length:                   # hardly what one wants to learn from
         raise UserError("--data has too few tokens: give more text, or less --length")
-    if not len(pieces_of(data.held_documents, a.length)):
-        print("no text is held out: drafters are measured on what they learn", file=sys.stderr)
-        data = data._replace(held_tokens=data.tokens, held_documents=data.documents)
-    steps = steps_in_epoch(pieces, step_tokens) if a.steps is None else a.steps
-    identity = {flag: value for flag, value in vars(a).items() if flag not in MAY_CHANGE}
-    identity |= {"target (its weights)": fingerprint["probe"], "text": data.digest}
+    steps = a.steps or steps_in_epoch(pieces, a.batch * a.length)
     # The drafters
-    modules, inits = {}, {}                  # inits: training.json of --init, or None
+    modules = {}
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # the same whatever else the run trains
-        folder = Path(a.init) / name if a.init else None
-        modules[name], inits[name] = models.start(call, target, fingerprint, a.length,
-                                                  data.tokens, folder)
+        modules[name] = models.new(call, target, a.length, data.tokens)
     drafters = {name: models.drafter_of(calls[name].name, module)
                 for name, module in modules.items()}
     frozen = FrozenTarget(target, modules, drafters)
-    walks = Walks(target, frozen.forward, data, a.length, drafters)
-    lr = a.lr or 5e-4 * math.sqrt(4096 / c.hidden_size)
-    optimizer_list = optimizers(modules, a.optimizer)
-    # Learn
-    command = "python train.py " + shlex.join(argv)
-    made_by = {"command": command, "date": time.strftime("%Y-%m-%d")}
-    if rank == 0:
-        log(a, made_by)
-    metrics = fit(modules, optimizer_list, frozen, walks, data, steps, lr, identity, a)
-    # Save
+    prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
+    decoding = any_target(target)
+
+    def measure():
+        eos = target.generation_config.eos_token_id
+        eos = () if eos is None else eos
+        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds, eos)
+        losses = held_out_losses(modules, frozen, data.tokens, pieces_of(data.held_out, a.length))
+        for name, loss in losses.items():
+            metrics[name]["held_out_loss"] = loss
+            shown = [f"{key} {value:.3f}" for key, value in metrics[name].items()
+                     if key != "by_kind"]
+            if rank == 0:
+                tqdm.write(f"{name}: {', '.join(shown)}")
+        return metrics
+
+    optimizers = optimizers_of(modules, a.optimizer)
+    metrics = fit(modules, optimizers, frozen, data, steps, measure, argv, a)
     if rank > 0:
         return
     for name, module in modules.items():
         about = {
             "kind": calls[name].name,
-            **made_by,
+            "command": "python train.py " + shlex.join(argv),
+            "date": time.strftime("%Y-%m-%d"),
             "seed": a.seed,
             "steps": steps,
-            "tokens_seen": steps * step_tokens,
+            "tokens_seen": steps * a.batch * a.length,
             "validation": metrics[name],
-            "target": fingerprint,
-            "init": inits[name],
+            "target": about_target,
         }                                    # models.save adds the config and the commit
         models.save(Path(a.out) / name, module, tokenizer, about)
         print(f"saved {Path(a.out) / name}")
+    (Path(a.out) / "state.pt").unlink()
 
 @program
 def main(argv):
     a = parser().parse_args(argv)
-    check(a)
     calls = models.calls_of(a.drafters)
-    with claim_folders(a, calls), joined(a.device) as device:
+    check(a, calls)
+    _, world = rank_and_world()
+    device = a.device
+    if world > 1:
+        if device == "cuda":
+            device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(device)
+        # The first process may prepare the data for long, while the others wait.
+        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo",
+                                timeout=timedelta(hours=3))
+    try:
         train(a, device, calls, argv)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

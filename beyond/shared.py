@@ -116,10 +116,12 @@ class Between(nn.Module):
     def loss_of(self, x, target_logits):
         """What training uses: the loss, summed over n positions -> ()
 
-        x (n, D), normed.  target_logits (n, k): the target's logits of the words; without a list,
-        (n, V).  With one, both distributions are softmaxes over the words' k logits.
+        x (n, D), normed.  target_logits (n, V).  With a list of words both distributions are
+        softmaxes over their k logits.
         """
-        logits = self.tables.head(x)
+        logits = self.tables.head(x)                                           # (n, k) or (n, V)
+        if self.words is not None:
+            target_logits = target_logits[:, self.words]
         if self.config.loss == "kl":
             return edd.kl(target_logits, logits)
         # arXiv 2602.23881: the negative logarithm of the probability that a sampled draft is

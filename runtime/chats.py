@@ -1,18 +1,22 @@
 """Documents and prompts as token ids, by one chat template for training and asking.
 
     template = template_of(name, tokenizer)
-    encode(document, tokenizer, template)     token ids of a text.Document, and which are labels
-    prompt_ids(turns, tokenizer, template)    token ids of a prompt: an answer begins after them
-    questions(document, tokenizer, ...)       the prompts of all questions of a chat
+    encode(document, tokenizer, template)         a text.Document's token ids, and which are labels
+    prompt_ids(turns, tokenizer, template)        of a prompt: an answer begins after them
+    questions(document, tokenizer, ...)           the prompts of all questions of a chat
 """
+import json
+import re
+from collections import namedtuple
 from os.path import commonprefix
 from pathlib import Path
 
 import numpy as np
 
-from runtime.program import first_line
-from runtime.text import LeftOut, Turn, questions_of
 from runtime.errors import UserError
+from runtime.files import parsed
+from runtime.program import first_line
+from runtime.text import KINDS, LeftOut, Turn, questions_of
 
 # ---------------------------------------------------------------- chat templates
 # By name, in Jinja.  "plain" and "question" serve a tokenizer that has none of its own.
@@ -34,57 +38,100 @@ VICUNA = (
     "{{ bos_token }}{{ system }} "
     "{% for turn in turns %}"
     "{% if turn.role == 'user' %}USER: {{ turn.content }} "
-    "{% else %}ASSISTANT: {{ turn.content }}</s>{% endif %}"
+    "{% else %}ASSISTANT: {{ turn.content }}{{ eos_token }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
 TEMPLATES = {"plain": PLAIN, "question": QUESTION, "vicuna": VICUNA}
 
-def template_of(name, tokenizer):
-    """--template as Jinja.  name: a key of TEMPLATES, a file, or None for the tokenizer's own."""
+# source: Jinja.  arguments: {name: value} beside the messages, say {"enable_thinking": False}
+Template = namedtuple("Template", "source arguments")
+
+def template_of(name, tokenizer, arguments=None):
+    """--template and --template-args -> Template
+
+    name: a key of TEMPLATES, a file, or None for the tokenizer's own.  arguments: a JSON object.
+    """
+    arguments = parsed(arguments or "{}")
+    if not isinstance(arguments, dict):
+        raise UserError("--template-args is no JSON object: give one as "
+                        "'{\"enable_thinking\": false}'")
     if name in TEMPLATES:
-        return TEMPLATES[name]
+        return Template(TEMPLATES[name], arguments)
     try:
-        if name is None:
-            return tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
-        return Path(name).read_text(encoding="utf-8-sig")
+        if name is not None:
+            return Template(Path(name).read_text(encoding="utf-8-sig"), arguments)
+        own = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        return Template(own, arguments)
     except (OSError, ValueError) as why:                 # ValueError: several, and no default
         raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
                         f"{' or '.join(TEMPLATES)}, or name a file with a Jinja template") from None
 
-def chat_text(messages, tokenizer, template, ask=False):
-    """Chat messages, dicts or Turns, as text.  ask: end where the assistant's next answer begins.
+def not_read(document, template):
+    """The fields of a Document that its turns do not have and the template does not read -> set"""
+    known = {*document.form.split(" + "), *KINDS, "held_out"}
+    beside = set(document.row) - known
+    passed = {"tools"} & beside
+    for turn in document.turns:
+        passed.update(turn.more)
+    unread = {name for name in passed if not re.search(rf"\b{re.escape(name)}\b", template.source)}
+    return beside - {"tools"} | unread
+
+def chat_text(turns, tokenizer, template, tools=None, ask=False):
+    """The turns of a chat as text.  ask: end where the assistant's next answer begins.
 
     LeftOut where the template does not take them.
     """
-    messages = [{"role": turn.role, "content": turn.content} if isinstance(turn, Turn) else turn
-                for turn in messages]
+    messages = [{**turn.more, "role": turn.role, "content": turn.content} for turn in turns]
+    tools = json.loads(tools) if isinstance(tools, str) else tools
     try:
-        return tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False,
-                                             add_generation_prompt=ask)
+        return tokenizer.apply_chat_template(
+            messages, tools=tools, chat_template=template.source, tokenize=False,
+            add_generation_prompt=ask, **template.arguments)
     except Exception as why:                             # a template is a program of somebody's
         raise LeftOut(f"the chat template refuses it ({first_line(why)})") from None
 
 # ---------------------------------------------------------------- documents -> token ids
-def answers_in(chat, tokenizer, template):
+def answer_in(chat, tokenizer, template, tools):
+    """A chat that ends with an answer -> (text, (start, end) of the answer in it)"""
+    def text_of(*more, ask=False):
+        return chat_text([*turns, *more], tokenizer, template, tools, ask)
+    turns = chat[:-1]
+    before, text = text_of(ask=True), text_of(chat[-1])
+    # Some templates ask with the beginning of a thought, which this answer may not have.
+    start = len(commonprefix((before, text)))
+    end = len(text)
+    eos = tokenizer.eos_token
+    always_asks = text == text_of(chat[-1], ask=True)
+    if always_asks or eos and eos not in text[start:]:
+        # The template may always end with the next answer's beginning, which is no part of this
+        # one, or end no last turn: what it writes before a next question tells.
+        try:
+            followed = text_of(chat[-1], Turn("user", "?", False))
+        except LeftOut:
+            return text, (start, end)
+        common = len(commonprefix((text, followed)))
+        if always_asks:
+            end = max(start, common)
+            ends_at = text.find(eos, start, end) if eos else -1
+            end = ends_at + len(eos) if ends_at >= 0 else end
+        elif common == end and followed[end:].lstrip().startswith(eos):
+            end = followed.index(eos, end) + len(eos)
+            text = followed[:end]
+    return text[:end] if always_asks else text, (start, end)
+
+def answers_in(chat, tokenizer, template, tools):
     """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
 
     Mostly one text.  But some templates write an answer otherwise once a turn follows it, for
     example without its reasoning.  Then each answer has a text of its own, which ends with it, as
     it does in decoding.
     """
-    whole = chat_text(chat, tokenizer, template)
-    spans, ends_with_answer = [], []
-    for i, turn in enumerate(chat):
-        if turn.learned:
-            before = chat_text(chat[:i], tokenizer, template, ask=True)
-            after = chat_text(chat[:i + 1], tokenizer, template)
-            # Some templates ask with the beginning of a thought, which this answer may not have.
-            start = len(commonprefix((before, after)))
-            spans.append((start, len(after)))
-            ends_with_answer.append(after)
-    if all(whole.startswith(text) for text in ends_with_answer):
-        return [(whole, spans)]
-    return [(text, [span]) for text, span in zip(ends_with_answer, spans)]
+    whole = chat_text(chat, tokenizer, template, tools)
+    found = [answer_in(chat[:i + 1], tokenizer, template, tools)
+             for i, turn in enumerate(chat) if turn.learned]
+    if all(whole.startswith(text) for text, _ in found):
+        return [(whole, [span for _, span in found])]
+    return [(text, [span]) for text, span in found]
 
 def only_answers(ids, offsets, spans):
     """Token ids of a text -> array (n,), with ~id for each token that belongs to no answer.
@@ -102,27 +149,31 @@ def only_answers(ids, offsets, spans):
         is_label[first:last] = True
     return np.where(is_label, ids, ~ids)
 
-def without_end(ids, tokenizer):
-    """Token ids without the ends of text that they end with: some tokenizers append one."""
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
-    return ids
+def own_part(ids, tokenizer):
+    """The slice of a text's ids without a second begin, and without ends that tokenizers append."""
+    first, last = 0, len(ids)
+    while last and ids[last - 1] == tokenizer.eos_token_id:
+        last -= 1
+    while len(ids) > first + 1 and ids[first] == ids[first + 1] == tokenizer.bos_token_id:
+        first += 1
+    return slice(first, last)
 
 def encode_text(turns, tokenizer):
     """A text, of which a prompt may be the first turn -> list of token ids, with one end of text"""
     text = "".join(turn.content for turn in turns)
-    encoded = tokenizer(text, verbose=False, return_offsets_mapping=len(turns) > 1)
-    ids = without_end(encoded["input_ids"], tokenizer)
+    encoded = tokenizer(text, verbose=False, return_offsets_mapping=True)
+    own = own_part(encoded["input_ids"], tokenizer)
+    ids = encoded["input_ids"][own]
     if len(turns) > 1:
         answer = len(turns[0].content), len(text)
-        ids = only_answers(ids, encoded["offset_mapping"][:len(ids)], [answer]).tolist()
+        ids = only_answers(ids, encoded["offset_mapping"][own], [answer]).tolist()
     end = tokenizer.eos_token_id
     return ids if end is None else [*ids, end]
 
-def encode_chat(turns, tokenizer, template):
+def encode_chat(turns, tokenizer, template, tools):
     """A chat -> a list of arrays of token ids"""
     parts = []
-    for text, spans in answers_in(turns, tokenizer, template):
+    for text, spans in answers_in(turns, tokenizer, template, tools):
         # The template has written what a tokenizer puts before a text.
         encoded = tokenizer(text, add_special_tokens=False, verbose=False,
                             return_offsets_mapping=True)
@@ -145,14 +196,15 @@ def encode(document, tokenizer, template):
     elif turns[0].role == "text":
         parts = [encode_text(turns, tokenizer)]
     else:
-        parts = encode_chat(turns, tokenizer, template)
+        parts = encode_chat(turns, tokenizer, template, document.row.get("tools"))
     # The first token of a document is no label: nothing predicts it.
     parts = [np.array(ids, "i4") for ids in parts if (np.array(ids[1:]) >= 0).any()]
     if not parts:
         raise LeftOut("it has a single token, or an answer that the template does not write")
     return parts
 
-def prompt_ids(turns, tokenizer, template):
+# ---------------------------------------------------------------- prompts
+def prompt_ids(turns, tokenizer, template, tools=None):
     """The turns up to a question -> list of token ids, which end where the answer begins.
 
     LeftOut where the template does not take them.
@@ -161,24 +213,25 @@ def prompt_ids(turns, tokenizer, template):
         return [i for turn in turns for i in turn.content]
     if turns[0].role == "text":
         text = "".join(turn.content for turn in turns)
-        return without_end(tokenizer(text, verbose=False)["input_ids"], tokenizer)
-    text = chat_text(turns, tokenizer, template, ask=True)
+        ids = tokenizer(text, verbose=False)["input_ids"]
+        return ids[own_part(ids, tokenizer)]
+    text = chat_text(turns, tokenizer, template, tools, ask=True)
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
-def questions(document, tokenizer, name, vocab, answer):
+def questions(document, tokenizer, name, vocab, answer, arguments=None):
     """Yield the prompt of each question of a text.Document, as token ids.
 
-    name: as of template_of.  vocab: the target's vocabulary size.  answer(ids) -> text: where the
-    document has no answer to the question before, it is made by this.
+    name, arguments: as of template_of.  vocab: the target's vocabulary size.  answer(ids) -> text:
+    where the document has no answer to the question before, it is made by this.
     """
-    template = template_of(name, tokenizer)
+    template = template_of(name, tokenizer, arguments)
     turns, ids = [], None
     try:
         for part in questions_of(document):
             if turns and part[0].role == "user":         # nobody has answered the question before
                 turns.append(Turn("assistant", answer(ids), False))
             turns += part
-            ids = prompt_ids(turns, tokenizer, template)
+            ids = prompt_ids(turns, tokenizer, template, document.row.get("tools"))
             if not ids or max(ids) >= vocab:
                 raise UserError(f"{document.place} gives no tokens, or others than the target's "
                                 f"{vocab}: correct the row or --template")

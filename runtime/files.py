@@ -1,9 +1,9 @@
 """User-supplied files and folders: which files they are, and the rows that each of them holds.
 
     files_of(paths, flag)      (file, the path that was given) for each file
-    read_rows(file)            (number, row) for each of its rows
+    rows_of(file)              (number, row) for each of its rows
 
-A file is JSON lines, a JSON list of rows, or text in UTF-8, which is one row; it may be a pipe, and
+A file is JSON lines, a JSON value, or text in UTF-8, which is one row; it may be a pipe, and
 compressed by gzip.  It is JSON where its name says so, or where it begins with a JSON object.
 """
 import gzip
@@ -12,23 +12,24 @@ import os
 import zlib
 from pathlib import Path
 
-from runtime.program import first_line
 from runtime.errors import UserError
+from runtime.program import first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
 NAMES = (*JSON, ".txt")                                  # the files of a folder that are read
-PANDAS = "import pandas; pandas.{}.to_json('{rows}.jsonl', orient='records', lines=True)"
-# The line of Python that makes rows of a file of another format
-CONVERTERS = {
-    ".csv": PANDAS.replace("{}", "read_csv('{file}')"),
-    ".tsv": PANDAS.replace("{}", "read_csv('{file}', sep='\\t')"),
-    ".xlsx": PANDAS.replace("{}", "read_excel('{file}')"),
-    ".parquet": PANDAS.replace("{}", "read_parquet('{file}')"),
-    ".feather": PANDAS.replace("{}", "read_feather('{file}')"),
-    ".arrow": "import datasets; datasets.Dataset.from_file('{file}').to_json('{rows}.jsonl')",
-    ".zip": "import shutil; shutil.unpack_archive('{file}', '{rows}')",
-    ".tar": "import shutil; shutil.unpack_archive('{file}', '{rows}')",
-    ".tgz": "import shutil; shutil.unpack_archive('{file}', '{rows}')",
+# Tables of other formats, and what reads them
+TABLES = {".csv": "pandas.read_csv", ".tsv": "pandas.read_table", ".xlsx": "pandas.read_excel",
+          ".parquet": "pandas.read_parquet", ".feather": "pandas.read_feather",
+          ".arrow": "datasets.Dataset.from_file"}
+ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
+# The first bytes of files that cannot be read, and what to do
+BYTES = {
+    b"\xff\xfe": "it is UTF-16: turn it into UTF-8",
+    b"\xfe\xff": "it is UTF-16: turn it into UTF-8",
+    b"BZh": "it is packed by bzip2: unpack it",
+    b"\xfd7zXZ": "it is packed by xz: unpack it",
+    b"\x28\xb5\x2f\xfd": "it is packed by zstd: unpack it",
+    b"PK\x03\x04": "it is packed by zip: unpack it",
 }
 
 # ---------------------------------------------------------------- which files
@@ -60,12 +61,21 @@ def suffix_of(path):
     return os.path.splitext(name)[1]
 
 # ---------------------------------------------------------------- their rows
+def unreadable(path, number, why):
+    """The UserError for a line of a file."""
+    return UserError(f"line {number} of {path} cannot be read as text or JSON lines ({why}): "
+                     "correct it, or name another file")
+
 def lines_of(path):
     """Yield (number, text) for the lines of a file.  Only \\n ends one: JSON may hold U+2028."""
     number = 0
     try:
         with open(path, "rb") as stored:
-            zipped = path.suffix.lower() == ".gz" or stored.peek(2)[:2] == b"\x1f\x8b"
+            first = stored.peek(8)
+            for begin, why in BYTES.items():
+                if first.startswith(begin):
+                    raise ValueError(why)
+            zipped = path.suffix.lower() == ".gz" or first[:2] == b"\x1f\x8b"
             file = gzip.open(stored) if zipped else stored
             for number, line in enumerate(file, 1):
                 if b"\0" in line:
@@ -74,37 +84,33 @@ def lines_of(path):
     except (OSError, EOFError, ValueError, zlib.error) as why:
         raise unreadable(path, max(number, 1), first_line(why)) from None
 
-def unreadable(path, number, why):
-    """The UserError for a line of a file."""
-    return UserError(f"line {number} of {path} cannot be read as text or JSON lines ({why}): "
-                     "correct it, or name another file")
-
 def parsed(text, path=None, number=1):
     """JSON text -> its value; where it is none, a UserError, or None if no path is given."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if "\\ud" in text.lower():
+            # JSON may write half of a surrogate pair alone: it becomes U+FFFD.
+            whole = json.dumps(value, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            value = json.loads(whole.decode("utf-16", "replace"))
+        return value
     except (ValueError, RecursionError) as why:
         if path is None:
             return None
         line = number + getattr(why, "lineno", 1) - 1
         raise unreadable(path, line, getattr(why, "msg", first_line(why))) from None
 
-def is_message(value):
-    """Whether a value is a turn of a chat: a dict with a role."""
-    return isinstance(value, dict) and any(name.lower() in ("role", "from") for name in value)
+def rows_of(path):
+    """Yield (number, row) for the rows of a file.  number: of its line.
 
-def is_chat(value):
-    """Whether a value is a list of turns."""
-    return isinstance(value, list) and bool(value) and is_message(value[0])
-
-def read_rows(path):
-    """Yield (number, row) for the rows of a file.  number: of the line, or of the row in a list."""
-    path = Path(path)
+    A JSON value of several lines is one row; so is a text, as {"text": ...}.
+    """
     suffix = suffix_of(path)
-    if suffix in CONVERTERS:
-        command = CONVERTERS[suffix].format(file=path, rows=path.name.partition(".")[0])
-        raise UserError(f"{path} is neither text nor JSON lines: make rows of it by python -c "
-                        f'"{command}"')
+    if suffix in TABLES:
+        raise UserError(f"{path} is neither text nor JSON lines: make JSON lines of it, by "
+                        f"{TABLES[suffix]}('{path}').to_json('rows.jsonl', orient='records', "
+                        "lines=True) for example")
+    if suffix in ARCHIVES:
+        raise UserError(f"{path} is neither text nor JSON lines: unpack it first")
     lines = lines_of(path)
     head = ""
     for number, line in lines:
@@ -126,7 +132,5 @@ def read_rows(path):
         for number, line in enumerate(whole.split("\n"), 1):
             if line.strip():
                 yield number, parsed(line, path, number)
-    elif isinstance(value, list) and not is_chat(value):
-        yield from enumerate(value, 1)
     elif whole.strip():
         yield 1, parsed(whole, path)

@@ -1,7 +1,7 @@
 """User-supplied files: their rows become documents to learn from, or prompts to decode after.
 
     documents(paths)              a Document for each row of files and folders
-    prompt_rows(paths, limit)     (kind, Document) for each row of files of prompts
+    prompt_rows(paths)            (kind, Document) for each row of files of prompts
     questions_of(document)        what it asks, turn by turn
 
 runtime/files.py reads the files, runtime/chats.py makes token ids of documents and of prompts.
@@ -12,8 +12,8 @@ taken; null, "" and [] count as absent:
     the row has                     it becomes
     one of CHATS                    a chat: a list of turns, each with a role and a content; below
                                     the pairs, so is any field that holds such a list
-    ids; or prompt and answer,      token ids; of prompt and answer, the answer alone is learned
-      lists of token ids
+    ids or input_ids; or prompt     token ids.  Learned are those that labels (-100: not) or a mask
+      and answer, lists of them     say, or all; of prompt and answer, the answer alone
     prompt, and completion or       a text; what goes on after the prompt is learned
       canonical_solution
     one of QUESTIONS and one of     a chat of two turns: the question, with a field of CONTEXTS
@@ -26,9 +26,10 @@ text parts are text.  A row that is not understood is left out with its reason, 
 """
 import json
 from collections import Counter, namedtuple
-from pathlib import Path
+from itertools import groupby, takewhile
 
-from runtime.files import NAMES, files_of, is_chat, is_message, parsed, read_rows, suffix_of
+from runtime.files import NAMES, files_of, parsed, rows_of, suffix_of
+
 # ---------------------------------------------------------------- the table of forms
 CHATS = ("conversations", "conversation", "messages", "chat", "turns")
 QUESTIONS = ("instruction", "question", "query", "problem", "prompt", "input", "inputs", "text",
@@ -39,42 +40,52 @@ ANSWERS = ("output", "response", "solution", "answer", "answers", "completion",
 CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a prompt
 TEXTS = ("text", "content", "code")
 SYSTEM = ("system", "system_prompt", "system_message")
+IDS = ("ids", "input_ids")
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")      # of token ids: 1 is learned
 KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
+# Of a message of a chat
+ROLE = ("role", "from")
+CONTENT = ("content", "value", "text", "parts")
 ROLES = {
     "user": ("user", "human", "prompter"),
     "assistant": ("assistant", "gpt", "model", "bing", "chatgpt", "bot"),
     "system": ("system", "developer"),
     "tool": ("tool", "function", "observation"),
 }
-READ_ONLY = ("weight", "loss", "train")                  # 0 or false: an answer is not learned
+CALLS = ("tool_calls", "function_call")
+LEARNED = ("weight", "loss", "loss_mask", "loss_weight", "train", "training", "trainable",
+           "learn")                                      # 0 or false: an answer is not learned
+TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
 
 HELD_OUT = 50                                            # every fiftieth row is held out
 MOST_KINDS = 50
 
 # role: user, assistant, system or tool in a chat; else "text" or "ids".  content: a string, or a
-# list of token ids.  learned: whether its tokens are labels
-Turn = namedtuple("Turn", "role content learned")
-# place    "row 3 of questions.jsonl"
-# names    of its kind of text, from the finest: the row's own, the file's, the argument's
-# held_out whether it is left for validation
-# form     the names of the fields that were read
-# turns    [Turn], empty where the row is left out
-# note     what of the row is left out, or None.  why: for what reason all of it is, or None
-# row      its fields, in lower case
-Document = namedtuple("Document", "place names held_out form turns note why row")
+# list of token ids.  learned: whether its tokens are labels.  more: other fields of a message, for
+# the chat template
+Turn = namedtuple("Turn", "role content learned more", defaults=({},))
+# place: "row 3 of questions.jsonl".  kind: of text.  held_out: whether it is left for validation.
+# form: the names of the fields that were read.  turns: [Turn], empty where the row is left out.
+# note: what of the row is left out, or None.  why: the reason why all of it is, or None.  row: its
+# fields, in lower case
+Document = namedtuple("Document", "place kind held_out form turns note why row")
 
 class LeftOut(Exception):
     """Why a row is left out: a phrase that is the same for all such rows."""
 
 # ---------------------------------------------------------------- the values of a row
 def lowered(row):
-    """A dict with its keys in lower case, without absent values."""
+    """A dict with its keys in lower case, without absent values.
+
+    Of two names that differ in case alone, the one in lower case is taken; the other stays.
+    """
     found = {}
-    for name, value in row.items():
+    for name in sorted(row, key=lambda name: name != name.lower()):
+        value = row[name]
         is_blank = isinstance(value, str) and not value.strip()
         if not is_blank and value is not None and value != []:
-            found.setdefault(name.lower(), value)
+            found[name if name.lower() in found else name.lower()] = value
     return found
 
 def first_of(names, row):
@@ -83,42 +94,49 @@ def first_of(names, row):
 
 def string_of(row, name):
     """A field of a row as a string: of a string, a number or text parts.  "" where it is absent."""
-    value = row.get(name)
-    if value is None:
-        return ""
+    value = row.get(name, "")
     if isinstance(value, str):
-        # Half of a character that JSON writes in two halves becomes U+FFFD.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return value
     if isinstance(value, (bool, int, float)):
         return json.dumps(value)
     if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
         raise LeftOut(f"{name} is a {type(value).__name__}, and no text")
     for part in value:
         kind = part.get("type", "text")
-        if not str(kind).endswith("text") or not isinstance(part.get("text"), str):
+        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
             raise LeftOut(f"{name} has a part of type {kind}, which is no text")
-    return "".join(string_of(part, "text") for part in value)
+    return "".join(part["text"] for part in value)
 
 def are_ids(value):
     """Whether a value is a list of token ids."""
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2 ** 31 for i in value)
 
-# ---------------------------------------------------------------- a row as turns
-def role_of(message):
-    """The role of a message, a dict with its keys in lower case; None where it is unknown."""
-    said = str(message[first_of(("role", "from"), message)]).strip().lower()
-    return next((role for role, names in ROLES.items() if said in names), None)
+def is_off(value):
+    """Whether a flag says no: 0 or less, false, or a word for it."""
+    said = str(value).strip().lower()
+    try:
+        return float(said) <= 0
+    except ValueError:
+        return said in ("false", "no", "off")
 
+def is_chat(value):
+    """Whether a value is a list of turns, dicts with a role, or one turn."""
+    first = value[0] if isinstance(value, list) and value else value
+    return isinstance(first, dict) and any(name.lower() in ROLE for name in first)
+
+# ---------------------------------------------------------------- a row as turns
 def turn_of(message):
-    """A message of a chat -> Turn.  One that calls a tool has no content."""
-    role = role_of(message)
+    """A message of a chat, with its keys in lower case -> Turn.  A call of a tool has no content"""
+    said = message[first_of(ROLE, message)]
+    role = next((role for role, names in ROLES.items() if str(said).strip().lower() in names), None)
     if role is None:
-        raise LeftOut(f"a role is unknown: {message[first_of(('role', 'from'), message)]}")
-    content = string_of(message, first_of(("content", "value", "text", "parts"), message))
-    if first_of(("tool_calls", "function_call"), message):
-        content = ""
-    read_only = any(message.get(flag) in (0, False) for flag in READ_ONLY)
-    return Turn(role, content, role == "assistant" and not read_only)
+        raise LeftOut(f"a role is unknown: {said}")
+    field = first_of(CONTENT, message)
+    content = "" if first_of(CALLS, message) else string_of(message, field)
+    learned = role == "assistant" and not any(is_off(message.get(flag, 1)) for flag in LEARNED)
+    more = {name: value for name, value in message.items()
+            if name not in (*ROLE, field, *CALLS, *LEARNED)}
+    return Turn(role, content, learned, more)
 
 def turns_of(row, name):
     """A field of a row as the turns of a chat.
@@ -133,10 +151,10 @@ def turns_of(row, name):
         if isinstance(one, list) and len(one) == 2:      # [question, answer]
             one = dict(zip(("human", "assistant"), one))
         if isinstance(one, str) and name == "turns":
-            turns.append(Turn("user", string_of({name: one}, name), False))
+            turns.append(Turn("user", one, False))
             continue
         one = lowered(one) if isinstance(one, dict) else {}
-        if is_message(one):
+        if first_of(ROLE, one):
             turns.append(turn_of(one))
         elif first_of(QUESTIONS, one):
             turns += pair_in(one)[1]
@@ -148,7 +166,7 @@ def turns_of(row, name):
 
 def side_of(row, name, role):
     """A field that holds a question or an answer -> [Turn]: one, or those of messages"""
-    if is_chat(row[name]) or is_message(row[name]):
+    if is_chat(row[name]):
         return turns_of(row, name)
     return [Turn(role, string_of(row, name), role == "assistant")]
 
@@ -170,32 +188,49 @@ def pair_in(row):
         fields.append(answer)
     return fields, turns
 
+def ids_in(row, name):
+    """Token ids, with labels or a mask if there are any -> names of the fields read, [Turn]"""
+    ids, mask = row[name], first_of(("labels", *MASKS), row)
+    if mask is None:
+        return [name], [Turn("ids", ids, True)]
+    learned = row[mask]
+    if mask == "labels" and isinstance(learned, list):
+        learned = [label != -100 for label in learned]
+        pairs = zip(row[mask], ids)
+        if any(label not in (-100, token) for label, token in pairs):
+            raise LeftOut("its labels are other tokens than its ids")
+    if not isinstance(learned, list) or len(learned) != len(ids):
+        raise LeftOut(f"{mask} has another length than {name}")
+    turns = []
+    for is_label, run in groupby(zip(learned, ids), key=lambda pair: bool(pair[0])):
+        turns.append(Turn("ids", [token for _, token in run], is_label))
+    return [name, mask], turns
+
 def turns_in(row):
     """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
     chat, text = first_of(CHATS, row), first_of(TEXTS, row)
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    more = first_of(CONTINUATIONS, row)
+    more, ids = first_of(CONTINUATIONS, row), first_of(IDS, row)
     if chat:
         return [chat], turns_of(row, chat)
-    if "ids" in row and are_ids(row["ids"]):
-        return ["ids"], [Turn("ids", row["ids"], True)]
-    if "prompt" in row and are_ids(row["prompt"]) and are_ids(row.get("answer", [])):
-        asked, answered = row["prompt"], row.get("answer", [])
-        return ["prompt", "answer"], [Turn("ids", asked, False), Turn("ids", answered, True)]
+    if ids and are_ids(row[ids]):
+        return ids_in(row, ids)
+    if are_ids(row.get("prompt")) and are_ids(row.get("answer", [])):
+        learned = Turn("ids", row.get("answer", []), True)
+        return ["prompt", "answer"], [Turn("ids", row["prompt"], False), learned]
     if isinstance(row.get("prompt"), str) and isinstance(row.get(more), str):
-        asked, answered = string_of(row, "prompt"), string_of(row, more)
-        return ["prompt", more], [Turn("text", asked, False), Turn("text", answered, True)]
+        return ["prompt", more], [Turn("text", row["prompt"], False), Turn("text", row[more], True)]
     if question and answer:
         return pair_in(row)
     spoken = next((name for name in (*ANSWERS, *row) if is_chat(row.get(name))), None)
     if spoken:
         return [spoken], turns_of(row, spoken)
-    if is_message(row) and role_of(row):
+    if "role" in row and text:
         raise LeftOut("it is a single message: a row holds all messages of a chat")
     if text:
         return [text], [Turn("text", string_of(row, text), True)]
     if question == "prompt" and isinstance(row["prompt"], str):
-        return ["prompt"], [Turn("text", string_of(row, "prompt"), False)]
+        return ["prompt"], [Turn("text", row["prompt"], False)]
     if question:
         return pair_in(row)
     if not row:
@@ -215,19 +250,18 @@ def tidied(turns):
             return turns[:number], "the rest of a chat, from a turn that is empty or calls a tool"
     return turns, note
 
-def document_of(row, place, names, number):
-    """A row as a Document.  names: of its file and argument.  number: of the row, for held_out."""
+def document_of(row, place, kind, number):
+    """A row as a Document.  kind: where it names none.  number: of the row, for held_out."""
     form, turns, note, why = "", [], None, None
-    held_out = number % HELD_OUT == 0
     row = {"text": row} if isinstance(row, str) else row
-    row = {"messages": row} if is_chat(row) else row
+    row = {"messages": row} if isinstance(row, list) and is_chat(row) else row
     row = lowered(row) if isinstance(row, dict) else {}
+    held_out = row.get("held_out", number % HELD_OUT == 0)
     try:
-        if row.get("held_out", True) not in (True, False):
+        if held_out not in (True, False):
             raise LeftOut("held_out is neither true nor false")
-        held_out = row.get("held_out", held_out)
         if isinstance(row.get(first_of(KINDS, row)), (str, int)):
-            names = (string_of(row, first_of(KINDS, row)), *names)
+            kind = string_of(row, first_of(KINDS, row))
         fields, turns = turns_in(row)
         form = " + ".join(fields)
         if turns[0].role not in ("text", "ids"):
@@ -240,51 +274,46 @@ def document_of(row, place, names, number):
             note = "its fields: " + ", ".join(list(row)[:8])
     except LeftOut as left_out:
         turns, why = [], str(left_out)
-    return Document(place, names, held_out, form, turns, note, why, row)
+    return Document(place, kind, held_out, form, turns, note, why, row)
 
 def documents(paths, flag="--data"):
     """Yield a Document for each row of files and folders.  flag: what gave them."""
     number = 0
-    for file, given in files_of(paths, flag):
-        names = file.name.partition(".")[0], Path(given).absolute().name
-        if str(file) != given and suffix_of(file) not in NAMES:
+    for path, given in files_of(paths, flag):
+        kind = path.name.partition(".")[0]
+        if str(path) != given and suffix_of(path) not in NAMES:
             why = (f"of a folder only {', '.join(NAMES)} are read, of others name each file to see "
                    "how it becomes rows")
-            yield Document(str(file), names, False, "", [], None, why, {})
+            yield Document(str(path), kind, False, "", [], None, why, {})
             continue
-        for place, row in read_rows(file):
-            number += 1
-            yield document_of(row, f"row {place} of {file}", names, number)
+        for line, value in rows_of(path):
+            are_rows = isinstance(value, list) and not is_chat(value)
+            for place, row in enumerate(value, 1) if are_rows else [(line, value)]:
+                number += 1
+                yield document_of(row, f"row {place} of {path}", kind, number)
 
-def kinds_of(names):
-    """Names of many documents -> {a document's names: its kind of text}
+def names_of(kinds):
+    """The kinds of text of some documents -> {kind: its name}.
 
-    It is the row's own kind; where there are more than MOST_KINDS, the file's name, or else that of
-    the folder that was given.
+    Where there are more than MOST_KINDS, say another address as the source of each row, all are
+    called "text".
     """
-    for level in range(3):
-        found = {of_one: of_one[max(0, level + len(of_one) - 3)] for of_one in names}
-        if len(set(found.values())) <= MOST_KINDS:
-            break
-    return found
+    names = {kind: kind for kind in kinds}
+    return names if len(names) <= MOST_KINDS else dict.fromkeys(names, "text")
 
 # ---------------------------------------------------------------- rows as prompts
-def prompt_rows(paths, limit=None, skip=0):
-    """Rows of files of prompts, balanced by kind -> [(kind, Document)]
-
-    skip: how many of them to leave out first.  limit: how many to take then; None: all.
-    """
+def prompt_rows(paths):
+    """All rows of files of prompts, balanced by kind -> [(kind, Document)]"""
     found = list(documents(paths, "--prompts"))
-    kinds = kinds_of({document.names for document in found})
+    names = names_of(document.kind for document in found)
     count, rows = Counter(), []
     for document in found:
-        kind = kinds[document.names]
+        kind = names[document.kind]
         count[kind] += 1
         rows.append((count[kind], kind, document))
     # The first row of each kind, then the second of each, and so on
     rows.sort(key=lambda row: row[0])
-    end = None if limit is None else skip + limit
-    return [row[1:] for row in rows[skip:end]]
+    return [row[1:] for row in rows]
 
 def questions_of(document):
     """What a Document asks -> [[Turn]]: each question, after the turns since the one before.
@@ -294,7 +323,7 @@ def questions_of(document):
     """
     turns = document.turns
     if turns and turns[0].role in ("text", "ids"):
-        return [[turn for turn in turns if not turn.learned] or turns]
+        return [list(takewhile(lambda turn: not turn.learned, turns)) or turns]
     ends = [i for i, turn in enumerate(turns, 1) if turn.role == "user"]
     if not ends:
         raise LeftOut(document.why or f"no question is in {document.form}")

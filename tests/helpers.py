@@ -159,3 +159,9 @@ FAMILIES = {
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 made = lru_cache(maxsize=None)(lambda name: family(name, **FAMILIES[name]))
+
+def refused(capsys, argv, words, main):
+    """One sentence with these words, and exit status 2."""
+    assert main(argv) == 2
+    err = capsys.readouterr().err.replace("\r", "\n").splitlines()
+    assert words in err[-1] and not any("Traceback" in line for line in err), err

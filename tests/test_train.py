@@ -1,9 +1,13 @@
-"""train.py: a resumed run is an uninterrupted one; losses, updates, metrics are what they say."""
+"""train.py: a resumed run is an uninterrupted one, and so are two processes; losses, updates and
+metrics are what they say."""
 import json
 import math
+import os
 import re
 import shlex
 import signal
+import socket
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -12,10 +16,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ROOT, tiny, weighty
-from helpers import TEXT, save, tokenizer_of, write_rows
+from conftest import ROOT, Positional, plain, tiny, weighty
+from helpers import TEXT, refused, save, tokenizer_of, write_rows
 
-import cape
 import train
 import verify
 from runtime import families, load
@@ -32,8 +35,8 @@ def brief(monkeypatch):
     monkeypatch.setattr(evaluate, "NEW", 12)
     monkeypatch.setattr(train, "HELD_OUT", 96)
 
-@pytest.fixture(scope="session")
-def small(tmp_path_factory):
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
     """A tiny random target with a tokenizer, saved as Hugging Face does, and text of two kinds."""
     folder = tmp_path_factory.mktemp("target")
     model = tiny("llama", vocab_size=300, max_position_embeddings=64).float()
@@ -45,27 +48,20 @@ def small(tmp_path_factory):
     write_rows(folder / "rows.jsonl", rows)
     return folder
 
-def flags(small, out, *more, names):
+def flags(target, out, *more, names):
     """train.py's arguments.  names: of NAMES."""
-    given = [NAMES[name] for name in names]
-    return [*given, "--target", str(small / "model"), "--data", str(small / "rows.jsonl"),
-            "--out", str(out / "out"), "--work", str(out / "work"), "--device", "cpu",
+    return [*(NAMES[name] for name in names), "--target", str(target / "model"),
+            "--data", str(target / "rows.jsonl"), "--out", str(out), "--device", "cpu",
             "--steps", "4", "--batch", "3", "--length", "40", "--every", "2",
             "--optimizer", "adamw", "--lr", "1e-3", *more]
 
 def saved(out, names):
-    return [(out / "out" / name / "model.safetensors").read_bytes() for name in names]
+    """Weights and metrics of each drafter."""
+    return [((out / name / "model.safetensors").read_bytes(), about_of(out, name)["validation"])
+            for name in names]
 
 def about_of(out, name):
-    return json.loads((out / "out" / name / "training.json").read_text())
-
-def state_of(out):
-    return torch.load(out / "work" / "state.pt", weights_only=True)
-
-def weights_of(state):
-    """{"glide layers.0.o.weight": tensor} of a state's drafters"""
-    return {f"{name} {key}": weight for name, weights in state["drafters"].items()
-            for key, weight in weights.items()}
+    return json.loads((out / name / "training.json").read_text())
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
@@ -78,117 +74,77 @@ def interrupt(monkeypatch, at, how):
             yield pieces
     monkeypatch.setattr(train, "pieces_of_steps", interrupting)
 
-def refused(capsys, argv, words, main=train.main):
-    """One sentence with these words, and exit status 2."""
-    assert main(argv) == 2
-    err = capsys.readouterr().err.replace("\r", "\n").splitlines()
-    assert words in err[-1] and not any("Traceback" in line for line in err), err
-
 # ---------------------------------------------------------------- going on
 @pytest.mark.parametrize("number, optimizer, names", [
     (signal.SIGINT, "adamw", ["small", "own"]), (signal.SIGTERM, "muon", ["glide", "edd"])])
 def test_a_resumed_run_is_bit_for_bit_an_uninterrupted_one(
-        small, tmp_path, monkeypatch, capsys, number, optimizer, names):
+        target, tmp_path, monkeypatch, capsys, number, optimizer, names):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     handler, how = signal.getsignal(number), ("--optimizer", optimizer)
-    assert train.main(flags(small, whole, *how, names=names)) == 0
+    assert train.main(flags(target, whole, *how, names=names)) == 0
     with monkeypatch.context() as patch:
-        interrupt(patch, 4, lambda: signal.raise_signal(number))
-        refused(capsys, flags(small, cut, *how, names=names),
-                "stopped after 3 of 4 steps: the same command with --resume goes on")
-    assert not (cut / "out").exists() and signal.getsignal(number) is handler
-    assert state_of(cut)["step"] == 3
-    assert train.main(flags(small, cut, *how, "--resume", names=names)) == 0
+        interrupt(patch, 3, lambda: signal.raise_signal(number))
+        refused(capsys, flags(target, cut, *how, names=names),
+                "stopped after 3 of 4 steps: the same command with --resume goes on", train.main)
+    assert not (cut / names[0]).exists() and signal.getsignal(number) is handler
+    assert train.main(flags(target, cut, *how, "--resume", names=names)) == 0
     assert saved(whole, names) == saved(cut, names)
-    a, b = weights_of(state_of(whole)), weights_of(state_of(cut))
-    assert a and all(torch.equal(value, b[key]) for key, value in a.items())
 
-def test_a_killed_run_goes_on_from_the_last_saved_state(small, tmp_path, monkeypatch, capsys):
-    """Only the same flags go on with it, with the learning rate that is given then; what is used is
-    replaced by --overwrite alone."""
+def test_a_killed_run_goes_on_from_the_last_saved_state(target, tmp_path, monkeypatch, capsys):
+    """By the same command alone; what is used is replaced by --overwrite alone."""
     def killed():
         raise MemoryError
-    one = partial(flags, small, tmp_path, names=["glide"])
-    state = tmp_path / "work" / "state.pt"
-    refused(capsys, one("--resume"), "--resume: there is no interrupted run")
+    monkeypatch.setattr(train, "SAVE_SECONDS", 0)
+    one = partial(flags, target, tmp_path / "out", names=["glide"])
+    refused(capsys, one("--resume"), "--resume: there is no interrupted run", train.main)
     with monkeypatch.context() as patch, pytest.raises(MemoryError):
         interrupt(patch, 4, killed)
         train.main(one())
-    before, weights = state.read_bytes(), weights_of(state_of(tmp_path))
-    refused(capsys, one(), "state.pt is there already")
-    refused(capsys, one("--seed", "1", "--resume"), "had another seed; only")
-    other = flags(small, tmp_path, "--resume", names=["edd"])
-    refused(capsys, other, "had another drafters; only")
-    assert state.read_bytes() == before and state_of(tmp_path)["step"] == 2
-    state.write_bytes(before[:-99])
-    refused(capsys, one("--resume"), "state.pt is damaged")
-    state.write_bytes(before)
-    assert train.main(one("--resume", "--lr", "1e-30", "--every", "3", "--micro", "64")) == 0
-    after = weights_of(state_of(tmp_path))
-    assert all(torch.equal(value, after[key]) for key, value in weights.items())
-    refused(capsys, one("--work", str(tmp_path / "other")), "out/glide is there already")
-    files = saved(tmp_path, ["glide"])
-    assert train.main(one("--overwrite")) == 0 and saved(tmp_path, ["glide"]) != files
+    state = tmp_path / "out" / "state.pt"
+    assert torch.load(state, weights_only=True)["step"] == 3
+    refused(capsys, one(), "state.pt is there already", train.main)
+    refused(capsys, one("--seed", "1", "--resume"), "repeat the interrupted run's command, python "
+            f"train.py {shlex.join(one())} --resume", train.main)
+    assert train.main(one("--resume")) == 0 and not state.exists()
+    assert train.main(flags(target, tmp_path / "whole", names=["glide"])) == 0
+    files = saved(tmp_path / "out", ["glide"])
+    assert files == saved(tmp_path / "whole", ["glide"])
+    refused(capsys, one(), "out/glide is there already", train.main)
+    assert train.main(one("--overwrite", "--seed", "1")) == 0
+    assert saved(tmp_path / "out", ["glide"]) != files
 
 # ---------------------------------------------------------------- the loop
-class OneWeight(torch.nn.Module):
-    """Its loss in step i is losses[i](weight)."""
+class Steps:
+    """An optimizer that records what it is given."""
 
-    def __init__(self, size, losses):
-        super().__init__()
-        self.layer = torch.nn.Linear(size, 1, bias=False).double()
-        self.losses, self.config = iter(losses), None
+    def __init__(self, weights):
+        self.param_groups, self.given = [{"params": weights, "lr": None}], []
 
-    def terms(self, batch, block):
-        return [(torch.ones(1, 1, 1), torch.ones(1, 1), None)]
+    def step(self):
+        [group] = self.param_groups
+        self.given.append((group["lr"], *(weight.grad.clone() for weight in group["params"])))
 
-    def loss_of(self, x, labels):
-        return next(self.losses)(self.layer.weight)
+    def zero_grad(self):
+        pass
 
-def fit(drafters, folder, monkeypatch, steps=6, lr=0.1):
-    """train.fit of OneWeights, on a text of one label a step."""
-    monkeypatch.setattr(train, "evaluate", lambda *_: {name: {"held_out_loss": 0.0}
-                                                       for name in drafters})
-    batch = SimpleNamespace(loss_mask=torch.ones(1, 1, dtype=torch.bool))
-    frozen = SimpleNamespace(device=torch.device("cpu"), chunk_size=1, batch=lambda *_: batch)
-    data = SimpleNamespace(tokens=np.arange(2 * steps), documents=np.array([[0, 2 * steps, 0]]))
-    a = SimpleNamespace(work=str(folder), every=1, resume=False, seed=0, length=2, batch=1,
-                        micro=2, dtype="float32")
-    train.fit(drafters, muon.optimizers(drafters, "adamw"), frozen, None, data, steps, lr, {}, a)
-
-def test_an_update_is_adamws_of_the_clipped_gradient(tmp_path, monkeypatch):
-    """Betas 0.9 and 0.95 (the official code's), decay 0.01, each drafter's norm at most 1."""
-    slopes = {"a": torch.tensor([3.0, 4.0]).double(), "b": torch.tensor([0.6, 0.0]).double()}
-    scales = [1.0, 0.1, 20.0, 0.01, 3.0, 0.5]
-    drafters = {}
-    for name, slope in slopes.items():
-        losses = [lambda w, c=scale * slope: (w * c).sum() for scale in scales]
-        drafters[name] = OneWeight(2, losses)
-    start = {name: module.layer.weight.detach().clone() for name, module in drafters.items()}
-    fit(drafters, tmp_path, monkeypatch)
-    for name, module in drafters.items():
-        w, mean, square = start[name], 0.0, 0.0
-        for step, scale in enumerate(scales):
-            g = scale * slopes[name]
-            g = g / max(1.0, g.norm().item())
-            mean, square = 0.9 * mean + 0.1 * g, 0.95 * square + 0.05 * g ** 2
-            root = (square / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8
-            update = 0.01 * w + mean / (1 - 0.9 ** (step + 1)) / root
-            w = w - 0.1 * train.cosine(step, 6) * update
-        torch.testing.assert_close(module.layer.weight, w, atol=1e-5, rtol=0)
-    steps = [train.cosine(i, 1000) for i in range(1000)]
-    assert steps[0] == 1 / 25 and steps[24] == 1.0 and steps.index(max(steps)) == 24, "2.5 %"
-    assert abs(steps[25 + 975 // 2] - 0.5) < 2e-3 and steps[-1] < 1e-5 and train.cosine(0, 1) == 1
-
-@pytest.mark.parametrize("bad", [lambda w: (w * 0).sqrt().sum(), lambda w: (w * math.nan).sum()])
-def test_weights_of_a_loss_that_is_not_finite_are_never_saved(tmp_path, monkeypatch, bad):
-    def good(w):
-        return w.square().sum()
-    drafters = {"a": OneWeight(1, [good] * 6), "b": OneWeight(1, [good] * 3 + [bad])}
-    with pytest.raises(UserError, match="step 3: the loss of b .* give a lower --lr, and go on"):
-        fit(drafters, tmp_path, monkeypatch)
-    assert torch.load(tmp_path / "state.pt", weights_only=True)["step"] == 2
-    assert all(torch.isfinite(p).all() for m in drafters.values() for p in m.parameters())
+def test_gradients_are_clipped_drafter_by_drafter_and_finite():
+    drafters = {name: torch.nn.Linear(2, 1, bias=False) for name in "ab"}
+    steps = Steps([module.weight for module in drafters.values()])
+    losses = {"a": 1.0, "b": 1.0}
+    drafters["a"].weight.grad = torch.tensor([[3.0, 4.0]])
+    drafters["b"].weight.grad = torch.tensor([[0.6, 0.0]])
+    train.update(drafters, losses, [steps], 0.1, 0)
+    [(lr, a, b)] = steps.given
+    assert lr == 0.1 and b.tolist() == [[pytest.approx(0.6), 0.0]]
+    torch.testing.assert_close(a, torch.tensor([[0.6, 0.8]]))
+    drafters["b"].weight.grad = torch.tensor([[math.nan, 0.0]])
+    for bad in ({**losses, "b": math.inf}, losses):
+        with pytest.raises(UserError, match="step 3: the loss of b .* with a lower --lr"):
+            train.update(drafters, bad, [steps], 0.1, 3)
+    assert len(steps.given) == 1
+    rates = [train.cosine(i, 1000) for i in range(1000)]
+    assert rates[0] == 1 / 25 and rates[24] == 1.0 and rates.index(max(rates)) == 24, "2.5 %"
+    assert abs(rates[25 + 975 // 2] - 0.5) < 2e-3 and rates[-1] < 1e-5 and train.cosine(0, 1) == 1
 
 def test_muon_takes_stacked_matrices_one_by_one(llama):
     """q, k, v and gate, up of a GLIDE: as PyTorch's Muon on each alone; tables, norms by AdamW.
@@ -196,7 +152,7 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
     PyTorch's computes in bfloat16, so updates differ by its rounding.
     """
     module = start("glide(width=16)", llama)
-    adamw, by_muon = muon.optimizers({"a-head": module}, "muon")
+    adamw, by_muon = train.optimizers_of({"a-head": module}, "muon")
     rest = {id(p) for p in adamw.param_groups[0]["params"]}
     held = {id(group["params"][0]): group["count"] for group in by_muon.param_groups}
     assert {id(module.embed.weight), id(module.head.weight), id(module.norm.weight)} <= rest
@@ -204,12 +160,15 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
     layer = module.layers[0]
     counts = [held[id(getattr(layer, name).weight)] for name in ("qkv", "up", "o", "glimpse_q")]
     assert counts == [3, 2, 1, 1]
+    [adamw] = train.optimizers_of({"a": module}, "adamw")
+    assert len(adamw.param_groups[0]["params"]) == len(list(module.parameters()))
+    assert adamw.defaults["betas"] == (0.9, 0.95), "the official code's"
     torch.manual_seed(0)
     fused = torch.nn.Parameter(torch.randn(12, 6))           # three of 4 x 6
     tall = torch.nn.Parameter(torch.randn(8, 3))
     parts = [*fused.detach().chunk(3), tall.detach()]
     parts = [torch.nn.Parameter(part.clone()) for part in parts]
-    ours = muon.Muon([(fused, 3), (tall, 1)])
+    ours = muon.Muon([(fused, 3), (tall, 1)], 0.01)
     theirs = torch.optim.Muon(parts, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
     for lr in (0.1, 0.1, 0.05):
         fused.grad, tall.grad = torch.randn(12, 6), torch.randn(8, 3)
@@ -222,57 +181,113 @@ def test_muon_takes_stacked_matrices_one_by_one(llama):
     torch.testing.assert_close(fused, torch.cat(parts[:3]), rtol=0, atol=2e-3)
     torch.testing.assert_close(tall, parts[3], rtol=0, atol=2e-3)
 
-def test_training_learns_and_the_saved_drafter_is_the_trained_one(small, tmp_path, capsys):
-    names = ["glide", "edd"]
-    argv = flags(small, tmp_path, "--lr", "2e-2", "--steps", "50", "--every", "25", names=names)
-    assert train.main(argv) == 0
-    about = about_of(tmp_path, "glide")
-    log = [json.loads(line) for line in open(tmp_path / "work" / "log.jsonl")]
-    assert about["command"] == log.pop(0)["command"] == "python train.py " + shlex.join(argv)
-    assert [row["step"] for row in log] == [25, 50] and log[1]["glide"]["loss"] < 2
-    assert log[1]["tokens_seen"] == about["tokens_seen"] == 50 * 3 * 40
-    for name in names:
-        before, after = (row[name]["held_out_loss"] for row in log)
-        assert about_of(tmp_path, name)["validation"]["held_out_loss"] == after < before
-    assert (about["kind"], about["init"], about["seed"]) == ("glide", None, 0)
-    model, tokenizer = load.load_target(small / "model", "float32", "cpu")
-    drafter, _ = families.load(tmp_path / "out" / "glide", model)
-    assert about["target"] == load.fingerprint(model, tokenizer)
-    by_kind = about["validation"]["by_kind"]
-    losses = [values["held_out_loss"] for values in by_kind.values()]
-    assert set(by_kind) == {"a", "b"}
-    assert about["validation"]["held_out_loss"] == pytest.approx(sum(losses) / 2)
-    assert drafter.temperature == about["validation"]["temperature"] != 1
-    kept = state_of(tmp_path)["drafters"]["glide"]
-    for key, value in drafter.model.state_dict().items():
-        assert torch.equal(value, kept[key].bfloat16().float())
-    # A second stage starts from it, by the names of its folders; --steps 0 only measures.
-    again = tmp_path / "again"
-    argv = flags(small, again, "--init", str(tmp_path / "out"), "--steps", "0", names=names)
-    refused(capsys, argv, "--init fixes the architecture, so only loss may be given")
-    refused(capsys, ["x=glide", *argv[2:]], "--init: there is no ")
-    refused(capsys, ["glide=edd", *argv[2:]], "does not serve as edd here: it is a glide")
-    assert train.main([*names, *argv[2:]]) == 0
-    assert saved(again, names) == saved(tmp_path, names)
-    assert about_of(again, "edd")["init"]["tokens_seen"] == 6000
-    assert about_of(again, "edd")["tokens_seen"] == 0
+def test_training_learns_and_the_saved_drafter_is_the_trained_one(target, tmp_path, monkeypatch):
+    kept = {}
 
-def test_each_drafter_is_that_of_its_own_run(small, tmp_path):
-    names, more = ["glide", "edd"], ["--steps", "2"]
-    assert train.main(flags(small, tmp_path / "all", *more, names=names)) == 0
-    together = state_of(tmp_path / "all")["drafters"]
+    def save(folder, module, tokenizer, about, save=models.save):
+        kept[folder.name] = {key: value.clone() for key, value in module.state_dict().items()}
+        save(folder, module, tokenizer, about)
+    monkeypatch.setattr(models, "save", save)
+    names, out = ["glide", "edd", "small"], tmp_path / "out"
+    argv = flags(target, out, "--lr", "2e-2", "--steps", "50", "--every", "25", names=names)
+    assert train.main(argv) == 0
+    command, *log = [json.loads(line) for line in open(out / "log.jsonl")]
+    about = about_of(out, "glide")
+    assert about["command"] == command["command"] == "python train.py " + shlex.join(argv)
+    assert [row["step"] for row in log if "loss" in row] == list(range(1, 51))
+    first, last = [row["metrics"] for row in log if "metrics" in row]
     for name in names:
-        assert train.main(flags(small, tmp_path / name, *more, names=[name])) == 0
-        alone = state_of(tmp_path / name)["drafters"][name]
-        assert alone and all(torch.equal(together[name][key], x) for key, x in alone.items())
+        assert last[name] == about_of(out, name)["validation"]
+        assert last[name]["held_out_loss"] < first[name]["held_out_loss"]
+    assert (about["kind"], about["seed"], about["tokens_seen"]) == ("glide", 0, 50 * 3 * 40)
+    model, tokenizer = load.load_target(target / "model", "float32", "cpu")
+    assert about["target"] == load.fingerprint(model, tokenizer)
+    drafter, _ = families.load(out / "glide", model)
+    assert set(last["glide"]["by_kind"]) == {"a", "b"}
+    assert drafter.temperature == about["validation"]["temperature"] != 1
+    for key, value in drafter.model.state_dict().items():
+        assert torch.equal(value, kept["glide"][key].bfloat16().float())
+
+def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
+    rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
+    data = str(write_rows(tmp_path / "rows.jsonl", rows))
+    argv = flags(target, tmp_path / "out", "--data", data, "--steps", "1", names=["glide"])
+    assert train.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "warning: --data has text that another model than --target wrote" in out
+    assert "no text is held out: drafters are measured on what they learn" in out
+
+# ---------------------------------------------------------------- processes
+def processes(argv, folder):
+    """train.py in two processes, as torchrun starts them -> statuses, what each printed."""
+    pids, printed = [], []
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for rank in "01":
+        printed.append([folder / f"{rank}.{name}" for name in ("out", "err")])
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            status = 1
+            try:
+                os.environ.update(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                                  RANK=rank, LOCAL_RANK=rank)
+                sys.stdout, sys.stderr = (open(path, "w", buffering=1) for path in printed[-1])
+                status = train.main(argv)
+            finally:
+                os._exit(status)                     # whatever happens
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    return statuses, [[path.read_text() for path in paths] for paths in printed]
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows has no fork")
+def test_two_processes_are_one(target, tmp_path, monkeypatch):
+    """Their gradients before any optimizer, and what they learn and measure.
+
+    One of them alone is interrupted: both end after the same step, and go on together.  Some parts
+    have fewer pieces than there are processes.
+    """
+    names, update = ["glide", "edd", "eagle"], train.update
+
+    def keep(modules, losses, optimizers, lr, step):
+        rank, world = train.rank_and_world()
+        kept = {f"{name} {key}": p.grad.clone() for name, module in modules.items()
+                for key, p in module.named_parameters() if p.grad is not None}
+        kept["losses"] = torch.tensor(list(losses.values()))
+        torch.save(kept, tmp_path / f"{world}-{rank}-{step}.pt")
+        update(modules, losses, optimizers, lr, step)
+
+    def signalled():
+        if os.environ["RANK"] == "1":
+            signal.raise_signal(signal.SIGINT)
+    monkeypatch.setattr(train, "update", keep)
+    assert train.main(flags(target, tmp_path / "one", names=names)) == 0
+    two = flags(target, tmp_path / "two", names=names)
+    with monkeypatch.context() as patch:
+        interrupt(patch, 2, signalled)
+        statuses, printed = processes(two, tmp_path)
+    assert statuses == [2, 2] and "stopped after 2 of 4 steps" in printed[0][1], printed
+    assert printed[1] == ["", ""], "one prints for all"
+    statuses, printed = processes([*two, "--resume"], tmp_path)
+    assert statuses == [0, 0] and "saved" in printed[0][0] and printed[1] == ["", ""], printed
+    for step in range(4):
+        one, *both = (torch.load(tmp_path / f"{name}-{step}.pt", weights_only=True)
+                      for name in ("1-0", "2-0", "2-1"))
+        assert len(one) > 20 and all(one.keys() == each.keys() for each in both)
+        for key, value in one.items():
+            for each in both:
+                near = dict(atol=1e-5, rtol=1e-2 if step else 1e-4, msg=f"{step} {key}")
+                torch.testing.assert_close(each[key], value, **near)
+    for name in names:
+        first, second = (about_of(tmp_path / run, name)["validation"] for run in ("one", "two"))
+        assert first["tau"] == second["tau"]
+        assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], rel=1e-4)
 
 # ---------------------------------------------------------------- names
 def start(text, model, tokens=np.arange(12)):
     """The draft model of a call."""
     torch.manual_seed(0)
     call, = models.calls_of([text]).values()
-    module, _ = models.start(call, model, None, 40, tokens)
-    return module
+    return models.new(call, model, 40, tokens)
 
 @pytest.mark.parametrize("text, expected", [
     ("glide", {"layers_read": (2,), "norm": True, "glimpse": True, "loss": "kl", "width": 32}),
@@ -281,6 +296,7 @@ def start(text, model, tokens=np.arange(12)):
     ("vanilla", {"glimpse": False}), ("medusa(heads=2)", {"heads": 2}),
     ("edd(hidden=2, blocks=(5, 5))", {"hidden": 2, "blocks": (5, 5), "encoding": True}),
     ("vdm(loss='ce')", {"encoding": False, "loss": "ce"}), ("eagle", {"hidden": 3}),
+    ("glide-shared(norm=False)", {"norm": False, "layers_read": (2,)}),
     ("glide-shared(feed_forward=24, words=5, loss='lk')", {"feed_forward": 24, "loss": "lk"})])
 def test_calls_become_their_settings(text, expected, llama):
     config = vars(start(text, llama).config)
@@ -305,23 +321,72 @@ def test_a_drafter_starts_from_the_target_where_the_widths_agree():
 def test_the_commands_of_the_documentation_are_understood():
     text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "training.md").read_text()
     commands = re.findall(r"^python train\.py (.*)", text, re.M)
-    assert len(commands) > 3
+    assert len(commands) > 2
     for command in commands:
         a = train.parser().parse_args(shlex.split(command))
         assert models.calls_of(a.drafters)
+
+# ---------------------------------------------------------------- pieces, steps, parts
+def test_pieces_are_documents_or_parts_of_them():
+    """Parts overlap by a token, so that every token but a document's first is a label once."""
+    index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [28, 4, 2]])
+    pieces = train.pieces_of(index, 4)
+    expected = [[0, 4], [3, 4], [6, 4], [14, 4], [17, 2], [28, 4]]
+    assert pieces.tolist() == expected, "one token alone has no label"
+    labels = [start + i for start, size in expected for i in range(1, size)]
+    assert labels == [*range(1, 10), *range(15, 19), *range(29, 32)]
+    tokens = np.arange(40, dtype="i4")
+    tokens[2:4] = ~tokens[2:4]
+    ids, loss_mask = train.gather(tokens, pieces[[4, 0, 1]])
+    assert ids[0, :2].tolist() == [17, 18] and ids[1].tolist() == [0, 1, 2, 3], "a row each"
+    expected = [[1, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
+    assert loss_mask.int().tolist() == expected, "no label in padding, nor in what is only read"
+    assert train.labels_in(tokens, pieces) == train.gather(tokens, pieces)[1].sum() == 14
+
+def pieces_at_random(n):
+    rng = np.random.default_rng(0)
+    return np.stack((np.arange(n), rng.integers(2, 100, n)), 1)
+
+def test_an_epoch_has_every_piece_once_in_even_steps():
+    pieces = pieces_at_random(1000)
+    seeds = (0, 0), (0, 0), (0, 1), (1, 0)
+    first, again, *others = (train.pieces_of_epoch(pieces, 512, *seed) for seed in seeds)
+    assert len(first) == train.steps_in_epoch(pieces, 512) == pieces[:, 1].sum() // 512
+    seen = np.concatenate(first)
+    left = pieces[:, 1].sum() - seen[:, 1].sum()
+    assert len(set(seen[:, 0])) == len(seen) and left < 512 + 100, "once, but what fills no step"
+    place = [number for number, step in enumerate(first) for _ in step]
+    last = [(total - 1) // 512 for total in np.cumsum(seen[:, 1])]
+    assert last == place, "where its last token falls"
+    assert all(map(np.array_equal, first, again)), "by the seed and the epoch"
+    assert not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others)
+    few = train.pieces_of_epoch(pieces[:3], 512, 0, 0)
+    assert [sorted(step[:, 0]) for step in few] == [[0, 1, 2]], "too few for a step: one has all"
+    # The last step of an epoch is followed by the first one of the next.
+    order = train.pieces_of_steps(pieces, 512, 0, len(first) - 1)
+    assert np.array_equal(next(order), first[-1]) and np.array_equal(next(order), others[0][0])
+
+def test_parts_of_a_step_fit_with_their_padding():
+    pieces = pieces_at_random(40)
+    parts = train.parts_of(pieces, 300)
+    assert sorted(np.concatenate(parts)[:, 0]) == list(range(40)), "each piece once"
+    padded = [len(part) * part[:, 1].max() for part in parts]
+    assert max(padded) <= 300
+    assert sum(padded) < 1.1 * pieces[:, 1].sum(), "similar sizes side by side"
+    assert [len(part) for part in train.parts_of(pieces, 1)] == [1] * 40
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
                                   "glide-shared(words=5)"])
 def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text):
-    """Value and gradients: all at once, and five positions at a time.
+    """Value and gradients: all at once, and five positions at a time; and the held-out mean.
 
     The oracle: each document alone, without padding, by the drafter's own terms.
     """
     tokens = torch.randint(12, (60,), generator=torch.Generator().manual_seed(4)).int().numpy()
     tokens[20:23] = ~tokens[20:23]
     module = weighty(start(text, llama, tokens))
-    pieces = np.array([[0, 18, 0], [18, 7, 0], [40, 11, 0]])
+    pieces = np.array([[0, 18], [18, 7], [40, 11]])
     kind = text.partition("(")[0]
     frozen = train.FrozenTarget(llama, {"x": module}, {"x": models.drafter_of(kind, module)})
     found = []
@@ -331,11 +396,12 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
         loss.backward()
         found.append([loss, *(p.grad for p in module.parameters())])
     module.zero_grad()
-    total = 0.0
-    for start_, size, _ in pieces:
+    total, count = 0.0, 0
+    for start_, size in pieces:
         given = torch.from_numpy(tokens[start_:start_ + size].astype("i8"))
-        batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size, 0]]))
+        batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size]]))
         is_label = given[1:] >= 0
+        count += int(is_label.sum())
         for x, labels, mask in module.terms(batch, 5):
             mask = is_label if mask is None else is_label & mask[0, :-1]
             total = total + module.loss_of(x[0, :-1][mask], labels[0, :-1][mask])
@@ -344,6 +410,8 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
     for ours in found:
         for value, oracle in zip(ours, expected):
             torch.testing.assert_close(value, oracle, atol=1e-5, rtol=1e-4)
+    held_out = train.held_out_losses({"x": module}, frozen, tokens, pieces)
+    assert held_out["x"] == pytest.approx(total.item() / count), "with blocks of five"
 
 def test_block_lengths_are_uniform_and_known_by_the_step():
     """EDD, 3.1.  Drafters of one range have the same in each step."""
@@ -355,24 +423,19 @@ def test_block_lengths_are_uniform_and_known_by_the_step():
     assert found == again != other
 
 def test_what_is_read_of_the_target(llama):
-    """The batch against the target's own forward: layers, hidden states, logits, those of words."""
+    """The batch against the target's own forward: layers, hidden states, logits."""
     ids = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
-    pieces = np.array([[0, 9, 0], [9, 9, 0]])
     cache = transformers.DynamicCache()
     with torch.no_grad():
         out = llama(ids, past_key_values=cache, output_hidden_states=True)
-    for texts, kv, hidden, words in (
-            (["glide(layer=1)", "eagle"], {1}, {3}, slice(None)),
-            (["edd(hidden=2, loss='ce')", "medusa"], set(), {2, 3}, None),
-            (["edd-shared(hidden=2, words=4)"], set(), {2}, [11, 0, 1, 2])):
-        # Token 5 stands in prompts alone: it is no word to learn.
-        tokens = np.array([~5] * 9 + [11] * 3 + [0, 1, 2] * 2)
-        modules = {text: start(text, llama, tokens)
-                   for text in texts}
-        decoders = {text: models.drafter_of(text.partition("(")[0], module)
+    for texts, kv, hidden, logits in (
+            (["glide(layer=1)", "eagle", "edd-shared(hidden=2, words=4)"], {1}, {2, 3}, True),
+            (["edd(hidden=2, loss='ce')", "medusa"], set(), {2, 3}, False)):
+        modules = {text: start(text, llama) for text in texts}
+        drafters = {text: models.drafter_of(text.partition("(")[0], module)
                     for text, module in modules.items()}
-        frozen = train.FrozenTarget(llama, modules, decoders)
-        batch = frozen.batch(ids.flatten().int().numpy(), pieces)
+        frozen = train.FrozenTarget(llama, modules, drafters)
+        batch = frozen.batch(ids.flatten().int().numpy(), np.array([[0, 9], [9, 9]]))
         assert torch.equal(batch.ids, ids)
         assert batch.loss_mask.tolist() == [[True] * 8 + [False]] * 2
         assert batch.kv.keys() == kv and batch.hidden.keys() == hidden
@@ -381,73 +444,48 @@ def test_what_is_read_of_the_target(llama):
             torch.testing.assert_close(batch.kv[layer][1], cache.layers[layer].values)
         for index in hidden:
             torch.testing.assert_close(batch.hidden[index], out.hidden_states[index])
-        if words is None:
-            assert batch.logits is None
-        else:
-            torch.testing.assert_close(batch.logits, out.logits[..., words])
+        assert (batch.logits is not None) == logits
+        if logits:
+            torch.testing.assert_close(batch.logits, out.logits)
 
 # ---------------------------------------------------------------- how drafters are measured
-def chats_at_random(documents, seed=0):
-    """Tokens of chats, ~id where nothing is learned -> tokens (n,), documents (m, 3)."""
-    rng, tokens, index = np.random.default_rng(seed), [], []
-    for number in range(documents):
-        begin = len(tokens)
-        for turn in range(int(rng.integers(3, 7))):
-            ids = rng.integers(1, 12, rng.integers(3, 9))
-            tokens.extend(ids if turn % 2 else ~ids)
-        index.append((begin, len(tokens) - begin, number % 2))
-    return np.array(tokens, "i4"), np.array(index)
+def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
+    """A drafter that is wrong at each seventh position: the counts follow from the positions."""
+    monkeypatch.setattr(evaluate, "NEW", 23)
+    prompt, kind = [3, 1, 4], 1
+    text = prompt + plain(llama, prompt, 24)
 
-def decoded(model, drafter, text, begin):
-    """A chain of five by verify.generate -> accepted tokens of each round, and tested ones."""
-    rounds, tested, t = [], 0, begin
-    # One token more than the text has, so that its last one is drafted, too; the last round has no
-    # end.
-    new = len(text) - begin + 1
-    done = verify.generate(verify.Target(model), drafter, cape.chain, text[:begin], new)
-    assert done.tokens[:-1] == text[begin:]
-    for each in done.rounds:
-        right = [a == b for a, b in zip(each.tokens[1:], text[t + 1:])]
-        accepted = (right + [False]).index(False)
-        tested += min(accepted + 1, len(right))
-        t += len(each.new)
-        rounds.append(accepted)
-    return rounds, tested
+    def at(position):
+        token = text[position] if position < len(text) else 0
+        return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
+    found = evaluate.measure(verify.Target(llama), {"x": Positional(at)}, [(prompt, kind)],
+                             ["a", "b"], ())
+    # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
+    # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
+    assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
+    assert found["x"]["tau"] == (4 + 6 + 1 + 6 + 1 + 4) / 6
+    assert found["x"]["by_kind"] == {"b": {key: found["x"][key] for key in ("alpha", "tau")}}
 
-def test_alpha_and_tau_are_those_of_decoding(llama, monkeypatch):
-    """On chats, of which the target continues the prompt up to the first answer."""
-    monkeypatch.setattr(evaluate, "PROMPTS", 4)
-    monkeypatch.setattr(evaluate, "NEW", 16)
-    tokens, documents = chats_at_random(30)
-    modules = {name: weighty(start(text, llama)) for name, text in (
-        ("glide", "glide"), ("eagle", "eagle"), ("medusa", "medusa"), ("small", "small"))}
-    decoders = {name: models.drafter_of(name, module) for name, module in modules.items()}
-    frozen = train.FrozenTarget(llama, modules, decoders)
-    data = SimpleNamespace(held_tokens=tokens, held_documents=documents, kinds=["a", "b"])
-    walks = evaluate.Walks(llama, frozen.forward, data, 36, decoders)
-    assert [kind for _, _, kind in walks.texts] == [0, 1] * 2
-    found = walks.measure()
-    assert found == walks.measure(), "the same each time"
-    for name, module in modules.items():
-        drafter = models.drafter_of(name, module)
-        results = [decoded(llama, drafter, text.tolist(), size) for text, size, _ in walks.texts]
-        rounds, tested = zip(*results)
-        right = sum(map(sum, rounds))
-        assert right > 2, "a drafter that is never right would show nothing"
-        assert found[name]["alpha"] == right / sum(tested), name
-        ended = [accepted for each in rounds for accepted in each[:-1]]
-        assert found[name]["tau"] == pytest.approx(1 + sum(ended) / len(ended)), name
+def test_prompts_are_what_comes_before_an_answer():
+    """Of a text its first half; the kinds alternate; all leave room for what is decoded."""
+    tokens = np.arange(1, 101, dtype="i4")
+    tokens[:5], tokens[60:90] = ~tokens[:5], ~tokens[60:90]
+    index = np.array([[0, 20, 0], [20, 10, 1], [30, 30, 1], [60, 40, 0]])
+    found = evaluate.prompts_of(tokens, index, 30)
+    assert found[0] == ([1, 2, 3, 4, 5], 0) and [kind for _, kind in found] == [0, 1]
+    assert found[1][0] in ([21, 22, 23, 24, 25], list(range(31, 46)))
 
 def test_the_temperature_is_found_again():
     """Choices sampled from softmax(logits / T): the fit finds T, as a search of the grid does."""
     g = torch.Generator().manual_seed(0)
-    logits = 3 * torch.randn(4000, 8, generator=g)
+    logits = 3 * torch.randn(2000, 8, generator=g)
+    p = logits.softmax(-1)
     for t in (0.35, 1.0, 2.5):
         choice = torch.multinomial((logits / t).softmax(-1), 1, generator=g)[:, 0]
-        found = evaluate.fit_temperature(list(logits), choice.tolist())
-        assert abs(found - t) <= 0.06 * max(1, t)
+        found = evaluate.fit_temperature([*zip(p, choice.tolist())])
+        assert abs(found - t) <= 0.1 * max(1, t)
         assert found == min(evaluate.GRID, key=lambda t: F.cross_entropy(logits / t, choice).item())
-    assert evaluate.fit_temperature([], []) == 1
-    muted = torch.full((8,), float("-inf")).index_fill(0, torch.tensor([0, 1]), 0.0)
-    again = evaluate.fit_temperature([*logits, muted], [*choice.tolist(), 5])
+    assert evaluate.fit_temperature([]) == 1
+    never = torch.tensor([0.5, 0.5, 0, 0, 0, 0, 0, 0])
+    again = evaluate.fit_temperature([*zip(p, choice.tolist()), (never, 5)])
     assert again == found, "what it cannot predict"

@@ -1,9 +1,21 @@
-"""What a target writes, many texts at once: by transformers' generate(), for any family.
+"""What a target writes after many prompts, by transformers' generate(), for any family.
 
     for number, ids in write(target, prompts, lengths, batch=64):      # each text with its prompt
-    texts = continuations(target, prompts, lengths)                    # all of them, in their order
+    append(path, target, prompts, length=512, batch=64, temperatures=[0, 1], writer="0123abcd")
+
+append() writes rows for train.py as they are finished:
+
+    {"source": kind of text, "temperature": T, "target": digest of the target's fingerprint,
+     "prompt": [ids], "answer": [ids]}
 """
+import json
+import os
+from pathlib import Path
+
 import torch
+from tqdm import tqdm
+
+from runtime.errors import UserError
 
 @torch.no_grad()
 def write(target, prompts, lengths, batch, temperature=0.0):
@@ -37,6 +49,49 @@ def write(target, prompts, lengths, batch, temperature=0.0):
             end = next((n for n, token in enumerate(answer, 1) if token in stop), len(answer))
             yield i, prompts[i] + answer[:end]
 
-def continuations(target, prompts, lengths, batch=32):
-    """The target's greedy continuations of prompts, each to its length -> [ids], in their order."""
-    return [ids for _, ids in sorted(write(target, prompts, lengths, batch))]
+def kept_rows(path):
+    """The rows that a file of JSON lines holds, or [].  A last line that was cut off is removed."""
+    data = path.read_bytes() if path.exists() else b""
+    whole = data[:data.rfind(b"\n") + 1]
+    try:
+        rows = [json.loads(line) for line in whole.splitlines()]
+    except ValueError:
+        raise UserError(f"--resume: {path} holds something else than rows: name another --out") \
+            from None
+    if len(whole) < len(data):
+        os.truncate(path, len(whole))
+    return rows
+
+def append(path, target, prompts, length, batch, temperatures, writer):
+    """Append the target's answers to prompts, [(kind of text, ids)], to a file as rows.
+
+    Prompts of which the file has rows already are left out.  length: of a prompt and its answer.
+    temperatures: of the prompts in turn.  writer: digest of the target.
+    """
+    rows = kept_rows(path)
+    if any(row.get("target", writer) != writer or "prompt" not in row for row in rows):
+        raise UserError(f"--resume: {path} was not written by this target: name another --out")
+    done = {tuple(row["prompt"]) for row in rows}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for turn, temperature in enumerate(temperatures):
+        given = [(kind, ids) for kind, ids in prompts[turn::len(temperatures)]
+                 if tuple(ids) not in done]
+        texts = write(target, [ids for _, ids in given], [length] * len(given), batch, temperature)
+        bar = tqdm(texts, f"temperature {temperature:g}", len(given), unit="text", disable=None)
+        with open(path, "a") as file:
+            for number, ids in bar:
+                kind, prompt = given[number]
+                row = {"source": kind, "temperature": temperature, "target": writer,
+                       "prompt": prompt, "answer": ids[len(prompt):]}
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+    print(f"saved {path}")
+
+def check_out(path, resume, overwrite):
+    """Refuse an --out that exists, unless it is to be resumed, or to be replaced -> its Path."""
+    path = Path(path)
+    if path.exists() and not (resume or overwrite):
+        raise UserError(f"--out: {path} exists: go on with it by --resume, or give --overwrite")
+    if not resume:
+        path.unlink(missing_ok=True)
+    return path

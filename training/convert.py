@@ -14,6 +14,7 @@ so only the names of the weights change.  load_state_dict names what does not fi
 
 Pickled weights (*.bin, *.pt) are read as weights alone: no code in them runs.
 """
+import argparse
 import json
 import re
 import shlex
@@ -24,13 +25,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import glide
 from beyond import eagle, medusa
 from runtime import families, load
 from runtime.errors import UserError
-from runtime.program import Parser, folder_atomically, program
+from runtime.program import program
+from training.models import save_weights
 
 PREFIXES = ("small_model.", "medusa_head.")
 # Names of GLIDE's weights; several published matrices are stacked in one of ours.
@@ -148,7 +150,7 @@ LAYOUTS = {
 # ---------------------------------------------------------------- command line
 @program
 def main(argv):
-    p = Parser(description="Convert a published drafter.")
+    p = argparse.ArgumentParser(description="Convert a published drafter.")
     p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
     p.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name of its target")
@@ -182,10 +184,7 @@ def main(argv):
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    renamed = {name: weight.contiguous() for name, weight in renamed.items()}
-    with folder_atomically(out, last="training.json") as part:
-        save_file(renamed, part / "model.safetensors", {"format": "pt"})
-        (part / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    save_weights(out, {name: weight.contiguous() for name, weight in renamed.items()}, about)
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 if __name__ == "__main__":

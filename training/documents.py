@@ -1,48 +1,113 @@
-"""Documents as token ids: encoded once into files, which training maps into memory.
+"""Documents as token ids: encoded once into a folder, which training maps into memory.
 
-    data = load(paths, tokenizer, template, vocab, folder)       # -> Prepared: the two below
-    prepare(paths, tokenizer, template, vocab, folder)
-    data = read(folder, tokenizer, template)
-    prompts_in(paths, tokenizer, template, most)         # only what is asked, not what is learned
+    prepare(paths, tokenizer, template, vocab, folder)   # template: by chats.template_of
+    data = read(folder, tokenizer, template)             # -> Prepared
+    prompts_in(paths, tokenizer, template, limit)        # only what is asked, not what is learned
 
-A prepared folder holds, of the documents to train on (train) and of those held out (val):
+A prepared folder holds
 
-    train.bin, val.bin    int32: the token ids of all documents, one document after the other.  A
-                          token that is read but not learned (a prompt) is stored as ~id, below 0
-    train.npy, val.npy    int64 (documents, 3): start, size and kind of text of each document
-    meta.json             fingerprint of the vocabulary, chat template, names of the kinds of text,
-                          what was read and left out, a hash of the tokens
+    tokens.npy       int32 (n,): the token ids of all documents, one document after the other.  A
+                     token that is read but not learned (a prompt) is stored as ~id, below 0
+    documents.npy    int64 (m, 4): start, size and kind of text of each document, and 1 where it is
+                     held out
+    meta.json        fingerprint of the vocabulary, the chat template, names of the kinds of text,
+                     what was read and left out, digests of the targets that wrote the text
 """
 import hashlib
 import json
+import os
 import sys
 from array import array
-from collections import namedtuple
-from contextlib import ExitStack
+from collections import Counter, namedtuple
 from pathlib import Path
 
 import numpy as np
+import torch.distributed as dist
 from tqdm import tqdm
 
 from runtime import chats, text
 from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
-from runtime.program import folder_atomically
-from training.processes import barrier, rank_and_world
-from training.reading import Report
 
-SPLITS = ("train", "val")
-FILES = ("train.bin", "val.bin", "train.npy", "val.npy", "meta.json")
-# Token ids (n,) and documents (m, 3) to train on, those that are held out, names of the kinds, the
-# lines of the report, and the hash by which a resumed run knows its data
-Prepared = namedtuple("Prepared",
-                      "tokens documents held_tokens held_documents kinds report digest")
+PLACES = 3          # rows that are named for each reason
+NAMED = 12          # reasons, and fields that are not read, that are named
+SHOWN = 600         # characters of a run of tokens that are shown, at most
+
+# tokens (n,), documents (m, 3) to train on and those that are held out, and what meta.json has
+Prepared = namedtuple("Prepared", "tokens documents held_out kinds report written_by")
+
+# ---------------------------------------------------------------- what was read, and what was not
+class Report:
+    """Counts of rows: by the form they were read in, and by the reason why they were left out."""
+
+    def __init__(self):
+        self.forms = {}                  # {form: Counter of rows, tokens, learned tokens}
+        self.unread = {}                 # {form: fields that its rows have beside}
+        self.reasons = {}                # {reason: [places of rows]}
+
+    def read(self, document, parts, unread):
+        """Count a row that was read, and the tokens of its parts.  unread: names of fields."""
+        counts = self.forms.setdefault(document.form, Counter())
+        counts["rows"] += 1
+        counts["tokens"] += sum(len(ids) for ids in parts)
+        counts["learned"] += sum(int((ids >= 0).sum()) for ids in parts)
+        self.unread.setdefault(document.form, set()).update(unread)
+        if document.note:
+            self.leave_out(document.note, document, "read without")
+
+    def leave_out(self, why, document, what="left out:"):
+        """Count a row that was left out."""
+        self.reasons.setdefault(f"{what} {why}", []).append(document.place)
+
+    def lines(self):
+        """What was counted, line by line."""
+        lines = []
+        for form, counts in self.forms.items():
+            line = ("{rows:7d} read as {form}: {learned} of {tokens} tokens are learned"
+                    .format(**counts, form=form))
+            unread = ", ".join(sorted(self.unread[form])[:NAMED])
+            lines.append(f"{line}; not read: {unread}" if unread else line)
+        reasons = sorted(self.reasons.items(), key=lambda reason: -len(reason[1]))
+        for why, places in reasons[:NAMED]:
+            first = ", ".join(places[:PLACES])
+            dots = ", ..." if len(places) > PLACES else ""
+            lines.append(f"{len(places):7d} {why} ({first}{dots})")
+        others = [len(places) for _, places in reasons[NAMED:]]
+        if others:
+            lines.append(f"{sum(others):7d} for {len(others)} other reasons")
+        return lines
+
+    def in_a_line(self):
+        """The same, for a UserError."""
+        return "; ".join(line.strip() for line in self.lines()) or "the files hold no rows"
+
+def marked(ids, tokenizer):
+    """A document as text, with the learned parts between brackets.  ids: as of chats.encode."""
+    is_label = ids >= 0
+    plain = plain_ids(ids)
+    ends = [*(np.flatnonzero(np.diff(is_label)) + 1), len(ids)]
+    shown, start = "", 0
+    for end in ends:
+        # Decoded with all that comes before: some tokenizers drop the space of a first word.
+        before = tokenizer.decode(plain[:start], clean_up_tokenization_spaces=False)
+        run = tokenizer.decode(plain[:end], clean_up_tokenization_spaces=False)[len(before):]
+        if len(run) > SHOWN:
+            left_out = len(run) - SHOWN
+            run = f"{run[:SHOWN // 2]}[... {left_out} characters ...]{run[-SHOWN // 2:]}"
+        shown += f"⟦{run}⟧" if is_label[start] else run
+        start = end
+    return shown
 
 # ---------------------------------------------------------------- documents -> token ids
+def plain_ids(tokens):
+    """Token ids, of which those that are not learned are stored as ~id -> list of ids"""
+    return np.where(tokens < 0, ~tokens, tokens).tolist()
+
 def encoded(paths, tokenizer, template, vocab, report):
     """Yield (Document, its token ids in parts) of all rows that can be learned.
 
-    All rows are counted in `report`.  UserError where nothing can be learned.
+    template: a chats.Template.  All rows are counted in `report`.  UserError where nothing can be
+    learned.
     """
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not say where in a text its tokens "
@@ -54,127 +119,123 @@ def encoded(paths, tokenizer, template, vocab, report):
         except text.LeftOut as why:
             report.leave_out(why, document)
             continue
-        largest = max(int(np.where(ids < 0, ~ids, ids).max()) for ids in parts)
+        largest = max(max(plain_ids(ids)) for ids in parts)
         if largest >= vocab:
             raise UserError(f"--data: {document.place} holds token id {largest}, and the target "
                             f"has {vocab} tokens: give text, or ids of its own tokenizer")
-        report.read(document, parts)
+        report.read(document, parts, chats.not_read(document, template))
         yield document, parts
     if not report.forms:
-        found = "; ".join(line.strip() for line in report.lines())
-        raise UserError(f"there is no text to learn from ({found or 'no rows'}): name the fields "
-                        "as docs/training.md does")
+        raise UserError(f"--data holds no text to learn from: {report.in_a_line()}")
 
 def prepare(paths, tokenizer, template, vocab, folder):
-    """Encode files and folders into `folder`.
-
-    template: a name or a file, as --template takes it.  The files are written beside the folder and
-    moved there at the end: an interrupted preparation leaves nothing incomplete.
-    """
-    template = chats.template_of(template, tokenizer)
+    """Encode files and folders into `folder`.  A folder without meta.json is incomplete."""
+    report, kinds, written_by = Report(), {}, set()
+    tokens, index = array("i"), []
+    for document, parts in encoded(paths, tokenizer, template, vocab, report):
+        kind = kinds.setdefault(document.kind, len(kinds))
+        if document.form == "prompt + answer" and "target" in document.row:
+            written_by.add(str(document.row["target"]))
+        for ids in parts:
+            index.append((len(tokens), len(ids), kind, document.held_out))
+            tokens.frombytes(ids.tobytes())
+    names = text.names_of(kinds)
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
+    documents = np.array(index, "i8")
+    number_of_kind = np.array([numbers[names[kind]] for kind in kinds])
+    documents[:, 2] = number_of_kind[documents[:, 2]]
     folder = Path(folder)
-    if folder.exists() and any(path.name not in FILES for path in folder.iterdir()):
-        raise UserError(f"{folder} holds something else than prepared data: name another folder")
-    report, names = Report(), {}                         # names: of documents, numbered
-    index = {split: array("q") for split in SPLITS}
-    digest = hashlib.sha256()
-    with folder_atomically(folder, last="meta.json") as part, ExitStack() as opened:
-        files = {split: opened.enter_context(open(part / f"{split}.bin", "wb"))
-                 for split in SPLITS}
-        for document, parts in encoded(paths, tokenizer, template, vocab, report):
-            split = "val" if document.held_out else "train"
-            number = names.setdefault(document.names, len(names))
-            for ids in parts:
-                data = ids.tobytes()
-                digest.update(data)
-                start = files[split].tell() // 4         # an int32 has four bytes
-                index[split].extend((start, len(ids), number))
-                files[split].write(data)
-        of_names = text.kinds_of(names)
-        kinds = list(dict.fromkeys(of_names.values()))
-        kind_of_number = np.array([kinds.index(of_names[name]) for name in names])
-        for split in SPLITS:
-            documents = np.array(index[split], "i8").reshape(-1, 3)
-            documents[:, 2] = kind_of_number[documents[:, 2]]
-            digest.update(documents.tobytes())
-            np.save(part / f"{split}.npy", documents)
-        meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template,
-                "kinds": kinds, "report": report.lines(), "digest": digest.hexdigest()[:16]}
-        (part / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "meta.json").unlink(missing_ok=True)
+    np.save(folder / "tokens.npy", np.array(tokens, "i4"))
+    np.save(folder / "documents.npy", documents)
+    meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template._asdict(),
+            "kinds": list(numbers), "report": report.lines(), "written_by": sorted(written_by)}
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 # ---------------------------------------------------------------- what training reads
-def load(paths, tokenizer, template, vocab, folder, prepared=False):
-    """--data -> Prepared.  Files and folders are encoded into `folder`, and the report is printed.
-
-    Nothing is encoded where the path is a folder that prepare() has made, or where `folder` is
-    `prepared` already.  Of several processes the first one encodes and prints.
-    """
-    rank, _ = rank_and_world()
-    if len(paths) == 1 and is_prepared(paths[0]):
-        folder = paths[0]
-    elif not prepared and rank == 0:
-        prepare(paths, tokenizer, template, vocab, folder)
-    barrier()
-    data = read(folder, tokenizer, template)
-    if rank == 0:
-        print(*data.report, sep="\n")
-    return data
-
 def is_prepared(folder):
     """Whether prepare() has made this folder."""
-    return (Path(folder) / "meta.json").is_file() and (Path(folder) / "train.bin").is_file()
+    return (Path(folder) / "meta.json").is_file() and (Path(folder) / "tokens.npy").is_file()
 
-def read(folder, tokenizer, template):
-    """A prepared folder -> Prepared.  Other arguments: as of prepare()."""
+def read(folder, tokenizer, template=None):
+    """A prepared folder -> Prepared.  template: a chats.Template that it must have, or None."""
     folder = Path(folder)
     meta = json.loads((folder / "meta.json").read_text())
-    wanted = vocabulary_fingerprint(tokenizer), chats.template_of(template, tokenizer)
-    if (meta["vocabulary"], meta["template"]) != wanted:
-        raise UserError(f"--data: {folder} was prepared with another tokenizer or --template: "
-                        "prepare it again")
-    found = []
-    for split in SPLITS:
-        path = folder / f"{split}.bin"
-        tokens = np.zeros(0, "i4")
-        if path.stat().st_size:
-            tokens = np.memmap(path, "i4", "r")
-        found += [tokens, np.load(folder / f"{split}.npy")]
-    return Prepared(*found, meta["kinds"], meta["report"], meta["digest"])
+    if meta["vocabulary"] != vocabulary_fingerprint(tokenizer):
+        raise UserError(f"--data: {folder} was prepared with another tokenizer: prepare it again")
+    if template is not None and template._asdict() != meta["template"]:
+        raise UserError(f"--data: {folder} was prepared with another --template or "
+                        "--template-args: leave them out, or prepare it again")
+    index = np.load(folder / "documents.npy")
+    documents, is_held_out = index[:, :3], index[:, 3] == 1
+    tokens = np.load(folder / "tokens.npy", mmap_mode="r")
+    return Prepared(tokens, documents[~is_held_out], documents[is_held_out], meta["kinds"],
+                    meta["report"], meta["written_by"])
+
+def load(paths, tokenizer, template, target, folder, keep=False):
+    """Files and folders -> Prepared, and its report is printed.
+
+    template: a name and arguments, as of chats.template_of.  target: the target's fingerprint.  The
+    files are encoded into `folder`, unless the path is a folder that prepare() has made, or there
+    is one already to keep.  Of several processes the first one encodes and prints.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    wanted = chats.template_of(template[0], tokenizer, template[1])
+    if len(paths) == 1 and is_prepared(paths[0]):
+        folder = paths[0]
+    elif is_first and not (keep and is_prepared(folder)):
+        prepare(paths, tokenizer, wanted, target["vocab_size"], folder)
+    if dist.is_initialized():
+        dist.barrier()
+    data = read(folder, tokenizer, wanted if any(template) else None)
+    notes = list(data.report)
+    if set(data.written_by) - {digest_of(target)}:
+        notes.append("warning: --data has text that another model than --target wrote, or another "
+                     "copy of it: drafters learn best from what their own target writes")
+    if not len(data.held_out):
+        notes.append("no text is held out: drafters are measured on what they learn")
+        data = data._replace(held_out=data.documents)
+    if is_first:
+        print(*notes, sep="\n")
+    return data
+
+def digest_of(fingerprint):
+    """Eight hex digits of a target's fingerprint, by which text knows who wrote it."""
+    about = json.dumps(fingerprint, sort_keys=True)
+    return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 # ---------------------------------------------------------------- prompts
-def plain_ids(tokens):
-    """Token ids, of which those that are not learned are stored as ~id -> list of ids"""
-    return np.where(tokens < 0, ~tokens, tokens).tolist()
-
-def prompts_in(paths, tokenizer, template, most, held_out=False):
+def prompts_in(paths, tokenizer, template, limit, held_out=False):
     """The prompts of documents to learn from, or of those held out -> [(kind of text, ids)].
 
-    Left out are prompts of more than `most` tokens, and those that come a second time.  What is
+    Left out are prompts of more than `limit` tokens, and those that come a second time.  What is
     left out is printed with its reason.
     """
-    template = chats.template_of(template, tokenizer)
-    report, found = Report(), {}
+    report, found, others = Report(), {}, 0
     for document in text.documents(paths):
         if document.held_out != held_out:
+            others += 1
             continue
         try:
             turns = text.questions_of(document)[0]
-            ids = chats.prompt_ids(turns, tokenizer, template)
+            ids = chats.prompt_ids(turns, tokenizer, template, document.row.get("tools"))
         except text.LeftOut as why:
             report.leave_out(why, document)
             continue
         if all(turn.learned for turn in turns):
             ids = ids[:len(ids) // 2]                    # a text without a prompt
-        if not 0 < len(ids) <= most:
-            report.leave_out(f"a prompt has no token, or more than {most}", document)
+        if not 0 < len(ids) <= limit:
+            report.leave_out(f"a prompt has no token, or more than {limit}", document)
         elif found.setdefault(tuple(ids), document) is not document:
             report.leave_out("a prompt comes once more", document)
-    left_out = report.lines()
     if not found:
-        why = "; ".join(line.strip() for line in left_out) or "no rows"
-        raise UserError(f"--data has no prompt of at most {most} tokens ({why}): give more "
-                        "--length, or more text")
-    for line in left_out:
+        why = report.in_a_line()
+        if others and not report.reasons:
+            why = ("every row is held out" if not held_out else
+                   "no row is held out: every fiftieth is, and those with \"held_out\": true")
+        raise UserError(f"--data holds no prompt to ask: {why}")
+    for line in report.lines():
         print(line, file=sys.stderr)
-    kinds = text.kinds_of({document.names for document in found.values()})
-    return [(kinds[document.names], list(ids)) for ids, document in found.items()]
+    names = text.names_of(document.kind for document in found.values())
+    return [(names[document.kind], list(ids)) for ids, document in found.items()]

@@ -1,4 +1,4 @@
-"""Optimizers: AdamW, and Muon for the hidden matrices of the draft models.
+"""Muon for matrices, of which a weight may hold several.
 
 Muon (Jordan et al. 2024) replaces the update of a matrix by the nearest orthogonal matrix,
 approximately.  This is torch.optim.Muon but for two things.  glide.py stacks matrices in one weight
@@ -10,10 +10,7 @@ import math
 
 import torch
 
-# The names of modules whose weight holds several matrices of one size, and how many
-STACKED = {"qkv": 3, "up": 2}
 MOMENTUM = 0.95
-WEIGHT_DECAY = 0.01
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)       # of the Newton-Schulz iteration
 ITERATIONS = 5
 
@@ -37,10 +34,10 @@ def orthogonalized(update):
 class Muon(torch.optim.Optimizer):
     """Muon, where a weight may hold several matrices, one below the other."""
 
-    def __init__(self, weights):
-        """weights: [(weight, number of matrices in it)].  train.py sets the learning rate."""
+    def __init__(self, weights, weight_decay):
+        """weights: [(weight, number of matrices in it)].  Who steps sets the learning rate."""
         groups = [{"params": [weight], "count": count} for weight, count in weights]
-        super().__init__(groups, {"lr": 0.0})
+        super().__init__(groups, {"lr": 0.0, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self):
@@ -58,27 +55,5 @@ class Muon(torch.optim.Optimizer):
             update = orthogonalized(matrices).flatten(0, 1).to(weight)
             # The root mean square of its entries becomes 0.2, about that of an AdamW update
             rms = 0.2 * math.sqrt(max(matrices.shape[1:]))
-            weight.mul_(1 - lr * WEIGHT_DECAY)
+            weight.mul_(1 - lr * group["weight_decay"])
             weight.sub_(update, alpha=lr * rms)
-
-def optimizers(modules, kind):
-    """The optimizers of draft models {name: module} -> a list; train.py sets their learning rates.
-
-    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
-    AdamW for embeddings, heads, norms and biases.
-    """
-    hidden, others = [], []
-    named = [pair for module in modules.values() for pair in module.named_parameters()]
-    for name, weight in named:
-        modules = name.split(".")[:-1]
-        is_table = any("embed" in module or "head" in module for module in modules)
-        if kind == "muon" and weight.ndim == 2 and not is_table:
-            hidden.append((weight, STACKED.get(modules[-1], 1)))
-        else:
-            others.append(weight)
-    found = []
-    if others:
-        found.append(torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY))
-    if hidden:
-        found.append(Muon(hidden))
-    return found

@@ -4,10 +4,11 @@
         --show 3                                     # how it is read; nothing is written
     python training/prepare.py sharegpt.json --tokenizer lmsys/vicuna-7b-v1.5 --template vicuna \\
         --out data/sharegpt
-    python train.py glide --target lmsys/vicuna-7b-v1.5 --template vicuna --data data/sharegpt
+    python train.py glide --target lmsys/vicuna-7b-v1.5 --data data/sharegpt
 
 train.py encodes files by itself.  Encoded ahead of time, they serve several runs and machines.
 """
+import argparse
 import sys
 from pathlib import Path
 
@@ -16,23 +17,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 from runtime import chats
 from runtime.errors import UserError
 from runtime.load import load_tokenizer
-from runtime.program import Parser, program
-from training.documents import encoded, prepare, read
-from training.reading import Report, marked
+from runtime.program import program
+from training.documents import Report, encoded, marked, prepare, read
 
-def show(paths, tokenizer, template, vocab, most):
-    """Print the first `most` documents of each form, as they are learned, then the counts."""
+def show(paths, tokenizer, template, vocab, limit):
+    """Print the first `limit` documents of each form, as they are learned, then the counts."""
+    sys.stdout.reconfigure(errors="replace")             # a terminal may not have all characters
     report, shown = Report(), {}
     for document, parts in encoded(paths, tokenizer, template, vocab, report):
         shown[document.form] = shown.get(document.form, 0) + 1
-        if shown[document.form] <= most:
+        if shown[document.form] <= limit:
             print(f"--- {document.place}, read as {document.form}")
             print(*[marked(ids, tokenizer) for ids in parts], sep="\n")
     print("---", *report.lines(), sep="\n")
 
 @program
 def main(argv):
-    p = Parser(description="Encode files for train.py.")
+    p = argparse.ArgumentParser(description="Encode files for train.py.")
     p.add_argument("files", nargs="+", help="files or folders of text, chats or token ids")
     p.add_argument("--tokenizer", required=True,
                    help="folder or hub name: the target's; smollm2")
@@ -40,6 +41,7 @@ def main(argv):
     p.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     p.add_argument("--template",
                    help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
+    p.add_argument("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     p.add_argument("--out", help="folder to write")
     p.add_argument("--show", type=int, metavar="N",
                    help="print the first N documents of each form as they are learned")
@@ -47,15 +49,15 @@ def main(argv):
     if (a.out is None) == (a.show is None):
         raise UserError("give --out, a folder to write, or --show, a number of documents to print")
     tokenizer = load_tokenizer(a.tokenizer, revision=a.revision, trust=a.trust_remote_code)
+    template = chats.template_of(a.template, tokenizer, a.template_args)
     vocab = max(tokenizer.get_vocab().values()) + 1
     if a.show is not None:
-        template = chats.template_of(a.template, tokenizer)
         return show(a.files, tokenizer, template, vocab, a.show)
-    prepare(a.files, tokenizer, a.template, vocab, a.out)
-    data = read(a.out, tokenizer, a.template)
+    prepare(a.files, tokenizer, template, vocab, a.out)
+    data = read(a.out, tokenizer)
     print(*data.report, sep="\n")
-    print(f"{a.out}: {len(data.documents)} documents of {len(data.tokens)} tokens, held out "
-          f"{len(data.held_documents)} of {len(data.held_tokens)}; kinds {' '.join(data.kinds)}")
+    print(f"{a.out}: {len(data.tokens)} tokens; {len(data.documents)} documents to learn, "
+          f"{len(data.held_out)} held out; kinds {' '.join(data.kinds)}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

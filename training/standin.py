@@ -7,8 +7,10 @@ Nothing is read but the model.  It begins texts itself, sampled at temperature 1
 text or after "Question:".  A third of the prompts are beginnings of stories.  A third are the
 beginnings of word problems, up to their answer.  A third ask for a story again with another child,
 as a third of what the stand-in learned from did.  Half of the prompts are then answered greedily,
-the other half at temperature 1.  The rows are those of write.py.
+the other half at temperature 1.  The rows are those of write.py.  Prompts and rows are written as
+they are finished; --resume goes on.
 """
+import argparse
 import json
 import random
 import re
@@ -22,8 +24,9 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.errors import UserError
-from runtime.program import Parser, program, write_atomically
-from training.batched import write
+from runtime.program import program
+from training import batched
+from training.documents import digest_of
 
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()
@@ -66,52 +69,57 @@ KINDS = {
     "retell": ("", 200, retelling),
 }
 
+def begin(path, target, tokenizer, count, batch, seed):
+    """Append prompts to a file until it has `count` of each kind -> [(kind, ids)], shuffled."""
+    rows = batched.kept_rows(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Other numbers than those of the interrupted run
+    torch.manual_seed(seed + len(rows))
+    rng = random.Random(seed + len(rows))
+    for kind, (opening, length, prompt_of) in KINDS.items():
+        first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
+        left = count - sum(row["source"] == kind for row in rows)
+        bar = tqdm(desc=f"begin {kind}", total=max(0, left), unit="prompt", disable=None)
+        with bar, open(path, "a") as file:
+            while left > 0:
+                some = min(batch, left)
+                for _, ids in batched.write(target, [first] * some, [length] * some, batch, 1.0):
+                    prompt = prompt_of(tokenizer.decode(ids, skip_special_tokens=True), rng)
+                    if prompt is None:
+                        continue
+                    rows.append({"source": kind, "prompt": prompt})
+                    file.write(json.dumps(rows[-1]) + "\n")
+                    left -= 1
+                    bar.update()
+                file.flush()
+    kinds = {row["prompt"]: row["source"] for row in rows}               # each prompt once
+    prompts = [(kind, tokenizer(prompt)["input_ids"]) for prompt, kind in kinds.items()]
+    random.Random(seed).shuffle(prompts)
+    return prompts
+
 # ---------------------------------------------------------------- command line
 @program
 def main(argv):
-    p = Parser(description="Let the stand-in write text of its three kinds.")
-    p.add_argument("--out", required=True, help="file to write, JSON lines")
-    p.add_argument("--texts", type=int, default=30000, help="texts that the model begins")
-    p.add_argument("--length", type=int, default=384, help="tokens of a prompt and its answer")
-    p.add_argument("--batch", type=int, default=256, help="texts that are decoded together")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p = argparse.ArgumentParser(description="Let the stand-in write text of its three kinds.")
+    flag = p.add_argument
+    flag("--out", required=True, help="file to write, JSON lines; beside it FILE.prompts")
+    flag("--resume", action="store_true", help="go on with --out")
+    flag("--overwrite", action="store_true", help="replace --out")
+    flag("--texts", type=int, default=30000, help="texts that the model writes")
+    flag("--length", type=int, default=384, help="tokens of a prompt and its answer, 256 to 512")
+    flag("--batch", type=int, default=256, help="texts that are decoded together")
+    flag("--seed", type=int, default=0)
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
     if a.texts < 3 or a.batch < 1 or not 256 <= a.length <= 512:
         raise UserError("--texts must be above 2, --batch above 0, --length from 256 to 512")
+    out = batched.check_out(a.out, a.resume, a.overwrite)
+    begun = batched.check_out(f"{a.out}.prompts", a.resume, a.overwrite)
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
-    torch.manual_seed(a.seed)
-    rng = random.Random(a.seed)
-
-    # Begin
-    count = a.texts // len(KINDS)
-    prompts = {}                                         # {prompt: kind}: each prompt once
-    for kind, (opening, length, prompt_of) in KINDS.items():
-        first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
-        begun = write(target, [first] * count, [length] * count, a.batch, temperature=1.0)
-        for _, ids in tqdm(begun, total=count, unit="text", desc=f"begin {kind}", disable=None):
-            prompt = prompt_of(tokenizer.decode(ids, skip_special_tokens=True), rng)
-            if prompt:
-                prompts.setdefault(prompt, kind)
-
-    # Answer
-    prompts = list(prompts.items())
-    rng.shuffle(prompts)
-    rows = []
-    for temperature, half in ((0.0, prompts[::2]), (1.0, prompts[1::2])):
-        given = [tokenizer(prompt)["input_ids"] for prompt, _ in half]
-        answered = write(target, given, [a.length] * len(given), a.batch, temperature)
-        for number, ids in tqdm(answered, total=len(given), unit="text", desc="answer",
-                                disable=None):
-            _, kind = half[number]
-            size = len(given[number])
-            rows.append({"source": kind, "temperature": temperature,
-                         "prompt": ids[:size], "answer": ids[size:]})
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(Path(a.out), lambda part: part.write_text(lines))
-    answers = sum(len(row["answer"]) for row in rows)
-    print(f"saved {a.out}: {len(rows)} texts; tokens of answers: {answers}")
+    prompts = begin(begun, target, tokenizer, a.texts // len(KINDS), a.batch, a.seed)
+    batched.append(out, target, prompts, a.length, a.batch, [0.0, 1.0],
+                   digest_of(load.fingerprint(target, tokenizer)))
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

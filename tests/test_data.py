@@ -3,10 +3,13 @@
 The tables below are the specification: what a file holds, and the documents that are learned from
 it, with their labels between brackets, or why it is left out, or the sentence that refuses it.
 """
+import bz2
 import copy
 import gzip
+import io
 import json
 import os
+import sys
 import threading
 
 import numpy as np
@@ -16,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 
 from runtime import chats, files, text
 from runtime.errors import UserError
-from training import documents, reading
+from training import documents, prepare
 
 TAGS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}")
@@ -34,12 +37,12 @@ def tags(tmp_path):
 
 def learned(tokenizer, template, *paths):
     """What is learned from files -> [text with marks], the report's lines"""
-    report = reading.Report()
+    report = documents.Report()
     template = chats.template_of(template, tokenizer)
     found = []
     try:
         for _, parts in documents.encoded(paths, tokenizer, template, 300, report):
-            found += [reading.marked(ids, tokenizer) for ids in parts]
+            found += [documents.marked(ids, tokenizer) for ids in parts]
     except UserError as why:
         if "no text to learn from" not in str(why):
             raise
@@ -85,17 +88,24 @@ ROWS = [
     ({"messages": [U, {**A, "weight": 0}]}, "left out: no answer to learn is in messages"),
     ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
     ({"turns": ["q", "more"]}, "left out: no answer to learn is in turns"),
+    *[({"messages": [U, {**A, name: value}]}, "left out: no answer to learn is in messages")
+      for name, value in (("weight", "0"), ("weight", -1), ("train", "False"), ("loss_mask", 0),
+                          ("trainable", "no"))],
+    ({"messages": [U, {**A, "weight": "1.0", "train": "yes"}]}, QA),
     # contents
     (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
     (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
     (chat("q", IMAGE), "left out: content has a part of type image_url"),
+    (chat("q", [{"type": "reasoning_text", "text": "r"}, *PARTS]),
+     "left out: content has a part of type reasoning_text"),
     (chat("q", {"a": 1}), "left out: content is a dict, and no text"),
     (chat(None, "a"), "left out: no answer to learn is in messages (the rest of a chat, from a"),
     (chat("q", "a", "", "b"), QA),
     ({"messages": [U, A, U, CALL, {"role": "tool", "content": "5"}, A]}, QA + "<user>q|"),
     ({"messages": [U, {**A, "tool_calls": []}, {"role": "function", "content": "5"}, A]},
      QA + "<tool>5|<assistant>⟦a|⟧"),
-    ({"text": "a \ud83d b"}, "⟦a \ufffd b</s>⟧"),
+    ({"text": "a \ud83d b", "source": "\udc00", "\ud800": 1}, "⟦a \ufffd b</s>⟧"),
+    ({"Text": "other", "text": "a text"}, "⟦a text</s>⟧"),
     # a question and its answer
     ({"instruction": "q", "context": "c", "response": "a"}, "<user>q\nc|<assistant>⟦a|⟧"),   # Dolly
     ({"instruction": "q", "input": "", "output": "a", "text": "all", "system": "s"},
@@ -120,6 +130,10 @@ ROWS = [
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"ids": [7, 8]}, "⟦'(⟧"),
+    ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
+    ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
+    ({"ids": [7, 8], "labels": [7, 9]}, "left out: its labels are other tokens than its ids"),
+    ({"ids": [7, 8], "labels": [7]}, "left out: labels has another length than ids"),
     ({"ids": [-1]}, "left out: no known field holds a text or a question: ids"),
     ({"ids": [5]}, "left out: it has a single token"),
     ({"text": " "}, "left out: it is empty"),
@@ -157,8 +171,11 @@ FILES = [
     ("x.txt", LINES, MARKED),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
     ("x.txt", "", "it is empty"),
-    ("x.csv", "q,a\n", r"pandas.read_csv\('.*x.csv'\).to_json\('x.jsonl'"),
-    ("x.tar.gz", b"", r"shutil.unpack_archive\("),
+    ("x.csv", "q,a\n", r"pandas.read_csv\('.*x.csv'\).to_json\('rows.jsonl'"),
+    ("x.tar.gz", b"", "unpack it first"),
+    ("x.jsonl.xz", b"", "unpack it first"),
+    ("x.jsonl", bz2.compress(b"{}"), "it is packed by bzip2"),
+    ("x.txt", LINES.encode("utf-16"), "it is UTF-16"),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
     ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
     ("x.jsonl", "[" * 99999, "line 1 of .* cannot be read"),
@@ -174,7 +191,7 @@ def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expecte
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
-            list(documents.encoded([path], tokenizer, chats.PLAIN, 300, reading.Report()))
+            list(documents.encoded([path], tokenizer, chats.PLAIN, 300, documents.Report()))
     else:
         assert learned(tokenizer, "plain", path)[0] == expected
 
@@ -205,19 +222,13 @@ def test_a_pipe_is_read(tokenizer, tmp_path):
     assert found == MARKED
 
 def test_the_kind_of_a_text(tmp_path):
-    """group, category or source; beyond fifty kinds the file, beyond fifty files the folder."""
-    def kinds(path):
-        names = {document.names: None for document in text.documents([path])}
-        return list(text.kinds_of(names).values())
+    """group, category or source, or the file's name; all are one kind where there are too many."""
     rows = [{"text": "aa", "group": "all"}, {"text": "aa", "source": 3}, {"text": "aa"},
             {"text": "aa", "source": {"a": 1}}]
-    assert kinds(write_rows(tmp_path / "x.y.jsonl", rows)) == ["all", "3", "x"]
-    rows = [{"text": "aa", "source": f"http://{i}"} for i in range(51)]
-    assert set(kinds(write_rows(tmp_path / "y.jsonl", rows))) == {"y"}
-    (tmp_path / "many").mkdir()
-    for i in range(51):
-        (tmp_path / "many" / f"{i}.txt").write_text("aa")
-    assert set(kinds(tmp_path / "many")) == {"many"}
+    path = write_rows(tmp_path / "x.y.jsonl", rows)
+    found = [document.kind for document in text.documents([path])]
+    assert found == ["all", "3", "x", "x"] and text.names_of(found)["3"] == "3"
+    assert set(text.names_of(range(51)).values()) == {"text"}
 
 # ---------------------------------------------------------------- templates and labels
 # As Qwen3's: an assistant's thoughts are written for the last turn only.
@@ -227,6 +238,11 @@ THINKS = ("{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'a
 # As R1's: the target is asked with the beginning of a thought.
 ASKS_FOR_A_THOUGHT = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
                       "{% if add_generation_prompt %}<assistant><think>\n{% endif %}")
+ALWAYS_ASKS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+               "{% if m.role == 'assistant' %}</s>{% endif %}|{% endfor %}<assistant>")
+ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or "
+                     "add_generation_prompt %}</s>{% endif %}{% endfor %}"
+                     "{% if add_generation_prompt %}<assistant>{% endif %}")
 REFUSES = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
            + TAGS)
 FOUR = turns("add a", "a + b", "return", "return b")
@@ -237,6 +253,11 @@ LABELS = [
                     "<user>add a|<assistant>a + b|<user>return|"
                     "<assistant>⟦(thought) return b|⟧"]),
     (ASKS_FOR_A_THOUGHT, [U, A], ["<user>q|<assistant>⟦a|⟧"]),
+    (ALWAYS_ASKS, FOUR, ["<user>add a|<assistant>⟦a + b</s>⟧|<user>return|<assistant>"
+                         "⟦return b</s>⟧|<assistant>"]),
+    (ENDS_NO_LAST_TURN, FOUR, ["<user>add a</s><assistant>⟦a + b</s>⟧",
+                               "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
+                               "⟦return b</s>⟧"]),
     (REFUSES, [{"role": "system", "content": "s"}, U, A], "the chat template refuses it (no syst"),
     ("{% for %}", [U, A], "the chat template refuses it"),
     ("{{ x }}", [U, A], "an answer that the template does not write"),
@@ -255,7 +276,7 @@ def test_labels_are_the_answers(tokenizer, tmp_path, template, messages, expecte
 
 @pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
 def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
-    jinja = chats.TEMPLATES[template]
+    jinja = chats.template_of(template, tokenizer)
     path = write_rows(tmp_path / "x.jsonl", [FOUR])
     [whole], _ = learned(tokenizer, template, path)
     whole = whole.replace("⟦", "").replace("⟧", "")
@@ -283,13 +304,39 @@ def test_a_text_ends_once_and_a_prompt_not_at_all(tokenizer, tmp_path):
 
 def test_templates_by_name(tokenizer, tmp_path):
     own = copy.deepcopy(tokenizer)
-    assert chats.template_of(None, own) == chats.QUESTION, "it has none"
+    assert chats.template_of(None, own).source == chats.QUESTION, "it has none"
     for own.chat_template in (TAGS, {"default": TAGS, "tools": "x"}):
-        assert chats.template_of(None, own) == TAGS
+        assert chats.template_of(None, own).source == TAGS
     own.chat_template = {"tools": "x", "rag": "y"}
     for name, words in ((None, "is missing"), ("bush", "bush"), (str(tmp_path), "directory")):
         with pytest.raises(UserError, match=f"--template .*{words}.*choose plain or question"):
             chats.template_of(name, own)
+    for arguments in ("{", "[]"):
+        with pytest.raises(UserError, match="--template-args is no JSON object"):
+            chats.template_of("plain", own, arguments)
+
+# As Qwen3's: tools, a name, an answer's reasoning, and a switch.
+READS_MORE = ("{% if tools %}[{{ tools[0].name }}]{% endif %}"
+              "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and thinks %}"
+              "({{ m.reasoning_content }}){% endif %}{{ m.content }}|{% endfor %}"
+              "{% if add_generation_prompt %}<assistant>{% endif %}")
+
+def test_what_a_template_can_read_reaches_it(tokenizer, tmp_path):
+    """Reasoning, tools and arguments, when learning and when asking; all else is named."""
+    (tmp_path / "t.jinja").write_text(READS_MORE)
+    row = {"messages": [{**U, "value": "second"}, {**A, "reasoning_content": "r"}],
+           "tools": [{"name": "add"}], "Messages": "again", "id": 3}
+    path = write_rows(tmp_path / "x.jsonl", [row])
+    template = chats.template_of(tmp_path / "t.jinja", tokenizer, '{"thinks": true}')
+    report = documents.Report()
+    [(document, [ids])] = documents.encoded([path], tokenizer, template, 300, report)
+    assert documents.marked(ids, tokenizer) == "[add]<user>q|<assistant>⟦(r)a|⟧"
+    assert "not read: Messages, id, value" in report.lines()[0]
+    [asked] = chats.questions(document, tokenizer, str(tmp_path / "t.jinja"), 300, None)
+    assert tokenizer.decode(asked) == "[add]<user>q|<assistant>"
+    plain = documents.Report()
+    list(documents.encoded([path], tokenizer, chats.template_of("plain", tokenizer), 300, plain))
+    assert "not read: Messages, id, reasoning_content, tools, value" in plain.lines()[0]
 
 def test_labels_are_found_by_the_ends_of_tokens():
     """From the first token that reaches into an answer; a special token's offset may be (0, 0)."""
@@ -301,7 +348,7 @@ def test_labels_are_found_by_the_ends_of_tokens():
     class Slow:                                            # it does not give offsets
         is_fast = False
     with pytest.raises(UserError, match="Slow does not say where"):
-        list(documents.encoded([], Slow(), TAGS, 300, reading.Report()))
+        list(documents.encoded([], Slow(), TAGS, 300, documents.Report()))
 
 # ---------------------------------------------------------------- prompts
 def test_prompts_are_balanced_by_kind(tmp_path):
@@ -309,32 +356,95 @@ def test_prompts_are_balanced_by_kind(tmp_path):
             for i in range(n)]
     paths = [write_rows(tmp_path / "x.jsonl", rows),
              write_rows(tmp_path / "c.jsonl", [{"text": "c0"}])]
-    found = text.prompt_rows(paths, 5)
+    found = text.prompt_rows(paths)
     asked = [(kind, document.turns[0].content) for kind, document in found]
-    assert asked == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1")]
+    assert asked == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1"), ("a", "a2"),
+                     ("a", "a3")]
     assert found[1][1].place == f"row 5 of {tmp_path / 'x.jsonl'}"
-    assert text.prompt_rows(paths, 2, skip=3) == found[3:]
 
 # A row -> its questions, each after what comes before it; or words of the reason
 QUESTIONS = [
-    ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>two|<assistant>"]),
-    ({"messages": FOUR}, ["<user>add a|<assistant>", "<assistant>a + b|<user>return|<assistant>"]),
+    ({"turns": ["one", "two"]}, ["<user>one|<assistant>", "<user>one|<assistant>own|<user>two|"
+                                 "<assistant>"]),
+    ({"messages": FOUR}, ["<user>add a|<assistant>",
+                          "<user>add a|<assistant>a + b|<user>return|<assistant>"]),
     ({"system": "s", "question": "q"}, ["<system>s|<user>q|<assistant>"]),
     ({"prompt": [U], "completion": [A]}, ["<user>q|<assistant>"]),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
     ({"text": "a b"}, ["a b"]),
     ({"prompt": [7, 8], "answer": [9]}, ["'("]),
+    ({"ids": [7, 8, 9, 10], "labels": [-100, 8, -100, 10]}, ["'"]),
     ({"messages": [A]}, "no question is in messages"),
     ({"body": "x"}, "no known field"),
 ]
 
 @pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
-def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
+def test_what_a_row_asks(tokenizer, tags, tmp_path, row, expected):
     document, = text.documents([write_rows(tmp_path / "x.jsonl", [row])])
+    asked = chats.questions(document, tokenizer, tags, 300, lambda ids: "own")
     if isinstance(expected, str):
-        with pytest.raises(text.LeftOut, match=expected):
-            text.questions_of(document)
-        return
-    ids = [chats.prompt_ids(part, tokenizer, TAGS) for part in text.questions_of(document)]
-    assert [tokenizer.decode(one) for one in ids] == expected
+        with pytest.raises(UserError, match=expected):
+            list(asked)
+    else:
+        assert [tokenizer.decode(ids) for ids in asked] == expected
+
+# ---------------------------------------------------------------- prepared data
+def prepared(tmp_path, tokenizer, rows, template="plain"):
+    """-> what is read of the rows again, [(kind, tokens of a document)] to learn, and held out"""
+    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    template = chats.template_of(template, tokenizer)
+    documents.prepare([path], tokenizer, template, 300, folder)
+    data = documents.read(folder, tokenizer, template)
+    found = [data]
+    for index in (data.documents, data.held_out):
+        found.append([(data.kinds[kind], data.tokens[start:start + size].tolist())
+                      for start, size, kind in index])
+    return found
+
+def test_documents_are_written_as_they_are_encoded(tmp_path, tokenizer):
+    """Every fiftieth is held out, if it does not say; kinds by number; ids as they are."""
+    rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
+    rows[2]["held_out"], rows[99]["held_out"] = True, False
+    rows.append({"prompt": [7, 8], "answer": [9], "target": "0123abcd", "source": "b"})
+    data, learned, held = prepared(tmp_path, tokenizer, rows)
+    assert held == [("b", [3] * 3), ("a", [50] * 3)]
+    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
+        ("b", [~7, ~8, 9])]
+    assert data.written_by == ["0123abcd"] and "1 read as prompt + answer" in data.report[1]
+
+def test_a_prepared_folder_knows_how_it_was_made(tmp_path, tokenizer):
+    """Its template need not be named again; another one, or another tokenizer, is refused."""
+    prepared(tmp_path, tokenizer, [{"messages": [U, A]}])
+    assert documents.read(tmp_path / "out", tokenizer).documents.tolist() == [[0, 22, 0]]
+    for other, template, words in ((tokenizer, "question", "another --template"),
+                                   (tokenizer_of("other text"), "plain", "another tokenizer")):
+        with pytest.raises(UserError, match=f"was prepared with {words}"):
+            documents.read(tmp_path / "out", other, chats.template_of(template, other))
+
+def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, monkeypatch):
+    """The first of each form, their labels between brackets, cut; also where stdout is ASCII."""
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [{"text": f"def add{i}"} for i in range(4)] + [{"question": "add", "answer": "a" * 999}]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    argv = [str(path), "--tokenizer", str(tmp_path / "tokenizer"), "--template", "question"]
+    for encoding, (begin, end) in (("utf-8", "⟦⟧"), ("ascii", "??")):
+        written = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+        assert prepare.main([*argv, "--show", "3"]) == 0
+        sys.stdout.flush()
+        out = written.getvalue().decode(encoding)
+        shown = [f"{begin}def add{i}</s>{end}" in out for i in range(4)]
+        assert shown == [True] * 3 + [False]
+        assert f"Question: add\nAnswer:{begin} aaa" in out and "characters ...]aaa" in out
+        assert "4 read as text: " in out and "1 read as question + answer: " in out
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
+
+def test_empty_data_is_told_so(tokenizer, tmp_path):
+    (tmp_path / "x.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="holds no text to learn from: the files hold no rows"):
+        list(documents.encoded([tmp_path / "x.jsonl"], tokenizer, None, 300, documents.Report()))
+    rows = [{"question": "q", "answer": "a"}] * 30
+    path, template = write_rows(tmp_path / "y.jsonl", rows), chats.template_of("plain", tokenizer)
+    with pytest.raises(UserError, match="no prompt to ask: no row is held out: every fiftieth is"):
+        documents.prompts_in([path], tokenizer, template, 99, True)
