@@ -64,8 +64,8 @@ from runtime.provenance import provenance
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
          "beam": cape.beam, "pct": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2,
-         "token-confidence": pct.token_confidence, "pct-cost": priced.pct_cost,
-         "graft": graft.Mixture.graft}
+         "token-confidence": pct.token_confidence, "pct-cost": priced.PctCost,
+         "graft": graft.Graft}
 CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
 PROMPTS = CHECKPOINTS / "prompts.jsonl"
 FEW = 9                         # prompts of PROMPTS: a minute or less
@@ -188,11 +188,11 @@ def builder(drafter, tree):
     if is_cascade and tree.name in ("chain", "drawn"):
         return getattr(drafter, tree.name)
     if is_cascade and not drafter.models and tree.name in ("pct-cost", "graft"):
-        return partial(priced.priced_chain, gram=drafter.gram, **tree.settings)
+        return priced.PricedChain(drafter.gram, **tree.settings)
     if tree.name == "graft":
-        if not isinstance(drafter, graft.Mixture):
-            return None
-        return partial(drafter.graft, **tree.settings)
+        return graft.Graft(drafter, **tree.settings) if isinstance(drafter, graft.Mixture) else None
+    if tree.name == "pct-cost":
+        return priced.PctCost(**tree.settings)
     return partial(tree.function, **tree.settings)
 
 def methods_of(loaded, drafters, trees, temperature):
@@ -213,8 +213,11 @@ def methods_of(loaded, drafters, trees, temperature):
         if target.encoder_decoder and not isinstance(drafter, Cascade):
             raise UserError("the target has an encoder: it takes --drafter maxgram or cascade(...)")
         for tree in trees:
-            build = builder(drafter, tree)
             name = f"{call.label} x {tree.label}"
+            try:
+                build = builder(drafter, tree)
+            except (TypeError, ValueError) as why:       # a setting that such a tree does not take
+                raise UserError(f"{name}: {why}") from None
             if build is None:
                 loaded.notes.append(f"no {name}: graft takes --drafter mixture(...) or maxgram")
                 continue

@@ -13,7 +13,7 @@ chain's next token is, and which other tokens may follow.  Where the drafter agr
 n tokens, this one forward makes the tree n + 1 tokens deeper.
 
 Mixture is a neural drafter and Max-Gram as one drafter, by the contract in verify.py: it goes with
-every builder.  Its method graft is the builder that adds the chains.
+every builder.  Graft is the builder that adds the chains.
 
     symbol              shape      name here
     p_draft             (k, V)     the drafter's probabilities, where Max-Gram predicts a token
@@ -37,21 +37,17 @@ apply, and w is the confidence by length of match.  Where the drafter predicts n
 same holds, and p_draft is uniform.  (Under top-k or top-p p may also be 0 because the token was cut
 off.  That is not told apart.)
 
-    drafter = graft.Mixture(drafter, maxgram.MaxGram())
-    verify.generate(target, drafter, drafter.graft, ids)
-
-    python -m beyond.graft        # the demo: a mixture, and one forward for a chain
+    mixture = graft.Mixture(drafter, maxgram.MaxGram())
+    verify.generate(target, mixture, graft.Graft(mixture), ids)
 """
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 
-from beyond.priced import (
-    NODE_PRICE, START, Prices, checked, draft_by_price, history_of, most_profitable)
+from beyond import priced
 from cape import constant
-from maxgram import LENGTHS, MaxGram
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates
+from maxgram import LENGTHS
+from pct import DEPTH, MAX_NODES, WIDTH, Candidates
 
 CHAIN = 16              # the most suggested tokens after one node
 LEAST = 2               # a shorter match is not mixed, and its chain is not read by a forward
@@ -95,7 +91,7 @@ class Mixture:
         self.drafter.reset(probs)
         self.gram.reset()
         self.unread = []                         # views that the neural drafter has not been shown
-        self.undrafted = []                      # the last round's chain N_0, see graft()
+        self.undrafted = []                      # the last round's chain N_0, see Graft
 
     def begin(self, view, root):
         """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
@@ -167,71 +163,55 @@ class Mixture:
         w = (rho - p) / (1 - p)
         return w.clamp(min=0)
 
-    # ------------------------------------------------ the builder
-    def graft(self, expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH,
-              depth=DEPTH, max_nodes=MAX_NODES, chain=CHAIN):
-        """pct_cost with suggested chains.  chain: the most suggested tokens after one node.
+# ---------------------------------------------------------------- the builder
+class Graft(priced.PctCost):
+    """PctCost with suggested chains.
 
-        depth: the most forwards.  Prices: as in pct_cost.  Returns a Tree of at most 1 + max_nodes
-        nodes, no deeper than expand.remaining.
-        """
-        prices = checked(Prices(cost, node_price, start), depth, max_nodes)
-        # What the last round's chain N_0 would have given: what was accepted, and one token more
-        history = history_of(expand)
-        history.learn(expand, undrafted=common_prefix(self.undrafted, self.new) + 1)
+    chain: the most suggested tokens after one node.  depth: the most forwards.  Prices: as for
+    PctCost.  A tree has at most 1 + max_nodes nodes, and is no deeper than expand.remaining.
+    """
 
+    def __init__(self, mixture, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
+                 max_nodes=MAX_NODES, chain=CHAIN):
+        super().__init__(cost, node_price, start, width, depth, max_nodes)
+        self.mixture, self.gram, self.longest = mixture, mixture.gram, chain
+
+    def right(self, new):
+        """How many tokens of the last N_0 were, or would have been, accepted."""
+        return common_prefix(self.mixture.undrafted, self.mixture.new)
+
+    def draft(self, undrafted, prices):
+        """-> Candidates, and the Plan of what is verified of them."""
         # N_0, the tree without any forward: the root and the chain that is suggested after it.
-        undrafted = self.candidates(expand, root, width)
-        self.add_chain(undrafted, 0, chain, least=node_price)
-        before = most_profitable(undrafted, prices, max_nodes)
-        self.undrafted = [undrafted.token[node] for node in before.nodes]
-        if not history.worth_drafting(before):
-            return undrafted.tree(before.nodes)
+        undrafted.token[0] = self.mixture.root                 # Max-Gram needs the root's id
+        chain = self.suggested(undrafted, 0, self.longest, least=prices.node_price)
+        before = self.chain(undrafted, chain, prices)
+        self.mixture.undrafted = [undrafted.token[node] for node in before.nodes]
+        kind = "draft", bool(before.nodes)
+        if not self.gains.pays(kind, before):
+            return undrafted, before
 
         # Each forward reads the frontier and one suggested chain.
-        candidates = self.candidates(expand, root, width)
-        grow = partial(self.grow, candidates, most=chain, least=node_price)
-        r = draft_by_price(candidates, grow, prices, depth, max_nodes)
+        candidates = Candidates(undrafted.expand, undrafted.root, self.width)
+        candidates.token[0] = self.mixture.root
+        grow = partial(self.grow, candidates, most=self.longest, least=prices.node_price)
+        r = priced.draft_by_price(candidates, grow, prices, self.depth, self.max_nodes)
         # After the nodes that no forward has read, suggested chains are added without a forward.
-        price = r * node_price
+        price = r * prices.node_price
         for node in range(1, len(candidates.token)):
             if candidates.expand_index[node] < 0 and candidates.p[node] >= price:
-                self.add_chain(candidates, node, chain, least=price)
-        after = most_profitable(candidates, prices, max_nodes)
-        history.note(expand, before, after)
-        return candidates.tree(after.nodes)
-
-    def candidates(self, expand, root, width):
-        """Candidates that know the root's id, as Max-Gram needs it."""
-        candidates = Candidates(expand, root, width)
-        candidates.token[0] = self.root
-        return candidates
+                chain = self.suggested(candidates, node, self.longest, least=price)
+                priced.add_chain(candidates, node, chain, self.gram)
+        after = priced.most_profitable(candidates, prices, self.max_nodes)
+        self.gains.expect(candidates.expand, kind, before, after)
+        return candidates, after
 
     def suggested(self, candidates, node, most, least, match=0):
-        """The chain that is suggested after a node -> up to `most` ids, the confidences in them.
-
-        It ends before the first token whose match is shorter than `match`, or whose joint
-        probability, by these confidences, is below `least`.
-        """
+        """What is suggested after a node: see priced.suggested.  No node is too deep."""
         most = min(most, candidates.expand.remaining - candidates.depth[node])
         parent = candidates.expand_index_above(node)
-        path = self.path(candidates.token[node], parent)
-        ids, lengths = self.gram.propose(path, max(0, most))
-        p = candidates.p[node]
-        confidences = []
-        for length in lengths:
-            c = self.gram.confidence_of(length)
-            p *= c
-            if length < match or p < least:
-                break
-            confidences.append(c)
-        return ids[:len(confidences)], confidences
-
-    def add_chain(self, candidates, node, most, least):
-        """Add the suggested chain after a node to the candidates, without a forward."""
-        ids, confidences = self.suggested(candidates, node, most, least)
-        for token, c in zip(ids, confidences):
-            node = candidates.add(node, token, c)
+        path = self.mixture.path(candidates.token[node], parent)
+        return priced.suggested(self.gram, path, most, least, candidates.p[node], match)
 
     def grow(self, candidates, frontier, most, least):
         """As Candidates.grow; the same forward reads the chain suggested after the best node.
@@ -242,9 +222,10 @@ class Mixture:
         best = candidates.ranked(frontier)[0]
         # The forward also drafts children of the chain's last token.  They must not be too deep.
         longest = candidates.expand.remaining - candidates.depth[best] - 1
-        chain, _ = self.suggested(candidates, best, min(most, longest), least, LEAST)
-        if not chain:
+        found = self.suggested(candidates, best, min(most, longest), least, LEAST)
+        if not found:
             return candidates.grow(frontier)
+        chain = [token for token, _ in found]
 
         # What the forward reads: the frontier with `best` as its last node, then the chain below.
         first_child = len(candidates.token)
@@ -269,35 +250,3 @@ class Mixture:
             candidates.expand_index[node] = first_index + i
             children = candidates.add_children(node, c[i], x[i])
         return range(first_child, len(candidates.token))
-
-# ---------------------------------------------------------------- demo
-def main():
-    """A drafter that always expects "over", mixed with Max-Gram, which finds the sentence again."""
-    words = ["", *"the quick brown fox jumps over a lazy dog . i saw :".split()]
-    ids = {word: i for i, word in enumerate(words)}
-    text = "the quick brown fox jumps . i saw : the quick brown"
-    *text, root = [ids[word] for word in text.split()]
-    row = torch.zeros(len(words))
-    row[ids["over"]] = 3.0
-    row = row.softmax(-1)
-    forwards = []
-
-    def expand(tokens, parents):
-        forwards.append(len(parents))
-        return row.repeat(len(parents), 1)
-
-    drafter = SimpleNamespace(needs={}, reset=lambda *_: None, begin=lambda *_: None, expand=expand)
-    mixture = Mixture(drafter, MaxGram())
-    mixture.reset(None, None)
-    mixture.begin(SimpleNamespace(ids=text), root)
-    expand = partial(mixture.expand)
-    expand.remaining = 4
-    tree = mixture.graft(expand, torch.tensor([root]), cost=0.01, node_price=0.1)
-    shown = [words[i] for i in tree.tokens.tolist()]
-    assert shown[:3] == ["brown", "fox", "jumps"], "the chain that Max-Gram suggests"
-    assert "over" in shown, "and what the drafter expects"
-    assert forwards[0] == 1 + 3, "one forward reads the root and the chain"
-    print("tree:", *shown, f"  by {len(forwards)} forwards")
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,8 @@
 """Priced PCT (`pct-cost`): the tree that gives the most expected tokens for the time of a round.
 
-It is in none of the three papers.  It follows the pruned candidate tree of EDD (section 3.2,
-pct.py) and differs from it in what it counts as time:
-
-    a verified node      is free in PCT; here it has a price
-    a drafter forward    is charged in PCT to every node that it expands; here once, to the depth
-    an accepted token    is worth one target step in PCT; here the time that the current round needs
-                         for a token, which is less the faster the round is
-
-So PCT's two thresholds, s_d / s_t and the leaf threshold, both follow from measured prices.
+It is in none of the three papers.  It is the pruned candidate tree of EDD (section 3.2, pct.py)
+with other prices: a verified node is not free, and a drafter forward is paid once for the depth,
+not by each node that it expands.
 
 The idea.  The unit of time is one target step, s_t.  A round that runs the drafter D times and then
 verifies the root and a set N of further nodes
@@ -17,52 +11,34 @@ verifies the root and a set N of further nodes
     gives   E = 1 + sum_{j in N} p_j                                          expected tokens
 
 The 1 in E is the target's own token, and p_j is the probability that node j is accepted.  The aim
-is the highest rate E / T.  To decide node by node, let r be a rate that is reached already: at
-first 1, the rate of plain decoding.  Then E / T >= r exactly where E - r T >= 0 (Dinkelbach's
-method), and this difference is a sum with a term for each node and each forward:
+is the highest rate E / T.  Let r be a rate that is reached already, at first 1, that of plain
+decoding.  E / T >= r exactly where E - r T >= 0 (Dinkelbach's method), which is a sum with a term
+for each node and each forward:
 
     E - r T = 1 - r - r start + sum_{j in N} (p_j - r node_price) - D r cost                    (1)
 
-Nodes.  A node is worth verifying where its term is not negative:
+So a node is worth verifying where
 
     p_j >= r node_price                                                                         (2)
 
-Forwards.  One more forward costs r cost, however many nodes it expands.  The last forward expanded
-the nodes R and drafted their children, the layer L.  Of R's probability the layer kept the share
+The last forward expanded the nodes R and drafted their children, the layer L.  Of R's probability
+the layer kept the share s.  The next forward is expected to keep the same share, so it expands the
+nodes F whose children cover a node's price, and is run where it is worth its own price:
 
     s = sum_{j in L, p_j >= r node_price} p_j / sum_{j in R} p_j                                (3)
-
-The next forward is expected to keep the same share: a node j that it expands gets children of
-probability s p_j in all.  So it expands the nodes F where this covers a node's price,
-
     F = {j in L : s p_j >= r node_price}                                                        (4)
-
-and the forward itself is worth its price where
-
     sum_{j in F} (s p_j - r node_price) >= r cost                                               (5)
 
-Each node of F is charged for one child, though up to `width` children may be kept.  Against that,
-(5) looks one forward ahead, and the gain of all later forwards, which this one makes possible, is
-not counted.  Charging every child that is expected to be kept drafts less.  In simulated decodings
-of the stand-in it changed the tokens per time by -2 to +2 %, without a pattern, so the simpler
-form stays.
+After each forward r becomes the rate of what is drafted, if that is higher.  At the end the tree is
+the n most probable nodes, for the n with the highest E / T, which may be 0.
 
-After each forward, r becomes the rate of the nodes drafted so far, chosen by (2), if that is
-higher.  When drafting ends, the forwards are paid for, whatever is verified.  So the tree is the n
-most probable nodes, for the n <= max_nodes with the highest E / T.  It may be n = 0.
-
-Rounds.  A round may also not draft at all.  Then it verifies a tree N_0: the root alone, with
-E_0 = T_0 = 1, or what Max-Gram suggests without a forward (graft.py).  With realised tokens in the
-place of E and E_0, drafting turns G_0 tokens into G, and T_0 into T.  It is worth that where
+A round may also not draft.  Then it verifies a tree N_0: the root alone, with E_0 = T_0 = 1, or
+what Max-Gram suggests without a forward (graft.py).  Drafting turns G_0 realised tokens into G, and
+T_0 into T.  It is worth that where
 
     mean of G - G_0 >= (mean of T - T_0) E_0 / T_0                                              (6)
 
-G is known at the next round: expand.remaining has fallen by the number of new tokens.  So is G_0:
-the tokens of a sequence do not depend on the trees, so the next round also shows how far N_0 would
-have been accepted.  An overconfident drafter therefore finds out that it loses.  The two running
-means are those of recent rounds of the same sequence that drafted.  They begin with what the first
-of these rounds expects, E - E_0 and T - T_0, and move slowly (LEARN), since the gain of a single
-round is mostly chance.
+Both are known a round later, as the tokens of a sequence do not depend on the trees.
 
     symbol           unit           name here
     s_d / s_t        target steps   cost: one drafter forward
@@ -72,111 +48,279 @@ round is mostly chance.
     p_j              probability    Candidates.p
     N, E, T                         a Plan
 
-Max-Gram alone (a cascade without models) drafts without a forward, D = 0.  Its tree is a chain, cut
-at the length with the highest E / T: priced_chain().
+Builders are objects here, since prices and means last longer than a sequence.  Prices come from the
+rounds themselves (Clock); one that is given stays.
 
-pct_cost is a builder by the contract in verify.py.  A History of the sequence lies on expand, as
-expand.history.  An expand without `remaining` has none, and then every round drafts.
+    build = PctCost(node_price=0.012)
+    verify.generate(target, drafter, build, ids)
 
     python -m beyond.priced       # the demo: a node is verified where it gives more than it costs
 """
-from collections import namedtuple
-from statistics import linear_regression, median
+import time
+from collections import deque, namedtuple
+from functools import partial
 
 import numpy as np
 import torch
 
 from maxgram import N
-from pct import COST, DEPTH, MAX_NODES, WIDTH, Candidates
-
-QUARTILES = 0.25, 0.75
-NODE_PRICE = 0.01       # in target steps, where it was not measured
-START = 0.0             # in target steps, where it was not measured
-LEARN = 0.05            # how far a round that drafted moves the running means to its gain and time
-RETRY = 0.01            # how far any other raises the mean gain, as a share of what it should be
+from pct import DEPTH, MAX_NODES, WIDTH, Candidates
 
 Prices = namedtuple("Prices", "cost node_price start")
+# Before rounds were timed, by device: about those of the stand-in, and of a 7B model
+DEFAULTS = {"cpu": Prices(0.07, 0.018, 0.2), "cuda": Prices(0.06, 0.004, 0.1)}
+DEFAULT_WEIGHTS = 0.5, 1.0     # of the default start and node price, in rounds
+LARGEST = 4             # a start or node price is at most so many times the default
+ROUNDS = 600            # the last rounds, from which prices come;
+FORGET = 0.995          # a round weighs so much less than the next one
+AROUND = 15             # rounds within which the machine has one speed
+PLAIN_EVERY = 100       # rounds after which one is plain, so that its time is known
+
+LEARN = 0.05            # how far a round moves the running means to its gain and time
+RETRY = 0.02            # target steps a round that may be lost by trying what does not pay
+LONG = 4                # chains that begin with a match of so many tokens or more are one kind
+
 # A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps
 Plan = namedtuple("Plan", "nodes E T")
 PLAIN = Plan([], 1.0, 1.0)
 
-# ---------------------------------------------------------------- the builder
-def pct_cost(expand, root, cost=COST, node_price=NODE_PRICE, start=START, width=WIDTH, depth=DEPTH,
-             max_nodes=MAX_NODES):
-    """PCT whose thresholds follow from prices.  cost, node_price, start: in target steps.
+# ---------------------------------------------------------------- prices, from timed rounds
+class Clock:
+    """Prices from what rounds took.
 
-    Returns a Tree of at most 1 + max_nodes nodes.
+    While the builder runs, D forwards take D cost.  From its return to its next call the target
+    verifies and the drafter reads what was committed, which takes
+
+        step + start + |N| node_price     target steps, or without nodes     step               (7)
+
+    where step is 1.  How many seconds that is changes with other programs and with the length of
+    the text.  So the seconds of a round are divided by a plain step's at that time: the median of
+    seconds over T in the rounds around it.  The three numbers are then those of the least absolute
+    deviations, for which a disturbed round hardly counts.  Two more rows say that start and
+    node_price are the default ones; they decide where the rounds do not, as where all trees have
+    one size.
     """
-    prices = checked(Prices(cost, node_price, start), depth, max_nodes)
-    candidates = Candidates(expand, root, width)
-    history = history_of(expand)
-    history.learn(expand, undrafted=1)
-    plan = PLAIN
-    if history.worth_drafting(before=PLAIN):
-        draft_by_price(candidates, candidates.grow, prices, depth, max_nodes)
-        plan = most_profitable(candidates, prices, max_nodes)
-        history.note(expand, before=PLAIN, after=plan)
-    return candidates.tree(plan.nodes)
 
-def checked(prices, depth, max_nodes):
-    assert min(prices) >= 0, f"{prices}: times are not below zero"
-    assert depth >= 1, f"depth is {depth}: draft at least once"
-    assert max_nodes >= 1, f"a tree may have {max_nodes} nodes: allow at least one"
-    return prices
+    def __init__(self, cost=None, node_price=None, start=None):
+        """cost, node_price, start: in target steps.  One that is given is not measured."""
+        self.fixed = Prices(cost, node_price, start)
+        if any(price is not None and price < 0 for price in self.fixed):
+            raise ValueError(f"{self.fixed}: times are not below zero")
+        self.now = time.perf_counter
+        # (nodes, seconds after the builder, forwards, seconds in the builder) of each round
+        self.rounds = deque(maxlen=ROUNDS)
+        self.count = 0                           # timed rounds,
+        self.plain = 0                           # the plain ones among them,
+        self.since_plain = 0                     # and the others since the last plain one
+        self.prices = None
 
-# ---------------------------------------------------------------- whether a round drafts: Eq. 6
-class History:
-    """What drafting gained and took in recent rounds of a sequence, as running means.
+    def begin(self, expand, device):
+        """The builder is called, so the last round of this sequence is over -> Prices."""
+        self.began = self.now()
+        default = DEFAULTS.get(device.type, DEFAULTS["cuda"])
+        self.prices = self.prices or self.but_fixed(default)
+        if hasattr(expand, "timed"):
+            nodes, returned, forwards, drafting = expand.timed
+            self.rounds.append((nodes, self.began - returned, forwards, drafting))
+            self.count += 1
+            is_plain = not nodes and not forwards
+            self.plain += is_plain
+            self.since_plain = 0 if is_plain else self.since_plain + 1
+            if None in self.fixed and (self.count <= 32 or self.count % 8 == 0):
+                self.prices = self.but_fixed(self.fit(default))
+        return self.prices
 
-    Rounds with a suggested chain N_0 gain less by drafting: they have means of their own.
-    means: {whether a chain was suggested: [mean gain in tokens, mean time in target steps]}.
-    last: what the last round did, if it drafted: (suggested, its time T - T_0, its remaining).
+    def end(self, expand, forwards, nodes):
+        """The builder returns: it ran so many forwards, and the tree has so many nodes."""
+        now = self.now()
+        expand.timed = nodes, now, forwards, now - self.began
+
+    def is_plain_due(self):
+        """Whether a plain round is missing: after 1, 2, 4, ... others, later PLAIN_EVERY."""
+        return None in self.fixed and self.since_plain >= min(2 ** self.plain, PLAIN_EVERY)
+
+    def but_fixed(self, prices):
+        """The prices, those that were given in their places."""
+        return Prices(*(own if price is None else price for price, own in zip(self.fixed, prices)))
+
+    def fit(self, default):
+        """Eq. 7 by the last rounds -> Prices"""
+        nodes, seconds, forwards, drafting = np.array(self.rounds).T
+        x = np.stack((np.ones_like(nodes), nodes > 0, nodes), 1)                       # (n, 3)
+        most = max(nodes.max(), 1.0)
+        defaults = [[-default.start, 1.0, 0.0], [-default.node_price * most, 0.0, most]]
+        weight = FORGET ** np.arange(len(nodes))[::-1]
+        _, node_price, start = self.prices
+        for _ in range(2):
+            step_seconds = around(seconds / (x @ [1.0, start, node_price]))
+            step, start, node_price = least_absolute(
+                np.concatenate((x, defaults)),
+                np.append(seconds / step_seconds, (0.0, 0.0)),
+                np.append(weight, DEFAULT_WEIGHTS))
+            # No chance makes nodes free, when trees would be very large, or forbids all trees.
+            start = np.clip(start / step, 0, LARGEST * default.start)
+            node_price = np.clip(node_price / step, default.node_price / LARGEST,
+                                 default.node_price * LARGEST)
+        drafted = forwards > 0
+        costs = (drafting / step_seconds)[drafted] / forwards[drafted]
+        cost = np.median(costs[-64:]) if len(costs) else default.cost
+        return Prices(float(cost), float(node_price), float(start))
+
+def around(x):
+    """The median of the AROUND entries around each entry.  x (n,)"""
+    padded = np.pad(x, AROUND // 2, mode="symmetric")
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, AROUND), axis=1)
+
+def least_absolute(x, y, weight):
+    """The beta (k,) of the least sum of weight |y - x beta|.  x (n, k), y and weight (n,)"""
+    by_residual = 1.0
+    # Least squares, again and again, whose weights are 1 / |residual|
+    for _ in range(12):
+        weighted = x.T * (weight * by_residual)
+        beta = np.linalg.solve(weighted @ x, weighted @ y)
+        by_residual = 1 / np.maximum(abs(y - x @ beta), 0.01)
+    return beta
+
+# ---------------------------------------------------------------- whether it pays: Eq. 6
+class Gains:
+    """Running means of what drafting, and what suggested chains, gained and took.
+
+    means: {kind: [mean gain in tokens, mean time in target steps]}.  ("draft", suggested) is
+    drafting, apart in rounds with a suggested chain N_0, where it gains less.  ("chain", m) is a
+    chain N_0 instead of the root alone, by the length m of the match that it begins with.  Means
+    begin with what the first round expects, and move slowly: a single gain is mostly chance.
     """
 
     def __init__(self):
         self.means = {}
-        self.last = None
 
-    def worth_drafting(self, before):
+    def pays(self, kind, before):
         """Eq. 6 -> bool.  before: the Plan of N_0, with E_0 and T_0."""
-        suggested = bool(before.nodes)
-        if suggested not in self.means:
+        if kind not in self.means:
             return True
-        gain, time = self.means[suggested]
-        needed = time * before.E / before.T
+        gain, taken = self.means[kind]
+        needed = taken * before.E / before.T
         if gain < needed:
-            # So drafting is tried again later: in one round of six, where it gains nothing.
-            self.means[suggested][0] += RETRY * needed
+            # So it is tried again later.  A try that gains nothing lowers the mean by LEARN times
+            # its time: in the long run tries take RETRY steps a round.
+            self.means[kind][0] += LEARN * RETRY
         return gain >= needed
 
-    def note(self, expand, before, after):
-        """This round drafts: it turns the Plan `before` into `after`."""
-        suggested = bool(before.nodes)
-        time = after.T - before.T
-        self.means.setdefault(suggested, [after.E - before.E, time])
-        self.last = suggested, time, getattr(expand, "remaining", None)
+    def expect(self, expand, kind, before, after):
+        """This round turns the Plan `before` into `after`."""
+        taken = after.T - before.T
+        self.means.setdefault(kind, [after.E - before.E, taken])
+        expand.tried[kind] = taken
 
-    def learn(self, expand, undrafted):
-        """A new round: now it is known what the last one gained.
+    def learn(self, expand, right):
+        """A round begins: now it is known what the last one gained.
 
-        undrafted: G_0, the tokens that the last round would have given without drafting.
+        right(new): how many tokens of the last N_0 were right, if the round gave `new` tokens.
         """
-        if self.last is None:
-            return
-        suggested, time, remaining = self.last
-        self.last = None
-        gain = remaining - expand.remaining - undrafted
-        means = self.means[suggested]
-        means[0] += LEARN * (gain - means[0])
-        means[1] += LEARN * (time - means[1])
+        tried, before = getattr(expand, "tried", {}), getattr(expand, "before", None)
+        expand.tried, expand.before = {}, expand.remaining
+        for kind, taken in tried.items():
+            new = before - expand.remaining
+            gain = right(new) if kind[0] == "chain" else new - 1 - right(new)
+            means = self.means[kind]
+            means[0] += LEARN * (gain - means[0])
+            means[1] += LEARN * (taken - means[1])
 
-def history_of(expand):
-    """The History of the sequence for which expand lasts."""
-    if not hasattr(expand, "remaining"):
-        return History()
-    if not hasattr(expand, "history"):
-        expand.history = History()
-    return expand.history
+# ---------------------------------------------------------------- the builders
+class PctCost:
+    """PCT whose thresholds follow from prices.
+
+    cost, node_price, start: see Clock.  A tree has at most 1 + max_nodes nodes.
+    """
+
+    def __init__(self, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
+                 max_nodes=MAX_NODES):
+        if depth < 1 or max_nodes < 1:
+            raise ValueError(f"depth is {depth}, max_nodes is {max_nodes}: allow at least one")
+        self.clock, self.gains = Clock(cost, node_price, start), Gains()
+        self.width, self.depth, self.max_nodes = width, depth, max_nodes
+
+    def __call__(self, expand, root):
+        """-> Tree"""
+        prices = self.clock.begin(expand, root.device)
+        self.gains.learn(expand, self.right)
+        candidates, plan = Candidates(expand, root, self.width), PLAIN
+        if not self.clock.is_plain_due():
+            candidates, plan = self.draft(candidates, prices)
+        self.clock.end(expand, candidates.num_forwards, len(plan.nodes))
+        return candidates.tree(plan.nodes)
+
+    def right(self, new):
+        """See Gains.learn: here N_0 is the root alone."""
+        return 0
+
+    def draft(self, candidates, prices):
+        """-> Candidates, and the Plan of what is verified of them."""
+        kind = "draft", False
+        if not self.gains.pays(kind, before=PLAIN):
+            return candidates, PLAIN
+        draft_by_price(candidates, candidates.grow, prices, self.depth, self.max_nodes)
+        plan = most_profitable(candidates, prices, self.max_nodes)
+        self.gains.expect(candidates.expand, kind, PLAIN, plan)
+        return candidates, plan
+
+    def chain(self, candidates, chain, prices):
+        """Add a chain below the root -> the Plan of its best length; PLAIN where it does not pay.
+
+        chain: [(token, length of its match)].  Of subclasses, which have a MaxGram self.gram.
+        """
+        add_chain(candidates, 0, chain, self.gram)
+        plan = most_profitable(candidates, prices, self.max_nodes)
+        kind = "chain", min(chain[0][1], LONG) if chain else 0
+        if not plan.nodes or not self.gains.pays(kind, before=PLAIN):
+            return PLAIN
+        self.gains.expect(candidates.expand, kind, PLAIN, plan)
+        return plan
+
+class PricedChain(PctCost):
+    """Max-Gram alone: its chain, cut at the length with the highest E / T, which may be 0.
+
+    gram: the MaxGram of a cascade without models, which commits to it.  The root's id is read from
+    the device.
+    """
+
+    def __init__(self, gram, node_price=None, start=None, max_nodes=MAX_NODES):
+        super().__init__(0.0, node_price, start, width=1, max_nodes=max_nodes)
+        self.gram = gram
+
+    def right(self, new):
+        return new - 1
+
+    def draft(self, candidates, prices):
+        root, expand = candidates.root, candidates.expand
+        most = min(self.max_nodes, expand.remaining)
+        chain = suggested(self.gram, root.tolist(), most, least=prices.node_price)
+        return candidates, self.chain(candidates, chain, prices)
+
+# ---------------------------------------------------------------- suggested chains
+def suggested(gram, path, most, least, p=1.0, match=0):
+    """What Max-Gram suggests after a path of ids -> up to `most` pairs [(token, length of match)]
+
+    p: the path's probability.  The chain ends before the first token whose probability, by
+    Max-Gram's confidences, is below `least`, or whose match is shorter than `match`.
+    """
+    path, found = list(path), []
+    while len(found) < most:
+        ids, lengths = gram.propose(path, min(N, most - len(found)))
+        for token, length in zip(ids, lengths):
+            p *= gram.confidence_of(length)
+            if length < match or p < least:
+                return found
+            found.append((token, length))
+        if not ids:
+            break
+        path += ids
+    return found
+
+def add_chain(candidates, node, chain, gram):
+    """Add a chain [(token, length of its match)] to the candidates below a node."""
+    for token, length in chain:
+        node = candidates.add(node, token, gram.confidence_of(length))
 
 # ---------------------------------------------------------------- drafting: Eq. 2 to 5
 def draft_by_price(candidates, grow, prices, depth, max_nodes):
@@ -185,7 +329,7 @@ def draft_by_price(candidates, grow, prices, depth, max_nodes):
     grow(frontier) runs the drafter once -> the new nodes, the layer L.
     """
     p, expand_index = candidates.p, candidates.expand_index
-    remaining = getattr(candidates.expand, "remaining", float("inf"))
+    remaining = candidates.expand.remaining
     frontier = [0]
     r = 1.0
     while frontier and candidates.num_forwards < depth:
@@ -237,99 +381,6 @@ def most_profitable(candidates, prices, max_nodes):
             best = Plan(ranked[:n], E, T)
     return best
 
-# ---------------------------------------------------------------- Max-Gram alone
-def priced_chain(expand, root, gram, node_price=NODE_PRICE, start=START, max_nodes=MAX_NODES):
-    """Max-Gram's chain, cut at the length with the highest E / T, which may be 0 -> Tree
-
-    gram: the MaxGram of a cascade without models, which commits to it.  The root's id is read from
-    the device.
-    """
-    prices = checked(Prices(0.0, node_price, start), 1, max_nodes)
-    candidates = Candidates(expand, root, width=1)
-    most = min(max_nodes, expand.remaining)
-    path = root.tolist()
-    node = 0
-    # Eq. 2 at r = 1: after a token that is less probable none can raise the rate.
-    while candidates.depth[node] < most and candidates.p[node] >= node_price:
-        ids, lengths = gram.propose(path, min(N, most - candidates.depth[node]))
-        if not ids:
-            break
-        path += ids
-        for token, length in zip(ids, lengths):
-            node = candidates.add(node, token, gram.confidence_of(length))
-    plan = most_profitable(candidates, prices, max_nodes)
-    return candidates.tree(plan.nodes)
-
-# ---------------------------------------------------------------- the prices, from timed decodings
-# What one timed decoding took, summed over its rounds.  Counts: its rounds, the verified nodes
-# without the roots, the drafter's forwards.  Seconds: in the drafter's forwards, in the target's,
-# in all else but the drafter's begin and the prefill.
-Spent = namedtuple("Spent", "rounds nodes forwards draft verify other")
-
-def prices_of(turns):
-    """Prices from short timed decodings -> {label: {"cost", "node_price", "start", "cost_range",
-    "node_price_range"}}, in target steps.
-
-    turns: list of (plain, {label: [Spent, ...]}).  In each turn the target decodes plainly once,
-    and with the drafter `label` in trees of several sizes, of 1 to some 20 nodes.
-
-        s_t           mean seconds of a target forward of one token, in plain decoding
-        cost          s_d / s_t: mean seconds of one forward of the drafter over s_t (EDD, 3.2)
-        node_price    slope of the target's seconds in a round over the nodes, divided by s_t; a
-                      property of the target, so all drafters have one price
-        start         what else a round with a tree takes beyond a plain one: in the target, and on
-                      the host
-
-    The drafter's begin() is in none of them.  It runs in every round before the builder is called,
-    so it takes the same time whether the round drafts or not.  (In a mixture the neural drafter's
-    begin() runs in the first forward of a round, so there it is part of `cost`.)
-
-    Each is computed for each turn, and the median over the turns is taken: another program disturbs
-    some turns, not most.  The ranges are the quartiles over the turns.  A label whose decodings
-    have no rounds (the text ended at once) is left out.
-    """
-    turns = [(plain, of_label) for plain, of_label in turns if plain.rounds]
-    slopes = [node_slope(plain, of_label) for plain, of_label in turns]
-    slopes = [slope for slope in slopes if slope is not None] or [NODE_PRICE]
-    node_price = max(0.0, median(slopes))
-    costs, starts = {}, {}                                 # by label, one for each turn
-    for plain, of_label in turns:
-        s_t = plain.verify / plain.rounds
-        plain_round = (plain.verify + plain.other) / plain.rounds
-        for label, decodings in of_label.items():
-            decodings = [spent for spent in decodings if spent.rounds]
-            if not decodings:
-                continue
-            spent = Spent(*map(sum, zip(*decodings)))
-            cost = spent.draft / max(1, spent.forwards) / s_t
-            besides = (spent.verify + spent.other) / spent.rounds
-            nodes = spent.nodes / spent.rounds
-            start = (besides - plain_round) / s_t - nodes * node_price
-            costs.setdefault(label, []).append(cost)
-            starts.setdefault(label, []).append(start)
-    prices = {}
-    for label in costs:
-        prices[label] = {
-            "cost": median(costs[label]),
-            "node_price": node_price,
-            "start": max(0.0, median(starts[label])),
-            "cost_range": np.quantile(costs[label], QUARTILES).tolist(),
-            "node_price_range": np.quantile(slopes, QUARTILES).tolist()}
-    return prices
-
-def node_slope(plain, of_label):
-    """One more node in target steps, by least squares over the trees of a turn.
-
-    None where they all have one size.
-    """
-    decodings = [spent for many in of_label.values() for spent in many if spent.rounds]
-    nodes = [spent.nodes / spent.rounds for spent in decodings]
-    seconds = [spent.verify / spent.rounds for spent in decodings]
-    if len(set(nodes)) < 2:
-        return None
-    s_t = plain.verify / plain.rounds
-    return linear_regression(nodes, seconds).slope / s_t
-
 # ---------------------------------------------------------------- demo
 def main():
     """Three tokens of probability 0.6, 0.3 and 0.1: what a node costs decides how many stay."""
@@ -341,7 +392,9 @@ def main():
     root = torch.tensor([0])
     sizes = []
     for node_price in (0.0, 0.05, 0.2, 1.0):
-        tree = pct_cost(expand, root, cost=0.1, node_price=node_price, depth=1)
+        sequence = partial(expand)                                   # as verify.rounds makes it
+        sequence.remaining = 10
+        tree = PctCost(cost=0.1, node_price=node_price, start=0.0, depth=1)(sequence, root)
         sizes.append(len(tree.tokens) - 1)
     assert sizes == [3, 3, 2, 0], sizes
     print("verified nodes at prices 0, 0.05, 0.2 and 1:", *sizes)

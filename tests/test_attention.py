@@ -51,7 +51,7 @@ OTHERS = {"Qwen3ForCausalLM": {**GROUPED, "head_dim": 8}, "MixtralForCausalLM": 
 
 @pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
 def test_logits_are_those_of_the_models_own_attention(name):
-    """Of a prompt, a tree, a chain and a single token; in plain forwards the model keeps its own."""
+    """Of a prompt, a tree, a chain and a token; in plain forwards the model keeps its own."""
     model = shared(name) if name in CLASSES else family(name, **OTHERS[name])
     own, target = model.config._attn_implementation, any_target(model)
     assert target.folds == (name in ("mistral", "qwen2", "qwen2-mixed", "Qwen3ForCausalLM",

@@ -21,10 +21,17 @@ from runtime.targets import AnyTarget
 COUNT = int(os.environ.get("LONG") or 40)
 TARGETS = ("llama", "llama-eager", "qwen2")                    # the last two have grouped queries
 DRAFTERS = ("none", "glide", "glide together", "edd", "maxgram", "noise", "mixture")
+
+def pct_cost(expand, root):
+    """A priced builder for each sequence: what it has learnt would change the next one's trees."""
+    if not hasattr(expand, "own_builder"):
+        expand.own_builder = priced.PctCost(cost=0.05, node_price=0.02, start=0.0)
+    return expand.own_builder(expand, root)
+
 BUILDERS = {
     "chain": cape.chain, "cape": cape.cape, "beam": partial(cape.beam, width=2),
     "pct": partial(pct.pct, cost=0.1, depth=4), "drawn": cape.drawn,
-    "pct-cost": partial(priced.pct_cost, cost=0.05, node_price=0.02, start=0.0)}
+    "pct-cost": pct_cost}
 
 def noisy():
     """A drafter with another prediction at each position."""

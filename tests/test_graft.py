@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_maxgram import brute_force
+from helpers import brute_force
 
-from beyond import priced
-from beyond.graft import Mixture
+from beyond.graft import Graft, Mixture
+from beyond.priced import Gains
 from maxgram import MaxGram
 from verify import View
 
@@ -22,8 +22,8 @@ class Paths:
     def __init__(self):
         self.begun, self.kept = [], []
 
-    def reset(self, probs, source):
-        self.given = probs, source
+    def reset(self, probs):
+        self.given = probs
 
     def begin(self, view, root):
         self.begun.append((view, root))
@@ -65,8 +65,8 @@ def test_builders_see_mixtures():
         agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
         both = Mixture(Paths(), MaxGram(BIGRAM, confidence), agreement)
         assert both.needs == Paths.needs
-        both.reset("probs", "source")
-        assert both.drafter.given == ("probs", "source")
+        both.reset("probs")
+        assert both.drafter.given == "probs"
         both.begin(SimpleNamespace(ids=text), 0)
         paths = []
         for _ in range(rng.randint(1, 4)):
@@ -96,7 +96,7 @@ def test_what_silent_rounds_committed_is_read_in_the_next_that_drafts():
     rng = random.Random(0)
     drafter = Paths()
     both = Mixture(drafter, MaxGram(BIGRAM))
-    both.reset(None, None)
+    both.reset(None)
     unread, length, kept = [], 0, []
     for _ in range(300):
         new = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
@@ -123,19 +123,17 @@ def test_what_silent_rounds_committed_is_read_in_the_next_that_drafts():
 def test_what_max_grams_chain_would_have_given_is_known_a_round_later(new, tokens, monkeypatch):
     """G_0 of Eq. 6, where N_0 is the chain 1 2 3 4, and `new` tokens came."""
     found = []
-
-    def learn(self, expand, undrafted):
-        found.append(undrafted)
-    monkeypatch.setattr(priced.History, "learn", learn)
+    monkeypatch.setattr(Gains, "learn", lambda self, expand, right: found.append(right(len(new))))
     flat = SimpleNamespace(needs={}, reset=lambda *a: 0, begin=lambda *a: 0)
     flat.expand = lambda tokens, parents: torch.full((len(parents), 9), 1 / 9)
     mixture = Mixture(flat, MaxGram(confidence=[0.9]))
-    for _ in range(2):                           # a second sequence knows nothing of the first
-        mixture.reset(None, None)
+    build = Graft(mixture, cost=0.1, node_price=0.01, start=0.0, chain=4)
+    for _ in range(2):                           # a second sequence does not go on with the first
+        mixture.reset(None)
         expand = partial(mixture.expand)
-        expand.remaining = 20
+        expand.remaining, expand.tried = 20, {}
         for ids, root in (([5, 0, 1, 2, 3, 4, 6, 5], 0), ([0, *new[:-1]], new[-1])):
             mixture.begin(SimpleNamespace(tokens=torch.tensor(ids), ids=ids, hidden={}), root)
-            mixture.graft(expand, torch.tensor([root]), cost=0.1, node_price=0.01, chain=4)
-            assert True in expand.history.means, "a round with a suggested chain"
-    assert found == 2 * [1, tokens]
+            build(expand, torch.tensor([root]))
+            assert ("draft", True) in build.gains.means, "a round with a suggested chain"
+    assert found == 2 * [0, tokens - 1]

@@ -10,9 +10,14 @@ import cape
 import pct
 from beyond import priced
 
+def pct_cost(expand, root, depth=pct.DEPTH, max_nodes=99):
+    """A new priced builder's first tree."""
+    if not hasattr(expand, "remaining"):
+        expand.remaining = 99
+    return priced.PctCost(0.05, 0.01, 0.0, depth=depth, max_nodes=max_nodes)(expand, root)
+
 OF_CAPE = (cape.chain, cape.drawn, cape.cape, cape.fixed)
-BUILDERS = (*OF_CAPE, cape.beam, pct.pct, pct.token_confidence, priced.pct_cost, pct.vct,
-            pct.eagle2)
+BUILDERS = (*OF_CAPE, cape.beam, pct.pct, pct.token_confidence, pct_cost, pct.vct, pct.eagle2)
 ROOT_0 = torch.tensor([0])
 
 def all_nodes(table, start, expands, width, depth):
@@ -93,7 +98,7 @@ def test_what_equals_a_threshold_is_expanded_and_kept():
     for tree in (pct.pct(table_expand(sure), ROOT_0, cost=1.0, leaf=1.0),
                  pct.token_confidence(table_expand(sure), ROOT_0, token_threshold=1.0),
                  pct.eagle2(table_expand(sure), ROOT_0, total=4),
-                 priced.pct_cost(table_expand(sure), ROOT_0, max_nodes=6)):
+                 pct_cost(table_expand(sure), ROOT_0, max_nodes=6)):
         assert tree.parents.tolist() == list(range(-1, len(tree.tokens) - 1))
         assert len(tree.tokens) > 4
 

@@ -1,13 +1,12 @@
-"""The priced tree and graft against their equations on dicts and Python floats."""
+"""The priced builders against their equations on dicts and floats; prices from a made-up clock."""
 import random
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from test_cape import random_table, table_expand
-from test_maxgram import brute_force
-from test_pct import paths
+from helpers import brute_force, paths, random_table, table_expand
 
 from beyond import graft, priced
 from maxgram import MaxGram
@@ -126,18 +125,18 @@ def case(seed):
         expand.calls += 1
         return table[tokens]
 
-    gram, build, expand = None, priced.pct_cost, partial(expand_table)
+    gram, kind, expand = None, priced.PctCost, partial(expand_table)
     if seed % 2:
         gram = Suggestions(seed, table)
         nothing = SimpleNamespace(needs={}, reset=lambda *a: 0, begin=lambda *a: 0)
         nothing.expand = expand_table
         mixture = graft.Mixture(nothing, gram)
-        mixture.reset(None, None)
+        mixture.reset(None)
         mixture.begin(SimpleNamespace(ids=[1]), ROOT)
         settings["chain"] = rng.choice([2, 16, 16])
-        build, expand = mixture.graft, partial(mixture.expand)
+        kind, expand = partial(graft.Graft, mixture), partial(mixture.expand)
     expand.remaining, expand.calls = rng.randint(2, 8), 0
-    build = partial(build, expand, ROOTS, cost, node_price, start, **settings)
+    build = kind(cost, node_price, start, **settings)
     return SimpleNamespace(
         table=table, gram=gram, prices=(cost, node_price, start), settings=settings, build=build,
         remaining=expand.remaining, expand=expand, given=given)
@@ -149,15 +148,14 @@ def test_the_tree_is_drafted_by_its_rule_and_is_the_most_profitable(monkeypatch)
     def recorded(candidates, *more):
         seen.append(candidates)
         return own(candidates, *more)
-    for module in (priced, graft):
-        monkeypatch.setattr(module, "most_profitable", recorded)
+    monkeypatch.setattr(priced, "most_profitable", recorded)
     for seed in range(260):
         a = case(seed)
         most = a.settings["max_nodes"]
         nodes, expanded, D = layered(
             a.table, a.gram, a.settings["width"], a.settings["depth"], a.prices, most,
             a.settings.get("chain", 0), a.remaining)
-        tree = a.build()
+        tree = a.build(a.expand, ROOTS)
         kept = {(ROOT, *path) for path in paths(tree)}
         assert a.expand.calls == D
         assert set(a.given) >= expanded, "a suggestion may be read in vain"
@@ -171,78 +169,92 @@ def test_the_tree_is_drafted_by_its_rule_and_is_the_most_profitable(monkeypatch)
         assert len(kept) <= most and max(map(len, kept), default=0) <= a.remaining + 1
         assert rate(nodes, kept, a.prices, D) >= most_profitable(nodes, a.prices, most, D) - 1e-12
 
+def built(table, remaining=10 ** 6, **settings):
+    """The tree of a new builder, and how many forwards it took."""
+    expand = table_expand(table)
+    expand.remaining = remaining
+    tree = priced.PctCost(**settings)(expand, ROOTS)
+    return len(tree.tokens), expand.calls
+
 def test_where_the_equations_hold_with_equality():
     """Eq. 4 and 5: what is worth exactly its price is drafted.  What gains nothing is not verified.
     """
-    sure = table_expand(torch.eye(3, dtype=torch.float64))
-    priced.pct_cost(sure, ROOTS, cost=1.0, node_price=0.0, depth=4)      # r = 2/2 = 3/3 = 4/4
-    assert sure.calls == 4
-    half = table_expand(torch.tensor([[0.5, 0.0]]).repeat(2, 1))
-    priced.pct_cost(half, ROOTS, cost=0.0, node_price=0.25, start=0.25)  # r = 1.5/1.5, s p = .25
-    assert half.calls == 2
-    tree = priced.pct_cost(half, ROOTS, cost=0.0, node_price=0.5, depth=1)
-    assert len(tree.tokens) == 1                                         # 1.5/1.5 = 1/1
+    sure = torch.eye(3, dtype=torch.float64)
+    half = torch.tensor([[0.5, 0.0]]).repeat(2, 1)
+    _, calls = built(sure, cost=1.0, node_price=0.0, start=0.0, depth=4)   # r = 2/2 = 3/3 = 4/4
+    assert calls == 4
+    _, calls = built(half, cost=0.0, node_price=0.25, start=0.25)          # r = 1.5/1.5, s p = .25
+    assert calls == 2
+    nodes, _ = built(half, cost=0.0, node_price=0.5, start=0.0, depth=1)
+    assert nodes == 1                                                      # 1.5/1.5 = 1/1
 
 # ---------------------------------------------------------------- whether a round drafts: Eq. 6
 def test_a_round_drafts_where_drafting_lately_gained_what_it_took():
     """Otherwise N_0 is verified, and the mean gain rises.  Rounds of the other kind draft."""
     silent = [0, 0]
-    for seed in range(0, 260):
+    for seed in range(260):
         a = case(seed)
         cost, price, start = a.prices
-        chain = suggested((ROOT,), 1.0, a.gram, price, min(a.settings.get("chain", 0), a.remaining))
+        most = min(a.settings.get("chain", 0), a.remaining)
+        chain = suggested((ROOT,), 1.0, a.gram, price, most)
         counts = range(min(len(chain), a.settings["max_nodes"]) + 1)
         rates = [rate(chain, list(chain)[:n], a.prices, 0) for n in counts]
         n = rates.index(max(rates))
         worth, time = seed // 5 % 2, 0.55
         gain = time * rates[n] * (1.001 if worth else 0.999)
-        a.expand.history = history = priced.History()
-        history.means = {n > 0: [gain, time], n == 0: [9.0, 0.0]}
-        tree = a.build()
+        a.build.gains.means = means = {
+            ("draft", n > 0): [gain, time], ("draft", n == 0): [9.0, 0.0]}
+        tree = a.build(a.expand, ROOTS)
         assert (a.expand.calls > 0) == worth
         if not a.expand.calls:
             assert paths(tree) == {path[1:] for path in list(chain)[:n]}
-            assert history.means[n > 0] == [pytest.approx(gain + 0.01 * time * rates[n]), time]
+            assert means["draft", n > 0] == [pytest.approx(gain + 0.05 * 0.02), time]
             silent[n > 0] += 1
     assert min(silent) > 20, "the root alone, and chains that are good enough alone"
 
+PRICES = dict(cost=0.1, node_price=0.01, start=0.1)
+
+def rounds_of(build, expand, accepted, rounds, root=ROOTS):
+    """Decode with a builder -> [(nodes, whether it drafted)].  `accepted` nodes are right."""
+    expand.remaining, found = 10 ** 6, []
+    for _ in range(rounds):
+        calls = getattr(expand, "calls", 0)
+        nodes = len(build(expand, root).tokens) - 1
+        found.append((nodes, getattr(expand, "calls", 0) > calls))
+        expand.remaining -= min(nodes, accepted) + 1
+    return found
+
 @pytest.mark.parametrize("confidence, accepted, worth", [
-    (0.9, 1, False), (0.6, 2, True), (0.05, 0, False)])
+    (0.9, 1, False), (0.9, 0, False), (0.6, 2, True), (0.05, 0, False)])
 def test_the_gain_is_counted_in_realised_tokens(confidence, accepted, worth):
-    """A drafter that is sure of itself and wrong stops drafting, and tries again now and then.
+    """A drafter that is sure of itself and wrong stops drafting, in later sequences, too.
 
-    accepted: the depth to which its tokens are right.
+    Tries cost RETRY of a plain step a round at most.
     """
-    expand = table_expand(torch.tensor([[confidence, 0.0]]).repeat(2, 1))
-    expand.remaining = 10 ** 6
-    means, drafted, last = None, 0, None
-    for _ in range(400):
-        calls = expand.calls
-        tree = priced.pct_cost(expand, ROOTS, cost=0.1, node_price=0.01, start=0.1)
-        n, D = len(tree.tokens) - 1, expand.calls - calls
-        if last is not None:                     # what the round before gave and took
-            gain, time = last
-            means = [means[0] + 0.05 * (gain - means[0]), means[1] + 0.05 * (time - means[1])]
-        if D:
-            time = 0.1 * D + 0.01 * n + 0.1 * (n > 0)
-            means = means or [sum(confidence ** (i + 1) for i in range(n)), time]
-        else:
-            assert n == 0 and means[0] < means[1]
-            means = [means[0] + 0.01 * means[1], means[1]]
-        assert expand.history.means == {False: pytest.approx(means)}
-        new = min(n, accepted) + 1
-        last = (new - 1, time) if D else None
-        expand.remaining -= new
-        drafted += D > 0
-    assert drafted == 400 if worth else 0 < drafted < 250
+    build = priced.PctCost(**PRICES)
+    taken = []
+    for _ in range(4):
+        expand = table_expand(torch.tensor([[confidence, 0.0]]).repeat(2, 1))
+        before = expand.calls
+        found = rounds_of(build, expand, accepted, 400)
+        time = 0.1 * (expand.calls - before) + sum(0.01 * n + 0.1 * (n > 0) for n, _ in found)
+        lost = time - sum(min(n, accepted) for n, _ in found)
+        taken.append(lost / 400)
+    assert all(drafted for _, drafted in found) == worth
+    assert worth or max(taken[1:]) < 0.03, "at least .97 of plain decoding"
 
-def test_without_remaining_every_round_drafts():
-    expand = table_expand(torch.tensor([[0.05, 0.0]]).repeat(2, 1))
-    for rounds in range(1, 30):
-        priced.pct_cost(expand, ROOTS, cost=0.5)
-        assert expand.calls == rounds
+def test_max_grams_chain_that_is_always_wrong_is_left_out():
+    """By the length of the match that it begins with: sure chains stay."""
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    gram = MaxGram(confidence=[0.3, 0.5, 0.6, 0.9])
+    gram.commit(text)
+    build = priced.PricedChain(gram, node_price=0.01, start=0.1)
+    expand = partial(print)
+    wrong = rounds_of(build, expand, 0, 300, torch.tensor([7]))            # 7 was followed by 1
+    assert wrong[0][0] > 0 and np.mean([nodes > 0 for nodes, _ in wrong[200:]]) < 0.2
+    right = rounds_of(build, expand, 9, 20, torch.tensor([4]))             # 1 2 3 4 by 5
+    assert all(nodes > 0 for nodes, _ in right)
 
-# ---------------------------------------------------------------- Max-Gram alone
 def test_max_grams_chain_has_the_length_of_the_highest_rate():
     """Of all lengths, by brute force; none where nothing is worth its price."""
     rng, lengths = random.Random(0), []
@@ -251,12 +263,11 @@ def test_max_grams_chain_has_the_length_of_the_highest_rate():
         confidence = sorted(rng.random() for _ in range(5))
         gram, root = MaxGram([0, 2, 3, 1], confidence), rng.randrange(4)
         gram.commit(text)
-        remaining, most = rng.randint(1, 24), rng.choice([3, 99])
+        expand = partial(print)
+        expand.remaining, most = rng.randint(1, 24), rng.choice([3, 99])
         price, start = rng.choice([0.01, 0.05, 0.3]), rng.choice([0.0, 0.1, 0.6])
-        tree = priced.priced_chain(SimpleNamespace(remaining=remaining), torch.tensor([root]), gram,
-                                   price, start, most)
-        deepest = min(remaining, most)
-        chain, found = brute_force(text, [root], deepest, bigram=[0, 2, 3, 1])
+        tree = priced.PricedChain(gram, price, start, most)(expand, torch.tensor([root]))
+        chain, found = brute_force(text, [root], min(expand.remaining, most), bigram=[0, 2, 3, 1])
         joints = [1.0]
         for length in found:
             joints.append(joints[-1] * confidence[min(length, 4)])
@@ -270,3 +281,73 @@ def test_max_grams_chain_has_the_length_of_the_highest_rate():
         lengths.append(n)
     assert 40 < lengths.count(0) < 160 and max(lengths) > 10
 
+# ---------------------------------------------------------------- prices from the rounds
+class Machine:
+    """Decodes with a builder, whose clock it moves.  Prices: cost, node_price, start."""
+
+    def __init__(self, build, step=0.05, prices=(0.06, 0.012, 0.15)):
+        self.build, self.step, self.prices = build, step, prices
+        self.rng, self.time, self.disturbed = random.Random(0), 0.0, False
+        build.clock.now = lambda: self.time
+
+    def spend(self, steps):
+        slower = 1 + 3 * self.rng.random() * self.disturbed
+        self.time += self.step * steps * slower * self.rng.lognormvariate(0, 0.05)
+
+    def decode(self, rounds, likely=(0.2, 0.4, 0.7), accepted=6):
+        """Decode a sequence -> its trees' numbers of nodes.
+
+        likely: the drafter's confidences.  accepted: the most nodes that are right.
+        """
+        def forward(tokens, parents):
+            self.spend(self.prices[0])
+            p = self.rng.choice(likely)
+            return torch.tensor([[0.0, p, (1 - p) / 2, (1 - p) / 2]]).repeat(len(parents), 1)
+        expand, sizes = partial(forward), []
+        expand.remaining = 10 ** 6
+        for _ in range(rounds):
+            nodes = len(self.build(expand, ROOTS).tokens) - 1
+            self.spend(1 + self.prices[2] * (nodes > 0) + self.prices[1] * nodes)
+            expand.remaining -= 1 + min(nodes, self.rng.randint(accepted // 2, accepted))
+            sizes.append(nodes)
+        return sizes
+
+@pytest.mark.parametrize("step, prices", [
+    (0.05, (0.06, 0.012, 0.15)), (10.0, (0.15, 0.03, 0.4)), (1e-3, (0.03, 0.02, 0.0))])
+def test_prices_are_those_of_the_machine(step, prices):
+    build = priced.PctCost()
+    Machine(build, step, prices).decode(400)
+    cost, node_price, start = build.clock.prices
+    assert (cost, node_price) == pytest.approx(prices[:2], rel=0.25)
+    assert start == pytest.approx(prices[2], abs=0.15)
+
+def test_a_price_that_is_given_stays():
+    build = priced.PctCost(node_price=0.5, start=0.0)
+    Machine(build).decode(60)
+    cost, *others = build.clock.prices
+    assert others == [0.5, 0.0] and cost == pytest.approx(0.06, rel=0.2)
+    with pytest.raises(ValueError, match="below zero"):
+        priced.PctCost(cost=-1.0)
+
+def test_a_disturbance_is_forgotten():
+    """Rounds that another program makes up to four times slower, each by another factor."""
+    quiet, disturbed = [Machine(priced.PctCost()) for _ in range(2)]
+    expected = np.mean(quiet.decode(400)[200:])
+    disturbed.disturbed = True
+    disturbed.decode(150)
+    disturbed.disturbed = False
+    found = np.mean(disturbed.decode(250)[100:])
+    assert found == pytest.approx(expected, rel=0.2)
+    price = disturbed.build.clock.prices.node_price
+    assert price == pytest.approx(0.012, rel=0.3)
+
+def test_an_always_wrong_drafter_costs_little():
+    """At least .97 of plain decoding, though it is sure of itself; and it is tried again."""
+    machine = Machine(priced.PctCost())
+    machine.decode(200, (0.9, 0.95), accepted=0)
+    before = machine.time
+    sizes = machine.decode(1000, (0.9, 0.95), accepted=0)
+    assert 1000 * machine.step / (machine.time - before) > 0.97
+    assert 0 < np.count_nonzero(sizes) < 40
+    drafted = np.count_nonzero(machine.decode(200, (0.9, 0.95), accepted=9))
+    assert drafted > 100, "once it is right it drafts again"

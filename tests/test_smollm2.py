@@ -16,7 +16,7 @@ from transformers.generation import EosTokenCriteria
 import cape
 import pct
 import verify
-from beyond import priced
+from beyond import graft, priced
 from runtime import load
 from runtime.calls import read_call
 from training import smollm2
@@ -77,12 +77,12 @@ def written(model, ids, new):
 
 @pytest.mark.smollm2
 @pytest.mark.parametrize("name, build", [
-    ("glide-shared", cape.cape), ("glide-shared", priced.pct_cost), ("edd-shared", pct.pct),
+    ("glide-shared", cape.cape), ("glide-shared", priced.PctCost()), ("edd-shared", pct.pct),
     ("edd-shared", pct.eagle2), ("maxgram", None), ("mixture(glide-shared, maxgram)", None)])
 def test_the_shipped_drafters_write_what_the_model_writes(setup, name, build):
     """To the end of its turn; after some 6 000 tokens; sampled, with one seed."""
     drafter = setup.drafter(read_call(name, load.loaders(setup.checkpoint), "drafter"))
-    build = build or getattr(drafter, "graft", None) or drafter.chain
+    build = build or (drafter.chain if name == "maxgram" else graft.Graft(drafter))
     target, end = setup.target, setup.tokenizer.eos_token_id
     short = ids_of(setup, "What is 2 + 3?")
     text = written(setup.model, short, 60)
