@@ -4,9 +4,9 @@
     alpha_depth       EDD's alpha: new tokens over the depth of the trees
     c                 GLIDE's cost coefficient: a drafter forward over a plain decoding step
     expected_speedup  GLIDE's E(Spd.), of alpha, c and the chain's length
-    swi_ms, swi_pw    Cascade's standardized walltime improvement (section 5.1), a run of a model
-                      costing its share of the target's weights, or what it takes here
-    swi_clock         the same with all time spent in drafting
+    swi_ms            Cascade's standardized walltime improvement (section 5.1): a run of a model
+                      costs its share of the target's weights
+    swi_clock         the same, all drafting costing what it takes here
 
 and "by_prompt", the same of each prompt, of which paper.py makes intervals.
 """
@@ -14,7 +14,6 @@ import json
 import shlex
 from collections import Counter
 from functools import partial
-from time import perf_counter
 
 import torch
 
@@ -63,24 +62,22 @@ class Overlap(verify.Rule):
 def observed(method, seen):
     """The same method, which appends to `seen`, for each decoding, what a Record lacks.
 
-    That is an Overlap's list, and of each model of a cascade the seconds of each run.
+    That is an Overlap's list, and {number of a model of a cascade: its runs}.
     """
     models = getattr(method.pair[0], "models", []) if method.pair else []
 
-    def timed(model, seconds):
+    def counted(number, model, runs):
         align = partial(type(model).align, model)        # not that of an earlier decoding
 
         def call(*args, **more):
-            start = perf_counter()
-            found = align(*args, **more)
-            seconds.append(perf_counter() - start)
-            return found
+            runs[number] += 1
+            return align(*args, **more)
         return call
 
     def decode(ids, new_tokens, rule):
-        rule, runs = Overlap(rule), [[] for _ in models]
-        for model, seconds in zip(models, runs):
-            model.align = timed(model, seconds)
+        rule, runs = Overlap(rule), Counter()
+        for number, model in enumerate(models):
+            model.align = counted(number, model, runs)
         record = method.decode(ids, new_tokens, rule)
         seen.append((rule.of_rounds, runs))
         return record
@@ -98,18 +95,14 @@ def swi(tokens, runs, costs):
     """
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
-def overlap_of(record, overlaps):
-    """The overlap of each tested token.  overlaps: a list for each round with drafted tokens."""
-    found = []
-    for one, values in zip((one for one in record.rounds if len(one.tokens) > 1), overlaps):
-        found += values[:bench.counts([one])["tested"]]
-    return found
-
 def depth_of(parents):
     depths = [0]
     for parent in parents[1:]:
         depths.append(depths[parent] + 1)
     return max(depths)
+
+def ratio(x, y):
+    return x / y if y else None
 
 def columns(method, results, seen, size):
     """bench.row_of, and the columns at the top of this file -> dict
@@ -122,68 +115,49 @@ def columns(method, results, seen, size):
     rounds = [one for record in records for one in record.rounds]
     if not method.pair or not rounds:
         return row
-    seconds, calls = Counter(), Counter()
-    for record in records:
-        seconds.update(record.seconds)
-        calls.update(record.calls)
-    step = row["plain_ms"] / 1e3
-    models = getattr(method.pair[0], "models", None)              # None: no cascade
-    runs = [[second for _, runs in seen for second in runs[i]] for i in range(len(models or []))]
     row["alpha_depth"] = ratio(sum(len(one.new) for one in rounds),
                                sum(depth_of(one.parents) for one in rounds))
-    overlaps = [value for record, (kept, _) in zip(records, seen)
-                for value in overlap_of(record, kept)]
+    overlaps = []
+    for record, (of_rounds, _) in zip(records, seen):
+        drafted = (one for one in record.rounds if len(one.tokens) > 1)
+        for one, values in zip(drafted, of_rounds):
+            overlaps += values[:bench.counts([one])["tested"]]
     row["alpha_overlap"] = ratio(sum(overlaps), len(overlaps))
-    if len(runs) < 2:
-        # Max-Gram below a model costs next to nothing; several models differ in c.
-        forwards = sum(map(len, runs)) or calls.get("draft", 0)
-        row["c"] = ratio(seconds["draft"] / step, forwards)
+    models = getattr(method.pair[0], "models", None)              # None: no cascade
+    runs = sum((runs for _, runs in seen), Counter())
+    # All drafting, in plain decoding steps
+    drafting = sum(record.seconds.get("draft", 0.0) for record in records) / row["plain_ms"] * 1e3
+    if not models or len(models) == 1:
+        # Max-Gram costs next to nothing; several models differ in c.
+        forwards = sum(record.calls.get("draft", 0) for record in records)
+        row["c"] = ratio(drafting, runs[0] if models else forwards)
     if row.get("alpha") is not None and row.get("c"):
         gamma = max(len(one.tokens) - 1 for one in rounds)
         row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)
     if models is not None:
         # The target runs once in a round, and once for the prefill.
-        counts = [len(rounds) + len(records), *map(len, runs)]
-        weights = [model.model.num_parameters() / size for model in models]
-        measured = [ratio(sum(times) / step, len(times)) or 0.0 for times in runs]
-        row["swi_ms"] = swi(row["tokens"], counts, [1, *weights])
-        row["swi_pw"] = swi(row["tokens"], counts, [1, *measured])
-        row["swi_clock"] = row["tokens"] / (counts[0] + seconds["draft"] / step)
+        counts = [len(rounds) + len(records), *(runs[number] for number in range(len(models)))]
+        weights = [1, *(model.model.num_parameters() / size for model in models)]
+        row["swi_ms"] = swi(row["tokens"], counts, weights)
+        row["swi_clock"] = row["tokens"] / (counts[0] + drafting)
     return row
-
-def ratio(x, y):
-    return x / y if y else None
 
 # ---------------------------------------------------------------- a run
 BY_PROMPT = ("speedup", "tau", "nodes", "alpha", "alpha_overlap", "alpha_depth", "draft_ms",
-             "expected_speedup", "swi_ms", "swi_pw", "swi_clock")
+             "expected_speedup", "swi_ms", "swi_clock")
 
-def rows_of(methods, prompts, results, seen, loaded, temperature):
-    """The rows of a run: of all prompts, and of each kind of text -> list"""
-    groups = {"all": list(range(len(results)))}
-    for number, prompt in enumerate(prompts[:len(results)]):
-        parts = prompt.kind.split("/")                   # mt_bench/writing counts as mt_bench, too
-        for end in range(1, len(parts) + 1):
-            groups.setdefault("/".join(parts[:end]), []).append(number)
+def row_of(method, prompts, results, seen, loaded, temperature):
+    """A method's row, with "by_prompt"."""
     size = loaded.model.num_parameters()
-    rows = []
-    for group, numbers in groups.items():
-        of_group = [results[number] for number in numbers]
-        for method in methods:
-            kept = seen[method.name]
-            row = columns(method, of_group, [kept[number] for number in numbers], size)
-            row |= {"group": group, "lossless": None}
-            if group == "all":
-                if bench.is_comparable(method, temperature):
-                    row |= bench.losslessness(method, results, prompts, loaded.target)
-                row["by_prompt"] = []
-                for number, (found, prompt) in enumerate(zip(results, prompts)):
-                    one = columns(method, [found], [kept[number]], size)
-                    figures = {key: one[key] for key in BY_PROMPT if one.get(key) is not None}
-                    about = {"kind": prompt.kind, "question": prompt.question}
-                    row["by_prompt"].append(about | figures)
-            rows.append(row)
-    return rows
+    row = columns(method, results, seen, size) | {"lossless": None}
+    if bench.is_comparable(method, temperature):
+        row |= bench.losslessness(method, results, prompts, loaded.target)
+    row["by_prompt"] = []
+    for prompt, found, kept in zip(prompts, results, seen):
+        one = columns(method, [found], [kept], size)
+        figures = {key: one[key] for key in BY_PROMPT if one.get(key) is not None}
+        row["by_prompt"].append({"kind": prompt.kind, "question": prompt.question, **figures})
+    return row
 
 def measure(name, run, path):
     """Measure a run of figures/runs.py and write its rows to `path`."""
@@ -205,7 +179,8 @@ def measure(name, run, path):
              "target": a.target, "dtype": a.dtype, "device": a.device, "graphs": a.graphs,
              "temperature": a.temperature, "max_new_tokens": a.max_new_tokens,
              **provenance(loaded.target.device)}
-    rows = rows_of(methods, prompts, results, seen, loaded, a.temperature)
-    bench.print_table([method.name for method in methods], rows[:len(methods)])
+    rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature)
+            for method in methods]
+    bench.print_table([method.name for method in methods], rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(about | row) + "\n" for row in rows), encoding="utf-8")

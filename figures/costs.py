@@ -1,4 +1,4 @@
-"""What does a forward of n nodes cost?  T_v(n) / T_v(1), and the bandwidth of plain decoding.
+"""What does a forward of n nodes cost?  T_v(n) / T_v(1)
 
     python figures/costs.py                                       # the stand-in
     python figures/costs.py --target lmsys/vicuna-7b-v1.5 --dtype float16 --contexts 512 3072
@@ -7,8 +7,6 @@ PCT takes a verified node as free (EDD and PCT, ACL 2025, section 3.2), and GLID
 forward bound by memory (appendix D).  Both hold as far as T_v(n) / T_v(1) stays near 1.
 
     T_v(n)          seconds of a forward of the target with n nodes, a chain, after `context` tokens
-    GB/s            all weights and cached keys and values, which a plain step reads, over its
-                    seconds: beside what the memory can deliver, how honest the baseline is
     pays from tau   a tree of n - 1 drafted nodes and five forwards of a drafter (--c, in plain
                     steps) is faster than plain decoding if it yields more tokens than this
 """
@@ -29,16 +27,6 @@ from runtime.program import program
 
 NODES = 1, 2, 4, 6, 8, 16, 18, 32, 64       # of a forward
 TURNS, REPEATS = 5, 5                       # REPEATS calls are timed together, TURNS times
-
-def step_bytes(model, context):
-    """Bytes that a plain decoding step reads: weights, keys and values of the context."""
-    c = model.config
-    table = model.get_input_embeddings().weight
-    weights = model.num_parameters()        # a table that is also the head counts once
-    if model.get_output_embeddings().weight is not table:
-        weights += c.hidden_size - table.numel()               # of a table alone one row is read
-    cached = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * context
-    return (weights + cached) * table.element_size()
 
 @torch.inference_mode()
 def forward_seconds(target, ids):
@@ -78,8 +66,6 @@ def main(argv):
             ratio = seconds[n] / seconds[1]
             rows.append({"drafter": f"{n} tokens", "n": n, "context": context, "target": a.target,
                          "ms": 1e3 * seconds[n], "ratio": ratio, "least_tau": ratio + 5 * a.c})
-        bandwidth = step_bytes(loaded.model, context) / seconds[1] / 1e9
-        print(f"After {context} tokens a plain step reads {bandwidth:.1f} GB/s.")
     probe.print_rows(rows, {"n": "nodes", "context": "after", "ms": "ms",
                             "ratio": "T_v(n) / T_v(1)", "least_tau": "pays from tau"})
     probe.write_rows(a.json, rows, argv, "costs", a.device)

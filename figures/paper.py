@@ -65,42 +65,28 @@ def name_of(row):
 
 @cache
 def rows_of(run):
-    """The rows of a run -> {(method, kind of text): row}; {} where it was not measured."""
+    """The rows of a run, of all its prompts -> {method: row}; {} where it was not measured."""
     path = RESULTS / f"{run}.jsonl"
-    if not path.exists():
-        return {}
-    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-    return {(name_of(row), row.get("group", "all")): row for row in rows}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = map(json.loads, lines)
+    return {name_of(row): row for row in rows if row.get("group", "all") == "all"}
 
-def questions(run, method, key, kind="all"):
-    """A method's value on each question of a kind of text -> {question: value}, of RATIOS its log.
+def questions(run, method, key):
+    """A method's value on each question -> {question: value}, of RATIOS its logarithm.
 
-    The turns of one question count as one, by their mean.
+    "tau on story": of one kind of text.  The turns of one question count as one, by their mean.
     """
+    key, _, kind = key.partition(" on ")
     found = {}
-    row = rows_of(run).get((method, "all"), {})
-    for number, one in enumerate(row.get("by_prompt", [])):
+    for number, one in enumerate(rows_of(run).get(method, {}).get("by_prompt", [])):
         of_kind = one.get("kind", one.get("group", "all"))
-        if kind != "all" and of_kind != kind and not of_kind.startswith(f"{kind}/"):
+        if kind and of_kind != kind and not of_kind.startswith(f"{kind}/"):
             continue
         value = one.get(key)
         if value is not None and (value > 0 or key not in RATIOS):
             value = np.log(value) if key in RATIOS else value
             found.setdefault(one.get("question", number), []).append(value)
     return {question: np.mean(values) for question, values in found.items()}
-
-def value_of(run, method, key):
-    """A method's figure, or None.
-
-    A speedup is the geometric mean over the questions; all else is over all rounds of all prompts.
-    """
-    key, _, kind = key.partition(" on ")
-    if key == "speedup":
-        logs = questions(run, method, key, kind or "all")
-        if logs:
-            return float(np.exp(np.mean(list(logs.values()))))
-    row = rows_of(run).get((method, kind or "all"), {})
-    return row.get(key)
 
 @cache
 def samples(n):
@@ -112,22 +98,37 @@ def interval(values):
     means = values[samples(len(values))].mean(1)
     return np.percentile(means, [2.5, 97.5]).tolist()
 
-def compare(run, key, first, second):
-    """Two methods on the same questions -> [mean ratio or difference, low, high]; None: no rows.
+def compare(run, key, first, second=None):
+    """Two methods on the same questions -> [mean ratio or difference, low, high]; [] without rows.
 
-    second "": the first alone.
+    second None: the first method alone.
     """
-    key, _, kind = key.partition(" on ")
-    values = questions(run, first, key, kind or "all")
+    values = questions(run, first, key)
     if second:
-        others = questions(run, second, key, kind or "all")
+        others = questions(run, second, key)
         values = {question: values[question] - others[question]
                   for question in values if question in others}
     if not values:
-        return None
-    differences = np.array(list(values.values()))
-    numbers = np.array([differences.mean(), *interval(differences)])
-    return (np.exp(numbers) if key in RATIOS else numbers).tolist()
+        return []
+    values = np.array(list(values.values()))
+    numbers = np.array([values.mean(), *interval(values)])
+    return (np.exp(numbers) if is_ratio(key) else numbers).tolist()
+
+def is_ratio(key):
+    return key.partition(" on ")[0] in RATIOS
+
+def values_of(run, key, method):
+    """A method's figure -> [value], of a speedup [value, low, high]; [] without a row.
+
+    Speedups and figures of one kind of text are means over questions, all else is over all rounds.
+    """
+    found = compare(run, key, method)
+    if found and is_ratio(key) and key.startswith("speedup"):
+        return found
+    value = rows_of(run).get(method, {}).get(key)
+    if " on " in key:
+        return found[:1]
+    return [] if value is None else [value]
 
 # ---------------------------------------------------------------- tables
 def form_of(key):
@@ -136,21 +137,19 @@ def form_of(key):
     return next((form for form, keys in FORMATS.items() if key in keys), ".2f")
 
 def cell(run, method, key):
-    if (method, "all") not in rows_of(run):
+    if method not in rows_of(run):
         return "open"
-    value = value_of(run, method, key)
-    if value is None:
+    found = values_of(run, key, method)
+    if not found:
         return "–"
-    text = format(value, form_of(key))
-    if key == "speedup" and method != "plain":
-        compared = compare(run, key, method, "")
-        if compared:
-            text += f" [{compared[1]:.2f}, {compared[2]:.2f}]"
+    text = format(found[0], form_of(key))
+    if key == "speedup" and len(found) == 3 and method != "plain":
+        text += f" [{found[1]:.2f}, {found[2]:.2f}]"
     return text
 
 def provenance(run):
     """Where the rows of a run are from, in a line."""
-    rows = [row for (_, kind), row in rows_of(run).items() if kind == "all"]
+    rows = list(rows_of(run).values())
     first = rows[0]
     parts = [f"run `{run}`"]
     if "prompts" in first:
@@ -202,28 +201,22 @@ def as_written(value, text, percent=False):
     return "+" * text.startswith("+") + number
 
 def figures_of(match):
-    """A match of MARKED -> [value, low, high] by the rows; [value] of one alone; None: no row."""
+    """A match of MARKED -> [value], or [value, low, high], by the rows; []: there is no row."""
     run, key, methods = match.groups()[:3]
     first, divided, second = methods.partition(" / ")
-    value = value_of(run, first, key)
-    if divided:
-        return compare(run, key, first, second)
-    if key.startswith("speedup") and value is not None:
-        return [value, *(compare(run, key, first, "") or [])[1:]]
-    return None if value is None else [value]
+    return compare(run, key, first, second) if divided else values_of(run, key, first)
 
 def figure(match):
     """A match of MARKED -> its text by the rows; None: there is no row."""
     text, unit, bracket = match.groups()[3:]
     found = figures_of(match)
     if text == "open":
-        if found is None:
+        if not found:
             return match[0]
-        key = match[2].partition(" on ")[0]
-        sign = "+" if key not in RATIOS and len(found) > 1 else ""
-        text = f"{sign}{0:{form_of(key)}}"
-        bracket = f" [{text}, {text}]" if len(found) > 1 else None
-    if found is None or bracket and len(found) < 3:
+        sign = "" if is_ratio(match[2]) or len(found) == 1 else "+"
+        text = f"{sign}{0:{form_of(match[2])}}"
+        bracket = f" [{text}, {text}]" if len(found) == 3 else None
+    if len(found) < (3 if bracket else 1):
         return None
     percent = "%" in unit
     written = as_written(found[0], text, percent) + unit
@@ -241,9 +234,8 @@ def reproduced(line):
     above = []
     for match in MARKED.finditer(line):
         found = figures_of(match)
-        if found and len(found) == 3:
-            key = match[2].partition(" on ")[0]
-            least = float(asked[1] or (1 if key in RATIOS else 0))
+        if len(found) == 3:
+            least = float(asked[1] or is_ratio(match[2]))
             above.append(found[1] > least)
     word = "open"
     if above:
@@ -371,8 +363,8 @@ def gpu(dry=False):
 
 def show_list():
     for name, run in RUNS.items():
-        rows = list(rows_of(name).values())
-        there = f"{rows[0]['commit']}, {rows[0]['date']}" if rows else "not measured"
+        row = next(iter(rows_of(name).values()), None)
+        there = f"{row['commit']}, {row['date']}" if row else "not measured"
         print(f"{name:28} {run.minutes:4g} min  {there}")
     return 0
 

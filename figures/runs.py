@@ -69,6 +69,11 @@ RUNS = {
     "smollm2/equal-layers-sampled": Run(12, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
     "smollm2/main": Run(3, f"{SMOLLM2} --limit 9", [(["glide-shared"], ["cape", "pct-cost"])],
                         ["generate()"]),
+    # docs/speed.md; figures/grown.py --shape 80m makes work/grown-cpu
+    "grown-cpu": Run(4, f"{THIRD} --target work/grown-cpu/target --checkpoint work/grown-cpu", [
+        (["glide", "edd"], ["chain", "cape", "beam", "pct"])]),
+    "smollm2/trees": Run(5, f"{SMOLLM2} {THIRD}", [
+        (["glide-shared", "edd-shared"], ["chain", "cape", "beam", "pct"])]),
     # On a GPU: `paper.py gpu` grows work/grown and measures these
     "gpu/7b": Run(3, f"{GROWN} --graphs --limit 12", SEVEN_B, ["generate()"]),
     "gpu/7b-kernels": Run(2, f"{GROWN} --limit 4", SEVEN_B, ["generate()"]),

@@ -83,13 +83,15 @@ def tables_to_train(model, empty):
 
 # ---------------------------------------------------------------- GLIDE
 @torch.no_grad()
-def cached_kv(model, position=None):
-    """What the target caches for one token -> [(K, V) of a layer], each (1, H, 1, d).
+def cached_kv(model, position=0):
+    """What the target caches for one token at a position -> [(K, V) of a layer], (1, H, 1, d) each
 
-    Layers that share keys and values appear once.
+    Layers that share keys and values appear once.  Some targets know no positions (ALiBi).
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-    at = {} if position is None else {"position_ids": token + position}
+    at = {"position_ids": token + position}
+    if "position_ids" not in signature(model.forward).parameters:
+        at = {}
     cache = DynamicCache()
     model(input_ids=token, past_key_values=cache, use_cache=True, **at)
     cached = [(getattr(layer, "keys", None), getattr(layer, "values", None))
@@ -120,7 +122,8 @@ class AnyRope(glide.Rope):
                 partner = torch.stack((-b, a), -1).flatten(-2)
             else:
                 partner = rotate_half(turned)
-            return torch.cat((turned * cos + partner * sin, rest), -1)
+            turned = turned * cos + partner * sin
+            return torch.cat((turned, rest), -1) if rest.numel() else turned
         return rotate
 
 def rope_table(model, length, layer):
@@ -177,18 +180,16 @@ def ropes_of(model, config, length):
 
     Raises ValueError where the target does not cache the keys that a GLIDE of this Config reads.
     """
-    c = model.config.get_text_config()
-    table = rope_table(model, length, config.layers_read[-1] if config.glimpse else -1)
+    layer = config.layers_read[-1] if config.glimpse else -1
+    table = rope_table(model, length, layer)
     glimpse_rope, angles = None, table[..., :table.shape[-1] // 2]
     if config.glimpse:
-        counts = "position_ids" in signature(model.forward).parameters
-        at_0, at_2 = [cached_kv(model, position if counts else None) for position in (0, 2)]
-        for layer in config.layers_read:
-            sizes = layer < len(at_0) and (c.num_attention_heads, at_0[layer][0].shape[-1])
-            if sizes != (config.target_heads, config.target_head_size):
-                raise ValueError(f"layer {layer} of the target does not cache keys of "
-                                 f"{config.target_heads} heads of size {config.target_head_size}: "
-                                 f"{OTHER_TARGET}")
+        at_0, at_2 = cached_kv(model, 0), cached_kv(model, 2)
+        sizes = config.target_heads, config.target_head_size
+        heads = model.config.get_text_config().num_attention_heads
+        if layer >= len(at_0) or sizes != (heads, at_0[layer][0].shape[-1]):
+            raise ValueError(f"layer {layer} of the target does not cache keys of {sizes[0]} heads "
+                             f"of size {sizes[1]}: {OTHER_TARGET}")
         glimpse_rope, angles = rope_of(model, table, at_0[layer][0], at_2[layer][0])
     d = config.width // config.heads
     s, rest = divmod(2 * angles.shape[-1], d)

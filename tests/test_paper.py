@@ -12,7 +12,6 @@ from runs import RUNS
 import bench
 import verify
 
-
 def test_the_interval_against_all_resamples():
     values = [0.1, 0.5, 0.9, 0.2]
     means = sorted(np.mean(sample) for sample in product(values, repeat=4))              # 256
@@ -56,7 +55,7 @@ def test_ratios_and_differences_are_paired_over_questions(page):
     assert difference == pytest.approx((1.5 + 0.5 - 1) / 3) and low < 0 < high
     of_chats, _, _ = paper.compare("run", "tau on chat", "d x fast", "d x slow")
     assert of_chats == pytest.approx(1.0)
-    assert paper.value_of("run", "d x slow", "speedup") == pytest.approx((1 * 2 * 3) ** (1 / 3))
+    assert paper.values_of("run", "speedup", "d x slow")[0] == pytest.approx((1 * 2 * 3) ** (1 / 3))
 
 def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(page):
     text = ("<!--run tau: d x fast-->0.0 and <!--run speedup: d x fast / d x slow-->9x [9, 9], "
@@ -103,7 +102,8 @@ def test_columns_of_two_rounds_by_hand():
     record = bench.Record([0, 5, 6, 7, 8], rounds, seconds, {"draft": 4})
     method = bench.Method("d x t", None, "d", "t", (object(), None))
     result = [{"plain": plain, "d x t": record}]
-    found = columns.columns(method, result, [([[0.5, 0.25, 0.1], [0.25, 0.75]], [])], 1)
+    seen = [([[0.5, 0.25, 0.1], [0.25, 0.75]], columns.Counter())]
+    found = columns.columns(method, result, seen, 1)
     assert found["alpha_depth"] == 4 / 5 and found["c"] == pytest.approx(0.1)
     assert found["alpha_overlap"] == pytest.approx((0.5 + 0.25 + 0.1 + 0.25) / 4)
 
