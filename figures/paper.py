@@ -279,9 +279,9 @@ def write():
         found, missing = filled(text)
         if found != text:
             page.write_text(found, encoding="utf-8")
-            print(f"written: {page.relative_to(ROOT)}")
+            print(f"written: {page.name}")
         for each in missing:
-            print(f"{page.relative_to(ROOT)}: no row for {each}", file=sys.stderr)
+            print(f"{page.name}: no row for {each}")
     return 0
 
 def check(which=None):
@@ -294,17 +294,12 @@ def check(which=None):
         text = page.read_text(encoding="utf-8")
         found, missing = filled(text)
         wrong += [f"{page.name}: no row for {each}" for each in missing]
-        for number, (old, new) in enumerate(zip(text.split("\n"), found.split("\n")), 1):
-            if old != new:
-                wrong.append(f"{page.name}, line {number}: not what the rows give\n"
-                             f"  is     {old}\n  should {new}")
-                break
+        pairs = zip(text.split("\n"), found.split("\n"))
+        wrong += [f"{page.name}, line {number}: {old}\n  should be {new}"
+                  for number, (old, new) in enumerate(pairs, 1) if old != new]
         wrong += [f"{page.name}, line {line}: {bare} names no row" for line, bare in unmarked(text)]
-    if wrong:
-        print(*wrong, sep="\n", file=sys.stderr)
-        return 1
-    print("holds")
-    return 0
+    print(*wrong or ["holds"], sep="\n", file=sys.stderr if wrong else sys.stdout)
+    return 1 if wrong else 0
 
 # ---------------------------------------------------------------- the command line
 def measure(names, dry=False):
@@ -318,6 +313,7 @@ def measure(names, dry=False):
         run = RUNS[name]
         path = (ROOT / "work" / "dry" if dry else RESULTS) / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
+        print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
         flags = run.flags
         if dry:
             flags = flags.replace("--graphs", "").replace("work/grown", "work/dry/grown")

@@ -81,7 +81,7 @@ def test_a_claim_is_reproduced_where_all_intervals_are_above(page):
 def test_check_sees_wrong_figures_and_figures_without_a_source(page, capsys):
     page("<!--run tau: d x fast-->3.0, <!--given-->2.17x of GLIDE, `1.5x`, section 3.2\n")
     assert paper.check() == 0 and capsys.readouterr().out.endswith("holds\n")
-    for text, said in (("<!--run tau: d x fast-->3.1\n", "not what the rows give"),
+    for text, said in (("<!--run tau: d x fast-->3.1\n", "should be <!--run tau: d x fast-->3.0"),
                        ("about 2x\n", "2x names no row"),
                        ("<!--run tau: e x fast-->3.1\n", "no row for")):
         (paper.ROOT / "docs" / "page.md").write_text(text)
