@@ -53,7 +53,6 @@ N = 10                           # tokens proposed at once (section 5.2)
 # entry is for longer matches, too.  This table is used where none is stored beside the bigram.
 # Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
-LENGTHS = len(CONFIDENCE) - 1
 
 # ---------------------------------------------------------------- the bigram
 def build_bigram(sequences, vocab):

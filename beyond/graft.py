@@ -46,7 +46,7 @@ import torch
 
 from beyond import priced
 from cape import constant
-from maxgram import LENGTHS
+from maxgram import CONFIDENCE
 from pct import DEPTH, MAX_NODES, WIDTH, Candidates
 
 CHAIN = 16              # the most suggested tokens after one node
@@ -156,7 +156,7 @@ class Mixture:
     def weight(self, p, lengths):
         """w of Eq. 2 (k, 1), from p and the lengths of the matches, (k, 1) each."""
         a, b, c = self.agreement
-        lengths = lengths.clamp(max=LENGTHS).to(p)
+        lengths = lengths.clamp(max=len(CONFIDENCE) - 1).to(p)
         p = p.clamp(1e-6, 1 - 1e-6)
         rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
         # From rho = (1 - w) p + w.  Where the drafter's own p is above rho, nothing is mixed in.

@@ -25,7 +25,7 @@ from runtime.errors import UserError
 from runtime.program import program, write_atomically
 from training.documents import Report, encoded, plain_ids
 
-def measure_confidence(texts, bigram, lengths=maxgram.LENGTHS):
+def measure_confidence(texts, bigram, lengths=len(maxgram.CONFIDENCE) - 1):
     """How often the first proposed token is right, by length of match -> list (lengths + 1,).
 
     texts: lists of ids on which the bigram was not counted; each is replayed token by token.  A
