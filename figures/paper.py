@@ -99,9 +99,9 @@ def interval(values):
     return np.percentile(means, [2.5, 97.5]).tolist()
 
 def compare(run, key, first, second=None):
-    """Two methods on the same questions -> [mean ratio or difference, low, high]; [] without rows.
+    """Two methods on the same questions -> [mean ratio or difference, low, high]
 
-    second None: the first method alone.
+    second None: the first method alone.  [] without rows; one question has no interval.
     """
     values = questions(run, first, key)
     if second:
@@ -111,7 +111,7 @@ def compare(run, key, first, second=None):
     if not values:
         return []
     values = np.array(list(values.values()))
-    numbers = np.array([values.mean(), *interval(values)])
+    numbers = np.array([values.mean(), *(interval(values) if len(values) > 1 else [])])
     return (np.exp(numbers) if is_ratio(key) else numbers).tolist()
 
 def is_ratio(key):
