@@ -69,8 +69,6 @@ WEIGHT_DECAY = 0.01
 FORWARD = 2048                  # tokens of one forward pass of the target, with padding
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
-HELD_OUT = 2 ** 14              # held-out tokens whose loss is measured
-HELD_OUT_BLOCK = 5              # EDD's block length there; in training it is random
 # The names of modules whose weight stacks several matrices of one size, and how many
 STACKED = {"qkv": 3, "up": 2}
 
@@ -81,7 +79,6 @@ def parser():
     flag("drafters", nargs="+", help=f"{', '.join(models.RECIPES)}; or calls with settings: "
          '"top=glide(layer=23)" is saved in the folder top')
     flag("--target", default=str(STAND_IN), help="folder or hub name")
-    flag("--revision", help="of the target on the hub: a branch, a tag, a commit")
     flag("--trust-remote-code", action="store_true", help="run the target's own code")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     flag("--data", nargs="+", required=True,
@@ -249,21 +246,8 @@ def block_of_step(module, seed, step):
 
     All other drafters ignore it: for them any number will do.
     """
-    low, high = getattr(module.config, "blocks", (HELD_OUT_BLOCK, HELD_OUT_BLOCK))
+    low, high = getattr(module.config, "blocks", (1, 1))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
-
-@torch.no_grad()
-def held_out_losses(modules, frozen, tokens, pieces):
-    """The mean loss of {name: module} over about HELD_OUT tokens of held-out pieces."""
-    pieces = pieces_of_epoch(pieces, HELD_OUT, seed=0, epoch=0)[0]     # the same each time
-    count = max(1, labels_in(tokens, pieces))
-    losses = dict.fromkeys(modules, 0.0)
-    for part in parts_of(pieces, FORWARD):
-        batch = frozen.batch(tokens, part)
-        for name, module in modules.items():
-            loss = masked_loss(module, batch, HELD_OUT_BLOCK, frozen.chunk_size)
-            losses[name] += loss.item() / count
-    return losses
 
 # ---------------------------------------------------------------- the update
 def optimizers_of(modules, kind):
@@ -336,19 +320,24 @@ def noted_signals():
         for number, handler in zip(numbers, before):
             signal.signal(number, handler)
 
-# ---------------------------------------------------------------- the state
-def save(path, step, modules, optimizers, command):
+# ---------------------------------------------------------------- the log and the state
+def log(out, row):
+    """Append a row to the log.  Rank 0 alone does."""
+    if rank_and_world()[0] == 0:
+        with open(out / "log.jsonl", "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+def save(out, step, modules, optimizers, command):
     """Write all that a resumed run needs, whole or not at all."""
     state = {"step": step, "command": command,
              "drafters": {name: module.state_dict() for name, module in modules.items()},
              "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
-    part = path.with_suffix(".part")
-    torch.save(state, part)
-    os.replace(part, path)
+    torch.save(state, out / "state.part")
+    os.replace(out / "state.part", out / "state.pt")
 
-def resume(path, modules, optimizers, command):
+def resume(out, modules, optimizers, command):
     """Restore what save() wrote -> the number of steps done."""
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    state = torch.load(out / "state.pt", map_location="cpu", weights_only=True)
     if state["command"] != command:
         raise UserError("--resume: repeat the interrupted run's command, "
                         f"python train.py {shlex.join(state['command'])} --resume")
@@ -359,25 +348,16 @@ def resume(path, modules, optimizers, command):
     return state["step"]
 
 # ---------------------------------------------------------------- the loop
-def fit(modules, optimizers, frozen, data, steps, measure, argv, a):
+def fit(modules, optimizers, frozen, data, steps, measure, command, a):
     """Train {name: module} for `steps` steps -> {name: metrics}.  measure() gives these metrics."""
     rank, world = rank_and_world()
-    state, log_file = Path(a.out) / "state.pt", Path(a.out) / "log.jsonl"
-    command = [word for word in argv if word not in ("--resume", "--overwrite")]
-    start = resume(state, modules, optimizers, command) if a.resume else 0
-    on_cuda = frozen.device.type == "cuda"
-    in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and on_cuda)
+    out = Path(a.out)
+    start = resume(out, modules, optimizers, command) if a.resume else 0
+    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     peak = a.lr or 5e-4 * math.sqrt(4096 / frozen.target.config.get_text_config().hidden_size)
     order = pieces_of_steps(pieces_of(data.documents, a.length), a.batch * a.length, a.seed, start)
     limit = min(FORWARD, math.ceil(a.batch * a.length / world))        # tokens of a forward
-
-    def log(row):
-        if rank == 0:
-            with open(log_file, "a") as file:
-                file.write(json.dumps(row) + "\n")
-
-    log({"command": "python train.py " + shlex.join(argv), "step": start})
     saved_at = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
     with noted_signals() as signals, bar:
@@ -404,21 +384,21 @@ def fit(modules, optimizers, frozen, data, steps, measure, argv, a):
             done = step + 1
 
             # Log, evaluate
-            log({"step": done, "loss": losses})
+            log(out, {"step": done, "loss": losses})
             bar.set_postfix(losses, refresh=False)
             if done % a.every == 0 and done < steps:
-                log({"step": done, "metrics": measure()})
+                log(out, {"step": done, "metrics": measure()})
 
             # Save
-            due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
-            if rank == 0 and (due or interrupted):
-                save(state, done, modules, optimizers, command)
+            is_due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
+            if rank == 0 and (is_due or interrupted):
+                save(out, done, modules, optimizers, command)
                 saved_at = time.monotonic()
             if interrupted:
                 raise UserError(f"stopped after {done} of {steps} steps: the same command with "
                                 "--resume goes on")
     metrics = measure()
-    log({"step": steps, "metrics": metrics})
+    log(out, {"step": steps, "metrics": metrics})
     return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
@@ -428,53 +408,44 @@ def train(a, device, calls, argv):
     device: this process's own.  argv: the command line, for the record.
     """
     rank, _ = rank_and_world()
+    out = Path(a.out)
     # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # The target is frozen
+    # The target, frozen
     dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
-    target, tokenizer = load_target(a.target, dtype, device, revision=a.revision,
-                                    trust=a.trust_remote_code)
+    target, tokenizer = load_target(a.target, dtype, device, trust=a.trust_remote_code)
     target.requires_grad_(False)
     about_target = fingerprint(target, tokenizer)
     # The data
     data = documents.load(a.data, tokenizer, (a.template, a.template_args), about_target,
-                          Path(a.out) / "data", keep=a.resume)
+                          out / "data", keep=a.resume)
     pieces = pieces_of(data.documents, a.length)
     if pieces[:, 1].sum() <= a.length:                   # hardly what one wants to learn from
         raise UserError("--data has too few tokens: give more text, or less --length")
     steps = a.steps or steps_in_epoch(pieces, a.batch * a.length)
     # The drafters
-    modules = {}
+    modules, drafters = {}, {}               # what learns, and what decodes with it
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # the same whatever else the run trains
         modules[name] = models.new(call, target, a.length, data.tokens)
-    drafters = {name: models.drafter_of(calls[name].name, module)
-                for name, module in modules.items()}
+        drafters[name] = models.drafter_of(call.name, modules[name])
     frozen = FrozenTarget(target, modules, drafters)
+    optimizers = optimizers_of(modules, a.optimizer)
     prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
     decoding = any_target(target)
 
     def measure():
-        eos = target.generation_config.eos_token_id
-        eos = () if eos is None else eos
-        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds, eos)
-        losses = held_out_losses(modules, frozen, data.tokens, pieces_of(data.held_out, a.length))
-        for name, loss in losses.items():
-            metrics[name]["held_out_loss"] = loss
-            shown = [f"{key} {value:.3f}" for key, value in metrics[name].items()
-                     if key != "by_kind"]
-            if rank == 0:
-                tqdm.write(f"{name}: {', '.join(shown)}")
+        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
+        for name, found in metrics.items() if rank == 0 else ():
+            tqdm.write("{}: alpha {alpha:.3f}, tau {tau:.2f}".format(name, **found))
         return metrics
 
-    optimizers = optimizers_of(modules, a.optimizer)
-    metrics = fit(modules, optimizers, frozen, data, steps, measure, argv, a)
-    if rank > 0:
-        return
-    for name, module in modules.items():
+    command = [word for word in argv if word not in ("--resume", "--overwrite")]
+    metrics = fit(modules, optimizers, frozen, data, steps, measure, command, a)
+    for name, module in modules.items() if rank == 0 else ():
         about = {
             "kind": calls[name].name,
-            "command": "python train.py " + shlex.join(argv),
+            "command": "python train.py " + shlex.join(command),
             "date": time.strftime("%Y-%m-%d"),
             "seed": a.seed,
             "steps": steps,
@@ -482,29 +453,29 @@ def train(a, device, calls, argv):
             "validation": metrics[name],
             "target": about_target,
         }                                    # models.save adds the config and the commit
-        models.save(Path(a.out) / name, module, tokenizer, about)
-        print(f"saved {Path(a.out) / name}")
-    (Path(a.out) / "state.pt").unlink()
+        models.save(out / name, module, tokenizer, about)
+        print(f"saved {out / name}")
+    if rank == 0:
+        (out / "state.pt").unlink()
 
 @program
 def main(argv):
     a = parser().parse_args(argv)
     calls = models.calls_of(a.drafters)
     check(a, calls)
-    _, world = rank_and_world()
-    device = a.device
-    if world > 1:
-        if device == "cuda":
-            device = f"cuda:{os.environ['LOCAL_RANK']}"
-            torch.cuda.set_device(device)
-        # The first process may prepare the data for long, while the others wait.
-        dist.init_process_group("nccl" if device.startswith("cuda") else "gloo",
-                                timeout=timedelta(hours=3))
+    device, (_, world) = a.device, rank_and_world()
+    if world == 1:
+        return train(a, device, calls, argv)
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    # The first process may prepare the data for long, while the others wait.
+    backend = "nccl" if device.startswith("cuda") else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(hours=3))
     try:
         train(a, device, calls, argv)
     finally:
-        if world > 1:
-            dist.destroy_process_group()
+        dist.destroy_process_group()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -23,6 +23,8 @@ def program(run):
     @functools.wraps(run)
     def main(argv=None):
         name = Path(run.__code__.co_filename).name
+        if hasattr(sys.stdout, "reconfigure"):           # a terminal may lack some characters
+            sys.stdout.reconfigure(errors="replace")
         try:
             return run(sys.argv[1:] if argv is None else argv) or 0
         except SENTENCES as why:

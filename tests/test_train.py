@@ -33,7 +33,6 @@ def brief(monkeypatch):
     """Few prompts and pieces to measure drafters on."""
     monkeypatch.setattr(evaluate, "PROMPTS", 2)
     monkeypatch.setattr(evaluate, "NEW", 12)
-    monkeypatch.setattr(train, "HELD_OUT", 96)
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -191,14 +190,15 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(target, tmp_pa
     names, out = ["glide", "edd", "small"], tmp_path / "out"
     argv = flags(target, out, "--lr", "2e-2", "--steps", "50", "--every", "25", names=names)
     assert train.main(argv) == 0
-    command, *log = [json.loads(line) for line in open(out / "log.jsonl")]
+    log = [json.loads(line) for line in open(out / "log.jsonl")]
     about = about_of(out, "glide")
-    assert about["command"] == command["command"] == "python train.py " + shlex.join(argv)
+    assert about["command"] == "python train.py " + shlex.join(argv)
     assert [row["step"] for row in log if "loss" in row] == list(range(1, 51))
-    first, last = [row["metrics"] for row in log if "metrics" in row]
+    losses = [row["loss"] for row in log if "loss" in row]
+    _, last = [row["metrics"] for row in log if "metrics" in row]
     for name in names:
         assert last[name] == about_of(out, name)["validation"]
-        assert last[name]["held_out_loss"] < first[name]["held_out_loss"]
+        assert losses[-1][name] < 0.8 * losses[0][name], name
     assert (about["kind"], about["seed"], about["tokens_seen"]) == ("glide", 0, 50 * 3 * 40)
     model, tokenizer = load.load_target(target / "model", "float32", "cpu")
     assert about["target"] == load.fingerprint(model, tokenizer)
@@ -280,7 +280,7 @@ def test_two_processes_are_one(target, tmp_path, monkeypatch):
     for name in names:
         first, second = (about_of(tmp_path / run, name)["validation"] for run in ("one", "two"))
         assert first["tau"] == second["tau"]
-        assert first["held_out_loss"] == pytest.approx(second["held_out_loss"], rel=1e-4)
+        assert first["temperature"] == second["temperature"]
 
 # ---------------------------------------------------------------- names
 def start(text, model, tokens=np.arange(12)):
@@ -379,7 +379,7 @@ def test_parts_of_a_step_fit_with_their_padding():
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
                                   "glide-shared(words=5)"])
 def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text):
-    """Value and gradients: all at once, and five positions at a time; and the held-out mean.
+    """Value and gradients: all at once, and five positions at a time.
 
     The oracle: each document alone, without padding, by the drafter's own terms.
     """
@@ -396,12 +396,11 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
         loss.backward()
         found.append([loss, *(p.grad for p in module.parameters())])
     module.zero_grad()
-    total, count = 0.0, 0
+    total = 0.0
     for start_, size in pieces:
         given = torch.from_numpy(tokens[start_:start_ + size].astype("i8"))
         batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size]]))
         is_label = given[1:] >= 0
-        count += int(is_label.sum())
         for x, labels, mask in module.terms(batch, 5):
             mask = is_label if mask is None else is_label & mask[0, :-1]
             total = total + module.loss_of(x[0, :-1][mask], labels[0, :-1][mask])
@@ -410,8 +409,6 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
     for ours in found:
         for value, oracle in zip(ours, expected):
             torch.testing.assert_close(value, oracle, atol=1e-5, rtol=1e-4)
-    held_out = train.held_out_losses({"x": module}, frozen, tokens, pieces)
-    assert held_out["x"] == pytest.approx(total.item() / count), "with blocks of five"
 
 def test_block_lengths_are_uniform_and_known_by_the_step():
     """EDD, 3.1.  Drafters of one range have the same in each step."""
@@ -459,7 +456,7 @@ def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
         token = text[position] if position < len(text) else 0
         return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
     found = evaluate.measure(verify.Target(llama), {"x": Positional(at)}, [(prompt, kind)],
-                             ["a", "b"], ())
+                             ["a", "b"])
     # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
     # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)

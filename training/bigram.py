@@ -54,12 +54,11 @@ def main(argv):
     flag = p.add_argument
     flag("--data", nargs="+", required=True, help="as of train.py")
     flag("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
-    flag("--revision", help="of the tokenizer on the hub")
     flag("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     flag("--template", help="chat format, as of train.py")
     flag("--out", required=True, help="JSON file to write")
     a = p.parse_args(argv)
-    tokenizer = load.load_tokenizer(a.tokenizer, revision=a.revision, trust=a.trust_remote_code)
+    tokenizer = load.load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
     vocab = max(tokenizer.get_vocab().values()) + 1
     template = chats.template_of(a.template, tokenizer)
     learned, held_out, report = [], [], Report()

@@ -1,6 +1,6 @@
 """How well draft models draft: they decode a few held-out prompts with verify.generate.
 
-    metrics = measure(target, drafters, prompts, kinds, eos)
+    metrics = measure(target, drafters, prompts, kinds)
 
 Of each drafter, on chains of five, in greedy decoding:
 
@@ -94,17 +94,17 @@ def metrics_of(total):
     return {"alpha": total["right"] / max(1, total["tested"]),
             "tau": total["new"] / max(1, total["rounds"])}
 
-def measure(target, drafters, prompts, kinds, eos):
+def measure(target, drafters, prompts, kinds):
     """Measure {name: drafter} -> {name: {"alpha", "tau", "temperature", "by_kind"}}
 
     target: a verify.Target.  prompts: of prompts_of.  kinds: the names of the kinds of text.
     """
-    metrics = {}
+    metrics, eos = {}, target.model.generation_config.eos_token_id
     for name, drafter in drafters.items():
         by_kind, predictions = {}, []
         drafter.temperature = 1.0
         for ids, kind in prompts:
-            total, found = decode(target, drafter, ids, eos)
+            total, found = decode(target, drafter, ids, () if eos is None else eos)
             by_kind.setdefault(kinds[kind], Counter()).update(total)
             predictions += found[:FITTED - len(predictions)]
         metrics[name] = metrics_of(sum(by_kind.values(), Counter()))

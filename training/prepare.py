@@ -22,7 +22,6 @@ from training.documents import Report, encoded, marked, prepare, read
 
 def show(paths, tokenizer, template, vocab, limit):
     """Print the first `limit` documents of each form, as they are learned, then the counts."""
-    sys.stdout.reconfigure(errors="replace")             # a terminal may not have all characters
     report, shown = Report(), {}
     for document, parts in encoded(paths, tokenizer, template, vocab, report):
         shown[document.form] = shown.get(document.form, 0) + 1
@@ -37,7 +36,6 @@ def main(argv):
     p.add_argument("files", nargs="+", help="files or folders of text, chats or token ids")
     p.add_argument("--tokenizer", required=True,
                    help="folder or hub name: the target's; smollm2")
-    p.add_argument("--revision", help="of the tokenizer on the hub")
     p.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     p.add_argument("--template",
                    help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
@@ -48,7 +46,7 @@ def main(argv):
     a = p.parse_args(argv)
     if (a.out is None) == (a.show is None):
         raise UserError("give --out, a folder to write, or --show, a number of documents to print")
-    tokenizer = load_tokenizer(a.tokenizer, revision=a.revision, trust=a.trust_remote_code)
+    tokenizer = load_tokenizer(a.tokenizer, trust=a.trust_remote_code)
     template = chats.template_of(a.template, tokenizer, a.template_args)
     vocab = max(tokenizer.get_vocab().values()) + 1
     if a.show is not None:

@@ -27,7 +27,6 @@ def main(argv):
     p = argparse.ArgumentParser(description="Let a target write text for its drafters.")
     flag = p.add_argument
     flag("--target", default=str(load.STAND_IN), help="folder or hub name of the target")
-    flag("--revision", help="of the target on the hub")
     flag("--trust-remote-code", action="store_true", help="run the target's own code")
     flag("--data", nargs="+", required=True, help="files of questions, chats or other text")
     flag("--template", help="chat format, as for train.py")
@@ -48,8 +47,7 @@ def main(argv):
         raise UserError("--batch and --length must be above 0, --temperature 0 or above")
     out = batched.check_out(a.out, a.resume, a.overwrite)
     dtype = "auto" if a.device.startswith("cuda") else a.dtype
-    target, tokenizer = load.load_target(a.target, dtype, a.device, revision=a.revision,
-                                         trust=a.trust_remote_code)
+    target, tokenizer = load.load_target(a.target, dtype, a.device, trust=a.trust_remote_code)
     capacity = context_of(target.config.get_text_config())
     if a.length > capacity:
         raise UserError(f"--length {a.length} is more than the target's context of {capacity}")
