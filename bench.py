@@ -448,6 +448,7 @@ def parser():
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=at_least(1), help=f"at most so many prompts (of the project's own: {FEW})")
     flag("--template", help="chat template: plain, question, vicuna, or a Jinja file")
+    flag("--template-args", help="JSON for the template, as '{\"enable_thinking\": false}'")
     flag("--max-new-tokens", type=at_least(1), default=128, help="for each prompt")
     flag("--temperature", type=at_least(0, float), default=0.0, help="of sampling; 0 is greedy")
     flag("--seed", type=at_least(0), default=0, help="of sampling")
@@ -471,7 +472,8 @@ def main(argv):
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
     methods = methods_of(loaded, drafters, trees, a.temperature)
     limit = a.limit or (None if a.prompts else FEW)
-    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template)
+    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template,
+                           a.template_args)
     about = {
         "command": shlex.join(["python", "bench.py", *argv]),
         "target": os.path.relpath(a.target) if Path(a.target).is_dir() else a.target,

@@ -1,10 +1,8 @@
 """What every program of this project needs: a sentence for a mistake, and files written whole."""
-import argparse
 import functools
 import os
 import sys
 import tempfile
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -56,23 +54,3 @@ def write_atomically(path, write):
         write(part)
         os.chmod(part, 0o644)
         os.replace(part, path)
-
-@contextmanager
-def folder_atomically(folder, last):
-    """Yield a new folder.  Its files move into `folder` when all of them are written.
-
-    They replace files of the same names and nothing else.  last: the file by which the folder is
-    known to be complete: an old one is removed first, the new one comes last.
-    """
-    folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as part:
-        part = Path(part)
-        yield part
-        folder.mkdir(exist_ok=True)
-        (folder / last).unlink(missing_ok=True)
-        for path in sorted(part.iterdir(), key=lambda path: path.name == last):
-            os.chmod(path, 0o644)
-            os.replace(path, folder / path.name)
-
-Parser = argparse.ArgumentParser            # transition

@@ -9,10 +9,10 @@ from runtime.errors import UserError
 # limit: the most new tokens
 Prompt = namedtuple("Prompt", "kind question ids limit")
 
-def read_prompts(paths, loaded, new_tokens, limit=None, template=None):
+def read_prompts(paths, loaded, new_tokens, limit=None, template=None, template_args=None):
     """Files of prompts -> at most `limit` Prompts, the kinds of text alternating.
 
-    loaded: a load.Loaded.  template: a chat template, as of chats.template_of.
+    loaded: a load.Loaded.  template, template_args: as of chats.template_of.
     """
     def answer(ids):
         """The target's own answer to an earlier question, where the chat has none; untimed."""
@@ -23,7 +23,8 @@ def read_prompts(paths, loaded, new_tokens, limit=None, template=None):
     prompts, too_long = [], 0
     vocab = loaded.target.config.vocab_size
     for number, (kind, document) in enumerate(text.prompt_rows(paths)):
-        for ids in chats.questions(document, loaded.tokenizer, template, vocab, answer):
+        for ids in chats.questions(document, loaded.tokenizer, template, vocab, answer,
+                                   template_args):
             remaining = loaded.target.remaining(ids)
             if remaining < 1:
                 too_long += 1                            # and so are all further turns of this chat

@@ -232,6 +232,14 @@ def test_limit_counts_prompts(small):
         prompts = bench.read_prompts([small / "chat.jsonl"], found, 9, limit)
         assert [prompt.question for prompt in prompts] == questions
 
+def test_arguments_of_a_template_reach_it(small, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}{% if think %} so{% endif %}")
+    found = load.Loaded(small / "model", small / "drafters")
+    for arguments, expected in ((None, "a"), ('{"think": true}', "a so")):
+        [prompt] = bench.read_prompts([small / "chat.jsonl"], found, 9, 1, tmp_path / "t.jinja",
+                                      arguments)
+        assert found.tokenizer.decode(prompt.ids) == expected
+
 def test_all_methods_decode_by_one_rule(small, tmp_path, monkeypatch):
     """Whatever the folder says: a repetition penalty, beams, stop strings.  And in sampling
     generate() gets the temperature, and samples among all tokens."""
