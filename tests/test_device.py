@@ -27,7 +27,7 @@ PROMPT = [3, 1, 4, 1, 5]
 # also waits for the tokens that it is given: two.  Copies: the tree, where it was built on the
 # host; an index, where accepted nodes move; of PCT's forwards tokens and mask.
 MOST = {"glide x chain": (2, 0), "glide x cape, sampled": (3, 1), "cascade": (3, 3),
-        "mixture x graft": (5.6, 5.8), "edd x pct, static": (3.6, 4.7), "edd x eagle2": (4, 5.5)}
+        "mixture x graft": (5.5, 6.5), "edd x pct, static": (3.2, 5.5), "edd x eagle2": (4.4, 9.2)}
 
 @pytest.fixture(scope="module")
 def decodings(tmp_path_factory):

@@ -186,52 +186,41 @@ def pretend():
 
 # ---------------------------------------------------------------- some decodings
 def decodings():
-    """[(name, what makes the drafter of a model on the CPU or on the device, builder, rule)]
-
-    builder: a function, or the name of a drafter's method, with its settings.
-    """
-    from conftest import tiny
+    """[(name, what makes a drafter for a model, what makes its builder, rule)]"""
+    from conftest import random_drafter, tiny
 
     import cape
     import cascade
-    import edd
-    import glide
     import maxgram
     import pct
     import verify
     from beyond import graft
 
-    def glides(model):
-        torch.manual_seed(1)
-        config = glide.Config.for_target(model, 24)
-        made = glide.Glide(config, glide.ropes_of(model, config, 64)).float()
-        return glide.Drafter(made.to(model.device, torch.float32))
-
-    def edds(model):
-        torch.manual_seed(1)
-        made = edd.EDD(edd.Config.for_target(model, 2), edd.parts_of(model))
-        return edd.Drafter(made.to(model.device, torch.float32))
+    def neural(kind):
+        def make(model):
+            drafter = random_drafter(tiny("llama").float(), kind)
+            drafter.model.to(model.device, torch.float32)
+            return type(drafter)(drafter.model)
+        return make
 
     def cascades(model):
         stages = [tiny("llama", seed=seed).float().to(model.device) for seed in (1, 2)]
         return cascade.Cascade([verify.Target(stage) for stage in stages], gram=maxgram.MaxGram())
 
     def mixtures(model):
-        return graft.Mixture(edds(model), maxgram.MaxGram())
-    greedy, sampled = verify.Rule(), verify.Rule(0.8)
-    return [("glide x chain", glides, cape.chain, greedy),
-            ("glide x cape, sampled", glides, cape.cape, sampled),
-            ("edd x eagle2", edds, partial(pct.eagle2, total=15, depth=4), greedy),
-            ("cascade", cascades, ("chain", {}), greedy),
-            ("mixture x graft", mixtures, ("graft", {"cost": 0.1, "depth": 3}), greedy),
-            ("edd x pct, static", edds, partial(pct.pct, cost=0.1, depth=5), greedy)]
+        return graft.Mixture(neural("edd")(model), maxgram.MaxGram())
 
-def builder(build, drafter):
-    """A builder; of a drafter's own it is a method."""
-    if callable(build):
-        return build
-    name, settings = build
-    return partial(getattr(drafter, name), **settings)
+    def always(build, **settings):
+        return lambda drafter: partial(build, **settings)
+
+    greedy, sampled = verify.Rule(), verify.Rule(0.8)
+    return [("glide x chain", neural("glide"), always(cape.chain), greedy),
+            ("glide x cape, sampled", neural("glide"), always(cape.cape), sampled),
+            ("edd x eagle2", neural("edd"), always(pct.eagle2, total=15, depth=4), greedy),
+            ("cascade", cascades, lambda drafter: drafter.chain, greedy),
+            ("mixture x graft", mixtures,
+             lambda drafter: graft.Graft(drafter, 0.1, 0.01, 0.0, depth=3), greedy),
+            ("edd x pct, static", neural("edd"), always(pct.pct, cost=0.1, depth=5), greedy)]
 
 def after_prefill(prefill, *given):
     """Only from here on is counted."""
@@ -257,9 +246,9 @@ def main(out):
         out.tokens = sum((one.new for one in out.rounds), first.new)
         return out
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
-    for name, make, build, rule in decodings():
+    for name, make, builder, rule in decodings():
         target, drafter = verify.Target(here), make(here)
-        expected = generate(target, drafter, builder(build, drafter), prompt, NEW, rule)
+        expected = generate(target, drafter, builder(drafter), prompt, NEW, rule)
         with Functions(), Operations():
             there.to("cuda")
             target, drafter = verify.Target(there), make(there)
@@ -267,7 +256,7 @@ def main(out):
             if name.endswith("static"):
                 target, drafter = [static(x, record=False) for x in (target, drafter)]
             target.prefill = partial(after_prefill, target.prefill)
-            found = generate(target, drafter, builder(build, drafter), prompt, NEW, rule)
+            found = generate(target, drafter, builder(drafter), prompt, NEW, rule)
         row = {"name": name, "tokens": found.tokens, "expected": expected.tokens,
                "rounds": len(found.rounds)}
         row |= {what: counts[what] for what in ("read", "copy", "forward")}
