@@ -409,7 +409,7 @@ def read(folder, model):
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
-        weights = load_file(Path(folder, "model.safetensors"))
+        mapped = load_file(Path(folder, "model.safetensors"))
         kind, saved = about["kind"], about["config"]
     except (OSError, ValueError, KeyError) as why:
         raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
@@ -417,6 +417,8 @@ def read(folder, model):
         raise ValueError(f"{folder} holds a drafter of the kind {kind}, which is neither edd nor "
                          "vdm")
     check_target(about, model)
+    # The file may be replaced while the drafter is in use.
+    weights = {name: weight.clone() for name, weight in mapped.items()}
     names = [field.name for field in fields(Config)]
     return Config(**{name: saved[name] for name in names if name in saved}), weights, about
 

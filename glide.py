@@ -560,7 +560,7 @@ def read(folder, model, kinds):
     """
     try:
         about = json.loads(Path(folder, "training.json").read_text())
-        weights = load_file(Path(folder, "model.safetensors"))
+        mapped = load_file(Path(folder, "model.safetensors"))
         kind, saved = about["kind"], about["config"]
     except (OSError, ValueError, KeyError) as why:
         raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
@@ -568,6 +568,8 @@ def read(folder, model, kinds):
         raise ValueError(f"{folder} holds a drafter of the kind {kind}, which is none of "
                          f"{', '.join(kinds)}")
     check_target(about, model)
+    # The file may be replaced while the drafter is in use.
+    weights = {name: weight.clone() for name, weight in mapped.items()}
     names = [field.name for field in fields(kinds[kind])]
     config = kinds[kind](**{name: saved[name] for name in names if name in saved})
     return config, weights, about

@@ -132,8 +132,14 @@ def rope_table(model, length, layer):
     How they belong to the entries of a head differs from family to family.  r is 0 in a target
     without such a module.
     """
-    rotary = getattr(model.get_decoder(), "rotary_emb", None)
     c, device = model.config.get_text_config(), device_of(model)
+    rotary = None
+    for module in (model.get_decoder(), model.base_model):             # older GPT-NeoX: the second
+        rotary = rotary or getattr(module, "rotary_emb", None)
+    # Gemma 3 had a module for each kind of layer before transformers 5.
+    if hasattr(model.get_decoder(), "rotary_emb_local"):
+        if c.layer_types[layer] == "sliding_attention":
+            rotary = model.get_decoder().rotary_emb_local
     if rotary is None:
         return torch.zeros(2, length, 0, device=device)
     # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
