@@ -73,6 +73,9 @@ Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,
 View = namedtuple("View", "tokens ids length kv hidden")
 # What happened in a round, as lists: its new tokens, the accepted nodes (the root first), the tree
 Round = namedtuple("Round", "new path tokens parents")
+# What generate() returns: the new ids; a Round for each tree; new tokens per round, the target's
+# own included, but not that of the prefill
+Output = namedtuple("Output", "tokens rounds tau")
 
 MARGIN = 512             # cache entries that are allocated for trees, beyond the sequence
 
@@ -286,11 +289,9 @@ class Target:
 
 def check_attention(config):
     """Raise ValueError where our mask would be wrong: it replaces the model's own."""
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    has_window = set(layer_types) != {"full_attention"}
-    if not getattr(config, "layer_types", None):
-        has_window = getattr(config, "sliding_window", None) is not None
-    if has_window:
+    layer_types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if set(layer_types) != {"full_attention"} if layer_types else window is not None:
         raise ValueError("not all layers of the target have full attention: take "
                          "runtime.targets.any_target(model)")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
@@ -553,20 +554,6 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
         left -= len(new)
         yield Round(new, path, tokens, parents)
 
-class Output:
-    """What generate() returns: tokens, the new ids; rounds, a Round for each tree."""
-
-    def __init__(self):
-        self.tokens, self.rounds = [], []
-
-    @property
-    def tau(self):
-        """New tokens per round, the target's own included, without the token of the prefill."""
-        return (len(self.tokens) - 1) / max(1, len(self.rounds))
-
-    def __repr__(self):
-        return f"Output(tokens={self.tokens}, tau={self.tau:.2f})"
-
 def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
 
@@ -575,12 +562,14 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     output ends after new_tokens, with the target's capacity, or with the first end-of-text id.
     Raises ValueError for a prompt that cannot be decoded, and for a builder's broken tree.
     """
-    out = Output()
-    for one in rounds(target, drafter, build, ids, new_tokens, rule, eos):
-        out.tokens += one.new
-        if one.tokens:                     # not the prefill's
-            out.rounds.append(one)
-    return out
+    return output_of(rounds(target, drafter, build, ids, new_tokens, rule, eos))
+
+def output_of(all_rounds):
+    """The Rounds of a sequence, the prefill's first -> Output"""
+    prefill, *of_trees = all_rounds
+    tokens = [token for one in (prefill, *of_trees) for token in one.new]
+    tau = (len(tokens) - 1) / max(1, len(of_trees))
+    return Output(tokens, of_trees, tau)
 
 # ---------------------------------------------------------------- the demo
 def main():

@@ -20,8 +20,6 @@ gather for all rows.
 
 What drafts: a list of drafters, one for each row, which draft row after row; or one BatchGlide,
 which drafts chains for all rows together.
-
-    python -m beyond.batch       # the demo: three rows, each as it is alone
 """
 import copy
 from functools import partial
@@ -32,7 +30,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 import verify
-from verify import Output, Round, Rule, View
+from verify import Round, Rule, View
 
 # ---------------------------------------------------------------- the target
 class Batch(Cache):
@@ -405,34 +403,8 @@ def generate(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos
     rules: one for all rows, or a list.  eos: an end-of-text id, or several.  Raises ValueError as
     verify.generate does.
     """
-    outputs = [Output() for _ in prompts]
+    of_rows = [[] for _ in prompts]
     for done in rounds(target, drafters, build, prompts, new_tokens, rules, eos):
         for number, one in done.items():
-            outputs[number].tokens += one.new
-            if one.tokens:                           # not the prefill's
-                outputs[number].rounds.append(one)
-    return outputs
-
-# ---------------------------------------------------------------- the demo
-def main():
-    """Three rows of other lengths with a made-up drafter; each gives the tokens it gives alone."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
-    target = verify.Target(LlamaForCausalLM(config).double())
-
-    def build(expand, root):
-        """The first ten tokens of the vocabulary below the root."""
-        tokens = torch.cat((root, torch.arange(10)))
-        parents = torch.tensor([-1] + 10 * [0])
-        return verify.Tree(tokens, parents, torch.full_like(parents, -1))
-
-    prompts = [[3], [1, 4, 1, 5], [9, 2, 6, 5, 3, 5]]
-    outputs = generate(target, None, build, prompts, 30)
-    for ids, out in zip(prompts, outputs):
-        alone = verify.generate(target, None, build, ids, 30)
-        assert out.tokens == alone.tokens and out.rounds == alone.rounds
-    print("three rows, each as it is alone")
-
-if __name__ == "__main__":
-    main()
+            of_rows[number].append(one)
+    return [verify.output_of(of_row) for of_row in of_rows]

@@ -403,7 +403,7 @@ class Heard:
 
     def hear(self, rounds, rule):
         """Listen to all rounds, or until a criterion is met -> Output"""
-        out = verify.Output()
+        found = []
         for one in rounds:
             new = torch.tensor([one.new], device=self.sequences.device)
             before, heard = self.sequences, 0
@@ -423,14 +423,12 @@ class Heard:
                     self.streamer.put(new[0, heard - 1:heard].cpu())
                 if self.met:
                     break
-            out.tokens += one.new[:heard]
-            if one.tokens:                                     # not the prefill's
-                out.rounds.append(one._replace(new=one.new[:heard]))
+            found.append(one._replace(new=one.new[:heard]))
             if self.met:
                 break
         if self.streamer is not None:
             self.streamer.end()
-        return out
+        return verify.output_of(found)
 
 class Fitted:
     """A drafter beside a target.  What does not fit raises a UserError.
