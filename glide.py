@@ -404,13 +404,12 @@ class Drafter:
 
     @torch.no_grad()
     def begin(self, view, root_id):
-        """Begin a round: the tokens before position view.length are committed.
+        """Begin a round: encode the committed tokens that expand was not given.
 
-        view.tokens (k,) are the tokens committed since the last begin, a prompt included.  Accepted
-        nodes that expand was given have their entries already.  The other tokens are encoded: in
-        the first round the whole prompt, later as a rule a leaf or none.  view.kv[l] is (K, V), (1,
-        H, view.length, d_k) each: the target's.  root_id is not used: expand is given the root.
-        Raises ValueError where the view does not continue the last one.
+        These are in the first round the whole prompt, later as a rule a leaf or none.  view.tokens
+        (k,) are the tokens committed since the last begin, view.length is the number of all, and
+        view.kv[l] is the target's (K, V), (1, H, view.length, d_k) each.  root_id is not used:
+        expand is given the root.  Raises ValueError where the view does not continue the last one.
         """
         first = view.length - len(view.tokens)
         if first != self.t:
@@ -424,12 +423,11 @@ class Drafter:
             self.encode(chunk)
 
     def encode(self, tokens):
-        """Compute the KV entries of the next k committed tokens, a prompt or accepted nodes.
+        """Compute the KV entries of the next k committed tokens.
 
-        In a drafter of two layers the entries of the second depend on which of the target's keys
-        the first one's glimpse saw.  Nodes that expand was given keep the entries computed there.
-        Differs from the official code, which encodes accepted tokens anew in each round.  The paper
-        does not mention it.
+        In a drafter of two layers those of the second depend on which of the target's keys the
+        first one's glimpse saw.  Differs from the official code, which encodes accepted nodes anew
+        in each round: here those that expand was given keep their entries.
         """
         c, model = self.config, self.model
         end = self.encoded + len(tokens)
@@ -440,8 +438,8 @@ class Drafter:
         if c.layers > 1:
             own_key = torch.arange(end, device=self.device)                        # (end,)
             causal = own_key <= position[:, None]                                  # (k, end)
-            # Mask_Block for tokens from last_root on: a prompt's, whose first block starts at 0, or
-            # those of the last round, which saw the target's keys before its root when drafted.
+            # Mask_Block, with blocks that start at 0 for a prompt, and at the last round's root for
+            # its accepted nodes: so these see what the nodes saw that were given to expand.
             block_start = position - (position - self.last_root) % c.block         # (k,)
             target_key = torch.arange(self.t, device=self.device)                  # (t,)
             delayed = target_key < block_start[:, None]                            # (k, t)
