@@ -179,18 +179,17 @@ def library(model, temperature, ids, new_tokens, rule, **more):
 Method = namedtuple("Method", "name decode drafter tree pair", defaults=(None, None, None))
 
 def builder(drafter, tree):
-    """The builder that --tree names, for a drafter; None where the drafter has no such tree.
-
-    tree: a calls.Call.  Of a cascade chain and drawn are methods of its own.  Where a drafter is
-    Max-Gram alone, pct-cost and graft are a chain: it drafts without a forward.
-    """
+    """The builder that --tree names, a calls.Call, for a drafter.  ValueError where it has none."""
     is_cascade = isinstance(drafter, Cascade)
     if is_cascade and tree.name in ("chain", "drawn"):
-        return getattr(drafter, tree.name)
+        return getattr(drafter, tree.name)               # by the cascade itself
     if is_cascade and not drafter.models and tree.name in ("pct-cost", "graft"):
+        # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
         return priced.PricedChain(drafter.gram, **tree.settings)
     if tree.name == "graft":
-        return graft.Graft(drafter, **tree.settings) if isinstance(drafter, graft.Mixture) else None
+        if not isinstance(drafter, graft.Mixture):
+            raise ValueError("graft takes --drafter mixture(...) or maxgram")
+        return graft.Graft(drafter, **tree.settings)
     if tree.name == "pct-cost":
         return priced.PctCost(**tree.settings)
     return partial(tree.function, **tree.settings)
@@ -203,23 +202,14 @@ def methods_of(loaded, drafters, trees, temperature):
     target, eos = loaded.target, loaded.eos
     methods = [Method("plain", partial(decode, target, None, verify.root_only, eos=eos)),
                Method("generate()", partial(library, loaded.model, temperature))]
-    names = {tree.name for tree in trees}
-    if not target.verifies_trees and not names <= {"chain", "drawn"}:
-        raise UserError("the target ignores a tree's mask or positions: take --tree chain")
-    if "drawn" in names and temperature == 0:
-        raise UserError("--tree drawn samples its tokens: give a --temperature, or --tree chain")
     for call in drafters:
         drafter = loaded.drafter(call)
-        if target.encoder_decoder and not isinstance(drafter, Cascade):
-            raise UserError("the target has an encoder: it takes --drafter maxgram or cascade(...)")
         for tree in trees:
             name = f"{call.label} x {tree.label}"
             try:
                 build = builder(drafter, tree)
             except (TypeError, ValueError) as why:       # a setting that such a tree does not take
-                raise UserError(f"{name}: {why}") from None
-            if build is None:
-                loaded.notes.append(f"no {name}: graft takes --drafter mixture(...) or maxgram")
+                loaded.notes.append(f"no {name}: {why}")
                 continue
             speculative = partial(decode, target, drafter, build, eos=eos)
             methods.append(Method(name, speculative, call.label, tree.label, (drafter, build)))

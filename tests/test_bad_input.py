@@ -33,7 +33,7 @@ CASES = [("bench.py", BENCH + flags, words) for flags, words in (
     ("--tree bush", "there is no tree called 'bush'"),
     ("--tree pct(wdith=7)", "pct takes cost=0.05, width=5"),
     ("--tree cape(sizes=(3,1))", "maxgram x cape(sizes=(3, 1)): "),
-    ("--tree drawn", "give a --temperature"),
+    ("--tree graft(depth=3)", "no maxgram x graft(depth=3): "),
     ("--drafter glide --tree graft", "graft takes --drafter mixture(...) or maxgram"),
     # drafters
     ("--checkpoint nowhere", "the folder nowhere, in which drafters should lie, does not exist"),
