@@ -138,16 +138,15 @@ class Timed:
 #   calls     {part: how many calls}
 Record = namedtuple("Record", "tokens rounds seconds calls")
 
-def decode(target, drafter, build, ids, new_tokens, rule=verify.Rule(), eos=(), clock=None):
+def decode(target, drafter, build, ids, new_tokens, rule=verify.Rule(), eos=()):
     """Decode as verify.generate does, timed -> Record.
 
-    drafter None and build verify.root_only: plain decoding.  clock: a Clock("prefill") of yours, by
-    which more is timed.
+    drafter None and build verify.root_only: plain decoding.
     """
-    clock = clock or Clock("prefill", target.device.type == "cuda")
-    if drafter is not None and getattr(build, "__self__", None) is drafter:
-        build = clock.timed(build, "draft")              # a cascade writes its chain itself
+    clock = Clock("prefill", target.device.type == "cuda")
     if drafter is not None:
+        if getattr(build, "__self__", None) is drafter:
+            build = clock.timed(build, "draft")          # a cascade writes its chain itself
         drafter = Timed(drafter, clock, begin="begin", expand="draft")
     target = Timed(target, clock, forward="verify")
     rounds = []
