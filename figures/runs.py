@@ -23,12 +23,10 @@ PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"      # the paper's s_
 
 ALL, HALF, THIRD = (f"--limit {limit} --max-new-tokens 64" for limit in (36, 18, 12))
 SMOLLM2 = "--target smollm2 --checkpoint checkpoints/smollm2"
-DATA = " ".join(f"../shared/data/{name}" for name in (
-    "mt_bench.jsonl", "gsm8k_test.jsonl", "HumanEval.jsonl.gz", "news.jsonl"))
 EQUAL = ["glide-top", "glide-top-norm", "glide-18", "vanilla", "edd-top", "edd-4", "vdm"]
-EQUAL_FLAGS = (f"--target smollm2 --checkpoint work/equal-layers --prompts {DATA} --limit 40 "
-               "--max-new-tokens 64")
-
+# The prompts: eight questions each of MT-Bench (one of each category), GSM8K, HumanEval and news
+EQUAL_FLAGS = ("--target smollm2 --checkpoint work/equal-layers --max-new-tokens 48 --limit 30 "
+               "--prompts ../shared/data/smollm2_prompts.jsonl")
 GROWN = ("--target work/grown/target --checkpoint work/grown --dtype float16 --device cuda "
          "--max-new-tokens 64")
 SEVEN_B = [(["glide-top", "glide"], ["chain", "cape"]), (["glide"], ["pct-cost"]),
@@ -55,18 +53,18 @@ RUNS = {
         (["glide"], ["chain", "pct-cost"]), (["maxgram"], ["chain", "pct-cost"]),
         ([GLIDE_MIX, EDD_MIX], ["pct-cost", "graft"]), ([BASE_GRAM, THREE], ["chain"])],
         ["generate()", "lookup"]),
-    "sampled": Run(3.5, f"{ALL} --temperature 1", [
+    "sampled": Run(3, f"{ALL} --temperature 1", [
         (["cascade(small, k=5)", "cascade(base, k=5)", "vanilla", "glide-top", "glide"],
          ["drawn"])]),
-    "sampled-graft": Run(3, f"{ALL} --temperature 1", [
+    "sampled-graft": Run(2.5, f"{ALL} --temperature 1", [
         (["glide"], ["drawn", "pct-cost"]), ([GLIDE_MIX], ["pct-cost", "graft"])]),
-    "medusa": Run(1.5, HALF, [(["glide-top", "glide"], ["chain", "cape"]),
+    "medusa": Run(2, HALF, [(["glide-top", "glide"], ["chain", "cape"]),
                               (["medusa"], ["chain", "cape", MEDUSA_TREE])]),
     "vct": Run(1, THIRD, [(["edd-top"], ["cape", "pct", "vct"])]),
     "costs": Run(0.3, "python figures/costs.py"),
     # The equal training on SmolLM2
-    "smollm2/equal-layers": Run(12, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
-    "smollm2/equal-layers-sampled": Run(12, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
+    "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
+    "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
     "smollm2/main": Run(3, f"{SMOLLM2} --limit 9", [(["glide-shared"], ["cape", "pct-cost"])],
                         ["generate()"]),
     # docs/speed.md; figures/grown.py --shape 80m makes work/grown-cpu
