@@ -17,12 +17,10 @@ from runtime.program import first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
 NAMES = (*JSON, ".txt")                                  # the files of a folder that are read
-# Tables of other formats, and what reads them
-TABLES = {".csv": "pandas.read_csv", ".tsv": "pandas.read_table", ".xlsx": "pandas.read_excel",
-          ".parquet": "pandas.read_parquet", ".feather": "pandas.read_feather",
-          ".arrow": "datasets.Dataset.from_file"}
-ARCHIVES = (".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst", ".7z", ".rar")
-# The first bytes of files that cannot be read, and what to do
+# What to do with files of other formats, by the ends of their names and by their first bytes
+TABLE = "make JSON lines of it, by pandas' to_json(orient='records', lines=True) for example"
+OTHERS = dict.fromkeys((".csv", ".tsv", ".xlsx", ".parquet", ".feather", ".arrow"), TABLE)
+OTHERS |= dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst"), "unpack it first")
 BYTES = {
     b"\xff\xfe": "it is UTF-16: turn it into UTF-8",
     b"\xfe\xff": "it is UTF-16: turn it into UTF-8",
@@ -105,12 +103,8 @@ def rows_of(path):
     A JSON value of several lines is one row; so is a text, as {"text": ...}.
     """
     suffix = suffix_of(path)
-    if suffix in TABLES:
-        raise UserError(f"{path} is neither text nor JSON lines: make JSON lines of it, by "
-                        f"{TABLES[suffix]}('{path}').to_json('rows.jsonl', orient='records', "
-                        "lines=True) for example")
-    if suffix in ARCHIVES:
-        raise UserError(f"{path} is neither text nor JSON lines: unpack it first")
+    if suffix in OTHERS:
+        raise UserError(f"{path} is neither text nor JSON lines: {OTHERS[suffix]}")
     lines = lines_of(path)
     head = ""
     for number, line in lines:

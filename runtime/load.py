@@ -49,25 +49,24 @@ def source_of(name):
         raise UserError("smollm2 does not exist yet: python training/smollm2.py fetches it")
     return SMOLLM2
 
-def load_tokenizer(name, role="the tokenizer", revision=None, trust=False):
+def load_tokenizer(name, role="the tokenizer", trust=False):
     """Load a tokenizer.  Arguments: as of load_target."""
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            source_of(name), revision=revision, trust_remote_code=trust)
+        return transformers.AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trust)
     except UserError:
         raise
     except Exception as why:                       # many libraries read its files
         raise not_loaded(role, name, why) from None
 
-def load_target(name, dtype, device, role="the target", revision=None, trust=False):
+def load_target(name, dtype, device, role="the target", trust=False):
     """Load a language model -> (model, tokenizer), as transformers has them.
 
     name: a folder, a hub name, or "smollm2".  device: "auto" spreads it over all devices, by
-    accelerate.  role: what a UserError calls the model.  revision: a branch, tag or commit on the
-    hub.  trust: whether to run code that comes with the model.
+    accelerate.  role: what a UserError calls the model.  trust: whether to run code that comes with
+    the model.
     """
-    tokenizer = load_tokenizer(name, role, revision, trust)
-    hub = {"revision": revision, "trust_remote_code": trust}
+    tokenizer = load_tokenizer(name, role, trust)
+    hub = {"trust_remote_code": trust}
     try:
         source = source_of(name)
         config = transformers.AutoConfig.from_pretrained(source, **hub)

@@ -222,7 +222,8 @@ def turns_in(row):
         return ["prompt", more], [Turn("text", row["prompt"], False), Turn("text", row[more], True)]
     if question and answer:
         return pair_in(row)
-    spoken = next((name for name in (*ANSWERS, *row) if is_chat(row.get(name))), None)
+    lists = [name for name in (*ANSWERS, *row) if isinstance(row.get(name), list)]
+    spoken = next((name for name in lists if is_chat(row[name])), None)
     if spoken:
         return [spoken], turns_of(row, spoken)
     if "role" in row and text:

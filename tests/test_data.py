@@ -124,7 +124,7 @@ ROWS = [
     ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
     ({"prompt": "q"}, "left out: no answer to learn is in prompt"),
     # texts and token ids
-    ({"text": "a text", "url": "http://x"}, "⟦a text</s>⟧"),
+    ({"text": "a text", "url": "http://x", "meta": {"from": "web"}}, "⟦a text</s>⟧"),
     ("a text", "⟦a text</s>⟧"),
     ({"text": "a text</s>"}, "⟦a text</s>⟧"),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
@@ -171,7 +171,7 @@ FILES = [
     ("x.txt", LINES, MARKED),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
     ("x.txt", "", "it is empty"),
-    ("x.csv", "q,a\n", r"pandas.read_csv\('.*x.csv'\).to_json\('rows.jsonl'"),
+    ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
     ("x.tar.gz", b"", "unpack it first"),
     ("x.jsonl.xz", b"", "unpack it first"),
     ("x.jsonl", bz2.compress(b"{}"), "it is packed by bzip2"),

@@ -30,7 +30,7 @@ from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
 
 PLACES = 3          # rows that are named for each reason
-NAMED = 12          # reasons, and fields that are not read, that are named
+NAMED = 12          # fields that are not read, that are named
 SHOWN = 600         # characters of a run of tokens that are shown, at most
 
 # tokens (n,), documents (m, 3) to train on and those that are held out, and what meta.json has
@@ -67,14 +67,9 @@ class Report:
                     .format(**counts, form=form))
             unread = ", ".join(sorted(self.unread[form])[:NAMED])
             lines.append(f"{line}; not read: {unread}" if unread else line)
-        reasons = sorted(self.reasons.items(), key=lambda reason: -len(reason[1]))
-        for why, places in reasons[:NAMED]:
-            first = ", ".join(places[:PLACES])
+        for why, places in sorted(self.reasons.items(), key=lambda reason: -len(reason[1])):
             dots = ", ..." if len(places) > PLACES else ""
-            lines.append(f"{len(places):7d} {why} ({first}{dots})")
-        others = [len(places) for _, places in reasons[NAMED:]]
-        if others:
-            lines.append(f"{sum(others):7d} for {len(others)} other reasons")
+            lines.append(f"{len(places):7d} {why} ({', '.join(places[:PLACES])}{dots})")
         return lines
 
     def in_a_line(self):

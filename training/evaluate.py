@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 import cape
 import verify
+from runtime.errors import UserError
 from training.documents import plain_ids
 
 CHAIN = 5                                  # drafted tokens a round
@@ -44,6 +45,9 @@ def prompts_of(tokens, documents, length):
             by_kind.setdefault(kind, []).append((plain_ids(document[:end]), kind))
     for prompts in by_kind.values():
         np.random.default_rng(0).shuffle(prompts)
+    if not by_kind:
+        raise UserError(f"--length {length}: no held-out prompt leaves room for {NEW} tokens after "
+                        "it: give more --length, or longer texts")
     alternating = zip_longest(*(by_kind[kind] for kind in sorted(by_kind)))
     return [prompt for turn in alternating for prompt in turn if prompt][:PROMPTS]
 
