@@ -64,7 +64,8 @@ RUNS = {
     "costs": Run(0.3, "python figures/costs.py"),
     # The equal training on SmolLM2
     "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
-    "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1", [(EQUAL, ["drawn"])]),
+    "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1",
+                                        [(EQUAL, ["drawn"])]),
     "smollm2/main": Run(3, f"{SMOLLM2} --limit 9", [(["glide-shared"], ["cape", "pct-cost"])],
                         ["generate()"]),
     # docs/speed.md; figures/grown.py --shape 80m makes work/grown-cpu

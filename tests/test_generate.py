@@ -3,7 +3,7 @@ import copy
 import pickle
 import threading
 import warnings
-from functools import lru_cache, partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def speaker(tokenizer):
     """A model of the tokenizer's vocabulary."""
     return random_llama(len(tokenizer))
 
-@lru_cache(maxsize=None)
+@cache
 def own_text(model):
     """What generate() gives, with the prompt."""
     return model.generate(PROMPT)[0].tolist()

@@ -22,7 +22,8 @@ from functools import cache, partial
 import pytest
 import torch
 from conftest import (
-    CLASSES, ROOT, Positional, assert_plain, family, plain, random_drafter, relative, shared, target_of)
+    CLASSES, ROOT, Positional, assert_plain, family, plain, random_drafter, relative, shared,
+    target_of)
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
 
 import cape

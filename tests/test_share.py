@@ -24,7 +24,8 @@ def test_a_shared_folder_gives_generates_tokens(tmp_path):
     drafter, out = ROOT / "checkpoints" / "edd", tmp_path / "my-drafter"
     assert share.main([str(drafter), "--tree", "pct", "--out", str(out)]) == 0
     arguments = [ROOT / "checkpoints" / "target", tmp_path]
-    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment = {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1",
+                   "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", SCRIPT, *arguments], cwd=tmp_path,
                           env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

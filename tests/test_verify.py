@@ -8,7 +8,6 @@ makes correct code fail once in 80 000 times.  (One generator for drafting and a
 a bug once, gives a p-value below ALARM.)
 """
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
