@@ -8,7 +8,6 @@ from conftest import ROOT
 
 from verify import Round
 
-
 def test_calibration_by_hand():
     pairs = [(0.95, True), (0.91, True), (0.99, False), (0.15, False), (0.2, True)]
     found = probe.calibration_of(pairs)
