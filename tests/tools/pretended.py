@@ -14,6 +14,7 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -241,10 +242,9 @@ def main(out):
     from runtime.static import static
 
     def generate(*given):
-        out = verify.Output()
-        first, *out.rounds = verify.rounds.__wrapped__(*given)
-        out.tokens = sum((one.new for one in out.rounds), first.new)
-        return out
+        first, *rounds = verify.rounds.__wrapped__(*given)
+        tokens = sum((one.new for one in rounds), first.new)
+        return SimpleNamespace(tokens=tokens, rounds=rounds)
     here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
     for name, make, builder, rule in decodings():
         target, drafter = verify.Target(here), make(here)
