@@ -71,7 +71,7 @@ Prices = namedtuple("Prices", "cost node_price start")
 DEFAULTS = {"cpu": Prices(0.07, 0.018, 0.2), "cuda": Prices(0.06, 0.004, 0.1)}
 DEFAULT_WEIGHTS = 0.5, 1.0     # of the default start and node price, in rounds
 LARGEST = 4             # a start or node price is at most so many times the default
-ROUNDS = 600            # the last rounds, from which prices come;
+ROUNDS = 400            # the last rounds, from which prices come;
 FORGET = 0.995          # a round weighs so much less than the next one
 AROUND = 15             # rounds within which the machine has one speed
 PLAIN_EVERY = 100       # rounds after which one is plain, so that its time is known
@@ -126,7 +126,7 @@ class Clock:
             is_plain = not nodes and not forwards
             self.plain += is_plain
             self.since_plain = 0 if is_plain else self.since_plain + 1
-            if None in self.fixed and (self.count <= 32 or self.count % 8 == 0):
+            if None in self.fixed and (self.count <= 32 or self.count % 16 == 0):
                 self.prices = self.but_fixed(self.fit(default))
         return self.prices
 
@@ -150,17 +150,17 @@ class Clock:
         most = max(nodes.max(), 1.0)
         defaults = [[-default.start, 1.0, 0.0], [-default.node_price * most, 0.0, most]]
         weight = FORGET ** np.arange(len(nodes))[::-1]
-        _, node_price, start = self.prices
-        for _ in range(2):
-            step_seconds = around(seconds / (x @ [1.0, start, node_price]))
-            step, start, node_price = least_absolute(
-                np.concatenate((x, defaults)),
-                np.append(seconds / step_seconds, (0.0, 0.0)),
-                np.append(weight, DEFAULT_WEIGHTS))
-            # No chance makes nodes free, when trees would be very large, or forbids all trees.
-            start = np.clip(start / step, 0, LARGEST * default.start)
-            node_price = np.clip(node_price / step, default.node_price / LARGEST,
-                                 default.node_price * LARGEST)
+        # T by the last prices: from fit to fit they settle.
+        T = x @ [1.0, self.prices.start, self.prices.node_price]
+        step_seconds = around(seconds / T)
+        step, start, node_price = least_absolute(
+            np.concatenate((x, defaults)),
+            np.append(seconds / step_seconds, (0.0, 0.0)),
+            np.append(weight, DEFAULT_WEIGHTS))
+        # No chance makes nodes free, when trees would be very large, or forbids all trees.
+        start = np.clip(start / step, 0, LARGEST * default.start)
+        node_price = np.clip(node_price / step, default.node_price / LARGEST,
+                             default.node_price * LARGEST)
         drafted = forwards > 0
         costs = (drafting / step_seconds)[drafted] / forwards[drafted]
         cost = np.median(costs[-64:]) if len(costs) else default.cost
@@ -169,7 +169,8 @@ class Clock:
 def around(x):
     """The median of the AROUND entries around each entry.  x (n,)"""
     padded = np.pad(x, AROUND // 2, mode="symmetric")
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, AROUND), axis=1)
+    windows = np.lib.stride_tricks.sliding_window_view(padded, AROUND)                 # (n, AROUND)
+    return np.sort(windows, axis=1)[:, AROUND // 2]
 
 def least_absolute(x, y, weight):
     """The beta (k,) of the least sum of weight |y - x beta|.  x (n, k), y and weight (n,)"""
