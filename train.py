@@ -35,6 +35,7 @@ After an interruption the same command with --resume goes on, bit for bit.  Its 
 optimisers and the number of steps: which text a step reads follows from the seed and the step.
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -117,13 +118,13 @@ def check(a, names):
                             "--overwrite replaces it")
 
 # ---------------------------------------------------------------- tokens and pieces
-def pieces_of(documents, length):
-    """Cut documents (n, 3) into pieces of at most `length` tokens -> (pieces, 2): start, size
+def pieces_of(index, length):
+    """Cut documents, an index (n, 3) of them, into pieces of at most `length` tokens -> (pieces, 2): start, size
 
     A piece begins with the last token of the piece before it, so that no label is lost.
     """
     pieces = []
-    for start, size, _ in documents.tolist():
+    for start, size, _ in index.tolist():
         for begin in range(0, size - 1, length - 1):
             pieces.append((start + begin, min(length, size - begin)))
     return np.array(pieces, "i8").reshape(-1, 2)
@@ -132,30 +133,22 @@ def steps_in_epoch(pieces, step_tokens):
     """How many steps of `step_tokens` tokens the pieces fill; at least one."""
     return max(1, int(pieces[:, 1].sum()) // step_tokens)
 
-def pieces_of_epoch(pieces, step_tokens, seed, epoch):
-    """All pieces, shuffled by (seed, epoch) alone -> the pieces of each step of this epoch.
+def steps_of(pieces, step_tokens, seed):
+    """Yield the pieces of step 0, of step 1, and so on, epoch after epoch: arrays like `pieces`.
 
-    A piece belongs to the step in which its last token falls.  Pieces after the last full step are
-    left out.  Where all pieces together do not fill one step, they are the only step.  An
-    example: pieces of 3, 2, 3 and 2 tokens, in this order, in steps of 5: two steps of two pieces.
+    All pieces of an epoch are shuffled, by (seed, epoch) alone.  A step takes one after the other
+    until it has its tokens; those beyond count for the next step.  Pieces after the last full step
+    are left out.  Where all pieces together do not fill one step, they are the only step.
     """
-    order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
-    shuffled = pieces[order]
-    last_token = np.cumsum(shuffled[:, 1]) - 1                         # in the example 2, 4, 7, 9
-    step_of = last_token // step_tokens                                # 0, 0, 1, 1
-    steps = steps_in_epoch(pieces, step_tokens)                        # 2
-    # The index after the last piece of each step
-    ends = np.searchsorted(step_of, np.arange(steps), side="right")    # 2, 4
-    # np.split gives one part more: the pieces after the last full step, which are left out
-    return np.split(shuffled, ends)[:-1]
-
-def pieces_of_steps(pieces, step_tokens, seed, step):
-    """Yield the pieces of step `step`, of the next one, and so on, epoch after epoch."""
-    in_epoch = steps_in_epoch(pieces, step_tokens)
-    while True:
-        epoch, done = divmod(step, in_epoch)
-        yield from pieces_of_epoch(pieces, step_tokens, seed, epoch)[done:]
-        step = (epoch + 1) * in_epoch
+    for epoch in itertools.count():
+        order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
+        steps, begin, tokens = [], 0, 0
+        for end, index in enumerate(order, 1):
+            tokens += pieces[index, 1]
+            if tokens >= step_tokens:
+                steps.append(pieces[order[begin:end]])
+                begin, tokens = end, tokens - step_tokens
+        yield from steps or [pieces]
 
 def parts_of(pieces, limit):
     """Sort pieces by size and split them into parts of at most `limit` tokens with padding.
@@ -356,7 +349,8 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
     in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     peak = a.lr or 5e-4 * math.sqrt(4096 / frozen.target.config.get_text_config().hidden_size)
-    order = pieces_of_steps(pieces_of(data.documents, a.length), a.batch * a.length, a.seed, start)
+    pieces_of_step = steps_of(pieces_of(data.documents, a.length), a.batch * a.length, a.seed)
+    pieces_of_step = itertools.islice(pieces_of_step, start, None)
     limit = min(FORWARD, math.ceil(a.batch * a.length / world))        # tokens of a forward
     saved_at = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
@@ -364,7 +358,7 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
         for step in bar:
             # The forward of the frozen target, the losses of all drafters, backward.  The gradient
             # is that of the mean over all labels of the step, whichever process has them.
-            pieces = next(order)
+            pieces = next(pieces_of_step)
             count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(modules, 0.0)
             for part in parts_of(pieces, limit)[rank::world]:

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 
 import numpy as np
@@ -64,14 +65,14 @@ def about_of(out, name):
 
 def interrupt(monkeypatch, at, how):
     """Let something happen in the middle of the `at`-th step of training, counted from 1."""
-    pieces_of_steps = train.pieces_of_steps
+    steps_of = train.steps_of
 
     def interrupting(*given):
-        for number, pieces in enumerate(pieces_of_steps(*given), 1):
+        for number, pieces in enumerate(steps_of(*given), 1):
             if number == at:
                 how()
             yield pieces
-    monkeypatch.setattr(train, "pieces_of_steps", interrupting)
+    monkeypatch.setattr(train, "steps_of", interrupting)
 
 # ---------------------------------------------------------------- going on
 @pytest.mark.parametrize("number, optimizer, names", [
@@ -349,22 +350,21 @@ def pieces_at_random(n):
 
 def test_an_epoch_has_every_piece_once_in_even_steps():
     pieces = pieces_at_random(1000)
-    seeds = (0, 0), (0, 0), (0, 1), (1, 0)
-    first, again, *others = (train.pieces_of_epoch(pieces, 512, *seed) for seed in seeds)
-    assert len(first) == train.steps_in_epoch(pieces, 512) == pieces[:, 1].sum() // 512
-    seen = np.concatenate(first)
-    left = pieces[:, 1].sum() - seen[:, 1].sum()
-    assert len(set(seen[:, 0])) == len(seen) and left < 512 + 100, "once, but what fills no step"
-    place = [number for number, step in enumerate(first) for _ in step]
-    last = [(total - 1) // 512 for total in np.cumsum(seen[:, 1])]
-    assert last == place, "where its last token falls"
+    count = train.steps_in_epoch(pieces, 512)
+    assert count == pieces[:, 1].sum() // 512
+    first, again, other = (list(islice(train.steps_of(pieces, 512, seed), 2 * count))
+                           for seed in (0, 0, 1))
+    sizes = np.cumsum([step[:, 1].sum() for step in first[:count]])
+    assert all(512 * (i + 1) <= size < 512 * (i + 1) + 100 for i, size in enumerate(sizes))
+    for epoch in (first[:count], first[count:]):
+        seen = np.concatenate(epoch)
+        left = pieces[:, 1].sum() - seen[:, 1].sum()
+        assert len(set(seen[:, 0])) == len(seen) and left < 512, "once, but what fills no step"
     assert all(map(np.array_equal, first, again)), "by the seed and the epoch"
-    assert not any(np.array_equal(np.concatenate(other)[:50], seen[:50]) for other in others)
-    few = train.pieces_of_epoch(pieces[:3], 512, 0, 0)
-    assert [sorted(step[:, 0]) for step in few] == [[0, 1, 2]], "too few for a step: one has all"
-    # The last step of an epoch is followed by the first one of the next.
-    order = train.pieces_of_steps(pieces, 512, 0, len(first) - 1)
-    assert np.array_equal(next(order), first[-1]) and np.array_equal(next(order), others[0][0])
+    for step in (first[count], other[0]):
+        assert not np.array_equal(step, first[0])
+    few = next(train.steps_of(pieces[:3], 512, 0))
+    assert sorted(few[:, 0]) == [0, 1, 2], "too few for a step: one has all"
 
 def test_parts_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)
