@@ -4,11 +4,11 @@ GLIDE with a CAPE (arXiv 2402.02082), sections 3 and 4.2, Figures 1 and 2.  The 
 papers run on it.
 
 The idea.  A drafter proposes a tree of tokens below the root x_t, the last token of the sequence,
-which is not cached yet.  One forward pass of the target reads all nodes of the tree.  A node
-attends to the cached prefix, to its ancestors and to itself, so its logits are those of plain
-decoding after the same tokens.  Then walk down from the root while the token that the target
-chooses after a node is one of its children.  These nodes are accepted.  The first choice that is
-not a child is the next root.
+which is not cached yet.  One forward of the target reads all nodes of the tree.  A node attends to
+the cached prefix, to its ancestors and to itself, so its logits are those of plain decoding after
+the same tokens.  Then walk down from the root while the token that the target chooses after a node
+is one of its children.  These nodes are accepted.  The first choice that is no child is the next
+root.
 
     paper                  shape                 name here
     x_{<t}, its K and V    L x 2 x (1, H, t, d)  TreeCache.kv[layer]: the first `length` entries
@@ -39,20 +39,18 @@ A builder is a function build(expand, root (1,)) -> Tree.
     prediction.
   - A Tree has tensors (n,): tokens; parents, indices in the tree (node 0 is the root, with parent
     -1, and a node comes after its parent); expand_index, each node's number in expand, or -1.
-  - p_draft (n - 1, V), only of a sampled chain: the distribution that node i + 1 was sampled from.
-  - expand is one object for a whole sequence.  expand.remaining is the greatest useful depth: one
-    less than the number of tokens that may still come, since a round ends with one of the target's.
-    In sampling, expand.generator has the random numbers for a builder that samples.
+    Only a sampled chain has p_draft (n - 1, V): what node i + 1 was sampled from.
+  - expand is one object for a whole sequence.  expand.remaining is the greatest useful depth: a
+    round ends with a token of the target's own.  expand.generator is for a builder that samples.
 
-A drafter is an object with `needs` and four methods.
-  - needs = {"kv": layers, "hidden": indices of hidden_states}: what it reads of the target.
+A drafter has `needs`, what it reads of the target: {"kv": layers, "hidden": indices of
+hidden_states}.  Its methods, beside expand:
   - reset(probs) begins a sequence.  expand turns the drafter's logits (m, V) into probabilities by
     probs(logits, temperature), with the temperature that calibrates the drafter: see Rule.probs.
   - begin(view, root_id) begins a round.  The View shows what the last commit appended: the prompt,
     later the last root and the nodes accepted below it.  The new root is not committed yet.
-  - expand: see above.
   - keep(path) ends the round: the numbers of the accepted nodes that expand was given, the root's
-    first.  It is empty where expand was not called.  The drafter forgets all other nodes.
+    first.  The drafter forgets all other nodes.
 """
 import hashlib
 from collections import namedtuple
@@ -65,16 +63,14 @@ from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, T
 
 Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,))
 # What a commit appended, and what a drafter reads of the target:
-#   tokens  (k,): the committed tokens; in a sequence's first view they are the prompt
-#   ids     [k ints]: the same, on the host
+#   tokens  (k,): the committed tokens, at first the prompt; ids: the same as a list
 #   length  int: the number of all committed tokens
 #   kv      {layer: [K, V]}, (1, H, length, d) each
 #   hidden  {index: (k, D)}: the hidden states of `tokens`
 View = namedtuple("View", "tokens ids length kv hidden")
 # What happened in a round, as lists: its new tokens, the accepted nodes (the root first), the tree
 Round = namedtuple("Round", "new path tokens parents")
-# What generate() returns: the new ids; a Round for each tree; new tokens per round, the target's
-# own included, but not that of the prefill
+# What generate() returns: the new ids, a Round for each tree, new tokens per such round
 Output = namedtuple("Output", "tokens rounds tau")
 
 MARGIN = 512             # cache entries that are allocated for trees, beyond the sequence
@@ -83,8 +79,7 @@ MARGIN = 512             # cache entries that are allocated for trees, beyond th
 def ancestor_mask(parents):
     """Parents (n,) -> (n, n) bool: entry (i, j) is True if node j is i itself or its ancestor."""
     n = len(parents)
-    # Here the root is its own parent, so that climbing ends there.
-    ancestor = parents.clamp(min=0)
+    ancestor = parents.clamp(min=0)                            # climbing ends at the root
     seen = torch.eye(n, dtype=torch.bool, device=parents.device)
     # Each pass doubles the number of nodes on the way up that a node sees.
     for _ in range(n.bit_length()):
@@ -100,7 +95,6 @@ class TreeCache(Cache):
     (2 x layers, 1, H, allocated, d), which is made when the first layer writes.
     """
     def __init__(self, layers):
-        """layers: the number of the model's layers."""
         super().__init__(layers=[])
         self.num_layers = layers
         self.allocated, self.length = 0, 0
@@ -122,8 +116,7 @@ class TreeCache(Cache):
     def make_stack(self, k):
         """Make the stack for keys k (1, H, n, d), like those of all layers."""
         _, H, _, d = k.shape
-        shape = (2 * self.num_layers, 1, H, self.allocated, d)
-        self.hold(torch.zeros(shape, dtype=k.dtype, device=k.device))
+        self.hold(k.new_zeros(2 * self.num_layers, 1, H, self.allocated, d))
 
     def hold(self, stack):
         """Slice a stack: layer l has the keys stack[2 l] and the values stack[2 l + 1]."""
@@ -187,8 +180,7 @@ class Target:
     def prefill(self, ids, new_tokens=0, needs={}):
         """Start a new sequence: forward the prompt, and allocate cache for `new_tokens` more.
 
-        ids: a list.  needs: the drafter's.  Returns the logits (V,) after the last token, and the
-        View of the prompt.
+        needs: the drafter's.  Returns the logits (V,) after the last token, and the prompt's View.
         """
         self.needs = {"kv": (), "hidden": (), **needs}
         self.reset()
@@ -208,22 +200,18 @@ class Target:
         end = cached + n
         self.cache.reserve(end)
         slots = torch.arange(cached, end, device=self.device)
-        # parents   cached   n       what a node sees
-        # None      0        any     a prompt: the model's own causal mask is right
-        # any       any      1       everything: no mask is needed
-        # None      > 0      > 1     the prefix, the nodes before it and itself: a chain
-        # given     any      > 1     the prefix, its ancestors and itself
+        # A node sees the prefix, its ancestors and itself.  One node sees everything, and in a
+        # prompt the model's own causal mask is right: no mask is needed.
         position, mask = slots, None
         if parents is None and cached:
-            parents = slots - cached - 1
+            parents = slots - cached - 1                       # of a chain
         if parents is not None and n > 1:
             # Differs from the paper: the root is a node.  The paper's mask leaves x_t out, though
             # the target must read it.
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # A tree may reach beyond the last position.  The output ends before those nodes, so
-            # any position will do for them that the model has.
+            # The output ends before nodes beyond the last position: any will do that the model has.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *hidden = self.run(end, tokens, position, slots, mask, logits_to_keep)
@@ -250,7 +238,7 @@ class Target:
     def commit(self, path, ids, states):
         """Append the accepted nodes to the sequence -> the View of what was appended.
 
-        path: their indices in the last tree (a list, the root first).  ids: their token ids.
+        path: their indices in the last tree, the root first; ids: their token ids; both lists.
         states: what forward returned for the tree.
         """
         nodes = slice(len(path))
@@ -289,15 +277,14 @@ class Target:
 
 def check_attention(config):
     """Raise ValueError where our mask would be wrong: it replaces the model's own."""
-    layer_types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
-    if set(layer_types) != {"full_attention"} if layer_types else window is not None:
-        raise ValueError("not all layers of the target have full attention: take "
-                         "runtime.targets.any_target(model)")
+    # Configurations without layer_types have the window in all layers.
+    layer_types = getattr(config, "layer_types", None) or [window or "full_attention"]
+    if set(layer_types) != {"full_attention"}:
+        raise ValueError("not all layers have full attention: take runtime.targets.any_target")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
     if "flash" in kernel or "flex" in kernel:
-        raise ValueError(f"{kernel} takes no mask of a tree: load the target with "
-                         'attn_implementation="sdpa"')
+        raise ValueError(f'{kernel} takes no mask: load with attn_implementation="sdpa"')
 
 # ---------------------------------------------------------------- acceptance
 def children(tokens, parents):
@@ -319,14 +306,6 @@ def accept(tokens, parents, choice):
         node = child.get((node, choice[node]))
     return path, [choice[node] for node in path]
 
-def sample_by(uniform, p):
-    """Sample from unnormalised distributions p (n, V), by inverting their cumulative sums -> (n,)
-
-    uniform (n, 1) or (): in (0, 1]; 0 would give token 0 even where its p is 0.  In float32 the
-    cumulative sums would lose rare tokens.
-    """
-    sums = p.cumsum(-1, dtype=torch.float64)                                           # (n, V)
-    return torch.searchsorted(sums, uniform * sums[:, -1:])[:, 0]
 
 def accept_sampled(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,).
@@ -345,17 +324,19 @@ def accept_sampled(tree, p_target, generator):
     residual[:-1] = (p - q).clamp(min=0)
     # Where p and q are nearly equal, rounding may leave no residual at all.  Then this is p.
     residual[:-1] += 1e-30 * p
-    # Of the n samples only the one after the last accepted node is used: one number serves all.
-    uniform = 1 - torch.rand((), dtype=torch.float64, device=residual.device, generator=generator)
-    choice = sample_by(uniform, residual)                                              # (n,)
-    choice[:-1] = torch.where(accepted, drafted, choice[:-1, None])[:, 0]
-    return choice
+    # Sample by inverting the cumulative sums; float32 would lose rare tokens in them.  Of the n
+    # samples only the one after the last accepted node is used: one number serves all.
+    sums = residual.cumsum(-1, dtype=torch.float64)                                    # (n, V)
+    uniform = torch.rand((), dtype=torch.float64, device=sums.device, generator=generator)
+    uniform = 1 - uniform          # in (0, 1]: 0 would give token 0, even if its p is 0
+    sampled = torch.searchsorted(sums, uniform * sums[:, -1:])                         # (n, 1)
+    sampled[:-1] = torch.where(accepted, drafted, sampled[:-1])
+    return sampled[:, 0]
 
 def generator_for(seed, purpose, device="cpu"):
     """A generator of its own for each (seed, purpose).
 
-    Two generators with one seed give the same numbers.  If a draft was sampled by the numbers that
-    then decide its acceptance, the output would be biased.
+    The output would be biased if the numbers that sample a draft also decided its acceptance.
     """
     digest = hashlib.sha256(f"{seed} {purpose}".encode())      # Python's hash() differs by run
     number = int(digest.hexdigest()[:13], 16)                  # of 52 bits
@@ -365,14 +346,12 @@ def generator_for(seed, purpose, device="cpu"):
 def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,) of the Gumbel-max trick, keyed by (seed, position).
 
-    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (A sample by
-    cumulative sums over a large vocabulary is not robust to rounding: it would change about one
-    token in some hundreds.)  lru_cache keeps the noise of positions whose drafts were rejected: the
-    next round has them, too.
+    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (It would change
+    one sample by cumulative sums in some hundreds.)  The cache keeps the noise of positions whose
+    drafts were rejected, for the next round.
     """
-    # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
-    # behind the noise have steps of 2^-24, too coarse there: so it is sampled in float64, and
-    # stored in float32.
+    # A rare token is sampled only when its noise is almost zero.  There float32 is too coarse: the
+    # uniform numbers behind the noise would have steps of 2^-24.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
@@ -399,16 +378,11 @@ class Rule:
     def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
         """temperature: 0 is greedy decoding; top_k, top_p: as in transformers, None: all tokens.
 
-        seed: the same seed gives the same tokens.  Raises ValueError for other numbers.
+        seed: the same seed gives the same tokens.  The warpers raise ValueError for other numbers.
         """
-        if temperature < 0 or top_k is not None and top_k < 1:
-            raise ValueError(f"temperature {temperature}, top_k {top_k}: give a temperature of at "
-                             "least 0, and a top_k of at least 1 or None")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p is {top_p}: give a number above 0 and up to 1, or None")
         self.greedy, self.seed = temperature == 0, seed
         self.warpers = []
-        if temperature > 0:
+        if not self.greedy:
             self.warpers.append(TemperatureLogitsWarper(float(temperature)))
         if top_k is not None:
             self.warpers.append(TopKLogitsWarper(top_k))
@@ -455,17 +429,10 @@ class NoDrafter:
     """The drafter of plain decoding: by the contract, it reads nothing and is never expanded."""
     needs = {}
 
-    def reset(self, probs):
-        pass
+    def reset(self, *args):
+        """Do nothing."""
 
-    def begin(self, view, root_id):
-        pass
-
-    def expand(self, tokens, parents):
-        raise NotImplementedError("plain decoding drafts nothing")
-
-    def keep(self, path):
-        pass
+    begin = expand = keep = reset
 
 def root_only(expand, root):
     """The builder of plain decoding: the tree is the root alone."""
@@ -475,21 +442,18 @@ def root_only(expand, root):
 def check_prompt(target, ids, limit):
     """Raise ValueError for a prompt that cannot be decoded."""
     if not isinstance(ids, list):
-        raise ValueError("ids is the prompt of one sequence, a list of token ids: of a tensor "
-                         "(1, n) give ids[0].tolist()")
+        raise ValueError("ids is a list of token ids: of a tensor (1, n) give ids[0].tolist()")
     if not ids or limit < 1:
         raise ValueError(f"{len(ids)} tokens leave no position for a new one: give a prompt of 1 "
                          f"to {target.capacity} tokens, and ask for at least one")
     if not all(0 <= token < target.vocab for token in ids):
-        raise ValueError(f"the prompt has token ids beyond the target's vocabulary of "
-                         f"{target.vocab}: take the target's own tokenizer")
+        raise ValueError(f"the prompt has ids beyond the target's vocabulary of {target.vocab}")
 
 def check_tree(tree, tokens, parents, root_id):
     """Raise ValueError for what is no Tree below the root.  tokens, parents: its lists."""
     in_order = all(-1 < parent < node for node, parent in enumerate(parents[1:], 1))
     if tokens[0] != root_id or parents[0] != -1 or not in_order:
-        raise ValueError("a tree begins with the root, whose parent is -1, and has parents before "
-                         "their children")
+        raise ValueError("a tree begins with the root, parent -1; parents precede their children")
     if tree.p_draft is not None and parents != list(range(-1, len(parents) - 1)):
         raise ValueError("only a sampled chain has p_draft: the sample of a tree would be biased")
 
@@ -502,10 +466,9 @@ def until_end(tokens, ends):
 
 @torch.inference_mode()
 def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
-    """Speculative decoding of one sequence (GLIDE, Figures 1 and 2): yield one Round after another.
+    """Decode as generate() does, whose arguments these are: yield one Round after another.
 
-    Arguments as of generate().  The first Round has the prefill's token and no tree.  The caller
-    may stop at any Round.
+    The first Round has the prefill's token and no tree.  The caller may stop at any Round.
     """
     ends = {eos} if isinstance(eos, int) else set(eos)
     limit = min(new_tokens, target.remaining(ids))
@@ -514,12 +477,10 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    # The prefill counts as the verification of a tree of one node, the prompt's last token.  The
-    # target's choice after that node is the first root.
     sequence = list(target.ids)
     if not sequence:
-        raise ValueError("the drafter has reset the target: give it a Target of its own, even for "
-                         "the same model")
+        raise ValueError("the drafter has reset the target: give it a Target of its own")
+    # The prompt's last token is a tree of one node.  The choice after it is the first root.
     root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
     root_id = root.item()
     sequence.append(root_id)
@@ -533,8 +494,8 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
             expand.generator = generator_for(rule.seed, f"draft {len(sequence)}", target.device)
         tree = build(expand, root) if expand.remaining else root_only(expand, root)
 
-        # Verify: one forward pass of the target over all nodes, and its choice after each.  For a
-        # sampled chain the choice is the drafted token where speculative sampling accepts it.
+        # Verify: one forward of the target over all nodes, and its choice after each.  In a sampled
+        # chain the choice is the drafted token where speculative sampling accepts it.
         logits, states = target.forward(tree.tokens, tree.parents)                     # (n, V)
         choice = rule.choose(tree, logits, sequence)                                   # (n,)
 
@@ -557,10 +518,10 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
 def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
 
-    target: a Target.  drafter, build: see the top of this file; None and root_only are plain
-    decoding.  ids: the prompt, a list of token ids.  eos: an end-of-text id, or several.  The
-    output ends after new_tokens, with the target's capacity, or with the first end-of-text id.
-    Raises ValueError for a prompt that cannot be decoded, and for a builder's broken tree.
+    drafter, build: see the top of this file; None and root_only are plain decoding.  ids: the
+    prompt, a list of token ids.  eos: an end-of-text id, or several.  The output ends after
+    new_tokens, with the target's capacity, or with the first end-of-text id.  Raises ValueError for
+    a prompt that cannot be decoded, and for a builder's broken tree.
     """
     return output_of(rounds(target, drafter, build, ids, new_tokens, rule, eos))
 
@@ -573,17 +534,14 @@ def output_of(all_rounds):
 
 # ---------------------------------------------------------------- the demo
 def main():
-    """Every token of the vocabulary is a child of the root, so exactly one child matches the
-    target's choice.  Each round therefore yields two tokens.
-    """
+    """Every token is a child of the root, so one child is accepted: a round has two new tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    torch.manual_seed(0)
     config = LlamaConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     model = LlamaForCausalLM(config)
 
     def build(expand, root):
-        tokens = torch.cat((root, torch.arange(50)))
         parents = torch.tensor([-1] + 50 * [0])
+        tokens = torch.cat((root, torch.arange(50)))
         return Tree(tokens, parents, expand_index=torch.full_like(parents, -1))
 
     out = generate(Target(model), None, build, [3], 41)
