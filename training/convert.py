@@ -25,14 +25,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import glide
 from beyond import eagle, medusa
 from runtime import families, load
 from runtime.errors import UserError
 from runtime.program import program
-from training.models import save_weights
+from training.models import checkpoint
 
 PREFIXES = ("small_model.", "medusa_head.")
 # Names of GLIDE's weights; several published matrices are stacked in one of ours.
@@ -184,7 +184,9 @@ def main(argv):
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    save_weights(out, {name: weight.contiguous() for name, weight in renamed.items()}, about)
+    weights = {name: weight.contiguous() for name, weight in renamed.items()}
+    with checkpoint(out, about) as folder:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import copy
 import json
 import re
 from collections import namedtuple
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -205,35 +206,29 @@ def drafter_of(kind, module):
     _, _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
-def save(folder, module, tokenizer, about):
-    """Save a draft model: its weights in bfloat16, and training.json.
-
-    about: a dict of how it was made, to which the commit of this code is added, and the config.
+@contextmanager
+def checkpoint(folder, about):
+    """Yield the folder of a checkpoint, to write weights there.  training.json comes last: a folder
+    that has it is complete.
     """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "training.json").unlink(missing_ok=True)
+    yield folder
+    about = json.dumps({"commit": commit(), **about}, indent=1)
+    (folder / "training.json").write_text(about + "\n")
+
+def save(folder, module, tokenizer, about):
+    """Save a draft model, its weights in bfloat16.  about: a dict of how it was made."""
     if isinstance(module, SmallLM):
-        begin(folder)
-        copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        return finish(folder, about)
+        with checkpoint(folder, about) as folder:
+            copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+        return
     weights = {}
     for name, weight in module.state_dict().items():
         if weight.is_floating_point():                                 # a list of words is not
             weight = weight.to(torch.bfloat16)
         weights[name] = weight.cpu().contiguous()
-    save_weights(folder, weights, {"config": vars(module.config), **about})
-
-def save_weights(folder, weights, about):
-    """Save {name: weight} and training.json.  It comes last: a folder that has it is whole."""
-    begin(folder)
-    save_file(weights, Path(folder) / "model.safetensors", {"format": "pt"})
-    finish(folder, about)
-
-def begin(folder):
-    """Make the folder of a checkpoint, which is incomplete from now on."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / "training.json").unlink(missing_ok=True)
-
-def finish(folder, about):
-    """Write training.json, by which the checkpoint is known to be complete."""
-    about = json.dumps({"commit": commit(), **about}, indent=1)
-    (Path(folder) / "training.json").write_text(about + "\n")
+    with checkpoint(folder, {"config": vars(module.config), **about}) as folder:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
