@@ -1,7 +1,8 @@
-"""Is a drafter's confidence right?  Which tokens of a chain are accepted?  What does theory expect?
+"""Is a drafter's confidence right?  Which tokens are accepted?  What does a verified node cost?
 
     python figures/probe.py calibration --drafter edd "edd(temperature=1)"
     python figures/probe.py positions --drafter glide "cascade(base, k=30)" --limit 12
+    python figures/probe.py costs --contexts 256 4096
     python figures/probe.py ewif
 
 calibration  Is the confidence the probability that a token is accepted?  EDD and PCT (ACL 2025),
@@ -11,6 +12,10 @@ calibration  Is the confidence the probability that a token is accepted?  EDD an
 positions    How likely is the i-th token of a chain of thirty to be accepted, and so all before it?
              Cascade Speculative Drafting (arXiv 2312.11462), Figures 2 and 3.  Cascades and
              Max-Gram write chains of their own length.
+costs        T_v(n): seconds of a forward of the target with n nodes after `contexts` tokens.  PCT
+             takes a node as free (section 3.2), GLIDE a forward as bound by memory (appendix D):
+             true as far as T_v(n) / T_v(1) stays near 1.  A tree with five forwards of a drafter
+             (--c, in plain steps) is faster than plain decoding from the tau that is shown.
 ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over its time, in target
              forwards, if acceptances are independent.  It decodes nothing.
 
@@ -21,14 +26,16 @@ ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over 
 
 Decoding is greedy; the flags are bench.py's.
 """
+import argparse
 import inspect
 import json
 import shlex
 import sys
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
 
@@ -43,6 +50,8 @@ from runtime.provenance import provenance
 
 CHAIN, LONG_CHAIN = 10, 30                 # tokens of a chain: calibration, positions
 BINS = 10                                  # of confidence
+NODES = 1, 2, 4, 6, 8, 16, 18, 32, 64      # of a forward whose cost is measured:
+TURNS, REPEATS = 5, 5                      # REPEATS calls are timed together, TURNS times
 # Cascade's Table 1.  alpha of FLAN-T5-small and -base (Leviathan et al. 2023); million parameters,
 # of FLAN-T5-XXL last; [(data set, {model: how many tokens it drafts}, the largest model first)]
 ALPHAS = {"CNN/DM": {"small": 0.65, "base": 0.73}, "EnDe": {"small": 0.75, "base": 0.80}}
@@ -109,6 +118,39 @@ def positions_of(rounds):
         accepted.update(range(count))
     return {f"position {i + 1}": accepted[i] / drafted[i] for i in range(len(drafted))}
 
+# ---------------------------------------------------------------- the cost of a node
+@torch.inference_mode()
+def forward_seconds(target, ids):
+    """{n: median seconds of a forward of a chain of n nodes after the prompt ids}"""
+    token = torch.tensor(ids[-1:], device=target.device)
+    parents = torch.arange(-1, NODES[-1], device=target.device)
+    target.prefill(ids, NODES[-1])
+    found = {n: [] for n in NODES}
+    for _ in range(TURNS + 1):
+        # The sizes take turns, since other programs disturb.
+        for n in NODES:
+            started = time.perf_counter()
+            for _ in range(REPEATS):
+                target.forward(token.repeat(n), parents[:n])
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            found[n].append((time.perf_counter() - started) / REPEATS)
+    # The first turn warms up.
+    return {n: median(seconds[1:]) for n, seconds in found.items()}
+
+def costs(a, loaded, prompts):
+    """-> a row for each context and number of nodes"""
+    given = [token for prompt in prompts for token in prompt.ids]
+    rows = []
+    for context in a.contexts:
+        ids = (given * (context // len(given) + 1))[:context]
+        seconds = forward_seconds(loaded.target, ids)
+        for n in NODES:
+            ratio = seconds[n] / seconds[1]
+            rows.append({"drafter": f"n = {n}", "context": context, "ms": 1e3 * seconds[n],
+                         "ratio": ratio, "least_tau": ratio + 5 * a.c})
+    return rows
+
 # ---------------------------------------------------------------- Cascade's Table 1
 def ewif_horizontal(alphas, costs):
     """Theorem 4.5: T = (sum_{i=0}^k prod_{j=1}^i alpha_j) / (1 + sum_{i=1}^k c_i)"""
@@ -130,51 +172,53 @@ def table_1():
     return rows
 
 # ---------------------------------------------------------------- the command line
-def print_rows(rows, titles):
-    """Print a table.  titles: {key of a row: title of its column}, the name first."""
-    lines = [list(titles.values())]
+def print_rows(rows, keys):
+    """Print these keys of the rows as a table, the name first."""
+    lines = [["", *keys[1:]]]
     for row in rows:
-        cells = (row.get(key, "-") for key in titles)
+        cells = (row.get(key, "-") for key in keys)
         lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
     first, *widths = [max(map(len, column)) for column in zip(*lines)]
     for name, *cells in lines:
         print("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]))
 
-def write_rows(path, rows, argv, program, device="cpu"):
-    """Write rows to a file, if `path` is not None, with what they were measured by and on."""
-    about = {"command": shlex.join(["python", f"figures/{program}.py", *argv]),
-             **provenance(torch.device(device))}
-    if path:
-        Path(path).write_text("".join(json.dumps(about | row) + "\n" for row in rows))
-
 def measured(a):
-    """calibration or positions -> rows, one for each drafter"""
+    """calibration or positions, a row for each drafter; or costs -> rows"""
+    calls = load.drafter_calls(a.drafter, a.checkpoint)
+    loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
+    prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
+    if a.measurement == "costs":
+        return costs(a, loaded, prompts)
     decode, figures = {"calibration": (scored_tokens, calibration_of),
                        "positions": (rounds_of, positions_of)}[a.measurement]
-    calls = load.drafter_calls(a.drafter, a.checkpoint)
-    loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device)
-    prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
     rows = []
     for call in calls:
         drafter = loaded.drafter(call)
         found = [one for prompt in prompts for one in decode(loaded, drafter, prompt)]
-        rows.append({"drafter": call.label, "target": a.target, "prompts": len(prompts),
-                     **figures(found)})
+        rows.append({"drafter": call.label, "prompts": len(prompts), **figures(found)})
     return rows
+
+KEYS = {"calibration": ["ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))],
+        "positions": [f"position {i}" for i in (1, 2, 3, 5, 10, 20)],
+        "costs": ["context", "ms", "ratio", "least_tau"], "ewif": ["k1", "k2", "ewif"]}
 
 @program
 def main(argv):
     p = bench.parser()
     p.description = inspect.getdoc(sys.modules[__name__])
-    p.add_argument("measurement", choices=["calibration", "positions", "ewif"])
+    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.add_argument("measurement", choices=KEYS)
+    p.add_argument("--contexts", nargs="+", type=bench.at_least(1), default=[256],
+                   help="costs: tokens before the forward")
+    p.add_argument("--c", type=float, default=0.06, help="costs: a drafter forward, in plain steps")
     p.set_defaults(limit=bench.FEW)
     a = p.parse_args(argv)
     rows = table_1() if a.measurement == "ewif" else measured(a)
-    keys = {"calibration": ["ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))],
-            "positions": [f"position {i}" for i in (1, 2, 3, 5, 10, 20)],
-            "ewif": ["k1", "k2", "ewif"]}[a.measurement]
-    print_rows(rows, {"drafter": "", **dict(zip(keys, keys))})
-    write_rows(a.json, rows, argv, "probe", a.device)
+    print_rows(rows, ["drafter", *KEYS[a.measurement]])
+    if a.json:
+        about = {"command": shlex.join(["python", "figures/probe.py", *argv]), "target": a.target,
+                 **provenance(torch.device(a.device))}
+        Path(a.json).write_text("".join(json.dumps(about | row) + "\n" for row in rows))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

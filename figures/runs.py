@@ -61,7 +61,7 @@ RUNS = {
     "medusa": Run(2, HALF, [(["glide-top", "glide"], ["chain", "cape"]),
                               (["medusa"], ["chain", "cape", MEDUSA_TREE])]),
     "vct": Run(1, THIRD, [(["edd-top"], ["cape", "pct", "vct"])]),
-    "costs": Run(0.3, "python figures/costs.py"),
+    "costs": Run(0.3, "python figures/probe.py costs"),
     # The equal training on SmolLM2
     "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
     "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1",

@@ -1,10 +1,8 @@
-"""figures/probe.py and costs.py, against counts by hand and the papers' figures."""
+"""figures/probe.py against counts by hand and the papers' figures."""
 import json
 
-import costs
 import probe
 import pytest
-from conftest import ROOT
 
 from verify import Round
 
@@ -28,14 +26,12 @@ def test_cascades_table_1():
     printed = [2.65, 2.96, 3.03, 3.61, 3.75, 3.93]
     assert [row["ewif"] for row in probe.table_1()] == pytest.approx(printed, abs=0.011)
 
-@pytest.mark.parametrize("program, words", [
-    (probe, ["calibration", "--drafter", "glide"]), (probe, ["positions", "--drafter", "maxgram"]),
-    (costs, [])])
-def test_the_programs_print_a_table_and_write_their_rows(tmp_path, capsys, program, words):
+@pytest.mark.parametrize("words", [
+    ["calibration", "--drafter", "glide"], ["positions", "--drafter", "maxgram"], ["costs"]])
+def test_it_prints_a_table_and_writes_its_rows(tmp_path, capsys, words):
     path = tmp_path / "rows.jsonl"
     flags = ["--limit", "1", "--max-new-tokens", "12", "--json", str(path)]
-    assert program.main([*words, *flags]) == 0
+    assert probe.main([*words, *flags]) == 0
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert len(rows) + 1 <= len(capsys.readouterr().out.splitlines())
+    assert len(rows) + 1 == len(capsys.readouterr().out.splitlines())
     assert all(row["commit"] and row["command"].startswith("python figures/") for row in rows)
-    assert str(ROOT / "checkpoints/target") == rows[0]["target"]
