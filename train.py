@@ -119,9 +119,9 @@ def check(a, names):
 
 # ---------------------------------------------------------------- tokens and pieces
 def pieces_of(index, length):
-    """Cut documents, an index (n, 3) of them, into pieces of at most `length` tokens -> (pieces, 2): start, size
+    """Cut documents into pieces of at most `length` tokens -> (pieces, 2): start, size
 
-    A piece begins with the last token of the piece before it, so that no label is lost.
+    index (n, 3): start, size and kind of text of each document.  A piece begins with the last token of the piece before it, so that no label is lost.
     """
     pieces = []
     for start, size, _ in index.tolist():
@@ -150,19 +150,19 @@ def steps_of(pieces, step_tokens, seed):
                 begin, tokens = end, tokens - step_tokens
         yield from steps or [pieces]
 
-def parts_of(pieces, limit):
-    """Sort pieces by size and split them into parts of at most `limit` tokens with padding.
+def batches_of(pieces, limit):
+    """Sort pieces by size and split them into batches of at most `limit` tokens with padding.
 
-    A part has one piece at least.
+    A batch has one piece at least.
     """
     pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
-    parts = []
+    batches = []
     while len(pieces):
         longest = pieces[0, 1]
         count = max(1, limit // longest)
-        parts.append(pieces[:count])
+        batches.append(pieces[:count])
         pieces = pieces[count:]
-    return parts
+    return batches
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
@@ -361,8 +361,8 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
             pieces = next(pieces_of_step)
             count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(modules, 0.0)
-            for part in parts_of(pieces, limit)[rank::world]:
-                batch = frozen.batch(data.tokens, part)
+            for some in batches_of(pieces, limit)[rank::world]:
+                batch = frozen.batch(data.tokens, some)
                 for name, module in modules.items():
                     block = block_of_step(module, a.seed, step)
                     with autocast:
@@ -403,6 +403,7 @@ def train(a, device, calls, argv):
     """
     rank, _ = rank_and_world()
     out = Path(a.out)
+    out.mkdir(parents=True, exist_ok=True)
     # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
     torch.backends.cuda.enable_cudnn_sdp(False)
     # The target, frozen

@@ -24,7 +24,7 @@ import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import evaluate, models, muon
+from training import evaluate, models, muon, prepare
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -210,9 +210,11 @@ def test_training_learns_and_the_saved_drafter_is_the_trained_one(target, tmp_pa
         assert torch.equal(value, kept["glide"][key].bfloat16().float())
 
 def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
+    """Also of a folder that was prepared."""
     rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
-    data = str(write_rows(tmp_path / "rows.jsonl", rows))
-    argv = flags(target, tmp_path / "out", "--data", data, "--steps", "1", names=["glide"])
+    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
+    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
+    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
     assert train.main(argv) == 0
     out = capsys.readouterr().out
     assert "warning: --data has text that another model than --target wrote" in out
@@ -244,8 +246,8 @@ def processes(argv, folder):
 def test_two_processes_are_one(target, tmp_path, monkeypatch):
     """Their gradients before any optimizer, and what they learn and measure.
 
-    One of them alone is interrupted: both end after the same step, and go on together.  Some parts
-    have fewer pieces than there are processes.
+    One of them alone is interrupted: both end after the same step, and go on together.  Some steps
+    have fewer batches than there are processes.
     """
     names, update = ["glide", "edd", "eagle"], train.update
 
@@ -328,7 +330,7 @@ def test_the_commands_of_the_documentation_are_understood():
         assert models.calls_of(a.drafters)
 
 # ---------------------------------------------------------------- pieces, steps, parts
-def test_pieces_are_documents_or_parts_of_them():
+def test_pieces_are_documents_or_batches_of_them():
     """Parts overlap by a token, so that every token but a document's first is a label once."""
     index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [28, 4, 2]])
     pieces = train.pieces_of(index, 4)
@@ -366,14 +368,14 @@ def test_an_epoch_has_every_piece_once_in_even_steps():
     few = next(train.steps_of(pieces[:3], 512, 0))
     assert sorted(few[:, 0]) == [0, 1, 2], "too few for a step: one has all"
 
-def test_parts_of_a_step_fit_with_their_padding():
+def test_batches_of_a_step_fit_with_their_padding():
     pieces = pieces_at_random(40)
-    parts = train.parts_of(pieces, 300)
-    assert sorted(np.concatenate(parts)[:, 0]) == list(range(40)), "each piece once"
-    padded = [len(part) * part[:, 1].max() for part in parts]
+    batches = train.batches_of(pieces, 300)
+    assert sorted(np.concatenate(batches)[:, 0]) == list(range(40)), "each piece once"
+    padded = [len(batch) * batch[:, 1].max() for batch in batches]
     assert max(padded) <= 300
     assert sum(padded) < 1.1 * pieces[:, 1].sum(), "similar sizes side by side"
-    assert [len(part) for part in train.parts_of(pieces, 1)] == [1] * 40
+    assert [len(batch) for batch in train.batches_of(pieces, 1)] == [1] * 40
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",

@@ -5,7 +5,8 @@
 
 The prompts are the first questions of chats, or the first halves of other texts.  train.py reads
 the prompts and learns the answers.  The rows are written as they are finished; --resume goes on
-with the prompts that --out does not hold.
+with the prompts that --out does not hold.  Many texts are decoded together, plainly: no drafter is
+there yet.
 """
 import argparse
 import sys
