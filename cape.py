@@ -70,8 +70,8 @@ def draft(expand, root, gamma, pick):
     pick(probs (1, V)) chooses a token (1,).  Returns the tokens chosen (gamma,), their
     probabilities p (gamma,), and the distributions probs (gamma, V) that they were picked from.
 
-    All gamma tokens are drafted without a device-to-host sync.  So nobody knows yet whether the
-    drafter has stopped predicting: then p is zero, and callers cut the chain at valid_length(p).
+    There is no device-to-host sync, so nobody knows yet whether the drafter has stopped predicting:
+    then p is zero, and callers cut the chain at valid_length(p).
     """
     if gamma < 1:
         raise ValueError(f"gamma is {gamma}: draft at least one token")
@@ -96,8 +96,8 @@ def valid_length(p):
 def counts_on_host(p, *counts):
     """Copy counts, tensors () on the device, to the host by one sync -> list of ints.
 
-    The smallest and the largest p (gamma,) are copied along, which costs no further sync.  Raises
-    ValueError if these are no probabilities.
+    The smallest and the largest p (gamma,) travel along.  Raises ValueError if these are no
+    probabilities.
     """
     # torch.stack converts the counts to p's dtype, and bfloat16 cannot represent every integer.
     p = p.float()
@@ -140,9 +140,7 @@ def drawn(expand, root, gamma=GAMMA):
 # ------------------------------------------------------------------ the expanded proposal
 @lru_cache(maxsize=64)
 def constant(numbers, dtype, device):
-    """A tuple as a tensor, cached so that it is not copied to the device in every round.
-
-    All callers share this tensor: read it, and never put it into a Tree.
+    """A tuple as a tensor that all callers share: it is copied to the device once, so only read it.
     """
     return torch.tensor(numbers, dtype=dtype, device=device)
 
@@ -164,9 +162,8 @@ def expansion_sets(probs, chosen, p, sizes=SIZES, edges=EDGES):
     Returns extras (gamma, K), the best first, and their probabilities (gamma, K).  K is max(sizes),
     or V if that is less.  An extra whose probability is zero is not in the set.
     """
-    # "K_i tokens (excluding x_{t+i}) that have the highest probabilities according to
-    # p_D(.|x_{<t+i})".  The probability of x_{t+i} is set to zero before sorting, because in a tie
-    # it need not come first.
+    # "K_i tokens (excluding x_{t+i}) that have the highest probabilities": in a tie x_{t+i} need
+    # not come first.
     others = probs.scatter(1, chosen[:, None], 0.0)
     _, V = probs.shape
     K = min(max(sizes), V)
@@ -181,8 +178,7 @@ def best_extras(p, p_extras, limit):
     """Rank the extras by joint probability, and take the `limit` best.
 
     p (gamma,): the chain's.  p_extras (gamma, K).  Returns their joint probabilities (limit,), the
-    highest first, and their indices (limit,) in the flattened extras.  A joint probability of zero
-    means that there is no such extra.
+    highest first (zero: there is no such extra), and their indices (limit,) in the flattened ones.
     """
     # The ancestors of an extra x' in X_i are x_{t+1} ... x_{t+i-1}, so its joint probability is
     # p_1 ... p_{i-1} p_D(x').
@@ -209,8 +205,7 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
 
     # Differs from the paper: with gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, and the
     # paper does not say which of them its limit of 32 cuts.  (The official code drafts four
-    # positions: 4 x 8 = 32.)  Here the chain is kept whole, and the best extras fill the rest.  How
-    # many fit depends on the length of the chain, which the host does not know before the sync.
+    # positions: 4 x 8 = 32.)  Here the chain is kept whole, and the best extras fill the rest.
     limit = min(extras.numel(), max_nodes)
     joint, index = best_extras(p, p_extras, limit)                # (limit,)
     length, count = counts_on_host(p, valid_length(p), (joint > 0).sum())
@@ -222,10 +217,9 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     tokens = torch.cat((tree.tokens, extras.take(index)))
     # By the paper's mask a token of X_i sees the chain's tokens before position i, and itself:
     #     mask_CAPE(A)_ij = A_ij    if j <= gamma and pos(i) > j, or if i = j;    else -inf
-    # In a Tree that says: its parent is the chain's token at position i - 1, node i - 1.
+    # In a Tree: row r of the extras (gamma, K) is X_{r+1}, and node r is the parent of its tokens.
     # Differs from the paper: its mask leaves out the root x_t; here the root is node 0.
-    # Row r of the extras (gamma, K) is X_{r+1}, whose tokens have node r as their parent.
-    K = extras.shape[1]                                           # if it is 0, index is empty
+    _, K = extras.shape                                           # if K is 0, index is empty
     parents = torch.cat((tree.parents, index // K))
     expand_index = pad(tree.expand_index, (0, count), value=-1)
     return Tree(tokens, parents, expand_index)
@@ -240,10 +234,8 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
 
     A node stands for the sequence that ends with it.  Nodes are given to expand in the order of the
     tree, so a node's index in the tree is also its number in expand.  One device-to-host sync per
-    depth: the host must know which sequences are continued.  Raises ValueError for a width below 1.
+    depth: the host must know which sequences are continued.
     """
-    if width < 1:
-        raise ValueError(f"width is {width}: keep at least one sequence")
     tokens = [root]
     parents = [-1]
     given = 0                                                     # nodes given to expand so far
@@ -255,7 +247,7 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         given += len(beams)
         best_of_each = min(width, probs.shape[1])
         p, x = probs.topk(best_of_each)                           # (m, best_of_each)
-        # log p(sequence, x) = log p(sequence) + log p_D(x | sequence)
+        # log p(sequence, x) = log p(sequence) + log p_D(x|sequence)
         longer = score + p.log()                                  # (m, best_of_each)
         n = min(width, longer.numel())
         score, index = longer.flatten().topk(n)                   # (n,), the best first
@@ -280,29 +272,23 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
 # ------------------------------------------------------------------ the demo
 def main():
     """Figure 3: "Attention is all the", and one extra beside each token ("you" beside "the")."""
-    drafter = {
-        "<root>": {"Attention": 0.85, "All": 0.15},
-        "Attention": {"is": 0.9, "that": 0.1},
-        "is": {"all": 0.95, "that": 0.05},
-        "all": {"the": 0.82, "you": 0.18},
-    }
     words = ["<root>", "Attention", "is", "all", "the", "All", "that", "you"]
+    chain_of_figure = torch.tensor([1, 2, 3, 4])
+    extra = torch.tensor([5, 6, 6, 7])
+    # Row i: what the drafter predicts after words[i]
     table = torch.zeros(8, 8)
-    for word, after in drafter.items():
-        for next_word, p in after.items():
-            table[words.index(word), words.index(next_word)] = p
+    table[range(4), chain_of_figure] = torch.tensor([0.85, 0.9, 0.95, 0.82])
+    table[range(4), extra] = torch.tensor([0.15, 0.1, 0.05, 0.18])
 
     def expand(tokens, parents):
         return table[tokens]
 
     tree = cape(expand, torch.tensor([0]), gamma=4)
-    tokens = [words[token] for token in tree.tokens]
-    parents = tree.parents.tolist()
-    assert tokens[1:5] == ["Attention", "is", "all", "the"] and parents[1:5] == [0, 1, 2, 3]
-    X = dict(zip(parents[5:], tokens[5:]))
-    assert X == {0: "All", 1: "that", 2: "that", 3: "you"}
+    assert tree.tokens[1:5].tolist() == chain_of_figure.tolist()
+    X = dict(zip(tree.parents[5:].tolist(), tree.tokens[5:].tolist()))
+    assert [X[i] for i in range(4)] == extra.tolist()
     for i in range(4):
-        print(f"x_t+{i + 1}: {tokens[i + 1]:10s} X_{i + 1}: {X[i]}")
+        print(f"x_t+{i + 1}: {words[i + 1]:10s} X_{i + 1}: {words[X[i]]}")
 
 # Differences from the paper, all of them:
 #  1. The printed mask leaves out the root x_t; here the root is node 0.  Misprint: where the text

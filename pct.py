@@ -6,8 +6,7 @@ ablations of Table 3; the baselines of appendix A.
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
 the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
 s_t if the node is accepted.  So the tree grows below nodes that are accepted with a probability of
-at least s_d / s_t.  Nodes that will almost surely be rejected are not worth verifying, and are
-removed at the end.
+at least s_d / s_t.  Nodes that will almost surely be rejected are removed at the end.
 
     paper                     shape      name here
     d_1 ... d_m               tokens     a path of the tree, excluding the root
@@ -24,9 +23,8 @@ device-to-host sync.
     tree = pct(expand, root, cost=0.05)          # root = torch.tensor([the last token's id])
     out = verify.generate(target, drafter, pct.pct, ids)
 
-The confidences must be calibrated: of all tokens that are drafted with confidence 0.7 below an
-accepted node the target accepts 70 %.  If yours are not, divide the drafter's logits by a
-calibration temperature before the softmax.
+Calibrated means: of the tokens that are drafted with confidence 0.7 below an accepted node the
+target accepts 70 %.  A calibration temperature that divides the drafter's logits gets them there.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -42,8 +40,8 @@ DEPTH = 10              # "and the maximum depth was set to 10"
 LEAF = 0.01             # "leaf nodes whose overall acceptance confidence was less than 0.01"
 COST = 0.05             # s_d / s_t, where it was not measured
 TOKEN_THRESHOLD = 0.3   # of "w/o expected time gain", which Table 3 does not state
-# Differs from the paper: it does not limit the number of nodes.  This limit, for each layer that is
-# expanded and for the tree without its root, is far above the size that trees have in practice.
+# Differs from the paper: it has no such limit, for each layer that is expanded and for the tree
+# without its root.  Trees are far smaller in practice.
 MAX_NODES = 256
 
 # ---------------------------------------------------------------- the candidate tree while it grows
@@ -100,30 +98,32 @@ class Candidates:
     def forward(self, tokens, parents):
         """Run the drafter once over m nodes: tokens (m,), and parents, m numbers in expand.
 
-        Returns the confidences and the ids of their best children: lists [m][width], the best
-        first.
+        Returns the confidences and the ids of their best children, the best first: lists
+        [m][width].  Both are copied to the host by one sync.
         """
         probs = self.expand(tokens, parents)                         # (m, V)
         self.num_forwards += 1
         self.num_expanded += len(parents)
-        return read_top_k(probs, self.width)
+        best = probs.topk(min(self.width, probs.shape[1]))
+        # One tensor of floats holds both: float32 represents all integers up to 2^24.
+        dtype = torch.promote_types(probs.dtype, torch.float32)
+        c = best.values.to(dtype)
+        x = best.indices.to(dtype)
+        return torch.stack((c, x)).tolist()
 
     def expand_index_above(self, node):
         """The expand index of a node's parent, -1 for the root."""
         return -1 if node == 0 else self.expand_index[self.parent[node]]
 
     def add_children(self, node, c, x):
-        """Add children of a node, except those of probability zero -> {token: new node}.
-
-        c, x: lists of their confidences and tokens, the best first.
-        """
-        # In bfloat16 probabilities may add up to 1.02.
+        """Add a node's children, tokens x of confidences c above 0 (lists) -> {token: new node}."""
+        # In bfloat16 probabilities may add up to 1.02, and one may be 1.004.
         if not (min(c) >= 0 and sum(c) < 1.05):
             raise ValueError(f"expand gave {c}: it must give probabilities, not logits")
         children = {}
         for c_j, token in zip(c, map(int, x)):
             if c_j > 0:
-                children[token] = self.add(node, token, min(c_j, 1.0))       # 1.004 in bfloat16
+                children[token] = self.add(node, token, min(c_j, 1.0))
         return children
 
     def ranked(self, nodes):
@@ -132,8 +132,7 @@ class Candidates:
         A parent precedes its children: it is at least as probable, and was drafted before them.  So
         the root and the first n nodes always form a tree.
         """
-        # Differs from the paper: EAGLE-2's re-ranking may keep a child without its parent where
-        # both are equally probable.
+        # Differs from the paper: in a tie EAGLE-2's re-ranking may keep a child without its parent.
         return sorted(nodes, key=lambda j: (-self.p[j], j))
 
     def best(self, nodes, limit):
@@ -143,9 +142,8 @@ class Candidates:
     def tree(self, kept):
         """Make the Tree of the root and of `kept`, nodes with all their ancestors, ascending.
 
-        Its order is depth-first, and of the children of a node the most probable one comes first.
-        So where the target chooses the most probable child each time, the KV entries of the
-        accepted path already lie next to each other in its cache.
+        Its order is depth-first, a node's most probable child first.  So where the target chooses
+        that child each time, the KV entries of the accepted path are already in place.
         """
         children = {}
         for node in kept:
@@ -157,8 +155,7 @@ class Candidates:
             node = stack.pop()
             index[node] = len(order)
             order.append(node)
-            # The most probable child is on top of the stack.
-            stack += reversed(children.get(node, []))
+            stack += reversed(children.get(node, []))                # the most probable on top
         # One tensor: one host-to-device copy.  Entry 0 of the tokens is a placeholder.
         columns = torch.tensor([
             [0, *(self.token[node] for node in order[1:])],
@@ -167,25 +164,12 @@ class Candidates:
         tokens, parents, expand_index = columns
         return Tree(torch.cat((self.root, tokens[1:])), parents, expand_index)
 
-def read_top_k(probs, k):
-    """Copy the k best tokens of each distribution (m, V) to the host -> (confidences, ids).
-
-    Both are lists [m][k].  There is one device-to-host sync, since both travel in one tensor of
-    floats.  float32 represents all integers up to 2^24, so no id changes.
-    """
-    k = min(k, probs.shape[1])
-    best = probs.topk(k)                                             # (m, k)
-    dtype = torch.promote_types(probs.dtype, torch.float32)
-    c = best.values.to(dtype)
-    x = best.indices.to(dtype)
-    return torch.stack((c, x)).tolist()
 
 def draft_layers(expand, root, width, depth, criterion, threshold, limit):
-    """Draft layer by layer -> Candidates.
+    """Draft layer by layer, at most `depth` or expand.remaining of them -> Candidates.
 
-    criterion: which confidence of a node must be at least `threshold` to expand it: "c", its own,
-    or "p", the joint one.  Of these nodes the `limit` with the highest p are expanded in each
-    layer.  At most expand.remaining layers are drafted, where expand has that.
+    A layer expands the `limit` nodes of highest p among those whose own confidence (criterion "c")
+    or joint probability ("p") is at least `threshold`.
     """
     if depth < 1 or limit < 1:
         raise ValueError(f"depth {depth}, {limit} nodes: a tree needs at least one of each")
@@ -202,12 +186,9 @@ def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     return candidates
 
 def prune_leaves(candidates, leaf, limit):
-    """Remove leaves whose joint probability is below `leaf`, keep the `limit` best nodes -> Tree.
-
-    "we remove leaf nodes whose overall acceptance confidence is below a given threshold" (3.2).
-    """
-    # Removing leaves exposes others, which are removed in turn.  Since p_j never increases along a
-    # path, exactly the nodes with p_j >= leaf remain.
+    """Remove leaves whose joint probability is below `leaf`, keep the `limit` best -> Tree."""
+    # "we remove leaf nodes whose overall acceptance confidence is below a given threshold" (3.2).
+    # This exposes others.  As p_j never increases along a path, the nodes with p_j >= leaf remain.
     drafted = range(1, len(candidates.token))
     kept = [j for j in drafted if candidates.p[j] >= leaf]
     return candidates.tree(candidates.best(kept, limit))
@@ -216,24 +197,22 @@ def prune_leaves(candidates, leaf, limit):
 def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=MAX_NODES):
     """The pruned candidate tree (section 3.2, "Implementation Details").
 
-    cost: s_d / s_t; a node whose joint probability is lower is not expanded.  leaf: nodes whose
-    joint probability is lower are removed; 0 is Table 3's "w/o removing leaf nodes".  Returns a
-    Tree of at most 1 + max_nodes nodes.
+    A node whose joint probability is below `cost`, s_d / s_t, is not expanded; one below `leaf` is
+    removed (0: Table 3's "w/o removing leaf nodes").  The Tree has at most 1 + max_nodes nodes.
     """
     # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
     # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
-    # Differs from the paper: the text below Eq. 5 lets p_j decide whether d_j is drafted, but p_j
-    # is known only afterwards.  So it decides whether to draft below d_j, as in the quotation.
+    # Differs from the paper: below Eq. 5 p_j decides whether d_j itself is drafted, but it is known
+    # only afterwards.  So it decides whether to draft below d_j, as in the quotation.
     candidates = draft_layers(expand, root, width, depth, "p", cost, max_nodes)
     return prune_leaves(candidates, leaf, max_nodes)
 
 def token_confidence(expand, root, token_threshold=TOKEN_THRESHOLD, width=WIDTH, depth=DEPTH,
                      leaf=LEAF, max_nodes=MAX_NODES):
-    """Table 3's "w/o expected time gain": "confidence score is directly used to prune the candidate
-    tree".
+    """Table 3's "w/o expected time gain": "confidence score is directly used to prune".
 
-    A node is expanded if its own confidence c_j is at least `token_threshold`; `pct` compares the
-    product p_j instead.  Leaves are removed by their joint probability, as in `pct`.
+    A node is expanded if its own confidence c_j is at least `token_threshold`.  Leaves are removed
+    by their joint probability, as in `pct`.
     """
     candidates = draft_layers(expand, root, width, depth, "c", token_threshold, max_nodes)
     return prune_leaves(candidates, leaf, max_nodes)
@@ -263,16 +242,14 @@ def eagle2(expand, root, total=50, depth=6, expanded=10):
 def main():
     """s_d / s_t = 0.1, leaf 0.05: an unlikely node is kept as a leaf or removed, likely paths grow.
 
-    The tokens are the digits 1 to 4, so a path is written as a number.
+    The tokens are the digits 1 to 3, so a path is written as a number.
     """
     # table[x] is the drafter's distribution of the token after x; the root is 0.
     table = torch.tensor([
-        [0.0, 0.6, 0.3, 0.08, 0.02],
-        [0.0, 0.0, 0.9, 0.1, 0.0],
-        [0.0, 0.2, 0.0, 0.0, 0.5],
-        [0.0, 1.0, 0.0, 0.0, 0.0],
-        [0.0, 0.0, 0.0, 0.0, 0.0],
-    ])
+        [0.0, 0.6, 0.37, 0.03],
+        [0.0, 0.0, 0.9, 0.1],
+        [0.0, 0.2, 0.0, 0.0],
+        [0.0, 1.0, 0.0, 0.0]])
 
     def expand(tokens, parents):
         return table[tokens]
@@ -281,10 +258,10 @@ def main():
     paths = [""]
     for token, parent in zip(tree.tokens[1:].tolist(), tree.parents[1:].tolist()):
         paths.append(f"{paths[parent]}{token}")
-    # 4 (0.02) and 1213 (0.0108) are removed.
-    # 3 (0.08), 13 (0.06), 21 (0.06) and 1212 (0.0972) are kept as leaves, though they could go on.
+    # 3 (0.03) and 1213 (0.011) are removed.  13 (0.06), 21 (0.07) and 1212 (0.097) are leaves,
+    # though they could go on.
     paths = " ".join(sorted(paths[1:]))
-    assert paths == "1 12 121 1212 124 13 2 21 24 3"
+    assert paths == "1 12 121 1212 13 2 21"
     print("kept paths:", paths)
 
 # Differences from the paper, all of them:

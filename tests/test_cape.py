@@ -131,7 +131,6 @@ MISTAKES = [
     (cape.chain, {"gamma": 0}, "draft at least one"),
     (cape.cape, {"edges": (0.5,)}, "1 edges need one size more"),
     (cape.cape, {"gamma": 5, "max_nodes": 4}, "cannot hold the chain of 5"),
-    (cape.beam, {"width": 0}, "keep at least one"),
 ]
 
 @pytest.mark.parametrize("build, settings, words", MISTAKES)
