@@ -121,7 +121,8 @@ def check(a, names):
 def pieces_of(index, length):
     """Cut documents into pieces of at most `length` tokens -> (pieces, 2): start, size
 
-    index (n, 3): start, size and kind of text of each document.  A piece begins with the last token of the piece before it, so that no label is lost.
+    index (n, 3): start, size and kind of text of each document.  A piece begins with the last token
+    of the piece before it, so that no label is lost.
     """
     pieces = []
     for start, size, _ in index.tolist():

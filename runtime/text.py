@@ -12,14 +12,15 @@ taken; null, "" and [] count as absent:
     the row has                     it becomes
     one of CHATS                    a chat: a list of turns, each with a role and a content; below
                                     the pairs, so is any field that holds such a list
-    ids or input_ids; or prompt     token ids.  Learned are those that labels (-100: not) or a mask
-      and answer, lists of them     say, or all; of prompt and answer, the answer alone
+    ids; or prompt and answer,      token ids.  Learned are those that labels (-100: not) or a mask
+      lists of token ids            say, or all; of prompt and answer, the answer alone
     prompt, and completion or       a text; what goes on after the prompt is learned
       canonical_solution
     one of QUESTIONS and one of     a chat of two turns: the question, with a field of CONTEXTS
       ANSWERS                       below it, and the answer.  `history` stands before it
     one of TEXTS                    a text, which is learned
     one of QUESTIONS alone          a prompt: it is asked, but nothing can be learned
+    input_ids                       as ids
 
 Of a chat the answers are learned.  A field of SYSTEM begins it.  Only strings, numbers and lists of
 text parts are text.  A row that is not understood is left out with its reason, never in silence.
@@ -40,7 +41,6 @@ ANSWERS = ("output", "response", "solution", "answer", "answers", "completion",
 CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a prompt
 TEXTS = ("text", "content", "code")
 SYSTEM = ("system", "system_prompt", "system_message")
-IDS = ("ids", "input_ids")
 MASKS = ("loss_mask", "completion_mask", "assistant_masks")      # of token ids: 1 is learned
 KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
@@ -193,16 +193,16 @@ def ids_in(row, name):
     ids, mask = row[name], first_of(("labels", *MASKS), row)
     if mask is None:
         return [name], [Turn("ids", ids, True)]
-    learned = row[mask]
-    if mask == "labels" and isinstance(learned, list):
-        learned = [label != -100 for label in learned]
-        pairs = zip(row[mask], ids)
-        if any(label not in (-100, token) for label, token in pairs):
-            raise LeftOut("its labels are other tokens than its ids")
-    if not isinstance(learned, list) or len(learned) != len(ids):
+    marks = row[mask]
+    if not isinstance(marks, list) or len(marks) != len(ids):
         raise LeftOut(f"{mask} has another length than {name}")
+    learned = [bool(mark) for mark in marks]
+    if mask == "labels":
+        learned = [mark != -100 for mark in marks]
+        if any(mark not in (-100, token) for mark, token in zip(marks, ids)):
+            raise LeftOut("its labels are other tokens than its ids")
     turns = []
-    for is_label, run in groupby(zip(learned, ids), key=lambda pair: bool(pair[0])):
+    for is_label, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
         turns.append(Turn("ids", [token for _, token in run], is_label))
     return [name, mask], turns
 
@@ -210,11 +210,11 @@ def turns_in(row):
     """A row, a dict with its keys in lower case -> names of the fields that were read, [Turn]"""
     chat, text = first_of(CHATS, row), first_of(TEXTS, row)
     question, answer = first_of(QUESTIONS, row), first_of(ANSWERS, row)
-    more, ids = first_of(CONTINUATIONS, row), first_of(IDS, row)
+    more = first_of(CONTINUATIONS, row)
     if chat:
         return [chat], turns_of(row, chat)
-    if ids and are_ids(row[ids]):
-        return ids_in(row, ids)
+    if are_ids(row.get("ids")):
+        return ids_in(row, "ids")
     if are_ids(row.get("prompt")) and are_ids(row.get("answer", [])):
         learned = Turn("ids", row.get("answer", []), True)
         return ["prompt", "answer"], [Turn("ids", row["prompt"], False), learned]
@@ -234,6 +234,8 @@ def turns_in(row):
         return ["prompt"], [Turn("text", row["prompt"], False)]
     if question:
         return pair_in(row)
+    if are_ids(row.get("input_ids")):
+        return ids_in(row, "input_ids")
     if not row:
         raise LeftOut("it is empty, or has no fields")
     raise LeftOut("no known field holds a text or a question: " + ", ".join(list(row)[:8]))

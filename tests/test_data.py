@@ -131,6 +131,7 @@ ROWS = [
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
     ({"ids": [7, 8]}, "⟦'(⟧"),
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
+    ({"input_ids": [7, 8], "text": "a text"}, "⟦a text</s>⟧"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
     ({"ids": [7, 8], "labels": [7, 9]}, "left out: its labels are other tokens than its ids"),
     ({"ids": [7, 8], "labels": [7]}, "left out: labels has another length than ids"),
