@@ -5,10 +5,9 @@ Max-Gram (section 3.3) is maxgram.py; Table 1 (section 4) is in figures/probe.py
 
 The idea.  In speculative decoding the drafter needs a forward for each token that it drafts.  In
 the *vertical* cascade a smaller model drafts for the drafter, which reviews those tokens in one
-forward.  The smaller model has a drafter, too, and so on down to Max-Gram, which runs no network.
-In the *horizontal* cascade the largest drafter provides the first tokens of a proposal, which are
-the most likely to be accepted, and smaller drafters provide the later ones.  One recursion does
-both: cascade_step().
+forward; the smaller model has a drafter, too, and so on down to Max-Gram, which runs no network.
+In the *horizontal* cascade the largest drafter provides the first tokens of a proposal, the most
+likely to be accepted, and smaller drafters the later ones.  cascade_step() does both.
 
     paper                shape    name here
     M_t                           target
@@ -27,8 +26,7 @@ An example of K, for the stages M_d1, M_d2 and MaG:
              [0,    0,   10]]     M_d2 reviews 10 of MaG
 
 A model may add more tokens than its count, since its last review may accept more than were missing.
-Max-Gram may add fewer; where the output or a model's context ends, every stage may.  (Table 2 calls
-this k_11, k_12, k_22 = 8, 13, 1: by the authors' code its k_12 includes k_11.)
+Table 2 calls this K k_11, k_12, k_22 = 8, 13, 1: by the authors' code its k_12 includes k_11.
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs that share one
 vocabulary, and a list of token ids `text`:
@@ -38,9 +36,9 @@ vocabulary, and a list of token ids `text`:
     out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-Its own builders are the methods chain (greedy drafts) and drawn (sampled drafts, where the target's
-tokens are sampled).  All other builders draft from its expand, which predicts along the greedy
-chain alone: their trees may have siblings beside the chain, but nothing below a sibling.
+Its own builders are the methods chain (greedy drafts) and drawn (sampled ones, where the target
+samples).  For all other builders its expand predicts along the greedy chain alone: their trees may
+have siblings beside the chain, but nothing below a sibling.
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -85,8 +83,7 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     reviews then, with l = 1.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
     limit: the most tokens that gen may have when this call returns.
-    review(logits, gen, first): accepts drafts, the first of which is at position `first`, and adds
-    one token of target's own.
+    review(logits, gen, first): accepts drafts from position `first` on, and adds a token.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -111,20 +108,20 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # [k_1 ... k_n] <- first row of K
         k_i = K[0][i]
         # Differs from the paper, whose base case takes an element of an empty list: the recursion
-        # ends at Max-Gram, which is called once for all its k tokens.  Without Max-Gram it ends at
-        # the smallest model: with nothing to review, each of its reviews adds one token.
+        # ends at Max-Gram, called once for all its k tokens, or at the smallest model: with nothing
+        # to review, each of its reviews adds one token.
         if isinstance(stage, MaxGram):
             propose(stage, gen, min(k_i, draft_limit - len(gen.tokens)))
             break
         # curPrefix <- curGen
-        # Differs from the paper, which prints this again inside the while loop: then the loop would
-        # end only if one single review added k_i tokens.  Here the reviews together add them.
+        # Differs from the paper, which prints this again inside the while loop: then one single
+        # review would have to add k_i tokens.  Here the reviews together add them.
         cur_prefix = len(gen.tokens)
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_K = [row[i + 1:] for row in K[i + 1:]]
-        # A model reads as many tokens as its context holds, and its review adds one.
-        # Differs from the paper, which has no limits: a model whose context is full is skipped.
+        # Differs from the paper, which has no limits: a model reads what its context holds, its
+        # review adds one token, and a model whose context is full is skipped.
         cur_limit = min(draft_limit, stage.capacity + 1)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) < cur_limit:
             # Perform the vertical cascade with the recursive call.
@@ -132,14 +129,12 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     # Use M_t to review the draft generation.
     if target is not None:
         num_drafts = len(gen.tokens) - prefix
-        # What the target predicts at the position of each draft, and after the last one
         logits, _ = target.align(gen.tokens, num_drafts + 1)      # (num_drafts + 1, V)
         review(logits.to(gen.device), gen, prefix)
 
 def propose(max_gram, gen, count):
     """Let Max-Gram append up to `count` tokens."""
-    uncommitted = gen.tokens[gen.committed:]
-    tokens, match_lengths = max_gram.propose(uncommitted, count)
+    tokens, match_lengths = max_gram.propose(gen.tokens[gen.committed:], count)
     confidences = [max_gram.confidence_of(length) for length in match_lengths]
     gen.replace(len(gen.tokens), tokens, confidences)
 
@@ -148,8 +143,8 @@ def review_greedy(logits, gen, first, lenience):
     """Greedy review by a reviewer M_r, section 3.1.
 
     logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
-    A draft x_i is accepted where x_i = argmax M_r(x)[i].  With lenience l > 1 it is also accepted
-    where M_d(x)[i] <= l M_r(x)[i], the probabilities of x_i.
+    A draft x_i is accepted where x_i = argmax M_r(x)[i], and where M_d(x)[i] <= l M_r(x)[i], the
+    probabilities of x_i, with lenience l > 1.
     """
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
@@ -167,7 +162,7 @@ def review_greedy(logits, gen, first, lenience):
 def review_sampled(logits, gen, first, p_target, lenience, generator):
     """Review of sampled drafts: speculative sampling (section 2), with lenience (section 3.1).
 
-    logits: as in review_greedy.  p_target(logits): the distributions that tokens are sampled from.
+    p_target(logits): the distributions (n + 1, V) that the reviewer's tokens are sampled from.
     """
     p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
     p_reviewer = p_target(logits)                                # (n + 1, V)
@@ -175,10 +170,9 @@ def review_sampled(logits, gen, first, p_target, lenience, generator):
     p_new = p_reviewer
     if lenience > 1:
         # As in review_greedy, without lenience for what only Max-Gram has written
-        of_models = [torch.is_tensor(p) for p in gen.probs[first:]]
-        of_models = torch.tensor(of_models, dtype=torch.bool, device=gen.device)
-        l = torch.where(of_models, lenience, 1.0)                # (n,)
-        lenient = lenient_distribution(p_reviewer[:-1], p_draft, l[:, None])
+        l = [lenience if torch.is_tensor(p) else 1.0 for p in gen.probs[first:]]
+        l = torch.tensor(l, device=gen.device)[:, None]          # (n, 1)
+        lenient = lenient_distribution(p_reviewer[:-1], p_draft, l)
         p_new = torch.cat((lenient, p_reviewer[-1:]))
     chain = chain_of(gen.tokens[first - 1:], gen.device, p_draft)
     choice = accept_sampled(chain, p_new, generator)             # (n + 1,)
@@ -195,8 +189,8 @@ def lenient_distribution(p, q, l):
 
         q'(x) = min(q(x), l p(x))  +  P(rejection) residual(x)
 
-    and P(rejection) is what is missing of the first terms' sum.  With l = 1 q' is p.  With a larger
-    l it lies between q and p, so the next reviewer must compare with q', or the output is biased.
+    With l = 1 q' is p.  With a larger l it lies between q and p, so the next reviewer must compare
+    with q', or the output is biased.
 
     Plain speculative sampling towards q' is the same review, so accept_sampled does it:
         where p(x) > q(x)     both accept x; and q'(x) - q(x) = P(rejection) residual(x), so that
@@ -212,11 +206,9 @@ def lenient_distribution(p, q, l):
     return accepted + rejection.clamp(min=0) * residual          # rounding may give -1e-8
 
 def distributions(gen, first, vocab):
-    """p_draft (n, V) of gen's drafts from `first` on.
-
-    Differs from the paper, whose experiments are greedy: a token that only Max-Gram has written
-    counts as sampled from a distribution that has all its mass on it.
-    """
+    """p_draft (n, V) of gen's drafts from `first` on."""
+    # Differs from the paper, whose experiments are greedy: a token that only Max-Gram has written
+    # counts as sampled from a distribution that has all its mass on it.
     p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
     for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
         if torch.is_tensor(p):
@@ -232,14 +224,11 @@ def chain_of(tokens, device, p_draft=None):
     return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
 
 def keep_chosen(gen, first, choice, probs):
-    """Keep drafts while they are what the reviewer chose, then add its next choice: verify.accept.
-
-    choice: n + 1 tokens that the reviewer chose at the positions of the n drafts, which begin at
-    `first`, and after the last one.  probs (n + 1, V): their entries in gen.probs.
+    """Keep the drafts that are the reviewer's choice, up to the first that is not, and its choice
+    there: verify.accept.  choice: n + 1 tokens; probs (n + 1, V): their entries in gen.probs.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
-    parents = range(-1, len(chain) - 1)
-    _, new = accept(chain, parents, choice)
+    _, new = accept(chain, range(-1, len(chain) - 1), choice)
     gen.replace(first, new, probs[:len(new)])
 
 # ---------------------------------------------------------------- the drafter
@@ -257,15 +246,13 @@ class Cascade:
         vocab: the target's vocabulary size, needed only without models.
         Raises ValueError for settings that do not fit together.
         """
-        self.models = list(models)
-        self.gram = gram
+        self.models, self.gram, self.lenience = list(models), gram, lenience
         self.draft_list = self.models if gram is None else [*self.models, gram]
         self.vocab = vocab or (models[0].vocab if models else None)
         if not self.draft_list or not self.vocab:
             raise ValueError("a cascade needs a model, or gram= and vocab=")
         if lenience < 1:
             raise ValueError(f"lenience is {lenience}: it must be at least 1, which means none")
-        self.lenience = lenience
         n = len(self.draft_list)
         if K is None:
             K = torch.eye(n, dtype=torch.long)
@@ -282,8 +269,7 @@ class Cascade:
                 raise ValueError(f"a model has a vocabulary of {model.vocab} tokens, not of "
                                  f"{self.vocab}: all models of a cascade must share one")
         if gram is not None and max(gram.bigram, default=0) >= self.vocab:
-            raise ValueError(f"the bigram has token ids beyond the vocabulary of {self.vocab}: "
-                             "take one of the target's tokenizer")
+            raise ValueError(f"the bigram has token ids beyond the vocabulary of {self.vocab}")
         self.gen = Gen()
 
     def reset(self, probs):
@@ -294,9 +280,7 @@ class Cascade:
             stage.reset()
 
     def encode(self, source):
-        """After reset, for a target with an encoder: the models encode the source, a list of ids,
-        and Max-Gram searches it.
-        """
+        """After reset: give the models and Max-Gram the input of an encoder, a list of ids."""
         for model in self.models:
             model.encode(source)
         if self.gram is not None:
@@ -334,8 +318,7 @@ class Cascade:
     # ------------------------------------------------ its builders
     def chain(self, expand, root):
         """The cascade's chain of greedy drafts -> Tree."""
-        tokens = self.draft(expand.remaining)
-        return chain_of(tokens, root.device)
+        return chain_of(self.draft(expand.remaining), root.device)
 
     def drawn(self, expand, root):
         """The cascade's chain of sampled drafts -> Tree with p_draft; greedy if the target is."""
@@ -365,43 +348,40 @@ class Cascade:
             if depth >= len(chain) or chain[depth] != token:
                 depth = math.inf                                 # off the chain, as all below it
             self.depths.append(depth)                            # of all nodes of this round
-            following = depth + 1
-            if following >= len(chain):
+            if depth + 1 >= len(chain):
                 continue
-            entry = entries[following]
+            entry = entries[depth + 1]
             if torch.is_tensor(entry):
                 probs[row] = self.probs(entry[None])[0]
             else:
                 probs[row] = (1 - entry) / (self.vocab - 1)
-                probs[row, chain[following]] = entry
+                probs[row, chain[depth + 1]] = entry
         return probs
 
 # ---------------------------------------------------------------- the demo
 def main():
     """A cascade of random models gives plain decoding's output in fewer forwards of the target."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    config = LlamaConfig(vocab_size=30, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-                         num_attention_heads=4, initializer_range=0.1)
-    all_models = []
+    config = LlamaConfig(vocab_size=30, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+                         initializer_range=0.1)
+    models = []
     for noise in (0, 0.005, 0.01):
         torch.manual_seed(0)
         model = LlamaForCausalLM(config).double()
         for p in model.parameters():
             p.data += noise * torch.randn_like(p)
-        all_models.append(Target(model))
-    target, *draft_models = all_models
-    prompt = list(range(10))
-    plain = generate(target, None, root_only, prompt, 60)
+        models.append(Target(model))
+    target, *draft_models = models
+    plain = generate(target, None, root_only, [1], 60)
     drafter = Cascade(draft_models, gram=MaxGram())
-    out = generate(target, drafter, drafter.chain, prompt, 60)
-    assert out.tokens == plain.tokens, "lossless"
-    assert len(out.rounds) < 59, "fewer forwards of the target than tokens"
+    out = generate(target, drafter, drafter.chain, [1], 60)
+    assert out.tokens == plain.tokens and len(out.rounds) < 50
     print(f"60 tokens in {len(out.rounds)} rounds, the same as those of plain decoding")
 
 # Differences from the paper, all of them:
 #  1. The recursion ends at Max-Gram, or at the smallest model (cascade_step).
-#  2. The while loop counts the tokens of all its reviews, the authors' code those of the whole
-#     call, against k_1 + ... + k_i (cascade_step).
+#  2. The while loop counts the tokens of all its reviews (cascade_step); the authors' code those of
+#     the whole call, against k_1 + ... + k_i.
 #  3. Drafts end where the output or a model's context does (cascade_step).
 #  4. What replaces a token that a lenient review rejects is sampled from section 2's residual
 #     (lenient_distribution).  The authors' code, which is greedy only, compares the drafter's and
