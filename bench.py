@@ -417,15 +417,6 @@ def show(method, prompt, rule, loaded):
     print(f"\n--- {len(ids)} tokens in {count} rounds, tau {(len(ids) - 1) / max(1, count):.2f}")
 
 # ---------------------------------------------------------------- the command
-def at_least(low, kind=int):
-    """An argparse type: numbers from `low` on."""
-    def number(given):
-        value = kind(given)
-        if not value >= low:
-            raise argparse.ArgumentTypeError(f"{given} is less than {low}")
-        return value
-    return number
-
 def parser():
     p = argparse.ArgumentParser(description="Decode with a target, any drafters and trees, and "
                                 "without them.")
@@ -435,12 +426,12 @@ def parser():
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, or "pct(width=7)"')
     flag("--checkpoint", default=str(CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=at_least(1), help=f"at most so many prompts (of the project's own: {FEW})")
+    flag("--limit", type=int, help=f"at most so many prompts (of the project's own: {FEW})")
     flag("--template", help="chat template: plain, question, vicuna, or a Jinja file")
     flag("--template-args", help="JSON for the template, as '{\"enable_thinking\": false}'")
-    flag("--max-new-tokens", type=at_least(1), default=128, help="for each prompt")
-    flag("--temperature", type=at_least(0, float), default=0.0, help="of sampling; 0 is greedy")
-    flag("--seed", type=at_least(0), default=0, help="of sampling")
+    flag("--max-new-tokens", type=int, default=128, help="for each prompt")
+    flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
+    flag("--seed", type=int, default=0, help="of sampling")
     flag("--dtype", default="float32", help="float32, float16, bfloat16, float64, or auto")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
          help="cpu, cuda, cuda:1, or auto: spread over all by accelerate")
