@@ -208,7 +208,7 @@ def main(argv):
     p.description = inspect.getdoc(sys.modules[__name__])
     p.formatter_class = argparse.RawDescriptionHelpFormatter
     p.add_argument("measurement", choices=KEYS)
-    p.add_argument("--contexts", nargs="+", type=bench.at_least(1), default=[256],
+    p.add_argument("--contexts", nargs="+", type=int, default=[256],
                    help="costs: tokens before the forward")
     p.add_argument("--c", type=float, default=0.06, help="costs: a drafter forward, in plain steps")
     p.set_defaults(limit=bench.FEW)
