@@ -377,23 +377,23 @@ def print_table(names, rows):
 def resume(path, about):
     """The finished prompts in the file of --json -> [{name of a method: Record}]
 
-    Other lines are removed: the rows, which are written anew, and a line that a kill has cut.
+    They stay there.  The rows, which are written anew, and a line that a kill has cut are removed.
     """
     if not path or not Path(path).exists():
         return []
+    *lines, _ = Path(path).read_text().split("\n")       # after the last \n: nothing, or a cut line
     results, kept = [], []
-    for line in Path(path).read_text().splitlines(keepends=True):
-        if '"records": {' not in line or not line.endswith("}\n"):
-            continue
+    for line in lines:
         found = json.loads(line)
-        if any(found[key] != about[key] for key in ("command", "commit", "machine")):
+        if any(found.get(key) != about[key] for key in ("command", "commit", "machine")):
             raise UserError(f"--json {path} holds what another command, commit or machine gave: "
                             "delete it, or name another file")
-        record_of = {}
-        for name, (tokens, rounds, *more) in found["records"].items():
-            record_of[name] = Record(tokens, [verify.Round(*one) for one in rounds], *more)
-        results.append(record_of)
-        kept.append(line)
+        if "records" in found:
+            record_of = {}
+            for name, (tokens, rounds, *more) in found["records"].items():
+                record_of[name] = Record(tokens, [verify.Round(*one) for one in rounds], *more)
+            results.append(record_of)
+            kept.append(line + "\n")
     Path(path).write_text("".join(kept))
     return results
 
