@@ -6,11 +6,10 @@ this as future work; its Table 4 has copies of one prompt.  EqSpec (arXiv 2510.2
 ragged batches of chains.
 
 The idea.  Row b has t_b committed tokens.  Its KV entries are the first t_b slots of its own part
-of the cache, and the n_b nodes of its tree are written to the slots after them.  Trees are padded
-to the n nodes of the largest one.  Each node has the position t_b + depth, and a mask over the
-slots: the committed ones, its ancestors and itself.  Padding and what earlier rounds left behind is
-never seen.  Afterwards each row's accepted nodes move to the end of its committed entries, by one
-gather for all rows.
+of the cache, and the nodes of its tree are written to the slots after them.  Trees are padded to
+the n nodes of the largest one.  Each node has the position t_b + depth, and a mask over the slots:
+the committed ones, its ancestors and itself.  Padding and entries of earlier rounds are never seen.
+Then each row's accepted nodes move to the end of its committed entries, by one gather for all rows.
 
     x_{<t} of all rows, K and V     (2 x layers, B, H, slots, d)     Batch.stack
     t_b                             (B,)                             Batch.lengths
@@ -18,8 +17,7 @@ gather for all rows.
 
     outputs = generate(target, copies(drafter, 3), cape.cape, [ids_0, ids_1, ids_2])
 
-What drafts: a list of drafters, one for each row, which draft row after row; or one BatchGlide,
-which drafts chains for all rows together.
+Drafters draft row after row, one for each row; one BatchGlide drafts chains for all rows together.
 """
 import copy
 from functools import partial
@@ -34,13 +32,10 @@ from verify import Round, Rule, View
 
 # ---------------------------------------------------------------- the target
 class Batch(Cache):
-    """The KV caches of B rows as one tensor, and the target's forwards over them.
-
-    target: a verify.Target, or a runtime.targets.AnyTarget that verifies trees.  Raises ValueError
-    for a model with sliding windows.
-    """
+    """The KV caches of B rows as one tensor, and the target's forwards over them."""
 
     def __init__(self, target):
+        """target: a verify.Target, or a runtime.targets.AnyTarget that verifies trees."""
         super().__init__(layers=[])
         if any(getattr(target, "windows", {}).values()) or not getattr(target, "verifies_trees", 1):
             raise ValueError(f"{type(target.model).__name__} has sliding windows, or does not "
@@ -52,20 +47,19 @@ class Batch(Cache):
 
     # ------------------------------------------------ rows
     def add(self, ids, needs):
-        """Prefill a prompt as a new last row -> the logits (V,) after it, {index: (n, D)}."""
+        """Prefill a prompt as a new last row -> the logits (V,) after it, and its View."""
         logits, view = self.target.prefill(ids, needs=needs)
-        length = len(self.target.ids)
         pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
-        entries = [x[:, :, :length] for pair in pairs for x in pair]           # (1, H, length, d)
+        entries = [x[:, :, :view.length] for pair in pairs for x in pair]      # (1, H, length, d)
         row = torch.stack(entries)                             # (2 layers, 1, H, length, d)
         if self.stack is None:
             self.stack = row
         else:
-            self.reserve(length)
-            missing = self.stack.shape[3] - length
+            self.reserve(view.length)
+            missing = self.stack.shape[3] - view.length
             self.stack = torch.cat((self.stack, F.pad(row, (0, 0, 0, missing))), 1)
-        self.lengths.append(length)
-        return logits, view.hidden
+        self.lengths.append(view.length)
+        return logits, self.view(-1, view.tokens, view.ids, view.hidden)
 
     def keep_rows(self, rows):
         """Keep these rows alone, in this order."""
@@ -73,7 +67,7 @@ class Batch(Cache):
         self.lengths = [self.lengths[row] for row in rows]
 
     def reserve(self, slots):
-        """Make sure that every row has so many slots."""
+        """Allocate at least `slots` slots for every row."""
         if slots > self.stack.shape[3]:
             more = max(slots - self.stack.shape[3], verify.MARGIN)
             self.stack = F.pad(self.stack, (0, 0, 0, more))
@@ -83,15 +77,13 @@ class Batch(Cache):
         length = self.lengths[row]
         kv = {}
         for layer in self.target.needs["kv"]:
-            pair = self.stack[2 * layer:2 * layer + 2, row:row + 1, :, :length]
-            kv[layer] = list(pair)
+            pair = self.stack[2 * layer:2 * layer + 2, row, None, :, :length]
+            kv[layer] = list(pair)                             # (1, H, length, d) each
         return View(tokens, ids, length, kv, hidden)
 
     # ------------------------------------------------ a round
     def forward(self, trees):
-        """Forward a tree for each row -> logits (B, n, V), hidden {index: (B, n, D)}.
-
-        Of row b the first len(trees[b].tokens) nodes count; the others are padding.
+        """Forward a tree for each row, padded to n nodes -> logits (B, n, V), {index: (B, n, D)}.
         """
         target, device = self.target, self.stack.device
         n = max(len(tree.tokens) for tree in trees)
@@ -135,10 +127,7 @@ class Batch(Cache):
         return self.end, 0
 
     def commit(self, paths):
-        """Move each row's accepted nodes to the end of its committed entries.
-
-        paths: for each row the indices of its accepted nodes, the root first.
-        """
+        """Move each row's accepted nodes, lists of indices, to the end of its committed entries."""
         most = max(map(len, paths))
         in_place = list(range(most))
         if any(path != in_place[:len(path)] for path in paths):
@@ -154,12 +143,8 @@ class Batch(Cache):
 
 # ---------------------------------------------------------------- the drafters
 def copies(drafter, count):
-    """Drafters with the weights of one and states of their own -> list of `count`.
-
-    drafter: one that has not decoded yet.  Modules, its own and those of a cascade's targets, are
-    not copied.
-    """
-    modules = {}
+    """Copy a drafter that has not decoded yet, but not its models -> list of `count` drafters."""
+    modules = {}                         # deepcopy's memo: these count as copied
 
     def find(x, depth):
         if isinstance(x, nn.Module):
@@ -177,14 +162,12 @@ def copies(drafter, count):
 class BatchGlide:
     """A GLIDE of one layer that drafts the chains of all rows by one forward a position.
 
-    It is for builders that draft the greedy chain of at most gamma tokens: cape.chain, cape.cape.
-
     One forward reads a token of each row, and its keys are those of all rows, one row after the
     other, S slots each; the mask shows a token those of its own row.
     """
 
     def __init__(self, drafter, gamma=5):
-        """drafter: a glide.Drafter, whose weights are used."""
+        """drafter: a glide.Drafter.  gamma: of the builders, which are cape.chain and cape.cape."""
         if len(drafter.model.layers) != 1:
             raise ValueError("a GLIDE of several layers drafts row by row: give copies(drafter, B)")
         self.model, self.temperature = drafter.model, drafter.temperature
@@ -204,10 +187,8 @@ class BatchGlide:
         return self.store
 
     def encode(self, numbers, views):
-        """Compute the KV entries of newly committed tokens.  numbers: of the rows, [A ints].
-
-        With one layer, entries depend on a token and its position alone.
-        """
+        """Compute the KV entries of newly committed tokens.  numbers: of the rows, [A ints]."""
+        # With one layer, they depend on a token and its position alone.
         tokens = torch.cat([view.tokens for view in views])                    # (m,)
         position, slots = [], []
         for number, view in zip(numbers, views):
@@ -220,9 +201,9 @@ class BatchGlide:
         self.update(slots, k, v)
 
     def draft(self, numbers, views, root, most):
-        """Draft the greedy chain below each root -> logits of the tokens after it and its nodes.
+        """Draft the greedy chain below each root (A,) -> the logits after it and after its nodes.
 
-        root (A,).  Returns (A, gamma, V), with no more than `most` in the place of gamma.
+        These are (A, gamma, V), or (A, most, V) if that is less.
         """
         self.encode(numbers, views)
         device, model = root.device, self.model
@@ -252,19 +233,20 @@ class BatchGlide:
         return torch.stack(found, 1)
 
 class Replay:
-    """An expand that answers from a chain that is drafted already."""
+    """An expand that answers from a greedy chain that is drafted already.
+
+    probs (gamma, V): what follows the root, and each token of the chain.
+    """
 
     def __init__(self, probs):
-        """probs (gamma, V): what follows the root, and each token of the greedy chain."""
-        self.probs, self.chain, self.given = probs, probs.argmax(-1).tolist(), 0
+        self.probs, self.chain = probs, [None, *probs.argmax(-1).tolist()]
+        self.given = 0                   # nodes, the root first
 
     def __call__(self, tokens, parents):
-        """As a drafter's expand.  Raises ValueError for anything but the chain's next node."""
         i = self.given
-        is_next = len(parents) == 1 and parents[0] == i - 1 and i < len(self.probs)
-        if not is_next or i > 0 and tokens.item() != self.chain[i - 1]:
-            raise ValueError("BatchGlide drafts the greedy chain alone: for other builders give "
-                             "copies(drafter, B)")
+        is_next = parents == [i - 1] and i < len(self.probs)
+        if not is_next or i > 0 and tokens.item() != self.chain[i]:
+            raise ValueError("BatchGlide drafts the greedy chain alone: give copies(drafter, B)")
         self.given += 1
         return self.probs[i:i + 1]
 
@@ -277,7 +259,6 @@ class Row:
         self.sequence = list(ids)
         self.left = limit                # how many tokens may still come
         self.expand = partial(drafter.expand)
-        self.view = self.root = self.root_id = None
 
     def take(self, new, ends):
         """Append new tokens up to the limit or an end of text -> those appended."""
@@ -288,7 +269,7 @@ class Row:
         return new
 
     def draft(self, device):
-        """The tree below the row's root, as in verify.rounds."""
+        """Draft the tree below the row's root, as in verify.rounds."""
         self.expand.remaining = self.left - 1
         if not self.rule.greedy:
             purpose = f"draft {len(self.sequence)}"
@@ -296,19 +277,16 @@ class Row:
         build = self.build if self.expand.remaining else verify.root_only
         return build(self.expand, self.root)
 
-    def judge(self, tree, logits):
-        """Accept nodes of the row's tree by the target's logits (n, V).
-
-        Returns the accepted path, their expand indices, the tokens after them, the tree as lists.
-        """
+    def accept(self, tree, logits, ends):
+        """Accept nodes of the row's tree by the target's logits (n, V) -> Round."""
         choice = self.rule.choose(tree, logits, self.sequence)                 # (n,)
         numbers = torch.stack((tree.tokens, tree.parents, tree.expand_index, choice))
         tokens, parents, expand_index, chosen = numbers.tolist()
         verify.check_tree(tree, tokens, parents, self.root_id)
         path, new = verify.accept(tokens, parents, chosen)
+        self.drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
         self.root = choice[path[-1]:path[-1] + 1]                              # (1,)
-        given = [expand_index[node] for node in path if expand_index[node] >= 0]
-        return path, given, new, tokens, parents
+        return Round(self.take(new, ends), path, tokens, parents)
 
 def for_each(x, count):
     """A list as it is; anything else once for each of `count` rows."""
@@ -316,36 +294,28 @@ def for_each(x, count):
 
 def rows_of(batch, together, drafters, build, prompts, new_tokens, rules):
     """Prefill all prompts -> a Row for each, with its first root."""
-    count = len(prompts)
-    drafters = [verify.NoDrafter() if x is None or together else x
-                for x in for_each(drafters, count)]
-    of_their_own = [x for x in drafters if not isinstance(x, verify.NoDrafter)]
-    if len(set(map(id, of_their_own))) < len(of_their_own):
+    count, target, rows = len(prompts), batch.target, []
+    drafters = for_each(None if together else drafters, count)
+    drafters = [verify.NoDrafter() if x is None else x for x in drafters]
+    if len(set(map(id, drafters))) < count:
         raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
-    target, rows, hidden = batch.target, [], []
     parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts,
                 for_each(new_tokens, count))
     for number, (drafter, build, rule, ids, limit) in enumerate(parts):
         limit = min(limit, target.remaining(ids))
         verify.check_prompt(target, ids, limit)
-        needs = together.needs if together else drafter.needs
-        logits, states = batch.add(ids, needs)
         row = Row(number, drafter, build, rule, ids, limit)
+        logits, row.view = batch.add(ids, (together or drafter).needs)
         drafter.reset(rule.probs)
-        row.root = rule.choose(verify.root_only(None, torch.tensor(ids[-1:]).to(logits.device)),
-                               logits[None], row.sequence)
+        last = verify.root_only(None, row.view.tokens[-1:])
+        row.root = rule.choose(last, logits[None], row.sequence)               # (1,)
         rows.append(row)
-        hidden.append(states)
-    for index, (row, ids, states) in enumerate(zip(rows, prompts, hidden)):
-        row.view = batch.view(index, torch.tensor(ids).to(row.root.device), list(ids), states)
     return rows
 
 @torch.inference_mode()
 def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(), over=()):
-    """Decode all rows: yield {number of a row: Round}, first for the prefills, then by rounds.
-
-    Arguments as of generate().  over: a set to which the caller may add the numbers of rows that
-    end.
+    """Decode as generate() does, whose arguments these are: yield {number of a row: Round}, first
+    of the prefills.  over: a set to which the caller may add the numbers of rows that end.
     """
     ends = {eos} if isinstance(eos, int) else set(eos)
     batch = Batch(target)
@@ -382,26 +352,21 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
         logits, hidden = batch.forward(trees)                                  # (B, n, V)
 
         # Accept, and commit all rows at once
-        judged = [row.judge(tree, of_row[:len(tree.tokens)])
-                  for row, tree, of_row in zip(rows, trees, logits)]
-        batch.commit([path for path, *_ in judged])
-        done = {}
-        for index, (row, tree, found) in enumerate(zip(rows, trees, judged)):
-            path, given, new, tokens, parents = found
-            states = {layer: of_all[index, path] for layer, of_all in hidden.items()}
-            ids = [tokens[node] for node in path]
-            row.view = batch.view(index, tree.tokens[path], ids, states)
-            row.drafter.keep(given)
-            done[row.number] = Round(row.take(new, ends), path, tokens, parents)
-        yield done
+        done = [row.accept(tree, of_row[:len(tree.tokens)], ends)
+                for row, tree, of_row in zip(rows, trees, logits)]
+        batch.commit([one.path for one in done])
+        for index, (row, tree, one) in enumerate(zip(rows, trees, done)):
+            states = {layer: of_all[index, one.path] for layer, of_all in hidden.items()}
+            ids = [one.tokens[node] for node in one.path]
+            row.view = batch.view(index, tree.tokens[one.path], ids, states)
+        yield {row.number: one for row, one in zip(rows, done)}
 
 def generate(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=()):
     """Speculative decoding of several sequences -> an Output for each, as verify.generate gives.
 
-    target: a verify.Target whose layers all have full attention.  drafters: None, a list with one
-    for each row (see copies), or a BatchGlide.  prompts: lists of token ids.  build, new_tokens,
-    rules: one for all rows, or a list.  eos: an end-of-text id, or several.  Raises ValueError as
-    verify.generate does.
+    target: as of Batch.  drafters: None, a list with one for each row (see copies), or a
+    BatchGlide.  prompts: lists of token ids.  build, new_tokens, rules: one for all rows, or a
+    list.  eos: an end-of-text id, or several.  Raises ValueError as verify.generate does.
     """
     of_rows = [[] for _ in prompts]
     for done in rounds(target, drafters, build, prompts, new_tokens, rules, eos):
