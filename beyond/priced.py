@@ -76,7 +76,8 @@ FORGET = 0.995          # a round weighs so much less than the next one
 AROUND = 15             # rounds within which the machine has one speed
 PLAIN_EVERY = 100       # rounds after which one is plain, so that its time is known
 
-LEARN = 0.05            # how far a round moves the running means to its gain and time
+EXPECTED = 2            # rounds, as which what the first one expects counts in running means
+LEARN = 0.05            # the least weight of a new round in them
 RETRY = 0.02            # target steps a round that may be lost by trying what does not pay
 LONG = 4                # chains that begin with a match of so many tokens or more are one kind
 
@@ -186,10 +187,11 @@ def least_absolute(x, y, weight):
 class Gains:
     """Running means of what drafting, and what suggested chains, gained and took.
 
-    means: {kind: [mean gain in tokens, mean time in target steps]}.  ("draft", suggested) is
-    drafting, apart in rounds with a suggested chain N_0, where it gains less.  ("chain", m) is a
-    chain N_0 instead of the root alone, by the length m of the match that it begins with.  Means
-    begin with what the first round expects, and move slowly: a single gain is mostly chance.
+    means: {kind: [mean gain in tokens, mean time in target steps, weight of the next round]}.
+    ("draft", suggested) is drafting, apart in rounds with a suggested chain N_0, where it gains
+    less.  ("chain", m) is a chain N_0 instead of the root alone, by the length m of the match that
+    it begins with.  Means begin with what the first round expects, which counts as EXPECTED rounds,
+    and later move slowly: a single gain is mostly chance.
     """
 
     def __init__(self):
@@ -199,7 +201,7 @@ class Gains:
         """Eq. 6 -> bool.  before: the Plan of N_0, with E_0 and T_0."""
         if kind not in self.means:
             return True
-        gain, taken = self.means[kind]
+        gain, taken, _ = self.means[kind]
         needed = taken * before.E / before.T
         if gain < needed:
             # So it is tried again later.  A try that gains nothing lowers the mean by LEARN times
@@ -210,7 +212,7 @@ class Gains:
     def expect(self, expand, kind, before, after):
         """This round turns the Plan `before` into `after`."""
         taken = after.T - before.T
-        self.means.setdefault(kind, [after.E - before.E, taken])
+        self.means.setdefault(kind, [after.E - before.E, taken, 1 / (1 + EXPECTED)])
         expand.tried[kind] = taken
 
     def learn(self, expand, right):
@@ -224,8 +226,10 @@ class Gains:
             new = before - expand.remaining
             gain = right(new) if kind[0] == "chain" else new - 1 - right(new)
             means = self.means[kind]
-            means[0] += LEARN * (gain - means[0])
-            means[1] += LEARN * (taken - means[1])
+            weight = max(LEARN, means[2])
+            means[0] += weight * (gain - means[0])
+            means[1] += weight * (taken - means[1])
+            means[2] = weight / (1 + weight)             # 1/3, 1/4, 1/5, ...
 
 # ---------------------------------------------------------------- the builders
 class PctCost:

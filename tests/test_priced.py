@@ -203,12 +203,12 @@ def test_a_round_drafts_where_drafting_lately_gained_what_it_took():
         worth, time = seed // 5 % 2, 0.55
         gain = time * rates[n] * (1.001 if worth else 0.999)
         a.build.gains.means = means = {
-            ("draft", n > 0): [gain, time], ("draft", n == 0): [9.0, 0.0]}
+            ("draft", n > 0): [gain, time, 0.05], ("draft", n == 0): [9.0, 0.0, 0.05]}
         tree = a.build(a.expand, ROOTS)
         assert (a.expand.calls > 0) == worth
         if not a.expand.calls:
             assert paths(tree) == {path[1:] for path in list(chain)[:n]}
-            assert means["draft", n > 0] == [pytest.approx(gain + 0.05 * 0.02), time]
+            assert means["draft", n > 0][0] == pytest.approx(gain + 0.05 * 0.02)
             silent[n > 0] += 1
     assert min(silent) > 20, "the root alone, and chains that are good enough alone"
 
@@ -342,12 +342,10 @@ def test_a_disturbance_is_forgotten():
     assert price == pytest.approx(0.012, rel=0.3)
 
 def test_an_always_wrong_drafter_costs_little():
-    """At least .97 of plain decoding, though it is sure of itself; and it is tried again."""
+    """At least .97 of plain decoding from the first round on, though it is sure of itself."""
     machine = Machine(priced.PctCost())
-    machine.decode(200, (0.9, 0.95), accepted=0)
-    before = machine.time
-    sizes = machine.decode(1000, (0.9, 0.95), accepted=0)
-    assert 1000 * machine.step / (machine.time - before) > 0.97
-    assert 0 < np.count_nonzero(sizes) < 40
+    sizes = machine.decode(1500, (0.9, 0.95), accepted=0)
+    assert 1500 * machine.step / machine.time > 0.97
+    assert 0 < np.count_nonzero(sizes) < 60
     drafted = np.count_nonzero(machine.decode(200, (0.9, 0.95), accepted=9))
-    assert drafted > 100, "once it is right it drafts again"
+    assert drafted > 100, "it is tried again, and drafts once it is right"
