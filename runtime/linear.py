@@ -4,7 +4,7 @@
 
 Verification multiplies a few rows, one for each node, by all weights of the target.  F.linear (MKL)
 is slow for few rows.  oneDNN, which comes with PyTorch, is not, if the weight lies in blocks.  All
-arms of bench.py gain alike: plain decoding, transformers' own, drafters, the prefill.
+methods of bench.py gain alike: plain decoding, transformers' own, drafters, the prefill.
 
 A packed model is for inference.  Its weights must not be written to, because the blocks are a copy
 of them.  A copied or pickled module has no blocks, and with gradients F.linear computes, as before.
