@@ -405,8 +405,6 @@ def train(a, device, calls, argv):
     rank, _ = rank_and_world()
     out = Path(a.out)
     out.mkdir(parents=True, exist_ok=True)
-    # In half precision torch prefers cuDNN's attention, which builds a plan for each new length
-    torch.backends.cuda.enable_cudnn_sdp(False)
     # The target, frozen
     dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
     target, tokenizer = load_target(a.target, dtype, device, trust=a.trust_remote_code)

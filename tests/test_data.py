@@ -445,7 +445,7 @@ def test_empty_data_is_told_so(tokenizer, tmp_path):
     (tmp_path / "x.jsonl").write_text("\n")
     with pytest.raises(UserError, match="holds no text to learn from: the files hold no rows"):
         list(documents.encoded([tmp_path / "x.jsonl"], tokenizer, None, 300, documents.Report()))
-    rows = [{"question": "q", "answer": "a"}] * 30
-    path, template = write_rows(tmp_path / "y.jsonl", rows), chats.template_of("plain", tokenizer)
-    with pytest.raises(UserError, match="no prompt to ask: no row is held out: every fiftieth is"):
-        documents.prompts_in([path], tokenizer, template, 99, True)
+    path = write_rows(tmp_path / "y.jsonl", [{"question": "q", "held_out": True}] * 3)
+    template = chats.template_of("plain", tokenizer)
+    with pytest.raises(UserError, match="holds no prompt to ask: 3 left out: it is held out"):
+        documents.prompts_in([path], tokenizer, template, 99)

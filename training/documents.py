@@ -201,18 +201,17 @@ def digest_of(fingerprint):
     return hashlib.sha256(about.encode()).hexdigest()[:8]
 
 # ---------------------------------------------------------------- prompts
-def prompts_in(paths, tokenizer, template, limit, held_out=False):
-    """The prompts of documents to learn from, or of those held out -> [(kind of text, ids)].
+def prompts_in(paths, tokenizer, template, limit):
+    """The prompts of documents to learn from -> [(kind of text, ids)].
 
     Left out are prompts of more than `limit` tokens, and those that come a second time.  What is
     left out is printed with its reason.
     """
-    report, found, others = Report(), {}, 0
+    report, found = Report(), {}
     for document in text.documents(paths):
-        if document.held_out != held_out:
-            others += 1
-            continue
         try:
+            if document.held_out:
+                raise text.LeftOut("it is held out")
             turns = text.questions_of(document)[0]
             ids = chats.prompt_ids(turns, tokenizer, template, document.row.get("tools"))
         except text.LeftOut as why:
@@ -225,11 +224,7 @@ def prompts_in(paths, tokenizer, template, limit, held_out=False):
         elif found.setdefault(tuple(ids), document) is not document:
             report.leave_out("a prompt comes once more", document)
     if not found:
-        why = report.in_a_line()
-        if others and not report.reasons:
-            why = ("every row is held out" if not held_out else
-                   "no row is held out: every fiftieth is, and those with \"held_out\": true")
-        raise UserError(f"--data holds no prompt to ask: {why}")
+        raise UserError(f"--data holds no prompt to ask: {report.in_a_line()}")
     for line in report.lines():
         print(line, file=sys.stderr)
     names = text.names_of(document.kind for document in found.values())
