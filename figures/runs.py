@@ -84,8 +84,9 @@ RUNS = {
         (["edd(temperature=1)", "edd", "glide(temperature=1)", "glide"], ["cape"]),
         (["edd(temperature=1)", "edd"], ["eagle2", PCT]), (["vdm"], [PCT])]),
     "width": Run(2, HALF, [(["edd"], [WIDE.format(width) for width in (1, 2, 3, 5, 7)])]),
-    "calibration": Run(2, 'python figures/probe.py calibration --limit 18 --drafter edd '
-                       '"edd(temperature=1)" glide "glide(temperature=1)"'),
+    "calibration": Run(3, 'python figures/probe.py calibration --limit 18 --drafter edd-top '
+                       '"edd-top(temperature=1)" edd "edd(temperature=1)" glide '
+                       '"glide(temperature=1)"'),
     "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
                      '"cascade(base, k=30)" "cascade(small, k=30)" glide maxgram'),
     "ewif": Run(0, "python figures/probe.py ewif"),
