@@ -14,6 +14,7 @@ import json
 import shlex
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -176,7 +177,7 @@ def measure(name, run, path):
     if len(results) < len(prompts):
         raise KeyboardInterrupt
     about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
-             "target": a.target, "dtype": a.dtype, "device": a.device, "graphs": a.graphs,
+             "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype, "device": a.device, "graphs": a.graphs,
              "temperature": a.temperature, "max_new_tokens": a.max_new_tokens,
              **provenance(loaded.target.device)}
     rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature)

@@ -323,7 +323,7 @@ def measure(names, dry=False):
             continue
         _, script, *arguments = shlex.split(flags)
         program = importlib.import_module(Path(script).stem)
-        status = program.main([*arguments, "--json", str(path)])
+        status = program.main([*arguments, "--json", str(path.relative_to(ROOT))])
         if status:
             return status
     return 0

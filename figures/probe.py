@@ -216,7 +216,8 @@ def main(argv):
     rows = table_1() if a.measurement == "ewif" else measured(a)
     print_rows(rows, ["drafter", *KEYS[a.measurement]])
     if a.json:
-        about = {"command": shlex.join(["python", "figures/probe.py", *argv]), "target": a.target,
+        about = {"command": shlex.join(["python", "figures/probe.py", *argv]),
+                 "target": a.target.removeprefix(f"{Path.cwd()}/"),
                  **provenance(torch.device(a.device))}
         Path(a.json).write_text("".join(json.dumps(about | row) + "\n" for row in rows))
 
