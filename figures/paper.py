@@ -9,6 +9,7 @@
 figures/runs.py has the runs.  Comments in a page, which are not rendered, name the source of what
 follows them; `write` fills it in, `check` compares it:
 
+    <!--printed main-->                     a block, what bench.py prints of a run
     <!--table main: paper, speedup, tau-->...<!--end-->     the keys of a table's columns after the
                                                             first, the method; "paper": by hand
     <!--main speedup: glide x cape-->1.81                   a figure of a method, as precise as it
@@ -30,12 +31,14 @@ lie above, "partly" where some do, "no" where none does, and "open" where nothin
 """
 import argparse
 import importlib
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 
@@ -179,8 +182,19 @@ def table(match):
     grid = "\n".join([head, align, *lines])
     return f"<!--table {run}: {keys}-->\n\n{grid}\n\n{below}\n\n<!--end-->"
 
+def printed(match):
+    """A match of PRINTED -> the same with what bench.py prints of the rows of a run"""
+    import bench
+    rows = rows_of(match[2])
+    if not all("speedup_least" in row for row in rows.values()):       # older ones
+        return match[0]
+    with redirect_stdout(io.StringIO()) as out:
+        bench.print_table(list(rows), list(rows.values()))
+    return match[1] + out.getvalue()
+
 # ---------------------------------------------------------------- pages
 TABLE = re.compile(r"<!--table (\S+): ([^>]+)-->\n(.*?)<!--end-->", re.S)
+PRINTED = re.compile(r"(<!--printed (\S+)-->\n```\n).*?(?=```)", re.S)
 NUMBER = r"[+−-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 MARKED = re.compile(rf"<!--([\w/.-]+) ([^:<>]+): ([^<>]+?)-->(open\b|{NUMBER})((?:x|×| ?%)?)"
                     rf"( \[{NUMBER}, {NUMBER}\])?")
@@ -251,7 +265,8 @@ def filled(text):
         if found is None:
             missing.append(match[0])
         return found or match[0]
-    text = MARKED.sub(of_figure, TABLE.sub(table, text))
+    text = PRINTED.sub(printed, TABLE.sub(table, text))
+    text = MARKED.sub(of_figure, text)
     return "\n".join(map(reproduced, text.split("\n"))), missing
 
 # What may have a decimal point and is no figure of ours: ids of arXiv, versions, models, sections

@@ -35,7 +35,8 @@ SEVEN_B = [(["glide-top", "glide"], ["chain", "cape"]), (["glide"], ["pct-cost"]
 
 # In the order of their importance
 RUNS = {
-    "main": Run(0.7, "--limit 9", [(["glide"], ["cape"])], ["generate()"]),
+    "main": Run(1, "--limit 9", [(["glide"], ["cape"]), (["mixture(glide, maxgram)"], ["graft"])],
+                ["generate()"]),
     "chains": Run(4, ALL, [(["glide", "glide-top", "vanilla", "edd", "edd-top", "vdm", "eagle",
                              "medusa"], ["chain"])]),
     "glide-trees": Run(4, ALL, [
