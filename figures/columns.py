@@ -177,8 +177,9 @@ def measure(name, run, path):
     if len(results) < len(prompts):
         raise KeyboardInterrupt
     about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
-             "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype, "device": a.device, "graphs": a.graphs,
-             "temperature": a.temperature, "max_new_tokens": a.max_new_tokens,
+             "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype,
+             "device": a.device, "graphs": a.graphs, "temperature": a.temperature,
+             "max_new_tokens": a.max_new_tokens,
              **provenance(loaded.target.device)}
     rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature)
             for method in methods]
