@@ -6,16 +6,18 @@ import subprocess
 import sys
 from functools import partial
 from itertools import permutations
+from textwrap import dedent
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT, Positional, plain
+from conftest import ROOT, Positional, plain, tiny
 from helpers import bench_args as args
 from helpers import rows_of, save
 
 import bench
 import cape
+import cascade
 import verify
 from runtime import load, provenance
 from runtime.calls import read_call
@@ -180,6 +182,17 @@ def test_methods_take_turns_in_random_order():
     assert {tuple(name for name, _ in turn) for turn in turns} == set(permutations("abc"))
     assert all(len({seed for _, seed in turn}) == 1 for turn in turns)
     assert len({seed for _, seed in order}) == 40
+
+def test_the_lines_of_the_docstring_measure_two_models(llama):
+    lines = re.search(r"a few lines do:\n\n(.*?)\n\n", bench.__doc__, re.S)[1]
+    names = {**vars(bench), "cascade": cascade, "large": llama, "small": tiny("llama", seed=1),
+             "prompts": [[3, 1, 4], [5]]}
+    names["Prompt"] = lambda *given: bench.Prompt(*given)._replace(limit=12)
+    exec(dedent(lines), names)
+    rows = [bench.row_of(method, names["results"]) for method in names["methods"]]
+    assert [row["tokens"] for row in rows] == [24, 24] and rows[1]["tau"] >= 1
+    for found, ids in zip(names["results"], names["prompts"]):
+        assert found["plain"].tokens == found["cascade"].tokens == plain(llama, ids, 12)
 
 def test_an_interrupted_table_goes_on(small, tmp_path, monkeypatch, capsys):
     """The same command measures the rest; another one is refused."""
