@@ -428,6 +428,7 @@ def main():
     drafter.begin(view, root_id=10)
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)
     error = (drafted - trained[10:]).abs().max()
+    assert error < 1e-5, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")
 
 if __name__ == "__main__":

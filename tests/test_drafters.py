@@ -187,50 +187,9 @@ def test_masks_entry_by_entry():
                 assert block[i, k] == dual[i, k] == (k < start)
                 assert dual[i, T + k] == (start <= k <= i)
 
-def rms_norm(x, norm):
-    return norm.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-
-def one_head(q, k, v, seen):
-    """SoftMax(Q K^T / sqrt(d)) V, where query i sees the first seen[i] keys; zero for none."""
-    hd = torch.zeros_like(q)
-    for i, n in enumerate(seen):
-        if n > 0:
-            scores = k[:n] @ q[i] / q.shape[1] ** 0.5
-            hd[i] = scores.softmax(0) @ v[:n]
-    return hd
-
-@torch.no_grad()
-def test_a_layer_of_glide_head_by_head():
-    """Figure 2, and Concat(hd_1, ..., hd_h) W^O under Mask_Block."""
-    model, T = shared("llama-eager"), 12                           # 2 KV heads for 4 queries
-    draft_model = random_draft_model(model, "glide")
-    batch, layer = batch_of(model, text(12)[None]), draft_model.layers[0]
-    for norm in (layer.norm1, layer.glimpse_norm, layer.norm2):
-        norm.weight.uniform_(0.5, 2)
-    x = torch.randn(T, 24, dtype=torch.float64)
-    rope, glimpse_rope = ropes = draft_model.ropes(torch.arange(T))
-    causal, delayed = torch.ones(T, T, dtype=torch.bool).tril(), glide.block_mask(T, 5)
-    found = layer(x[None], ropes, causal, batch.kv, delayed)[0]        # (T, d_D)
-    # Self-attention, with three heads of size 8
-    q, k, v = (rms_norm(x, layer.norm1) @ layer.qkv.weight.T).view(T, 3, 3, 8).permute(1, 2, 0, 3)
-    heads = [one_head(*of_head, range(1, T + 1)) for of_head in zip(rope(q), rope(k), v)]
-    x = x + torch.cat(heads, 1) @ layer.o.weight.T
-    # The glimpse
-    q = (rms_norm(x, layer.glimpse_norm) @ layer.glimpse_q.weight.T).view(T, 4, 8).transpose(0, 1)
-    k, v = [of_target[0].repeat_interleave(4 // of_target.shape[1], 0)
-            for of_target in batch.kv[layer.target_layer]]
-    heads = [one_head(*of_head, [i // 5 * 5 for i in range(T)])
-             for of_head in zip(glimpse_rope(q), k, v)]
-    x = x + torch.cat(heads, 1) @ layer.glimpse_o.weight.T
-    gate, up = (rms_norm(x, layer.norm2) @ layer.up.weight.T).chunk(2, 1)
-    expected = x + (gate * gate.sigmoid() * up) @ layer.down.weight.T
-    torch.testing.assert_close(found, expected, **EXACT)
-
-@pytest.mark.parametrize("name", ["llama-eager", "qwen2-mixed"])
-def test_edds_soft_prompt_is_keys_and_values_alone(name):
+def test_edds_soft_prompt_is_keys_and_values_alone(llama):
     """As where hidden states go through the layer, each seeing itself: outputs and gradients."""
-    model = shared(name)
-    draft_model, batch = random_draft_model(model, "edd"), batch_of(model, text(18, 1).view(2, 9))
+    draft_model, batch = random_draft_model(llama, "edd"), batch_of(llama, text(18, 1).view(2, 9))
     ids, hidden = batch.ids, batch.hidden[2]
     found = draft_model(ids, hidden, 4)
     x = torch.cat((hidden, draft_model.embed(ids)), 1)
@@ -239,11 +198,11 @@ def test_edds_soft_prompt_is_keys_and_values_alone(name):
     position = torch.arange(9).repeat(1, 2)
     x = edd.run_layer(draft_model.layer, draft_model.rotary, x, position, mask)
     expected = draft_model.norm(x[:, 9:])
-    torch.testing.assert_close(found, expected, atol=rounding(model), rtol=0)
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
     weights = list(draft_model.layer.parameters())
     gradients = [torch.autograd.grad(x.square().sum(), weights) for x in (found, expected)]
     for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b, atol=100 * rounding(model), rtol=1e-3)
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
 
 @pytest.mark.parametrize("kind", ["glide", "edd"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -281,8 +240,8 @@ def test_settings_of_the_papers():
     assert (c.block, c.layers, c.layers_read, c.width, c.heads) == (5, 1, (5,), 4096, 512)
     assert glide.Config.for_target(model, layers=2).layers_read == (4, 5)
     assert glide.Config.for_target(model, layer=2).layers_read == (2,)
-    for wrong, why in ((dict(layers=2, layer=0), "cannot be read"), (dict(layer=6), "cannot be read"),
-                       (dict(width=36), "multiple of 8")):
+    for wrong, why in ((dict(layers=2, layer=0), "cannot be read"), (dict(width=36), "multiple"),
+                       (dict(layer=6), "cannot be read")):
         with pytest.raises(ValueError, match=why):
             glide.Config.for_target(model, **wrong)
     c = edd.Config.for_target(model)
@@ -292,15 +251,10 @@ def test_settings_of_the_papers():
             edd.Config.for_target(model, wrong)
 
 def test_edds_parts():
-    """Copies of the embedding and head, which learn apart; a new layer and norm of its classes.
-
-    The RoPE is the target's own: it is neither saved with the drafter nor converted with it.
-    """
-    model = tiny("qwen2")
-    model.config.initializer_range = 0.05
+    """Copies of the embedding and head, which learn apart; a new layer and norm of its classes."""
+    model = tiny("qwen2").requires_grad_(False)
     decoder = model.get_decoder()
     decoder.norm.weight.data.fill_(3.0)
-    model.requires_grad_(False)
     draft_model = edd.EDD(edd.Config.for_target(model, 1), edd.parts_of(model))
     assert type(draft_model.layer) is type(decoder.layers[-1])
     for own, other in ((draft_model.embed, model.get_input_embeddings()),
@@ -308,37 +262,26 @@ def test_edds_parts():
         assert torch.equal(own.weight, other.weight)
         assert own.weight.data_ptr() != other.weight.data_ptr()
     assert all(p.requires_grad for p in draft_model.parameters())
-    matrices = [p for p in draft_model.layer.parameters() if p.ndim == 2]
-    assert all(0.045 < p.std() < 0.055 for p in matrices)
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
     saved = {name.split(".")[0] for name in draft_model.state_dict()}
-    assert saved == {"embed", "layer", "norm", "head"}
-    before = decoder.rotary_emb.inv_freq.dtype
-    draft_model.half()
-    assert decoder.rotary_emb.inv_freq.dtype == before
+    assert saved == {"embed", "layer", "norm", "head"}, "the target's RoPE is not the drafter's"
     with pytest.raises(ValueError, match="serves llama, mistral, qwen2"):
         edd.parts_of(made("Gemma3ForCausalLM"))
 
 # ---------------------------------------------------------------- EAGLE and MEDUSA-1
 @torch.no_grad()
 @pytest.mark.parametrize("width", [32, 16])
-def test_eagle_learns_what_it_drafts(width):
+def test_eagle_learns_features(width):
     """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's p."""
     model = tiny("llama", hidden_size=width)
-    embed, head = model.get_input_embeddings(), model.get_output_embeddings()
-    draft_model = random_draft_model(model, "eagle")
-    batch = batch_of(model, text(9, 4)[None])
-    ids, f = batch.ids[0], batch.hidden[LAST][0]
+    draft_model, batch = random_draft_model(model, "eagle"), batch_of(model, text(9, 4)[None])
     saved = {name.split(".")[0] for name in draft_model.state_dict()}
     assert saved == {"fc", "layer"}, "the frozen parts are not its own"
-    fed = []
-    draft_model.fc.register_forward_pre_hook(lambda module, args: fed.append(args[0][0]))
-    predicted = draft_model(ids[None], f[None])[0]
-    expected = torch.cat((embed(ids[1:]), f[:-1]), -1)
-    assert torch.equal(fed[0], expected), "a token, and the feature before it"
-    d = (predicted - f[1:]).abs()
+    f = batch.hidden[LAST]
+    predicted = draft_model(batch.ids, f)[0]
+    d = (predicted - f[0, 1:]).abs()
     distance = torch.where(d < 1, d * d / 2, d - 0.5).mean(-1)
-    log_p_draft = head(predicted).log_softmax(-1)
+    log_p_draft = model.get_output_embeddings()(predicted).log_softmax(-1)
     cross_entropy = -(batch.logits[0, 1:].softmax(-1) * log_p_draft).sum(-1)
     loss = distance + 0.1 * (4096 / width) ** 0.5 * cross_entropy
     found = mean_loss(draft_model, batch)
@@ -405,24 +348,19 @@ def test_the_layer_learns_among_the_words_alone(kind):
     if config.projected:
         matrix = families.new(kind, config, model, 64).between.projection.weight
         torch.testing.assert_close(matrix @ matrix.T, torch.eye(32).double(), rtol=0, atol=1e-6)
-    batch = batch_of(model, torch.stack((text(13), text(13, 8))))
-    loss_mask = torch.ones_like(batch.ids, dtype=torch.bool)
-    loss_mask[:, -1] = loss_mask[1, :4] = False
-    # The target's own last hidden state gives the target's own logits.
-    logits = batch.logits[..., WORDS]
-    torch.testing.assert_close(draft_model.between.tables.head(batch.hidden[LAST]), logits, **EXACT)
-    found = mean_loss(draft_model, batch, loss_mask)
+    batch = batch_of(model, text(13)[None])
+    found = mean_loss(draft_model, batch)
     found.backward()
     assert all(p.grad.abs().sum() > 0 for p in draft_model.parameters())
     with torch.no_grad():
         [(x, _, _)] = draft_model.terms(batch, 5)
-        log_d = (x @ model.get_output_embeddings().weight[WORDS].T).log_softmax(-1)
-        log_t = logits.log_softmax(-1)
-        each = (log_t.exp() * (log_t - log_d)).sum(-1)[loss_mask]
-        rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)[loss_mask]
-    assert found.item() == pytest.approx(each.mean().item(), abs=1e-5)
+        log_d = (x @ model.get_output_embeddings().weight[WORDS].T).log_softmax(-1)[0, :-1]
+        log_t = batch.logits[0, :-1][:, WORDS].log_softmax(-1)
+        divergence = (log_t.exp() * (log_t - log_d)).sum(-1)
+        rate = torch.minimum(log_t.exp(), log_d.exp()).sum(-1)
+    assert found.item() == pytest.approx(divergence.mean().item(), abs=1e-5)
     config.loss = "lk"
-    found = mean_loss(draft_model, batch, loss_mask)
+    found = mean_loss(draft_model, batch)
     assert found.item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
     config.loss = "ce"
     with pytest.raises(ValueError, match="kl or lk, not by ce"):
@@ -555,41 +493,9 @@ def test_logits_are_capped_as_the_targets():
     with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's"):
         families.tables_of(made("CohereForCausalLM"))
 
-class Int8(torch.nn.Module):
-    """A linear layer, or an embedding, of integers and a scale for each row."""
-    def __init__(self, module):
-        super().__init__()
-        weight = module.weight.detach()
-        self.is_table = isinstance(module, torch.nn.Embedding)
-        self.bias, self.dtype = getattr(module, "bias", None), weight.dtype
-        scale = weight.abs().amax(1, keepdim=True).float() / 127
-        self.scale = torch.nn.Parameter(scale, requires_grad=False)
-        integers = (weight / self.scale).round().char()
-        self.weight = torch.nn.Parameter(integers, requires_grad=False)
-
-    def forward(self, x):
-        weight = (self.weight * self.scale).to(self.dtype)
-        return weight[x] if self.is_table else torch.nn.functional.linear(x, weight, self.bias)
-
-def test_a_quantised_target():
-    """Copies are what it computes, in the dtype of its hidden states; decoding is lossless."""
-    model = copy.deepcopy(shared("qwen2"))
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, (torch.nn.Linear, torch.nn.Embedding)):
-                setattr(module, name, Int8(child))
-    for kind in ("glide", "edd", "edd-shared"):
-        drafter = random_drafter(model, kind, words=words_of(kind))
-        assert {p.dtype for p in drafter.model.parameters()} == {torch.float64}
-        assert_lossless(AnyTarget(model), drafter, model)
-    ids, x = torch.arange(VOCAB), torch.randn(3, 32, dtype=torch.float64)
-    found = families.embedding_of(model)(ids), families.head_of(model)(x)
-    expected = model.get_input_embeddings()(ids), model.get_output_embeddings()(x)
-    torch.testing.assert_close(found, expected)
-
 @pytest.mark.parametrize("kind", ["glide", "edd", "edd-shared"])
 def test_a_target_that_accelerate_spreads(kind, tmp_path):
-    """The head and a layer lie on the disk: the same drafter proposes the same."""
+    """The head and a layer lie on the disk: copies are what they compute, and drafts the same."""
     pytest.importorskip("accelerate")
     whole = tiny("llama").float()
     whole.save_pretrained(tmp_path / "model")
@@ -598,6 +504,7 @@ def test_a_target_that_accelerate_spreads(kind, tmp_path):
     places = dict.fromkeys(in_memory, "cpu") | dict.fromkeys(on_disk, "disk")
     spread = type(whole).from_pretrained(tmp_path / "model", device_map=places,
                                          offload_folder=tmp_path / "disk")
+    torch.testing.assert_close(families.head_of(spread).weight, whole.lm_head.weight)
     save(tmp_path / "drafter", random_draft_model(whole, kind), kind, whole)
     rounds = []
     for model in (whole, spread):
