@@ -42,14 +42,15 @@ def prompts_of(tokens, documents, length):
         learned = document >= 0
         end = min(size // 2, limit) if learned.all() else int(learned.argmax())
         if 0 < end <= limit:
-            by_kind.setdefault(kind, []).append((plain_ids(document[:end]), kind))
+            by_kind.setdefault(kind, []).append((start, start + end, kind))
     for prompts in by_kind.values():
         np.random.default_rng(0).shuffle(prompts)
     if not by_kind:
         raise UserError(f"--length {length}: no held-out prompt leaves room for {NEW} tokens after "
                         "it: give more --length, or longer texts")
     alternating = zip_longest(*(by_kind[kind] for kind in sorted(by_kind)))
-    return [prompt for turn in alternating for prompt in turn if prompt][:PROMPTS]
+    chosen = [prompt for turn in alternating for prompt in turn if prompt][:PROMPTS]
+    return [(plain_ids(tokens[start:end]), kind) for start, end, kind in chosen]
 
 def decode(target, drafter, ids, eos):
     """Decode after a prompt -> Counter of what was drafted, [(p_draft (V,), target's choice)]"""
