@@ -20,6 +20,8 @@ Then each row's accepted nodes move to the end of its committed entries, by one 
 Drafters draft row after row, one for each row; one BatchGlide drafts chains for all rows together.
 """
 import copy
+import inspect
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -51,6 +53,8 @@ class Batch(Cache):
         logits, view = self.target.prefill(ids, needs=needs)
         pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
         entries = [x[:, :, :view.length] for pair in pairs for x in pair]      # (1, H, length, d)
+        if len({x.shape for x in entries}) > 1:
+            raise ValueError("keys and values of several sizes: decode the sequences one by one")
         row = torch.stack(entries)                             # (2 layers, 1, H, length, d)
         if self.stack is None:
             self.stack = row
@@ -105,9 +109,13 @@ class Batch(Cache):
         mask.scatter_(2, self.slots[:, None].expand_as(seen), seen)
         mask = torch.where(mask, 0.0, -torch.inf).to(target.dtype)[:, None]    # (B, 1, n, end)
         wanted = target.needs["hidden"]
-        out = target.model(
-            input_ids=tokens, position_ids=position, attention_mask=mask, past_key_values=self,
-            use_cache=True, output_hidden_states=bool(wanted), return_dict=True)
+        # runtime.targets.AnyTarget knows what else its model is given.
+        first, around = getattr(target, "first", 0) or 0, getattr(target, "around", nullcontext)
+        with around():
+            out = target.model(
+                input_ids=tokens, position_ids=first + position, attention_mask=mask,
+                past_key_values=self, use_cache=True, output_hidden_states=bool(wanted),
+                return_dict=True, **getattr(target, "options", {}))
         return out.logits, {index: out.hidden_states[index] for index in wanted}
 
     # The model calls these three methods: they are the interface of transformers' caches.
@@ -143,15 +151,20 @@ class Batch(Cache):
 
 # ---------------------------------------------------------------- the drafters
 def copies(drafter, count):
-    """Copy a drafter that has not decoded yet, but not its models -> list of `count` drafters."""
+    """Copy a drafter that has not decoded yet, but not its models -> list of `count` drafters.
+
+    A list of a drafter and its builder is copied as one: the builder may be the drafter's method.
+    """
     modules = {}                         # deepcopy's memo: these count as copied
 
     def find(x, depth):
         if isinstance(x, nn.Module):
             modules[id(x)] = x
-        elif isinstance(x, list):
+        elif isinstance(x, (list, tuple)):
             for part in x:
                 find(part, depth)
+        elif inspect.ismethod(x):                              # a cascade's chain, say
+            find(x.__self__, depth)
         elif hasattr(x, "__dict__") and depth < 3:             # a mixture's drafter, its model
             for part in vars(x).values():
                 find(part, depth + 1)

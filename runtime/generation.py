@@ -4,8 +4,8 @@
     model.generate(**inputs, custom_generate=fast, max_new_tokens=100)       # fast.last.tau
 
 The arguments of generate() keep their meaning: lengths, sampling, logits processors, stopping
-criteria, stop strings, streamers, caches, an encoder's outputs, pipelines.  What cannot be served
-raises a UserError, which says what to do.  In float32 greedy decoding gives token for token what
+criteria, stop strings, streamers, caches, an encoder's outputs, pipelines, and several sequences:
+left-padded prompts, or num_return_sequences (beyond/batch.py).  What cannot be served raises a UserError, which says what to do.  In float32 greedy decoding gives token for token what
 generate() gives without custom_generate; samples follow the same distribution.
 
 Differences from generate():
@@ -15,6 +15,7 @@ Differences from generate():
 
 What is served was found in transformers 4.57.6 to 5.24.
 """
+import copy
 import inspect
 import sys
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from transformers import EncoderDecoderCache, GenerationMixin, cache_utils, gene
 from transformers.generation import utils
 
 import verify
+from beyond import batch
 from runtime.errors import UserError
 from runtime.program import first_line
 from runtime.targets import AnyTarget, any_target, layers_of, state_of, with_vocabulary
@@ -107,6 +109,9 @@ class speculative:
         refuse((caller is None, "a speculative callable works inside generate() alone, in its "
                 "thread: call model.generate(..., custom_generate=...)"))
         check_supported(model, input_ids, generation_config, caller, model_kwargs)
+        if len(input_ids) > 1:
+            return self.decode_rows(model, input_ids, logits_processor, stopping_criteria,
+                                    generation_config, caller, model_kwargs)
         padding = padding_of(model, input_ids, generation_config, model_kwargs)
         ids = input_ids[0, padding:].tolist()
         limit = generation_config.max_length - input_ids.shape[1]
@@ -118,7 +123,7 @@ class speculative:
             drafter = None if self.drafter is None else Fitted(self.drafter, target, rule)
             rounds = verify.rounds(target, drafter, guarded(self.build), ids, limit, rule)
             heard = Heard(input_ids, stopping_criteria, caller["streamer"], generation_config)
-            self.last = heard.hear(rounds, rule)
+            self.last = verify.output_of(heard.hear_all(rounds, rule))
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
             if cache is not None and (generation_config.return_dict_in_generate or is_given):
@@ -134,6 +139,55 @@ class speculative:
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
         return kind(sequences=heard.sequences, scores=heard.scores, logits=heard.logits,
                     **{name: cache})
+
+    def decode_rows(self, model, input_ids, processors, criteria, config, caller, model_kwargs):
+        """Several sequences, by beyond/batch.py -> their ids, padded at the right.
+
+        Processors and criteria are called for one row after the other.  last is a list of Outputs.
+        """
+        B, limit = len(input_ids), config.max_length - input_ids.shape[1]
+        cache = model_kwargs.get("past_key_values")
+        returned = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
+        refuse(
+            (model.config.is_encoder_decoder, "an encoder-decoder decodes one sequence: give one"),
+            (cache is not None and int(cache.get_seq_length()), "a filled cache of several "
+             "sequences is not served: give none"),
+            (config.return_dict_in_generate and returned, f"{returned} of several sequences is not "
+             "served: leave it out"))
+        rows, paddings = [], []
+        for b in range(B):
+            of_row = {name: x[b:b + 1] if torch.is_tensor(x) and x.ndim and len(x) == B else x
+                      for name, x in model_kwargs.items() if x is not cache}
+            rows.append((input_ids[b:b + 1], of_row))
+            paddings.append(padding_of(model, *rows[b][:1], config, of_row))
+        prompts = [ids[0, padding:].tolist() for (ids, _), padding in zip(rows, paddings)]
+        over, found = set(), [[] for _ in rows]
+        with alone(model, self, self.drafter, self.target):
+            for (ids, of_row), prompt, padding in zip(rows, prompts, paddings):
+                target = self.target_for(model, prompt, padding, caller, of_row)
+                check_prepared(target, ids, padding, of_row)
+            rules = [Rule(processors_of(processors, b, B), config.do_sample, ids[:, :padding])
+                     for b, ((ids, _), padding) in enumerate(zip(rows, paddings))]
+            pairs = batch.copies([self.drafter, self.build], B)
+            drafters = [drafter and Fitted(drafter, target, rule)
+                        for (drafter, _), rule in zip(pairs, rules)]
+            builds = [guarded(build) for _, build in pairs]
+            heard = [Heard(ids, criteria, None, config) for ids, _ in rows]
+            try:
+                for done in batch.rounds(target, drafters, builds, prompts, limit, rules, over=over):
+                    for b, one in done.items():
+                        found[b].append(heard[b].hear(one, rules[b]))
+                        if heard[b].met:
+                            over.add(b)
+            except ValueError as why:                          # windows, layers of several kinds
+                raise UserError(first_line(why)) from why
+        self.last = [verify.output_of(of_row) for of_row in found]
+        pad = config.pad_token_id if config.pad_token_id is not None else 0
+        sequences = torch.nn.utils.rnn.pad_sequence(
+            [of_row.sequences[0] for of_row in heard], batch_first=True, padding_value=pad)
+        if not config.return_dict_in_generate:
+            return sequences
+        return utils.GenerateDecoderOnlyOutput(sequences=sequences)
 
     def target_for(self, model, ids, padding, caller, model_kwargs):
         """The Target of the model in its present state, for this prompt."""
@@ -153,6 +207,16 @@ class speculative:
             (target.remaining(ids) < 1, f"a prompt of {len(ids)} tokens exceeds the context of "
              f"{target.capacity}: give a shorter one"))
         return target
+
+def processors_of(processors, b, B):
+    """The processors of row b: tensors in them with an entry for each of B rows have its alone."""
+    of_row = []
+    for processor in map(copy.copy, processors):
+        for name, x in vars(processor).items():
+            if torch.is_tensor(x) and x.ndim and len(x) == B:
+                setattr(processor, name, x[b:b + 1])
+        of_row.append(processor)
+    return of_row
 
 lock, busy = Lock(), set()       # busy: the ids of what decodes
 
@@ -187,7 +251,6 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
     refuse(
         (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: leave its "
          "arguments out, and choose greedy decoding or sampling"),
-        (len(input_ids) != 1, f"{len(input_ids)} sequences: give one, with num_return_sequences=1"),
         (embeds or not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
         (caller["synced_gpus"] or synced, "synced_gpus is not served, as ranks decode in rounds of "
          "their own: leave it out, and give each rank the whole model"),
@@ -401,34 +464,37 @@ class Heard:
         self.logits = () if returns and config.output_logits else None
         self.met = False
 
-    def hear(self, rounds, rule):
-        """Listen to all rounds, or until a criterion is met -> Output"""
+    def hear_all(self, rounds, rule):
+        """Hear all Rounds, or until a criterion is met -> those heard."""
         found = []
         for one in rounds:
-            new = torch.tensor([one.new], device=self.sequences.device)
-            before, heard = self.sequences, 0
-            for node in (one.path or [0])[:len(one.new)]:      # the prefill's round has no path
-                if one.new[heard] < 0:                         # torch.multinomial's own words
-                    raise RuntimeError("probability tensor contains either `inf`, `nan` or element "
-                                       "< 0")
-                if self.scores is not None:
-                    self.scores += (rule.scores[node:node + 1].clone(),)
-                if self.logits is not None:
-                    self.logits += (rule.logits[node:node + 1].clone(),)
-                heard += 1
-                self.sequences = torch.cat((before, new[:, :heard]), 1)
-                # All criteria are asked, as they may remember what they saw.
-                self.met = bool(self.criteria(self.sequences, self.scores).all())
-                if self.streamer is not None:
-                    self.streamer.put(new[0, heard - 1:heard].cpu())
-                if self.met:
-                    break
-            found.append(one._replace(new=one.new[:heard]))
+            found.append(self.hear(one, rule))
             if self.met:
                 break
         if self.streamer is not None:
             self.streamer.end()
-        return verify.output_of(found)
+        return found
+
+    def hear(self, one, rule):
+        """Hear a Round's tokens, up to one that meets a criterion -> the Round of these."""
+        new = torch.tensor([one.new], device=self.sequences.device)
+        before, heard = self.sequences, 0
+        for node in (one.path or [0])[:len(one.new)]:          # the prefill's round has no path
+            if one.new[heard] < 0:                             # torch.multinomial's own words
+                raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+            if self.scores is not None:
+                self.scores += (rule.scores[node:node + 1].clone(),)
+            if self.logits is not None:
+                self.logits += (rule.logits[node:node + 1].clone(),)
+            heard += 1
+            self.sequences = torch.cat((before, new[:, :heard]), 1)
+            # All criteria are asked, as they may remember what they saw.
+            self.met = bool(self.criteria(self.sequences, self.scores).all())
+            if self.streamer is not None:
+                self.streamer.put(new[0, heard - 1:heard].cpu())
+            if self.met:
+                break
+        return one._replace(new=one.new[:heard])
 
 class Fitted:
     """A drafter beside a target.  What does not fit raises a UserError.

@@ -19,6 +19,7 @@ what is served.
     target = any_target(model)       # in place of verify.Target(model)
 """
 from contextlib import contextmanager
+from functools import partial
 from inspect import signature
 from threading import Lock
 from weakref import WeakKeyDictionary
@@ -221,6 +222,7 @@ class AnyTarget(Target):
             if self.proven.get(model, [None])[0] != state:
                 self.proven[model] = state, self.prove()
         self.verifies_trees, self.folds, self.first = self.proven[model][1]
+        self.around = partial(folding, self.config, self.folds)        # for beyond/batch.py
         self.vocab = vocab or self.known_ids
         self.capacity = min(capacity or self.context, self.context)
         self.prepare()

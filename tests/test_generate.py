@@ -8,7 +8,7 @@ from functools import cache, partial
 import pytest
 import torch
 import transformers
-from conftest import ROOT, VOCAB, reciting
+from conftest import ROOT, VOCAB, reciting, shared
 from transformers import (
     AutoTokenizer, DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig,
     MistralForCausalLM, StaticCache, StopStringCriteria, pipeline)
@@ -426,8 +426,6 @@ def test_yarn_lengthens_the_context():
 
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize("says, ids, how", [
-    ("2 sequences", PROMPT.repeat(2, 1), {}),
-    ("2 sequences", PROMPT, dict(num_return_sequences=2, do_sample=True)),
     ("beam_search", PROMPT, dict(num_beams=2)),
     ("assisted_generation", PROMPT, dict(prompt_lookup_num_tokens=2)),
     ("synced_gpus", PROMPT, dict(synced_gpus=True)),
@@ -473,3 +471,38 @@ def test_a_drafter_of_another_model_is_refused_in_a_sentence(model):
     mistakes.begin = lambda view, root: view.hidden[1] @ torch.zeros(7, 7)
     refused(mistakes)
     refused(reciting(text), "gamma is 0: draft at least one token", partial(cape.chain, gamma=0))
+
+# ---------------------------------------------------------------- several sequences
+def padded_prompts(rows):
+    """Prompts padded at the left -> the arguments of generate()."""
+    longest = max(map(len, rows))
+    ids = [[0] * (longest - len(row)) + row for row in rows]
+    mask = [[0] * (longest - len(row)) + [1] * len(row) for row in rows]
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask), "pad_token_id": 0}
+
+@pytest.mark.parametrize("more", [{}, {"repetition_penalty": 1.5}, {"eos_token_id": [3, 5]}])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_padded_prompts_decode_as_generate_does(name, more):
+    """Also with processors that look at the text, and rows that end at different times."""
+    model = shared(name)
+    inputs = padded_prompts([[1, 2, 3, 1, 2], [4], [7, 8, 7]])
+    own = model.generate(**inputs, max_new_tokens=12, **more)
+    drafter = reciting([1, 2, 3] * 20)
+    fast = speculative(drafter, cape.cape)
+    out = model.generate(**inputs, max_new_tokens=12, custom_generate=fast, **more)
+    assert out.tolist() == own.tolist()
+    assert len(fast.last) == 3
+
+def test_num_return_sequences_are_sampled_apart():
+    model = shared("llama")
+    fast = speculative(None, verify.root_only)
+    out = model.generate(torch.tensor([[1, 2, 3]]), do_sample=True, num_return_sequences=4,
+                         max_new_tokens=20, custom_generate=fast)
+    assert out.shape == (4, 23) and len(set(map(tuple, out.tolist()))) == 4
+
+def test_what_a_batch_cannot_have_is_a_sentence():
+    inputs = padded_prompts([[1, 2], [3]])
+    for name, word in (("mistral", "windows"), ("qwen2-mixed", "windows")):
+        with pytest.raises(UserError, match=word):
+            shared(name).generate(**inputs, max_new_tokens=3,
+                                  custom_generate=speculative(None, verify.root_only))
