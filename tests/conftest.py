@@ -1,4 +1,5 @@
 """Tiny targets of the real classes with random weights, plain decoding by them, and drafters."""
+import random
 import sys
 import threading
 from functools import lru_cache
@@ -8,14 +9,6 @@ import pytest
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "figures")]
@@ -32,23 +25,32 @@ SIZES = dict(
 GROUPED = dict(num_key_value_heads=2)
 MIXED = dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)
 CLASSES = {
-    "llama": (LlamaForCausalLM, LlamaConfig, dict(num_key_value_heads=4)),
-    "llama-eager": (LlamaForCausalLM, LlamaConfig, dict(**GROUPED, attn_implementation="eager")),
-    "mistral": (MistralForCausalLM, MistralConfig, dict(**GROUPED, sliding_window=9)),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, GROUPED),
-    "qwen2-mixed": (Qwen2ForCausalLM, Qwen2Config, {**GROUPED, **MIXED}),
+    "llama": ("LlamaForCausalLM", {}),
+    "llama-eager": ("LlamaForCausalLM", {**GROUPED, "attn_implementation": "eager"}),
+    "mistral": ("MistralForCausalLM", {**GROUPED, "sliding_window": 9}),
+    "qwen2": ("Qwen2ForCausalLM", GROUPED),
+    "qwen2-mixed": ("Qwen2ForCausalLM", {**GROUPED, **MIXED}),
 }
 
 # ---------------------------------------------------------------- targets
 def tiny(name, seed=0, **more):
-    """A random model of the class, in float64, whose distributions are far from uniform."""
-    model_class, config_class, own = CLASSES[name]
+    """A random model of a key of CLASSES or of a class of transformers, in float64.
+
+    Its distributions are far from uniform.  Its experts run in a loop, as grouped kernels know no
+    float64.
+    """
+    name, own = CLASSES.get(name, (name, {}))
+    model_class = getattr(transformers, name)
+    config = model_class.config_class(**{**SIZES, **own, **more})
+    config._experts_implementation = "eager"
     torch.manual_seed(seed)
-    model = model_class(config_class(**{**SIZES, **own, **more})).double().eval()
+    model = model_class(config).double().eval()
     for p in model.parameters():
-        if p.ndim == 2:
+        if p.ndim >= 2:
             torch.nn.init.normal_(p, std=0.25)
     return model
+
+family = tiny
 
 def relative(model, noise, seed):
     """A model of the same class whose choices mostly agree with `model`'s."""
@@ -62,21 +64,6 @@ def relative(model, noise, seed):
 
 # The same one for all tests that ask for it: nobody changes it.
 shared = lru_cache(maxsize=None)(tiny)
-
-def family(name, std=0.25, **more):
-    """A tiny random model of another class of transformers, by the sizes that its config knows.
-
-    Its experts run in a loop, as grouped kernels know no float64.
-    """
-    model_class = getattr(transformers, name)
-    config = model_class.config_class(**{**SIZES, **more})
-    config._experts_implementation = "eager"
-    torch.manual_seed(0)
-    model = model_class(config).double().eval()
-    for p in model.parameters():
-        if p.ndim >= 2:
-            torch.nn.init.normal_(p, std=std)
-    return model
 
 def target_of(model, capacity=None):
     """verify.Target, or what stands in its place where layers have a sliding window."""
@@ -106,15 +93,8 @@ def plain(model, ids, new):
         ids.append(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax().item())
     return ids[-new:]
 
-@torch.no_grad()
 def assert_plain(model, ids, new, count):
-    """Assert that `new` are the `count` ids that plain(model, ids, count) would give.
-
-    One forward over the whole text shows it: each of them is the argmax after those before it.
-    """
-    text = torch.tensor([[*ids, *new]])
-    choices = model(text, use_cache=False).logits[0].argmax(-1).tolist()
-    assert len(new) == count and new == choices[len(ids) - 1:-1]
+    assert new == plain(model, ids, count)
 
 # ---------------------------------------------------------------- drafters
 class Positional:
@@ -143,6 +123,13 @@ class Positional:
         """Nodes of its own, the root first; none where expand was not called."""
         assert path == sorted(set(path)) and path[:1] == list(range(min(1, len(self.depth))))
         assert all(node < len(self.depth) for node in path)
+
+def noisy(vocab=VOCAB):
+    """A drafter with another prediction at each position."""
+    def at(position):
+        rng = random.Random(position)
+        return torch.tensor([rng.uniform(-3, 0) for _ in range(vocab)])
+    return Positional(at)
 
 def reciting(text, vocab=VOCAB):
     """A drafter that recites a text, and is wrong at each third position."""

@@ -7,8 +7,7 @@ import random
 from functools import cache, partial
 
 import pytest
-import torch
-from conftest import CONTEXT, VOCAB, Positional, family, random_drafter, shared
+from conftest import CONTEXT, VOCAB, family, noisy, random_drafter, shared
 
 import cape
 import cascade
@@ -32,13 +31,6 @@ BUILDERS = {
     "chain": cape.chain, "cape": cape.cape, "beam": partial(cape.beam, width=2),
     "pct": partial(pct.pct, cost=0.1, depth=4), "drawn": cape.drawn,
     "pct-cost": pct_cost}
-
-def noisy():
-    """A drafter with another prediction at each position."""
-    def at(position):
-        rng = random.Random(position)
-        return torch.tensor([rng.uniform(-3, 0) for _ in range(VOCAB)])
-    return Positional(at)
 
 @cache
 def neural(kind, name):

@@ -22,7 +22,7 @@ from functools import cache, partial
 import pytest
 import torch
 from conftest import (
-    CLASSES, ROOT, Positional, assert_plain, family, plain, random_drafter, relative, shared,
+    CLASSES, ROOT, assert_plain, family, noisy, plain, random_drafter, relative, shared,
     target_of)
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
 
@@ -71,13 +71,6 @@ def draft_model_of(name, sizes, kind, *how):
         settings["hidden"] = 1
     drafter = random_drafter(model_of(name, sizes), kind, **{**settings, **dict(how)})
     return drafter.model, type(drafter)
-
-def noisy(vocab):
-    """A drafter with another prediction at each position."""
-    def at(position):
-        rng = random.Random(position)
-        return torch.tensor([rng.uniform(-3, 0) for _ in range(vocab)])
-    return Positional(at)
 
 # ---------------------------------------------------------------- drawing a case
 def drawn_tree(rng, drafter, sampled):

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, plain, target_of
+from conftest import VOCAB, Positional, plain, target_of
 
 import cape
 import cascade
@@ -23,28 +23,11 @@ from runtime.targets import any_target
 PROMPT = [3, 1, 4]
 TOLERANCE = dict(atol=2e-5, rtol=1e-4)       # norms and RoPE tables of a float64 model are float32
 
-class Known:
-    """A drafter that knows a text, and is certain of it at each position."""
-    needs = {}
-
-    def __init__(self, text):
-        self.text, self.kept = text, []
-
-    def reset(self, probs):
-        self.probs = probs
-
-    def begin(self, view, root):
-        self.t, self.depth = view.length, []
-
-    def keep(self, path):
-        self.kept.append(path)
-
-    def expand(self, tokens, parents):
-        logits = torch.zeros(len(parents), VOCAB)
-        for of_node, parent in zip(logits, parents):
-            self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
-            of_node[self.text[self.t + self.depth[-1] + 1]] = 3.0
-        return self.probs(logits, 0.5)
+def known(text):
+    """A drafter that is sure of a text, by a calibration temperature of 0.5."""
+    drafter = Positional(lambda position: 3 * torch.eye(VOCAB)[text[position]])
+    drafter.temperature = 0.5
+    return drafter
 
 def generate(model, drafter, build, prompt=PROMPT, new=12, rule=verify.Rule()):
     return verify.generate(target_of(model), drafter, build, prompt, new, rule)
@@ -182,9 +165,10 @@ def test_the_drafter_is_told_its_own_numbers(llama):
         tokens = torch.cat((root, torch.tensor([a, b, wrong])))
         return verify.Tree(tokens, torch.tensor([-1, 0, 1, 0]), torch.tensor([0, 2, -1, 1]))
 
-    drafter = Known(PROMPT + expected)
+    drafter, kept = known(PROMPT + expected), []
+    drafter.keep = kept.append
     out = generate(llama, drafter, build, new=4)
-    assert out.rounds[0].path == [0, 1, 2] and drafter.kept == [[0, 2]]
+    assert out.rounds[0].path == [0, 1, 2] and kept == [[0, 2]]
 
 def test_what_a_builder_sees(llama):
     """How deep a tree may be, calibrated or processed probabilities, one expand for a sequence."""
@@ -194,14 +178,14 @@ def test_what_a_builder_sees(llama):
         seen.append((expand.remaining, expand(root, [-1])[0]))
         expand.count = getattr(expand, "count", 0) + 1
         memory.append(expand.count)
-        return verify.root_only(expand, root)
+        return verify.Tree(root, -torch.ones_like(root), torch.zeros_like(root))
 
-    generate(llama, Known([5] * 40), build, [1, 2], 5)
+    generate(llama, known([5] * 40), build, [1, 2], 5)
     assert [remaining for remaining, _ in seen] == [3, 2, 1], "no builder is called at depth 0"
     logits = torch.zeros(VOCAB)
     logits[5] = 3.0
     torch.testing.assert_close(seen[0][1], (logits / 0.5).softmax(-1))
-    generate(llama, Known([5] * 40), build, [1, 2], 5, verify.Rule(2.0, top_k=1))
+    generate(llama, known([5] * 40), build, [1, 2], 5, verify.Rule(2.0, top_k=1))
     assert memory == 2 * [1, 2, 3], "another sequence has another expand"
     torch.testing.assert_close(seen[3][1], torch.eye(VOCAB)[5])
     # In sampling the calibration temperature, 0.5, is ignored.
@@ -228,7 +212,7 @@ def test_no_two_generators_of_a_decoding_have_one_seed(llama, monkeypatch):
         for build in (cape.drawn, cape.cape):
             made.clear()
             verify.keyed_noise.cache_clear()
-            generate(llama, Known(text), build, new=10, rule=verify.Rule(1.0, seed=seed))
+            generate(llama, known(text), build, new=10, rule=verify.Rule(1.0, seed=seed))
             assert len(made) > 5 and len(made) == len(set(made))
 
 def chain_of(tokens, p_draft):
@@ -253,32 +237,8 @@ def test_noise_is_finer_than_float32s_uniform_numbers():
     steps = noise[noise < 1e-4] * 2 ** 24
     assert len(steps) > 5 and (steps - steps.round()).abs().max() > 0.1
 
-def inverse(p, uniform):
-    """The first token at which the sums of p reach uniform times their total."""
-    sums = np.cumsum(p)
-    return int(np.argmax(sums >= uniform * sums[-1]))
-
-def test_speculative_sampling_at_its_threshold():
-    """Beside a known u: min(1, p_target / p_draft), or the residual's token by the next number."""
-    rng = np.random.default_rng(0)
-    after = np.full(6, 1 / 6)
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        u = torch.rand(1, generator=generator, dtype=torch.float64).item()
-        number = 1 - torch.rand((), generator=generator, dtype=torch.float64).item()
-        q, x = rng.dirichlet(np.full(6, 0.5)), seed % 6
-        for ratio in (u - 1e-9, u + 1e-9, 1.0):
-            p = rng.dirichlet(np.full(6, 0.5))
-            p[x] = 0
-            p *= (1 - ratio * q[x]) / p.sum()
-            p[x] = ratio * q[x]                                # p_target / p_draft is the ratio
-            p_target = torch.tensor(np.stack((p, after)))
-            tree = chain_of([0, x], torch.tensor(q[None]))
-            generator.manual_seed(seed)
-            choice = verify.accept_sampled(tree, p_target, generator).tolist()
-            resampled = inverse(np.maximum(p - q, 0), number)
-            assert choice == [x if u < ratio else resampled, inverse(after, number)], (u, ratio)
-    # Both are certain of token 1, and rounding rejects it: nothing is left of the difference.
+def test_rounding_that_rejects_a_certain_token_leaves_a_residual():
+    """Both distributions are certain of token 1: nothing is left of their difference."""
     sure = torch.eye(4)[[1, 1, 1]]
     tree = chain_of([0, 1, 1], 9 * sure[:2])
     generator = torch.Generator().manual_seed(0)
