@@ -24,7 +24,6 @@ LOCAL = {"attention_types": [[["global", "local", "global"], 1]], "num_layers": 
 CHAINS_ONLY = {
     "BartForCausalLM": DECODER,                                # positions by the cache
     "BloomForCausalLM": {"n_layer": 2, "n_head": 4},           # ALiBi
-    "MptForCausalLM": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": CONTEXT},
     "FalconForCausalLM": {"alibi": True},
     "GPTNeoForCausalLM": {**LOCAL, "window_size": 6},          # windows that no mask replaces
     "Llama4ForCausalLM": {
@@ -32,13 +31,8 @@ CHAINS_ONLY = {
         "num_experts_per_tok": 1},
     "T5ForConditionalGeneration": T5,
     "BartForConditionalGeneration": {**DECODER, **ENCODER, "forced_eos_token_id": None},
-    "MarianMTModel": {**DECODER, **ENCODER, "forced_eos_token_id": None},
 }
-# A recurrent state, attention to what comes later: these are refused.
-REFUSED = {
-    "RwkvForCausalLM": {"attention_hidden_size": 32, "context_length": CONTEXT},
-    "MambaForCausalLM": {}, "BertLMHeadModel": {},
-}
+REFUSED = {"MambaForCausalLM": {}, "BertLMHeadModel": {}}     # a state; what comes later is seen
 PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
 NEW = 14
 
@@ -83,7 +77,7 @@ def test_generates_own_by_chains_and_cape_or_a_sentence(name):
     assert "\n" not in str(why.value)
 
 def test_an_encoder_decoder_reads_what_generate_has_encoded():
-    """A padded source, the decoder's own prompt, outputs that were given, a dict, sampling."""
+    """A padded source, the decoder's own prompt, outputs that were given, processors."""
     model, ids = model_of("T5ForConditionalGeneration"), torch.tensor([PROMPT])
     mask = torch.tensor([[1] * 7 + [0] * 3])
     encoded = model.get_encoder()(torch.flip(ids, [1]), return_dict=True)
@@ -94,16 +88,6 @@ def test_an_encoder_decoder_reads_what_generate_has_encoded():
         out, fast = decoded(model, cape.chain, text, return_dict_in_generate=True, **how)
         assert out.sequences[0].tolist() == text and fast.target.source == PROMPT
         assert type(out) is type(own) and out.keys() == own.keys()
-    [cache] = {"past_key_values", "cache"} & own.keys()
-    for part in ("self_attention_cache", "cross_attention_cache"):
-        for x, y in zip(*(getattr(caches[cache], part).layers for caches in (own, out))):
-            if x.is_initialized:
-                torch.testing.assert_close(x.keys, y.keys, atol=1e-5, rtol=1e-4)
-    texts = []
-    for tree in (cape.chain, verify.root_only):
-        torch.manual_seed(3)
-        texts.append(decoded(model, tree, text, do_sample=True)[0].tolist())
-    assert texts[0] == texts[1]
     filled = transformers.EncoderDecoderCache(*(transformers.DynamicCache() for _ in range(2)))
     model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([[1]]), past_key_values=filled)
     with pytest.raises(UserError, match="cache holds 1 tokens"):
@@ -115,31 +99,13 @@ def test_padding_where_positions_are_counted_by_the_cache():
     with pytest.raises(UserError, match="prompt without padding"):
         decoded(model_of("BartForCausalLM"), cape.chain, PROMPT, attention_mask=mask)
 
-def test_a_class_that_ignores_positions_verifies_chains():
-    class Deaf(transformers.LlamaForCausalLM):
-        def forward(self, *given, position_ids=None, **how):
-            return super().forward(*given, **how)
-    model = tiny("llama")
-    model.__class__ = Deaf
-    text = PROMPT + plain(model, PROMPT, NEW)
-    out, _ = decoded(model, cape.chain, text, max_new_tokens=NEW)
-    assert out[0].tolist() == text
-    with pytest.raises(UserError, match="by cape.chain"):
-        decoded(model, cape.cape, text, max_new_tokens=NEW)
-
 def test_a_sequence_ends_with_longropes_short_table():
     """Nodes of a tree that would lie beyond do not switch to the long one."""
     model = made("Phi3ForCausalLM")
     prompt = [(7 * i + 1) % VOCAB for i in range(30)]
     text = prompt + plain(model, prompt, 7)
-
-    def deep(expand, root):
-        expand.remaining = 9                                   # a builder that looks too far
-        return cape.cape(expand, root, gamma=9, max_nodes=9)
-    for build in (pct.pct, deep):
-        drafter = reciting(text + [1] * 9)
-        out = verify.generate(AnyTarget(model), drafter, build, prompt, 30)
-        assert prompt + out.tokens == text
+    out = verify.generate(AnyTarget(model), reciting(text + [1] * 9), pct.pct, prompt, 30)
+    assert prompt + out.tokens == text
 
 # ---------------------------------------------------------------- the proof
 def test_the_proof_tries_a_short_window_and_restores_the_configuration(monkeypatch):
@@ -157,11 +123,7 @@ def test_a_model_is_proven_once_in_each_state(monkeypatch):
     """Also where two threads wrap it: each would see the other's short window."""
     model, proofs = tiny("mistral", sliding_window=30), []
     prove = AnyTarget.prove
-
-    def counted(self):
-        proofs.append(self.model)
-        return prove(self)
-    monkeypatch.setattr(AnyTarget, "prove", counted)
+    monkeypatch.setattr(AnyTarget, "prove", lambda self: proofs.append(self) or prove(self))
     threads = [threading.Thread(target=any_target, args=(model,)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -171,12 +133,10 @@ def test_a_model_is_proven_once_in_each_state(monkeypatch):
     any_target(model.float())
     model.set_attn_implementation("eager")
     any_target(model)
-    any_target(model)
     assert len(proofs) == 3
 
 def test_half_precision_is_no_reason_to_refuse():
-    for name in ("llama", "mistral"):
-        assert AnyTarget(tiny(name).to(torch.bfloat16)).verifies_trees
+    assert AnyTarget(tiny("mistral").to(torch.bfloat16)).verifies_trees
     bart = family("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"])
     assert not AnyTarget(bart.to(torch.bfloat16)).verifies_trees
 
@@ -188,9 +148,9 @@ def test_tokens_without_logits_prove_nothing():
         return logits.index_fill(-1, torch.tensor([2, 5]), torch.finfo(logits.dtype).min)
     model.lm_head.register_forward_hook(lowest)
     assert AnyTarget(model).verifies_trees
+    AnyTarget.proven.pop(model)
     model.forward = lambda *given, position_ids=None, **how: type(model).forward(
         model, *given, logits_to_keep=how.pop("logits_to_keep", 0), **how)
-    AnyTarget.proven.pop(model)
     assert not AnyTarget(model).verifies_trees, "it ignores positions"
 
 @pytest.mark.parametrize("config, context", [
