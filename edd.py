@@ -273,10 +273,10 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: forget the last round's nodes, and encode newly committed tokens.
 
-        view.tokens (k,) are the tokens committed since the last begin, a prompt included.
-        view.length is the number of all committed tokens.  view.hidden[config.hidden] (k, D) are
-        the target's hidden states of the k tokens.  root_id is not used: expand is given the root.
-        Raises ValueError where the view does not continue the last one.
+        view.tokens (k,) are these, a prompt included, view.length is the number of all, and
+        view.hidden[config.hidden] (k, D) are the target's hidden states of the k tokens.  root_id
+        is not used: expand is given the root.  Raises ValueError where the view does not continue
+        the last one.
         """
         first = view.length - len(view.tokens)
         if first != self.t:
@@ -314,11 +314,9 @@ class Drafter:
         return self.probs(logits.to(tokens.device), self.temperature)
 
     def keep(self, path):
-        """End the round.  No entry of a node is kept.
+        """End the round: the next begin encodes the accepted nodes anew, as committed tokens.
 
-        The entries of a node come from its embedding, those of a committed token from the target's
-        hidden state.  So the next begin encodes accepted nodes anew, as committed tokens.  (For the
-        VDM, which reads no hidden states, it does the same with the embeddings.)
+        Their entries come from embeddings, a committed token's from the target's hidden state.
         """
 
     def place(self, parents):

@@ -161,13 +161,12 @@ def ropes_of(model, length):
     # The first argument supplies only the dtype and the device of the table.
     cos, sin = rotary(position.float(), position)
     rope = Rope(torch.cat((cos, sin)))                                 # (2, length, d_k)
-    # Does the target turn the keys of a token by this table?
-    keys = []
-    for at in (0, 2):
-        cache = DynamicCache()
-        token = position[:, :1]
-        model(input_ids=token, position_ids=token + at, past_key_values=cache, use_cache=True)
-        keys.append(cache.layers[-1].keys)
+    # Does the target turn the keys of a token by this table?  Each of two equal tokens attends to
+    # equal values, so their keys differ by the rotation alone, in the last layer, too.
+    tokens, positions = torch.tensor([[[0, 0]], [[0, 2]]], device=model.device)
+    cache = DynamicCache()
+    model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
+    keys = cache.layers[-1].keys.split(1, 2)
     # Half precision is coarse.
     if cos.shape[-1] != keys[0].shape[-1] or not rope_error(rope, *keys) < 0.3:
         raise unlike

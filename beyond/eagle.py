@@ -108,8 +108,7 @@ class Drafter(edd.Drafter):
     def reset(self, probs=edd.softmax):
         """As edd.Drafter.reset."""
         super().reset(probs)
-        # Row 0: the target's feature of the last committed token, None before the first round.
-        # Row 1 + i: the predicted feature of node i.
+        # The target's feature of the last committed token, then the predicted one of each node
         self.features = None                                                   # (1 + nodes, D)
 
     @torch.no_grad()

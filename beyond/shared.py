@@ -3,13 +3,13 @@
 The idea.  GLIDE and EDD train an embedding and a head of their own.  Beside a small target with a
 large vocabulary these two tables are nearly the whole drafter: of an EDD beside SmolLM2-135M
 (49 152 token ids, width 576) they are 56.6M of 60.2M weights, and the head is most of what a draft
-costs.  Here only one layer is trained, between the target's own tables.  They are frozen, and are
+costs.  Here only one layer is trained, between the target's own tables, which are frozen and are
 not saved with the drafter.
 
 The layer may also learn a short list of frequent tokens alone.  Their logits need k rows of the
 head instead of V.  All other tokens get probability zero: they are never drafted.  The target
 verifies over the whole vocabulary, so the output stays the same, and a rare token only costs a
-rejection.
+rejection.  The list is counted once, before training, and is saved with the weights.
 
     kind                the layer                            what it reads of the target
     glide-shared        GLIDE's (glide.py)                   KV entries of one layer
@@ -17,22 +17,10 @@ rejection.
     edd-shared          EDD's (edd.py)                       hidden states of one layer
     vdm-shared          EDD's, as the VDM                    nothing but the tables
 
-None of these is the drafter of the GLIDE paper or of the EDD paper: those have tables of their own.
-glide-shared has the shape of LongSpec (Yang et al., arXiv 2502.17421): one layer between the
-target's tables, with self-attention over a window and cross-attention onto the target's cache.
-EAGLE (arXiv 2401.15077) shares the tables, too.  The list is FR-Spec's (arXiv 2502.14856).
-
-    paper                            shape          name here
-    embedding of the target          (V, D)         tables.embed, a function
-    LM head of the target, W_LM      (V, D)         tables.head, a function, without a list
-    V_high (FR-Spec)                 (k,)           words: token ids, the most frequent first
-    ~W_LM (FR-Spec, Eq. 2)           (k, D)         tables.head, with a list
-    T, H, L, K, V                                   as in edd.py and glide.py
-
-The list is counted once, before training.  It is saved with the weights.
-
-    config = EDDConfig.for_target(model)
-    draft_model = families.new("edd-shared", config, model, words=words)       # runtime/families.py
+None of these is the drafter of the GLIDE paper or of the EDD paper.  glide-shared has the shape of
+LongSpec (Yang et al., arXiv 2502.17421): self-attention over a window, and cross-attention onto the
+target's cache.  EAGLE (arXiv 2401.15077) shares the tables, too.  The list V_high is FR-Spec's
+(arXiv 2502.14856), whose Eq. 2 reduces the head to it.
 
     python train.py glide-shared edd-shared --data ...
 """
@@ -57,9 +45,8 @@ Tables = namedtuple("Tables", "embed head norm words")
 def frequent_words(tokens, k, vocab, eos=None):
     """The k most frequent token ids of a training text, the most frequent first -> (k,)
 
-    tokens (n,): the ids of all tokens that a drafter learns to predict.  vocab: V.  eos: the token
-    that ends a text; it is always in the list, as its first entry.  Of equally frequent ids the
-    lower comes first.
+    tokens (n,): the ids that a drafter learns to predict.  vocab: V.  eos: the token that ends a
+    text; it is always the first of the list.  Of equally frequent ids the lower comes first.
     """
     if not 1 <= k <= vocab:
         raise ValueError(f"a list of {k} words of a vocabulary of {vocab}: take 1 to {vocab}")
@@ -82,9 +69,8 @@ class Between(nn.Module):
             raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, "
                              f"not by {config.loss}")
         self.config, self.tables = config, tables              # no module: it is not saved
-        # Some targets have one table for both, so the embedding of a token is also its row of the
-        # head.  Then the logit of the token that was just read starts high.  The many layers of a
-        # target learn to undo that, and one layer hardly can.  There a matrix follows the
+        # Where the embedding of a token is also its row of the head, the logit of the token that
+        # was just read starts high.  One layer can hardly undo that, so a matrix follows the
         # embedding, which starts as a random rotation.
         self.projection = nn.Identity()
         if config.projected:
@@ -155,9 +141,8 @@ class Layer(glide.Layer):
     def attend(self, q, k, v, mask):
         """As glide.Layer.attend; a query sees its own entry and the `window` before it.
 
-        The own entry is the last that it sees.  Entries are in the order of the sequence, but
-        between those that a node of a tree sees there are entries of other nodes: so the visible
-        ones are counted.
+        The own entry is the last that it sees.  Between those that a node of a tree sees there are
+        entries of other nodes: so the visible ones are counted.
         """
         if mask is None:
             # The next node of a chain sees all entries.
@@ -171,7 +156,6 @@ class GlideShared(glide.Glide):
     """The draft model: GLIDE, or vanilla, with a windowed layer between the target's tables."""
 
     def __init__(self, config, ropes, tables):
-        """ropes: as glide.ropes_of gives them.  tables: the target's Tables."""
         between = Between(config, tables)
         super().__init__(config, ropes, between.embed, between.head, Layer)
         self.between = between
@@ -186,7 +170,7 @@ class EDDConfig(edd.Config):
 
     @classmethod
     def for_target(cls, model, hidden=edd.HIDDEN, **more):
-        """As edd.Config.for_target.  more: further settings, say encoding, loss."""
+        """As edd.Config.for_target."""
         return super().for_target(model, hidden, projected=is_tied(model), **more)
 
 class EDDShared(edd.EDD):

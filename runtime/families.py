@@ -293,19 +293,18 @@ def new(kind, config, model, length=None, words=None, empty=False):
         head = nn.Linear(config.width, config.vocab, bias, device="meta")
     elif draft_class is not glide.Glide:
         embed, head = embedding_of(model), head_of(model)
-    if issubclass(draft_class, glide.Glide):
-        ropes = ropes_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
+    is_glide = issubclass(draft_class, glide.Glide)
+    if is_glide:
+        parts = ropes_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
     with torch.device("meta" if empty else like.device):
-        if draft_class is glide.Glide:
-            draft_model = glide.Glide(config, ropes)
-        elif draft_class is shared.GlideShared:
-            draft_model = shared.GlideShared(config, ropes, tables)
-        elif draft_class is shared.EDDShared:
-            draft_model = shared.EDDShared(config, parts_of(model, embed, head), tables)
-        elif draft_class is medusa.Medusa:
-            draft_model = medusa.Medusa(config, head)
+        if draft_class is medusa.Medusa:
+            parts = head
+        elif not is_glide:
+            parts = parts_of(model, embed, head)
+        if draft_class in (shared.GlideShared, shared.EDDShared):
+            draft_model = draft_class(config, parts, tables)
         else:
-            draft_model = draft_class(config, parts_of(model, embed, head))
+            draft_model = draft_class(config, parts)
     return draft_model if empty else draft_model.to(like)
 
 def load(folder, model):
