@@ -26,6 +26,21 @@ def table_expand(table):
     expand.calls = expand.widest = 0
     return expand
 
+def path_expand(row_after):
+    """A drafter whose distribution depends on the whole path, known from `parents` alone.
+
+    expand.given: the paths of the nodes that it was given.
+    """
+    def expand(tokens, parents):
+        given = expand.given
+        for token, parent in zip(tokens.tolist(), parents):
+            assert -1 <= parent < len(given), "parents come before, the root's is -1"
+            given.append((given[parent] if parent >= 0 else ()) + (token,))
+        return torch.stack([row_after(path) for path in given[-len(parents):]])
+
+    expand.given = []
+    return expand
+
 def random_table(seed, vocab=14, zeros=0.0):
     """A distribution (V, V) after each token, of which a share `zeros` is zero."""
     g = torch.Generator().manual_seed(seed)

@@ -1,4 +1,5 @@
 """CAPE's sets and cap against a plain reading of section 4.2; beam search by brute force."""
+import helpers
 import pytest
 import torch
 from helpers import random_table, sequences, table_expand
@@ -11,16 +12,7 @@ def row_after(path, vocab=7):
     return (3 * torch.randn(vocab, generator=g, dtype=torch.float64)).softmax(-1)
 
 def path_expand():
-    """A drafter whose distribution depends on the whole path, known from `parents` alone."""
-    given = []
-
-    def expand(tokens, parents):
-        for token, parent in zip(tokens.tolist(), parents):
-            assert -1 <= parent < len(given), "parents come before, in the order given to expand"
-            given.append((given[parent] if parent >= 0 else ()) + (token,))
-        return torch.stack([row_after(path) for path in given[-len(parents):]])
-
-    return expand
+    return helpers.path_expand(row_after)
 
 # ---------------------------------------------------------------- the expanded proposal
 def test_the_constants_are_the_papers():
@@ -106,7 +98,6 @@ def test_chain_and_beam_follow_the_drafters_paths():
         assert sequences(cape.cape(path_expand(), root, 4))[:5] == chain
 
 def test_a_sampled_chain_has_the_distributions_that_it_was_sampled_from(monkeypatch):
-    """That the output follows the target is asserted in test_sampling.py."""
     tree = cape.drawn(path_expand(), torch.tensor([0]), 4)
     expected = [row_after(path) for path in sequences(tree)[:-1]]
     torch.testing.assert_close(tree.p_draft, torch.stack(expected))
@@ -116,16 +107,6 @@ def test_a_sampled_chain_has_the_distributions_that_it_was_sampled_from(monkeypa
             return torch.full(size, number, dtype=torch.float64)
         monkeypatch.setattr(torch, "rand", rand)
         assert cape.sample(torch.tensor([[0, 0.5, 0, 0.5, 0]])).tolist() == [token]
-
-def test_a_tree_is_its_callers_own():
-    """Who writes into a Tree changes no later one."""
-    for build in (cape.chain, cape.cape):
-        first = build(path_expand(), torch.tensor([0]))
-        kept = first.parents.tolist(), first.expand_index.tolist()
-        first.parents.fill_(9)
-        first.expand_index.fill_(9)
-        again = build(path_expand(), torch.tensor([0]))
-        assert (again.parents.tolist(), again.expand_index.tolist()) == kept
 
 MISTAKES = [
     (cape.chain, {"gamma": 0}, "draft at least one"),

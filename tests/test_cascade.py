@@ -25,7 +25,6 @@ def models():
 
 @torch.no_grad()
 def forward(model, ids):
-    """A plain forward over everything: no cache -> logits (len(ids), V)."""
     return model(torch.tensor([ids]), use_cache=False).logits[0]
 
 def cascade_of(models, K=None, lenience=1.0, gram=None, capacity=None):
@@ -57,27 +56,20 @@ def drafts(drafter, most=64):
     return tokens[1:], drafter.gen.probs[drafter.gen.committed + 1:]
 
 # ---------------------------------------------------------------- Algorithm 1 as printed below it
-class Alphabet:
-    """A model of 26 letters that continues abc...; it writes `wrong` after f, if that is given."""
-    vocab, capacity = 26, 99
-
-    def __init__(self, log, wrong="g"):
-        self.log, self.wrong = log, ord(wrong) - ord("a")
-
-    def reset(self):
-        pass
-
-    def align(self, ids, logits_to_keep):
-        self.log.append("".join(chr(i + ord("a")) for i in ids))
-        following = [self.wrong if i == 5 else i + 1 for i in ids[-logits_to_keep:]]
-        return torch.nn.functional.one_hot(torch.tensor(following), 26).float(), None
+def alphabet(log, after_f):
+    """A model of 26 letters that continues abc...; it writes another letter after f."""
+    def align(ids, logits_to_keep):
+        log.append("".join(chr(i + ord("a")) for i in ids))
+        following = [ord(after_f) - ord("a") if i == 5 else i + 1 for i in ids[-logits_to_keep:]]
+        return torch.eye(26)[following], None
+    return SimpleNamespace(vocab=26, capacity=99, reset=lambda: None, align=align)
 
 def test_the_trace_of_algorithm_1():
     """The column gen of cascade_step's docstring, after each review."""
     log = []
-    drafter = cascade.Cascade([Alphabet(log), Alphabet(log, "x")], [[2, 2], [0, 3]])
+    drafter = cascade.Cascade([alphabet(log, "g"), alphabet(log, "x")], [[2, 2], [0, 3]])
     drafter.reset(verify.Rule().probs)
-    drafter.begin(verify.View(torch.tensor([], dtype=torch.long), [], 0, {}, {}), 0)
+    drafter.begin(shown([]), 0)
     tokens = drafter.draft(64)
     column = r"^ +(?:step\(small|base reviews).*?  ([a-x]+)(?:  |$)"
     after = re.findall(column, cascade.cascade_step.__doc__, re.M)
@@ -243,10 +235,7 @@ def test_one_lenient_review_exactly(vocab, l):
         assert reviewed_by_the_papers_rule(one, one_q, 1.0) == pytest.approx(one, abs=1e-12)
 
 def test_a_sampled_review_is_lenient_with_models_and_strict_with_max_gram(monkeypatch):
-    """What the tokens follow: q' for a model's draft, p for Max-Gram's and for the next token.
-
-    Speculative sampling is told so, and the next reviewer.
-    """
+    """What the tokens follow: q' for a model's draft, p for Max-Gram's and for the next token."""
     calls = []
     monkeypatch.setattr(cascade, "accept_sampled", lambda *a: (calls.append(a), a[0].tokens)[1])
     softmax = partial(torch.softmax, dim=-1)

@@ -391,17 +391,13 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds():
     """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
     model = family("GPT2LMHeadModel", max_position_embeddings=16, num_hidden_layers=2)
 
-    def known(target, text):
-        """A builder that asks nobody: it proposes five tokens of a text, also beyond the limit."""
-        def build(expand, root):
-            after = text[target.cache.length + 1:target.cache.length + 6]
-            tokens = torch.cat((root, torch.tensor(after, dtype=torch.long)))
-            parents = torch.arange(len(tokens)) - 1
-            return verify.Tree(tokens, parents, torch.full_like(parents, -1))
-        return build
+    def build(expand, root):
+        """Ask nobody, and propose five tokens of the text, also beyond its limit."""
+        after = text[target.cache.length + 1:target.cache.length + 6]
+        return cascade.chain_of([root.item(), *after], root.device)
 
     for prompt in ([1, 2, 3], [1] * 13, [1] * 15, [1] * 16):
         expected = plain(model, prompt, 17 - len(prompt))
+        text = prompt + expected + [1] * 9
         for target in (verify.Target(model), verify.Target(model, capacity=100)):
-            build = known(target, prompt + expected + [1] * 9)
             assert verify.generate(target, None, build, prompt, 20).tokens == expected

@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from helpers import paths, random_table, sequences, table_expand
+from helpers import path_expand, paths, random_table, sequences, table_expand
 
 import cape
 import pct
@@ -176,18 +176,12 @@ def test_no_tree_is_deeper_than_its_setting_and_than_what_remains(build):
 def test_expand_index_tells_which_nodes_were_expanded(build):
     """A node's number in expand leads to the same path as the node, and -1 was never given."""
     for seed in range(20):
-        table, given = random_table(seed, vocab=8, zeros=0.3), []
+        table = random_table(seed, vocab=8, zeros=0.3)
         table[3] = 0                                 # nothing follows, though it was expanded
-
-        def expand(tokens, parents, table=table, given=given):
-            for token, parent in zip(tokens.tolist(), parents):
-                assert -1 <= parent < len(given), "the root's parent is -1"
-                given.append((given[parent] if parent >= 0 else ()) + (token,))
-            return table[tokens]
-
+        expand = path_expand(lambda path, table=table: table[path[-1]])
         tree = build(expand, torch.tensor([seed % 8]))
         for path, index in zip(sequences(tree), tree.expand_index.tolist()):
-            assert index == (given.index(path) if path in given else -1)
+            assert index == (expand.given.index(path) if path in expand.given else -1)
 
 def test_a_mistake_is_one_sentence():
     expand = table_expand(random_table(0))
