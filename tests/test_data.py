@@ -288,20 +288,21 @@ def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, templ
         prompt = tokenizer.decode(chats.prompt_ids(asked, tokenizer, jinja))
         assert whole.startswith(prompt) and whole[len(prompt):].lstrip().startswith(answer)
 
-def test_a_text_ends_once_and_a_prompt_not_at_all(tokenizer, tmp_path):
+def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_path):
     """Also by a tokenizer that writes its end of text before and after each text."""
     own = copy.deepcopy(tokenizer)
     own.bos_token, own.chat_template = "</s>", "{{ bos_token }}" + TAGS
     own._tokenizer.post_processor = TemplateProcessing(single="</s> $A </s>",
                                                        special_tokens=[("</s>", 0)])
-    rows = [{"text": "a b"}, {"prompt": "a", "completion": " b"}, {"messages": [U, A]}]
+    rows = [{"text": "a b"}, {"text": "</s>a b"}, {"prompt": "a", "completion": " b"},
+            {"messages": [U, A]}]
     path = write_rows(tmp_path / "x.jsonl", rows)
     found, _ = learned(own, None, path)
-    assert found == ["⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
+    assert found == ["⟦</s>a b</s>⟧", "⟦</s>a b</s>⟧", "</s>a⟦ b</s>⟧", "</s>" + QA]
     template = chats.template_of(None, own)
     prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
                for document in text.documents([path])]
-    assert list(map(own.decode, prompts)) == ["</s>a b", "</s>a", "</s><user>q|<assistant>"]
+    assert list(map(own.decode, prompts)) == ["</s>a b", "</s>a b", "</s>a", "</s><user>q|<assistant>"]
 
 def test_templates_by_name(tokenizer, tmp_path):
     own = copy.deepcopy(tokenizer)

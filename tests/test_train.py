@@ -457,8 +457,10 @@ def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
     def at(position):
         token = text[position] if position < len(text) else 0
         return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
-    found = evaluate.measure(verify.Target(llama), {"x": Positional(at)}, [(prompt, kind)],
-                             ["a", "b"])
+    drafters = {"x": Positional(at), "again": Positional(at)}
+    drafters["again"].temperature = 3.0
+    found = evaluate.measure(verify.Target(llama), drafters, [(prompt, kind)], ["a", "b"])
+    assert found["again"] == found["x"], "whatever its temperature was"
     # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
     # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
