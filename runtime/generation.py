@@ -204,6 +204,8 @@ class speculative:
         refuse(
             (padding and not target.verifies_trees, "this model counts positions by its cache, "
              "padding included: give a prompt without padding"),
+            (model_kwargs.get("use_cache") is False and target.needs_cache(), "this model decodes "
+             "otherwise without a cache: leave use_cache out"),
             (target.remaining(ids) < 1, f"a prompt of {len(ids)} tokens exceeds the context of "
              f"{target.capacity}: give a shorter one"))
         return target

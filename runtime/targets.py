@@ -282,8 +282,6 @@ class AnyTarget(Target):
     def prove(self):
         """Try the model -> (verifies_trees, folds, first)."""
         reason = "nothing was tried"
-        generation_config = self.model.generation_config
-        self.model.generation_config = GenerationConfig()      # nothing of it is part of a forward
         try:
             with short_windows(self.model, self.config):
                 self.windows, _ = windows_of(self.config)
@@ -298,12 +296,11 @@ class AnyTarget(Target):
                     # In half precision, which may be autocast's, the routing of an MoE can flip for
                     # single nodes: the median.
                     exact = all(torch.finfo(x.dtype).bits > 16 for x in self.cache.stacks)
-                    error = max((x.max() if exact else x.median()).item() for x in errors)
+                    error = (errors.max() if exact else errors.median()).item()
                     if error < (1e-3 if exact else 0.1):
                         return self.verifies_trees, self.folds, self.first
                     reason = f"logits are off by {error:.0%} of their spread"
         finally:
-            self.model.generation_config = generation_config
             self.windows, _ = windows_of(self.config)
         raise UserError(f"{type(self.model).__name__} does not decode with a KV cache as its "
                         f"generate() does ({reason}): take a language model that caches keys and "
@@ -317,29 +314,19 @@ class AnyTarget(Target):
         return [*trees, (CHAIN, False, False)]
 
     def errors(self, parents):
-        """How far logits are from generate()'s own -> two tensors.
+        """How far logits are from generate()'s own -> (n + 2,).
 
-        The first is of what is verified: the prompt, each node (generate() writes its path), and a
-        token after the last path, once that is committed.  The second is of generate() itself
-        without a cache.
+        Those after the prompt; after each node, whose path generate() is made to write; and after a
+        token that follows the last path, once that is committed.
         """
-        n = len(parents)
-        # Some models number positions without the padding token's.
-        padding = getattr(self.config, "pad_token_id", None)
-        ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
-        text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]
-        tokens = [ids[(5 * i + 1) % len(ids)] for i in range(n)]
-        last = ids[-1:]
+        n, (text, tokens, last) = len(parents), self.ids_to_try(len(parents))
         own = {}                                               # {node: generate()'s logits}
         for leaf in sorted(set(range(n)) - set(parents)):
             path = [leaf]
             while path[0]:
                 path.insert(0, parents[path[0]])
             path_ids = [tokens[node] for node in path]
-            rows = self.own_logits(text, path_ids + last)
-            own.update(zip(["prompt", *path, "last"], rows))
-        uncached = self.own_logits(text, path_ids + last, use_cache=False)
-
+            own.update(zip(["prompt", *path, "last"], self.own_logits(text, path_ids + last)))
         self.prepare()
         found = {}
         [found["prompt"]], _ = self.align(text)
@@ -347,8 +334,24 @@ class AnyTarget(Target):
         found.update(enumerate(logits))
         self.commit(path, path_ids, states)
         [found["last"]], _ = self.forward(torch.tensor(last), torch.tensor([-1]))
-        return [torch.stack([self.error(found[name], own[name]) for name in found]),
-                torch.stack([self.error(*pair) for pair in zip(uncached, rows)])]
+        return torch.stack([self.error(found[name], own[name]) for name in found])
+
+    def ids_to_try(self, n):
+        """Lists of ids: a text that is longer than a window, n tokens, one token."""
+        # Some models number positions without the padding token's.
+        padding = getattr(self.config, "pad_token_id", None)
+        ids = [i for i in range(min(self.known_ids, 100)) if i != padding]
+        text = [ids[(7 * i + 3) % len(ids)] for i in range(2 * WINDOW)]
+        return text, [ids[(5 * i + 1) % len(ids)] for i in range(n)], ids[-1:]
+
+    def needs_cache(self):
+        """Whether generate() itself decodes otherwise without a cache than with one."""
+        text, tokens, _ = self.ids_to_try(len(CHAIN))
+        with self.proving, short_windows(self.model, self.config):
+            cached = self.own_logits(text, tokens)
+            uncached = self.own_logits(text, tokens, use_cache=False)
+        errors = torch.stack([self.error(*pair) for pair in zip(uncached, cached)])
+        return not errors.median() < 0.01
 
     def error(self, logits, own):
         """Logits (V,) against generate()'s own: their distance in standard deviations."""
@@ -388,20 +391,23 @@ class AnyTarget(Target):
             positions.append(how.get("position_ids"))
 
         handle = self.model.register_forward_pre_hook(look, with_kwargs=True)
+        # Nothing of the model's own generation_config is part of a forward.
+        own_config, self.model.generation_config = self.model.generation_config, GenerationConfig()
+        config = GenerationConfig(max_new_tokens=len(following), use_cache=use_cache,
+                                  decoder_start_token_id=ids[0])
         try:
-            config = GenerationConfig(max_new_tokens=len(following), use_cache=use_cache,
-                                      decoder_start_token_id=ids[0])
             GenerationMixin.generate(
                 self.model, generation_config=config, custom_generate=decode,
                 **self.prompt(torch.tensor([ids], device=self.device)))
         finally:
+            self.model.generation_config = own_config
             handle.remove()
         self.first = None if positions[0] is None else positions[0].flatten()[0].item()
         return found
 
     def prompt(self, ids):
         """generate()'s arguments for ids (1, n)."""
-        return {"inputs": ids, "attention_mask": torch.ones_like(ids)}
+        return {"inputs": ids}
 
 def any_target(model, capacity=None, vocab=None, encoded=None):
     """What decodes with a Hugging Face language model: AnyTarget or AnyEncoderDecoder.

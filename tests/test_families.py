@@ -32,7 +32,7 @@ CHAINS_ONLY = {
     "T5ForConditionalGeneration": T5,
     "BartForConditionalGeneration": {**DECODER, **ENCODER, "forced_eos_token_id": None},
 }
-REFUSED = {"MambaForCausalLM": {}, "BertLMHeadModel": {}}     # a state; what comes later is seen
+REFUSED = {"MambaForCausalLM": {}}                            # a state
 PROMPT = [(5 * i + 3) % VOCAB for i in range(10)]
 NEW = 14
 
