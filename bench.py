@@ -51,9 +51,10 @@ import torch
 from tqdm import tqdm
 
 import cape
+import glide
 import pct
 import verify
-from beyond import graft, priced
+from beyond import batch, graft, priced
 from cascade import Cascade
 from runtime import load
 from runtime.calls import read_call
@@ -172,9 +173,54 @@ def library(model, temperature, ids, new_tokens, rule, **more):
     tokens = out[0, first:].tolist()                     # a device-to-host sync
     return Record(tokens, [], {"generate()": time.perf_counter() - start}, {})
 
+# ---------------------------------------------------------------- several sequences: --batch
+def decode_rows(target, drafter, build, prompts, rules, eos=()):
+    """Decode several prompts at once, by beyond/batch.py -> a Record for each.
+
+    Each has its share of the seconds, so that tokens / seconds is the speed of all rows together.
+    """
+    clock = Clock("prefill", target.device.type == "cuda")
+    B = len(prompts)
+    is_greedy_chain = getattr(build, "func", None) in (cape.chain, cape.cape)
+    if isinstance(drafter, glide.Drafter) and is_greedy_chain:
+        drafters, builds = batch.BatchGlide(drafter), build
+        drafters.draft = clock.timed(drafters.draft, "draft")
+    else:
+        pairs = batch.copies([drafter, build], B)
+        builds = [own for _, own in pairs]
+        drafters = [own and Timed(own, clock, begin="begin", expand="draft") for own, _ in pairs]
+    rounds = [[] for _ in prompts]
+    timed = Timed(target, clock, model="verify")
+    for done in batch.rounds(timed, drafters, builds, [prompt.ids for prompt in prompts],
+                             [prompt.limit for prompt in prompts], rules, eos):
+        clock.switch("other")                            # at the first time the prefill is over
+        for row, one in done.items():
+            rounds[row].append(one)
+    seconds = {part: share / B for part, share in clock.seconds().items()}
+    return [Record(*verify.output_of(of_row)[:2], seconds, {}) for of_row in rounds]
+
+def library_rows(model, temperature, prompts, rules, eos=()):
+    """Decode several prompts at once by transformers' own generate() -> a Record for each."""
+    torch.manual_seed(rules[0].seed)
+    longest = max(len(prompt.ids) for prompt in prompts)
+    padded = [[0] * (longest - len(prompt.ids)) + prompt.ids for prompt in prompts]
+    mask = [[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
+    start = time.perf_counter()
+    with torch.inference_mode():
+        out = model.generate(
+            torch.tensor(padded, device=model.device), do_sample=temperature > 0, top_k=0,
+            attention_mask=torch.tensor(mask, device=model.device), pad_token_id=0,
+            max_new_tokens=max(prompt.limit for prompt in prompts), temperature=temperature or 1.0)
+    rows = out[:, longest:].tolist()                     # a device-to-host sync
+    seconds = (time.perf_counter() - start) / len(prompts)
+    ends = {eos} if isinstance(eos, int) else set(eos)
+    return [Record(verify.until_end(row[:prompt.limit], ends), [], {"generate()": seconds}, {})
+            for row, prompt in zip(rows, prompts)]
+
 # ---------------------------------------------------------------- methods
-# name: as the table has it.  decode: decode(ids, new_tokens, rule) -> Record.  drafter, tree: their
-# labels, None for a baseline.  pair: the drafter itself and its builder
+# name: as the table has it.  decode: decode(ids, new_tokens, rule) -> Record; with --batch
+# decode(prompts, rules) -> a Record for each.  drafter, tree: their labels, None for a baseline.
+# pair: the drafter itself and its builder
 Method = namedtuple("Method", "name decode drafter tree pair", defaults=(None, None, None))
 
 def builder(drafter, tree):
@@ -193,14 +239,17 @@ def builder(drafter, tree):
         return priced.PctCost(**tree.settings)
     return partial(tree.function, **tree.settings)
 
-def methods_of(loaded, drafters, trees, temperature):
+def methods_of(loaded, drafters, trees, temperature, rows=1):
     """All methods, in the table's order: plain decoding, generate(), drafters x trees.
 
-    loaded: a load.Loaded.  drafters, trees: lists of calls.Call.
+    loaded: a load.Loaded.  drafters, trees: lists of calls.Call.  rows: of --batch.
     """
     target, eos = loaded.target, loaded.eos
-    methods = [Method("plain", partial(decode, target, None, verify.root_only, eos=eos)),
-               Method("generate()", partial(library, loaded.model, temperature))]
+    ours, theirs = decode, partial(library, loaded.model, temperature)
+    if rows > 1:
+        ours, theirs = decode_rows, partial(library_rows, loaded.model, temperature, eos=eos)
+    methods = [Method("plain", partial(ours, target, None, verify.root_only, eos=eos)),
+               Method("generate()", theirs)]
     for call in drafters:
         drafter = loaded.drafter(call)
         for tree in trees:
@@ -210,7 +259,7 @@ def methods_of(loaded, drafters, trees, temperature):
             except (TypeError, ValueError) as why:       # a setting that such a tree does not take
                 loaded.notes.append(f"no {name}: {why}")
                 continue
-            speculative = partial(decode, target, drafter, build, eos=eos)
+            speculative = partial(ours, target, drafter, build, eos=eos)
             methods.append(Method(name, speculative, call.label, tree.label, (drafter, build)))
     if len(methods) == 2:
         raise UserError(loaded.notes[-1])
@@ -221,36 +270,46 @@ def rule_of(temperature, seed, number):
     """The rule of a prompt: each has noise of its own, which all methods share."""
     return verify.Rule(temperature, seed=random.Random(f"{seed} {number}").getrandbits(63))
 
-def warm_up(methods, prompts, temperature):
+def warm_up(methods, prompts, temperature, rows=1):
     """Decode without measuring, so that kernels, allocator and caches settle."""
     for prompt in prompts:
         for method in methods:
             try:
-                method.decode(prompt.ids, prompt.limit, rule_of(temperature, 0, 0))
+                decode_group(method, [prompt] * rows, [rule_of(temperature, 0, 0)] * rows)
             except ValueError as why:                    # a setting of --tree
                 raise UserError(f"{method.name}: {why}") from why
 
-def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None):
+def decode_group(method, group, rules):
+    """Decode a group of Prompts, one or --batch many -> a Record for each."""
+    if len(group) > 1:
+        return method.decode(group, rules)
+    [prompt] = group
+    return [method.decode(prompt.ids, prompt.limit, *rules)]
+
+def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None, rows=1):
     """Decode every prompt by every method -> [{name of a method: Record}], one for each prompt.
 
     done: what was measured before, of the first prompts.  finished(number, {name: Record}) is
-    called after each prompt.  Ctrl-C ends the measurement early.
+    called after each prompt.  rows: how many are decoded at once; prompts that do not fill the
+    last batch are left out.  Ctrl-C ends the measurement early.
     """
     results = list(done)
     bar = tqdm(total=len(prompts) * len(methods), initial=len(results) * len(methods),
                unit="run", disable=None)
     try:
-        for number in range(len(results), len(prompts)):
-            prompt = prompts[number]
-            rule = rule_of(temperature, seed, number)
-            record_of = {}
+        for first in range(len(results), len(prompts) - rows + 1, rows):
+            numbers = range(first, first + rows)
+            rules = [rule_of(temperature, seed, number) for number in numbers]
+            record_of = {number: {} for number in numbers}
             # A method leaves traces, caches and a clock speed, for the next one.
-            for method in random.Random(number).sample(methods, len(methods)):
-                record_of[method.name] = method.decode(prompt.ids, prompt.limit, rule)
-                bar.update()
-            results.append(record_of)
-            if finished:
-                finished(number, record_of)
+            for method in random.Random(first).sample(methods, len(methods)):
+                records = decode_group(method, prompts[first:first + rows], rules)
+                for number, record in zip(numbers, records):
+                    record_of[number][method.name] = record
+                bar.update(rows)
+            results += record_of.values()
+            for number in numbers if finished else ():
+                finished(number, record_of[number])
     except KeyboardInterrupt:
         pass
     bar.close()
@@ -437,6 +496,7 @@ def parser():
          help="cpu, cuda, cuda:1, or auto: spread over all by accelerate")
     flag("--graphs", action="store_true", help="static shapes and CUDA graphs")
     flag("--trust-remote-code", action="store_true", help="run code that hub models bring")
+    flag("--batch", type=int, default=1, help="decode so many prompts at once")
     flag("--json", metavar="FILE", help="write finished prompts and the rows to this file")
     flag("--show", action="store_true", help="print a continuation as it is made")
     return p
@@ -450,10 +510,13 @@ def main(argv):
     if a.json and not Path(a.json).absolute().parent.is_dir():
         raise UserError(f"--json {a.json}: its folder does not exist")
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
-    methods = methods_of(loaded, drafters, trees, a.temperature)
+    methods = methods_of(loaded, drafters, trees, a.temperature, a.batch)
     limit = a.limit or (None if a.prompts else FEW)
     prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template,
                            a.template_args)
+    prompts = prompts[:len(prompts) // a.batch * a.batch]
+    if not prompts:
+        raise UserError(f"--batch {a.batch}: there are fewer prompts: give more, or less")
     about = {
         "command": shlex.join(["python", "bench.py", *argv]),
         "target": os.path.relpath(a.target) if Path(a.target).is_dir() else a.target,
@@ -480,12 +543,12 @@ def main(argv):
         # A graph is recorded at the first use of its size, so with graphs every prompt is decoded.
         kind, question, ids, limit = prompts[0]
         first = Prompt(kind, question, ids, min(WARM_UP, limit))
-        warm_up(methods, prompts if a.graphs else [first], a.temperature)
+        warm_up(methods, prompts if a.graphs else [first], a.temperature, a.batch)
     if a.show:
         rule = rule_of(a.temperature, a.seed, 0)
         for method in methods[2:]:
             show(method, prompts[0], rule, loaded)
-    results = measure(methods, prompts, a.temperature, a.seed, results, finished)
+    results = measure(methods, prompts, a.temperature, a.seed, results, finished, a.batch)
     if not results:
         raise KeyboardInterrupt                          # there is nothing to report
     rows = []

@@ -27,6 +27,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 
 import verify
@@ -92,7 +93,7 @@ class Batch(Cache):
         target, device = self.target, self.stack.device
         n = max(len(tree.tokens) for tree in trees)
         lengths = torch.tensor(self.lengths, device=device)[:, None]           # (B, 1)
-        tokens = torch.stack([F.pad(tree.tokens, (0, n - len(tree.tokens))) for tree in trees])
+        tokens = pad_sequence([tree.tokens for tree in trees], batch_first=True)           # (B, n)
         # seen (B, n, n): a node's ancestors and itself.  A node of padding sees itself.
         seen = torch.eye(n, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
         for of_row, tree in zip(seen, trees):

@@ -336,3 +336,17 @@ def test_encoder_decoder_targets_take_cascades(small, tmp_path, capsys):
     glide = ["--drafter", "glide", "--checkpoint", str(small / "drafters")]
     for more in (glide, ["--drafter", "maxgram", "--tree", "chain", "pct"]):
         assert bench.main(argv + more) == 2
+
+def test_a_batch_gives_each_prompt_what_it_gives_alone(llama):
+    """Tokens and rounds; the seconds of its rows add up to those of the batch."""
+    target = verify.Target(llama)
+    given = ([1, 2], 5), ([3], 9), ([4, 4, 4], 7)
+    prompts = [bench.Prompt("", 0, ids, limit) for ids, limit in given]
+    rules = [verify.Rule()] * 3
+    records = bench.decode_rows(target, None, verify.root_only, prompts, rules)
+    for record, prompt in zip(records, prompts):
+        alone = bench.decode(target, None, verify.root_only, prompt.ids, prompt.limit)
+        assert record.tokens == alone.tokens and record.rounds == alone.rounds
+        assert sum(record.seconds.values()) == sum(records[0].seconds.values())
+    theirs = bench.library_rows(llama, 0.0, prompts, rules)
+    assert [one.tokens for one in theirs] == [record.tokens for record in records]
