@@ -320,9 +320,9 @@ class Drafter:
         """
 
     def place(self, parents):
-        """Number m new nodes -> what run takes: end, position (m,), slots (m,), mask (m, end).
+        """Add m nodes to the round's -> run's end, position (m,), slots (m,), mask (m, end).
 
-        A node sees all committed tokens and the nodes of its path.
+        A node sees all committed tokens and the nodes of its path, itself included.
         """
         for parent in parents:
             above = self.paths[parent] if parent >= 0 else []
@@ -371,11 +371,7 @@ def load(folder, model):
     The drafter has the target's dtype and device.  Raises ValueError where the folder does not hold
     an EDD or a VDM for a target of these sizes, and warns where the target had other weights.
     """
-    try:
-        about = json.loads(Path(folder, "training.json").read_text())
-        weights = load_file(Path(folder, "model.safetensors"))
-    except (OSError, ValueError) as why:
-        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
+    about = json.loads(Path(folder, "training.json").read_text())
     if about.get("kind") not in ("edd", "vdm"):
         raise ValueError(f"{folder} holds no drafter of these kinds: edd, vdm")
     target, c = about["target"], model.config.get_text_config()
@@ -383,8 +379,8 @@ def load(folder, model):
         if target[name] != getattr(c, name):
             raise ValueError(f"the drafter was made for another target, with {name} "
                              f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # target["probe"] is one weight of some matrices.  A quantised copy has weights nearby, and
-    # others that cannot be read.
+    # Of the target one weight of some matrices was noted.  In a quantised copy these weights are
+    # near, or cannot be read.
     noted, found = [], []
     for name, p in model.named_parameters():
         readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
@@ -395,15 +391,16 @@ def load(folder, model):
     if (noted - found).norm() > 0.25 * found.norm():
         warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
                       "accepted", stacklevel=2)
+    # Copied, because the file may be replaced while the drafter is in use.
+    mapped = load_file(Path(folder, "model.safetensors"))
+    weights = {name: weight.clone() for name, weight in mapped.items()}
     config = Config(**about["config"])
     with torch.device("meta"):                     # no memory, since the weights are there already
         embed = nn.Embedding(config.vocab, config.width)
         head = nn.Linear(config.width, config.vocab, "head.bias" in weights)
         draft_model = EDD(config, parts_of(model, embed, head))
-    # The weights are copied, as the file may be replaced while the drafter is in use.
-    weights = {name: weight.clone() for name, weight in weights.items()}
     draft_model.load_state_dict(weights, assign=True)
-    temperature = about.get("validation", {}).get("temperature", 1.0)
+    temperature = about["validation"].get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 
 def main():

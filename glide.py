@@ -26,7 +26,8 @@ The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in block
     Decoding.       The target has verified a ... e and generated f, the root of this round.  The
                     queries f g h i j draft g h i j k, and see the target's entries of a ... e.
     The next round. If the target accepts all five drafted tokens, it has verified a ... k, and
-                    generates l, the next root.  The query l sees a ... k.
+                    generates l, the next root.  The query l sees a ... k: in decoding
+                    blocks begin where rounds do.
 
 To use it in your project, by the contract of a drafter in verify.py.  A round:
 
@@ -128,7 +129,7 @@ class Rope(nn.Module):
         self.register_buffer("table", table, persistent=False)
 
     def at(self, position):
-        """position (T,) -> a function that applies RoPE to queries or keys (..., T, d) there."""
+        """position (T,) -> a function that applies RoPE to queries or keys (..., T, d) there"""
         cos, sin = self.table.index_select(1, position)        # (T, d) each
         return lambda x: x * cos + rotate_half(x) * sin
 
@@ -428,9 +429,9 @@ class Drafter:
         return self.probs(logits.to(tokens.device), self.temperature)
 
     def place(self, parents):
-        """Number m new nodes -> what run takes: end, position (m,), slots (m,), mask (m, end).
+        """Add m nodes to the round's -> run's end, position (m,), slots (m,), mask (m, end).
 
-        A node sees all committed tokens and the nodes of its path.
+        A node sees all committed tokens and the nodes of its path, itself included.
         """
         for parent in parents:
             above = self.paths[parent] if parent >= 0 else []
@@ -487,14 +488,10 @@ class Drafter:
 def read(folder, model, kinds):
     """Read a checkpoint of train.py -> its weights {name: tensor}, its training.json as a dict.
 
-    Raises ValueError where the folder holds no drafter of these kinds, or one for a target of other
-    sizes than `model`.  Warns where the target had other weights.
+    Raises ValueError where it is of another kind than `kinds`, or for a target of other sizes than
+    `model`.  Warns where the target had other weights.
     """
-    try:
-        about = json.loads(Path(folder, "training.json").read_text())
-        weights = load_file(Path(folder, "model.safetensors"))
-    except (OSError, ValueError) as why:
-        raise ValueError(f"{folder} holds no drafter of train.py: {why}") from why
+    about = json.loads(Path(folder, "training.json").read_text())
     if about.get("kind") not in kinds:
         raise ValueError(f"{folder} holds no drafter of these kinds: {', '.join(kinds)}")
     target, c = about["target"], model.config.get_text_config()
@@ -502,8 +499,8 @@ def read(folder, model, kinds):
         if target[name] != getattr(c, name):
             raise ValueError(f"the drafter was made for another target, with {name} "
                              f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # target["probe"] is one weight of some matrices.  A quantised copy has weights nearby, and
-    # others that cannot be read.
+    # Of the target one weight of some matrices was noted.  In a quantised copy these weights are
+    # near, or cannot be read.
     noted, found = [], []
     for name, p in model.named_parameters():
         readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
@@ -514,7 +511,9 @@ def read(folder, model, kinds):
     if (noted - found).norm() > 0.25 * found.norm():
         warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
                       "accepted", stacklevel=3)
-    return weights, about
+    # A copy, because the file may be replaced while the drafter is in use.
+    mapped = load_file(Path(folder, "model.safetensors"))
+    return {name: weight.clone() for name, weight in mapped.items()}, about
 
 def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
@@ -528,10 +527,8 @@ def load(folder, model):
     ropes = ropes_of(model, context + TREE_POSITIONS)
     with torch.device("meta"):                     # no memory, since the weights are there already
         draft_model = Glide(Config(**about["config"]), ropes)
-    # The weights are copied, as the file may be replaced while the drafter is in use.
-    weights = {name: weight.clone() for name, weight in weights.items()}
     draft_model.load_state_dict(weights, assign=True)
-    temperature = about.get("validation", {}).get("temperature", 1.0)
+    temperature = about["validation"].get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 
 def main():

@@ -314,12 +314,12 @@ def load(folder, model):
     for other weights.
     """
     weights, about = glide.read(folder, model, KINDS)
-    weights = {RENAMED.get(name, name): weight.clone() for name, weight in weights.items()}
+    weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
     config_class, _, drafter_class = KINDS[about["kind"]]
     # Checkpoints of other versions have other settings, too.
     names = {field.name for field in fields(config_class)}
     config = config_class(**{k: v for k, v in about["config"].items() if k in names})
     draft_model = new(about["kind"], config, model, words=weights.get("between.words"), empty=True)
     draft_model.load_state_dict(weights, assign=True)
-    temperature = about.get("validation", {}).get("temperature", 1.0)
+    temperature = about["validation"].get("temperature", 1.0)
     return drafter_class(draft_model.to(embedded(model, [0])), temperature), about

@@ -233,7 +233,7 @@ def load_drafter(loaded, name, temperature=None):
                         f"({differs})")
     try:
         drafter, _ = families.load(folder, loaded.model)
-    except (ValueError, LookupError, TypeError, RuntimeError, SafetensorError) as why:
+    except (ValueError, OSError, LookupError, TypeError, RuntimeError, SafetensorError) as why:
         raise UserError(f"the drafter in {folder} cannot be loaded: {first_line(why)}") from None
     linear.pack(drafter.model, beside=loaded.model)
     if temperature is not None:
