@@ -101,28 +101,25 @@ class TreeCache(Cache):
         self.stack, self.kv = None, {}
         self.slots, self.end = None, 0                         # of the next forward: step()
 
-    # A tensor that is made in inference mode cannot be written to outside of it.
-    @torch.inference_mode(False)
     def reserve(self, entries):
         """Allocate at least `entries` entries, and keep what is committed."""
         if entries > self.allocated:
             # Grow by at least half of what is allocated, so that entries are seldom copied.
-            more = max(entries - self.allocated, self.allocated // 2)
-            self.allocated += more
+            self.allocated = max(entries, self.allocated * 3 // 2)
             if self.stack is not None:
-                self.hold(F.pad(self.stack, (0, 0, 0, more)))
+                self.make_stack(like=self.stack[0])
 
+    # A tensor that is made in inference mode cannot be written to outside of it.
     @torch.inference_mode(False)
-    def make_stack(self, k):
-        """Make the stack for keys k (1, H, n, d), like those of all layers."""
-        _, H, _, d = k.shape
-        self.hold(k.new_zeros(2 * self.num_layers, 1, H, self.allocated, d))
-
-    def hold(self, stack):
-        """Slice a stack: layer l has the keys stack[2 l] and the values stack[2 l + 1]."""
-        self.stack = stack
-        slices = stack.unbind(0)
-        self.kv = {layer: list(slices[2 * layer:2 * layer + 2]) for layer in range(self.num_layers)}
+    def make_stack(self, like):
+        """Make a stack for keys like these (1, H, n, d), and copy what the last one holds."""
+        _, H, _, d = like.shape
+        before = self.stack
+        self.stack = like.new_zeros(2 * self.num_layers, 1, H, self.allocated, d)
+        if before is not None:
+            self.stack[:, :, :, :before.shape[3]] = before
+        for layer in range(self.num_layers):
+            self.kv[layer] = [self.stack[2 * layer], self.stack[2 * layer + 1]]
 
     def step(self, slots, end):
         """Tell the next forward to write at slots (n,) and attend to entries [:end] -> self."""
@@ -211,7 +208,7 @@ class Target:
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # The output ends before nodes beyond the last position: any will do that the model has.
+            # Nodes beyond the last position never become output: any position will do for them.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *hidden = self.run(end, tokens, position, slots, mask, logits_to_keep)

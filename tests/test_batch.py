@@ -72,20 +72,20 @@ def decode_both(number, stale=None):
     name, kind, tree, prompts, limits, rules, eos = case(number)
     target = verify.Target(shared(name))
     build = verify.root_only if kind == "none" else BUILDERS[tree]
-    drafters = [fresh(kind, name) for _ in prompts]
-    builds = [build] * len(prompts)
-    if kind == "maxgram" and tree in ("chain", "drawn"):
-        builds = [getattr(drafter, tree) for drafter in drafters]
+
+    def pairs():
+        """A new drafter for each prompt, and its builder."""
+        for _ in prompts:
+            drafter = fresh(kind, name)
+            own = kind == "maxgram" and tree in ("chain", "drawn")
+            yield drafter, getattr(drafter, tree) if own else build
+
+    drafters, builds = map(list, zip(*pairs()))
     if kind == "glide together":
         drafters = batch.BatchGlide(fresh("glide", name))
     found = batch.generate(target, drafters, builds, prompts, limits, rules, eos)
-    alone = []
-    for ids, limit, rule in zip(prompts, limits, rules):
-        drafter = fresh(kind, name)
-        own = build
-        if kind == "maxgram" and tree in ("chain", "drawn"):
-            own = getattr(drafter, tree)
-        alone.append(verify.generate(target, drafter, own, ids, limit, rule, eos))
+    alone = [verify.generate(target, *pair, ids, limit, rule, eos)
+             for pair, ids, limit, rule in zip(pairs(), prompts, limits, rules)]
     return found, alone
 
 @pytest.mark.parametrize("number", range(COUNT))
