@@ -150,6 +150,7 @@ class speculative:
         returned = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
         refuse(
             (model.config.is_encoder_decoder, "an encoder-decoder decodes one sequence: give one"),
+            (caller["streamer"] is not None, "a streamer hears one sequence: give one, or none"),
             (cache is not None and int(cache.get_seq_length()), "a filled cache of several "
              "sequences is not served: give none"),
             (config.return_dict_in_generate and returned, f"{returned} of several sequences is not "
