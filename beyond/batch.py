@@ -200,31 +200,29 @@ class BatchGlide:
         self.store.index_copy_(3, slots, torch.stack((k, v)))
         return self.store
 
-    def encode(self, numbers, views):
-        """Compute the KV entries of newly committed tokens.  numbers: of the rows, [A ints]."""
+    def encode(self, rows):
+        """Compute the KV entries of newly committed tokens."""
         # With one layer, they depend on a token and its position alone.
-        tokens = torch.cat([view.tokens for view in views])                    # (m,)
+        tokens = torch.cat([row.view.tokens for row in rows])                  # (m,)
         position, slots = [], []
-        for number, view in zip(numbers, views):
-            new = range(view.length - len(view.ids), view.length)
+        for row in rows:
+            new = range(row.view.length - len(row.view.ids), row.view.length)
             position += new
-            slots += [number * self.S + i for i in new]
+            slots += [row.number * self.S + i for i in new]
         position, slots = torch.tensor((position, slots), device=tokens.device)
         rope, _ = self.model.ropes(position)
         _, k, v = self.model.layers[0].project(self.model.embed(tokens)[None], rope)
         self.update(slots, k, v)
 
-    def draft(self, numbers, views, root, most):
-        """Draft the greedy chain below each root (A,) -> the logits after it and after its nodes.
-
-        These are (A, gamma, V), or (A, most, V) if that is less.
-        """
-        self.encode(numbers, views)
-        device, model = root.device, self.model
+    def draft(self, rows):
+        """Draft the greedy chain below the root of each of the A rows, for the row's expand."""
+        self.encode(rows)
+        tokens = torch.cat([row.root for row in rows])                         # (A,)
+        device, model, views = tokens.device, self.model, [row.view for row in rows]
         lengths = torch.tensor([view.length for view in views], device=device)
-        rows = torch.tensor(numbers, device=device)
+        numbers = torch.tensor([row.number for row in rows], device=device)
         own = torch.arange(self.rows * self.S, device=device)                  # all slots
-        own_row = own // self.S == rows[:, None]                               # (A, rows S)
+        own_row = own // self.S == numbers[:, None]                            # (A, rows S)
         # The target's keys and values in the same way: t entries of each row
         t = max(view.length for view in views)
         key = torch.arange(len(rows) * t, device=device)
@@ -235,16 +233,17 @@ class BatchGlide:
             pairs = zip(*(view.kv[layer] for view in views))
             padded = [[F.pad(x, (0, 0, 0, t - x.shape[2])) for x in part] for part in pairs]
             kv[layer] = [torch.cat(part, 2) for part in padded]                # (1, H, A t, d_k)
-        tokens, found = root, []
-        for i in range(min(self.gamma, most)):
+        found = []
+        for i in range(min(self.gamma, max(2, *(row.left for row in rows)) - 1)):
             position = lengths + i
             mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
-            update = partial(self.update, rows * self.S + position)
+            update = partial(self.update, numbers * self.S + position)
             x = model.embed(tokens)[None]                                      # (1, A, D)
             x = model.layers[0](x, model.ropes(position), mask, kv, seen, update)
             found.append(model.head(model.norm(x))[0])                         # (A, V)
             tokens = found[-1].argmax(-1)
-        return torch.stack(found, 1)
+        for row, logits in zip(rows, torch.stack(found, 1)):                   # (gamma, V)
+            row.expand = Replay(row.rule.probs(logits, self.temperature))
 
 class Replay:
     """An expand that answers from a greedy chain that is drafted already.
@@ -351,12 +350,7 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
 
         # Draft
         if together:
-            numbers = [row.number for row in rows]
-            root = torch.cat([row.root for row in rows])
-            most = max(1, max(row.left for row in rows) - 1)
-            logits = together.draft(numbers, [row.view for row in rows], root, most)
-            for row, of_row in zip(rows, logits):
-                row.expand = Replay(row.rule.probs(of_row, together.temperature))
+            together.draft(rows)
         else:
             for row in rows:
                 row.drafter.begin(row.view, row.root_id)
