@@ -17,6 +17,7 @@ from itertools import zip_longest
 import numpy as np
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 import cape
 import verify
@@ -108,7 +109,7 @@ def measure(target, drafters, prompts, kinds):
     for name, drafter in drafters.items():
         by_kind, predictions = {}, []
         drafter.temperature = 1.0
-        for ids, kind in prompts:
+        for ids, kind in tqdm(prompts, f"decode with {name}", leave=False, disable=None):
             total, found = decode(target, drafter, ids, () if eos is None else eos)
             by_kind.setdefault(kinds[kind], Counter()).update(total)
             predictions += found[:FITTED - len(predictions)]
