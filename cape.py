@@ -140,8 +140,7 @@ def drawn(expand, root, gamma=GAMMA):
 # ------------------------------------------------------------------ the expanded proposal
 @lru_cache(maxsize=64)
 def constant(numbers, dtype, device):
-    """A tuple as a tensor that all callers share: it is copied to the device once, so only read it.
-    """
+    """A tuple as a tensor, copied to the device once.  All callers share it, so only read it."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 def num_extras(p, sizes=SIZES, edges=EDGES):

@@ -143,8 +143,8 @@ def review_greedy(logits, gen, first, lenience):
     """Greedy review by a reviewer M_r, section 3.1.
 
     logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
-    A draft x_i is accepted where x_i = argmax M_r(x)[i], and where M_d(x)[i] <= l M_r(x)[i], the
-    probabilities of x_i, with lenience l > 1.
+    A draft x_i is accepted where x_i = argmax M_r(x)[i], and, with lenience l > 1, where its
+    probabilities are M_d(x)[i] <= l M_r(x)[i].
     """
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
@@ -224,8 +224,9 @@ def chain_of(tokens, device, p_draft=None):
     return Tree(tokens, parents, torch.full_like(parents, -1), p_draft)
 
 def keep_chosen(gen, first, choice, probs):
-    """Keep the drafts that are the reviewer's choice, up to the first that is not, and its choice
-    there: verify.accept.  choice: n + 1 tokens; probs (n + 1, V): their entries in gen.probs.
+    """Keep drafts while they are the reviewer's choice, then add its next choice: verify.accept.
+
+    choice: n + 1 tokens, for the n drafts and after them.  probs (n + 1, V): their gen.probs.
     """
     chain = gen.tokens[first - 1:]                               # the token before, then the drafts
     _, new = accept(chain, range(-1, len(chain) - 1), choice)

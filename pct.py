@@ -24,7 +24,7 @@ device-to-host sync.
     out = verify.generate(target, drafter, pct.pct, ids)
 
 Calibrated means: of the tokens that are drafted with confidence 0.7 below an accepted node the
-target accepts 70 %.  A calibration temperature that divides the drafter's logits gets them there.
+target accepts 70 %.  To get there, divide the drafter's logits by a calibration temperature.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -40,8 +40,8 @@ DEPTH = 10              # "and the maximum depth was set to 10"
 LEAF = 0.01             # "leaf nodes whose overall acceptance confidence was less than 0.01"
 COST = 0.05             # s_d / s_t, where it was not measured
 TOKEN_THRESHOLD = 0.3   # of "w/o expected time gain", which Table 3 does not state
-# Differs from the paper: it has no such limit, for each layer that is expanded and for the tree
-# without its root.  Trees are far smaller in practice.
+# Differs from the paper, which does not limit the nodes that are expanded in a layer, nor those of
+# the tree without its root.  In practice there are far fewer.
 MAX_NODES = 256
 
 # ---------------------------------------------------------------- the candidate tree while it grows

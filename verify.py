@@ -343,9 +343,9 @@ def generator_for(seed, purpose, device="cpu"):
 def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,) of the Gumbel-max trick, keyed by (seed, position).
 
-    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (It would change
-    one sample by cumulative sums in some hundreds.)  The cache keeps the noise of positions whose
-    drafts were rejected, for the next round.
+    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (It changes one
+    sample in some hundreds where these are made by cumulative sums.)  lru_cache keeps the noise of
+    positions whose drafts were rejected, for the next round.
     """
     # A rare token is sampled only when its noise is almost zero.  There float32 is too coarse: the
     # uniform numbers behind the noise would have steps of 2^-24.

@@ -88,7 +88,9 @@ class Batch(Cache):
 
     # ------------------------------------------------ a round
     def forward(self, trees):
-        """Forward a tree for each row, padded to n nodes -> logits (B, n, V), {index: (B, n, D)}.
+        """Forward a tree for each row, padded to n nodes -> logits (B, n, V), hidden states.
+
+        These are {index: (B, n, D)}.
         """
         target, device = self.target, self.stack.device
         n = max(len(tree.tokens) for tree in trees)
