@@ -4,6 +4,7 @@ import pickle
 import threading
 import warnings
 from functools import cache, partial
+from types import MethodType
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import cape
 import verify
 from runtime.errors import UserError
 from runtime.generation import speculative
-from runtime.targets import any_target
+from runtime.targets import any_target, within_window
 
 PROMPT = torch.tensor([[3, 1, 4]])
 NEW = 16
@@ -187,12 +188,24 @@ def test_caches_are_returned_and_filled(model, kind):
         assert not y.keys.is_inference()
 
 def test_padding_at_the_left(model):
-    """It is hidden from the model, and processors and criteria see it, as in generate()."""
+    """It is hidden from the model; processors and criteria see it, as in generate()."""
     ids, mask = torch.tensor([[0, 0, 3, 1, 4]]), torch.tensor([[0, 0, 1, 1, 1]])
-    how = dict(attention_mask=mask, repetition_penalty=1.3, max_length=15)
-    fast = same(model, ids, **how)
-    outs = [model.generate(ids, return_dict_in_generate=True, **how, **more)
-            for more in ({}, dict(custom_generate=fast))]
+    how = dict(attention_mask=mask, max_length=15)
+    fast, outs, texts = fast_for(model), [], []
+    for more in ({}, dict(custom_generate=fast)):
+        seen = [], []
+
+        def look(text, scores, seen=seen[0]):
+            seen.append(text.tolist())
+            return scores
+
+        def criterion(text, scores, seen=seen[1]):
+            seen.append(text.tolist())
+            return torch.tensor([False])
+        outs.append(model.generate(ids, logits_processor=[look], stopping_criteria=[criterion],
+                                   return_dict_in_generate=True, **how, **more))
+        texts.append(seen)
+    assert torch.equal(outs[0].sequences, outs[1].sequences) and texts[0] == texts[1]
     own, ours = [out[CACHE].layers[0].keys for out in outs]
     torch.testing.assert_close(own[:, :, 2:], ours[:, :, 2:])
     for wrong in ([[1, 0, 1, 1, 1]], [[1, 1, 1, 1, 0]], [[0, 0, 0, 0, 0]]):
@@ -243,6 +256,185 @@ def test_an_offloaded_model():
     own, fast = model.generate(PROMPT), fast_for(model)
     accelerate.cpu_offload(model, torch.device("cpu"))
     assert torch.equal(model.generate(PROMPT, custom_generate=fast), own)
+
+# ---------------------------------------------------------------- kinds of models
+LAYERS = ["sliding_attention", "full_attention"] * 2
+ROBERTA = dict(is_decoder=True, pad_token_id=1)
+YARN = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 32}
+PALIGEMMA = dict(
+    text_config={**SIZES, "model_type": "gemma", "vocab_size": VOCAB, "head_dim": 8,
+                 "num_key_value_heads": 2, "num_hidden_layers": 2},
+    vision_config=dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, patch_size=4,
+                       num_attention_heads=2, image_size=8, projection_dim=32))
+ENCODER = dict(
+    d_model=32, encoder_layers=1, decoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=48,
+    decoder_attention_heads=4, decoder_ffn_dim=48, pad_token_id=0, eos_token_id=VOCAB - 1,
+    bos_token_id=0, decoder_start_token_id=1, max_target_positions=24, max_position_embeddings=None)
+# {what is special: (class, configuration, verifies trees, arguments of generate())}
+KINDS = {
+    "positions from the padding's on": ("RobertaForCausalLM", ROBERTA, True, {}),
+    "positions from 1": ("PaliGemmaForConditionalGeneration", PALIGEMMA, True, {}),
+    "zeros as token types": (
+        "RobertaForCausalLM", ROBERTA, True, {"token_type_ids": torch.zeros(1, 3).long()}),
+    "shared keys and values": ("Gemma3nForCausalLM", dict(
+        num_hidden_layers=4, num_kv_shared_layers=2, layer_types=LAYERS, head_dim=8,
+        intermediate_size=48, num_key_value_heads=2, sliding_window=7, altup_num_inputs=2,
+        activation_sparsity_pattern=[0.0] * 4, laurel_rank=8, hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB), True, {}),
+    "logits of a router": ("MixtralForCausalLM", dict(
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True), True, {}),
+    "keys and values of two sizes": ("DeepseekV3ForCausalLM", dict(
+        kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12,
+        first_k_dense_replace=2), True, {}),
+    "YaRN without a factor": ("LlamaForCausalLM", dict(rope_scaling=YARN), True, {}),
+    "sounds": ("WhisperForConditionalGeneration", dict(
+        ENCODER, num_mel_bins=8, max_source_positions=20, suppress_tokens=None,
+        begin_suppress_tokens=None), False, {"input_features": torch.ones(1, 8, 40)}),
+    "sounds, by frames": ("Speech2TextForConditionalGeneration", dict(
+        ENCODER, input_feat_per_channel=8, num_conv_layers=2, conv_channels=16,
+        conv_kernel_sizes=(3, 3)), False, {"input_features": torch.ones(1, 40, 8)}),
+    "a decoder with positions of its own": ("LEDForConditionalGeneration", dict(
+        ENCODER, max_decoder_position_embeddings=NEW, max_encoder_position_embeddings=64,
+        attention_window=4), False, {"inputs": PROMPT}),
+}
+
+def knowing(text, wide):
+    """A builder that knows the text: its next two tokens, and before them a wrong one if wide."""
+    def build(expand, root):
+        first = len(text) - expand.remaining - 1
+        tokens = text[first:first + 2]
+        parents = [-1, 0, 1][:len(tokens) + 1]
+        if wide:
+            tokens = [(tokens[0] + 1) % VOCAB, *tokens]
+            parents = [-1, 0, 0, 2][:len(tokens) + 1]
+        tokens, parents = torch.tensor([root.item(), *tokens]), torch.tensor(parents)
+        return verify.Tree(tokens, parents, torch.full_like(parents, -1))
+    return build
+
+def made(kind, config):
+    """A random model of a class of transformers, or of one that is made of it."""
+    kind = getattr(transformers, kind) if isinstance(kind, str) else kind
+    sizes = {**SIZES, "vocab_size": VOCAB, **config}
+    config = kind.config_class(**({} if "text_config" in config else sizes) or config)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    model = kind(config).eval()
+    for p in model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.25)
+    model.generation_config = GenerationConfig(max_new_tokens=NEW, decoder_start_token_id=1)
+    return model
+
+@pytest.mark.parametrize("name", KINDS)
+def test_kinds_of_models_decode_as_generate_does(name):
+    """A chain; in a tree, where it is verified, the accepted token has a sibling before it."""
+    kind, config, verifies_trees, how = KINDS[name]
+    model = made(kind, config)
+    how = how if {"inputs", "input_features"} & how.keys() else {"inputs": PROMPT, **how}
+    own = model.generate(**how)
+    text = own[0].tolist()
+    for wide in [False, True][:verifies_trees + 1]:
+        fast = speculative(None, knowing(text, wide))
+        assert torch.equal(model.generate(custom_generate=fast, **how), own)
+        assert fast.last.tau > 2 and fast.target.verifies_trees == verifies_trees
+
+def slow(self, *given, **how):
+    """Positions grow otherwise after the prompt."""
+    found = LlamaForCausalLM._update_model_kwargs_for_generation(self, *given, **how)
+    return {**found, "position_ids": found["position_ids"] // 2}
+
+def after(self, ids, is_first_iteration=False, **kwargs):
+    """What is prepared is other after the prompt."""
+    found = LlamaForCausalLM.prepare_inputs_for_generation(
+        self, ids, is_first_iteration=is_first_iteration, **kwargs)
+    return {**found, "position_ids": found["position_ids"] + (not is_first_iteration)}
+
+class Same(LlamaForCausalLM):
+    """It replaces a step by the same."""
+    def _update_model_kwargs_for_generation(self, *given, **how):
+        return super()._update_model_kwargs_for_generation(*given, **how)
+
+@pytest.mark.parametrize("name, step", [
+    ("_update_model_kwargs_for_generation", slow), ("prepare_inputs_for_generation", after)])
+def test_a_class_or_an_instance_with_a_step_of_its_own_is_refused(name, step):
+    """Where it decodes otherwise by it; also where it was served before."""
+    same(made(Same, {}))
+    kind = type("Own", (LlamaForCausalLM,), {name: step})
+    with pytest.raises(UserError, match="as its generate"):
+        made(kind, {}).generate(PROMPT, custom_generate=PLAIN)
+    model = random_llama()
+    fast = same(model)
+    setattr(model, name, MethodType(step, model))
+    with pytest.raises(UserError, match="as its generate"):
+        model.generate(PROMPT, custom_generate=fast)
+
+def test_attention_without_masks_is_refused_before_a_forward():
+    model = random_llama(attn_implementation="flex_attention")
+    model.forward = None
+    with pytest.raises(UserError, match='load the target with attn_implementation="sdpa"'):
+        any_target(model)
+
+def test_a_bidirectional_model_needs_its_cache():
+    """generate() itself decodes otherwise without one."""
+    model = made("BertLMHeadModel", {"pad_token_id": 0})
+    same(model)
+    with pytest.raises(UserError, match="otherwise without a cache"):
+        model.generate(PROMPT, custom_generate=PLAIN, use_cache=False)
+
+@pytest.mark.parametrize("ids", [99, -1])
+def test_an_id_that_the_model_does_not_know_raises(model, ids):
+    """As in generate(): a text of another tokenizer."""
+    for more in ({}, dict(custom_generate=PLAIN)):
+        with pytest.raises((IndexError, ValueError)):
+            model.generate(torch.tensor([[3, ids, 4]]), **more)
+
+def test_a_stage_takes_ids_that_it_does_not_know(model):
+    """As its last one, beside a target with a larger vocabulary."""
+    stage = any_target(model, vocab=VOCAB + 3)
+    logits, _ = stage.prefill([3, VOCAB + 2, 4])
+    expected, _ = stage.prefill([3, VOCAB - 1, 4])
+    assert torch.equal(logits, expected) and logits[VOCAB:].tolist() == [-torch.inf] * 3
+
+def test_a_window_counts_positions_not_entries():
+    """Of siblings, the second lies one entry later than its position."""
+    slots, position = torch.tensor([2, 3, 4, 5]), torch.tensor([2, 3, 3, 4])
+    mask = torch.ones(4, 6, dtype=torch.bool)
+    seen = within_window(mask, 2, position, slots)
+    assert seen[3].tolist() == [False, False, False, True, True, True]
+    seen = within_window(mask, 2, position + torch.tensor([0, 0, 0, 1]), slots)
+    assert not seen[3, 4], "two positions before, one entry before"
+
+@pytest.mark.parametrize("more", [{}, dict(repetition_penalty=1.3), dict(do_sample=True, top_k=1)])
+def test_scores_and_logits_are_returned(model, more):
+    how = dict(output_scores=True, output_logits=True, return_dict_in_generate=True, **more)
+    own, fast = model.generate(PROMPT, **how), fast_for(model)
+    ours = model.generate(PROMPT, custom_generate=fast, **how)
+    for name in ("scores", "logits"):
+        assert len(ours[name]) == NEW
+        torch.testing.assert_close(ours[name], own[name])
+
+def test_a_sampled_chain_knows_the_repetition_penalty(model):
+    """A drafter with the target's own logits: with the penalty hardly a token is rejected."""
+    class Perfect:
+        needs = {}
+
+        def reset(self, probs):
+            self.probs, self.ids = probs, []
+
+        def begin(self, view, root_id):
+            self.ids += view.ids
+            self.chain = []
+
+        def expand(self, tokens, parents):
+            self.chain += tokens.tolist()
+            logits = model(torch.tensor([self.ids + self.chain])).logits[0, -1:]
+            return self.probs(logits)
+
+        def keep(self, path):
+            pass
+    fast = speculative(Perfect(), cape.drawn)
+    sampled(model, fast, 0, repetition_penalty=1.8, max_new_tokens=40)
+    assert fast.last.tau > 5
 
 # ---------------------------------------------------------------- state
 def test_modes_of_modules_are_restored(model):
@@ -418,6 +610,15 @@ def test_the_end_of_the_context():
     with pytest.raises(UserError, match="context of 32"):
         model.generate(ids.repeat(1, 2), custom_generate=fast)
 
+def test_a_decoder_s_context_ends_with_its_own_prompt():
+    """Beside an encoder's prompt of any length."""
+    model = made(*KINDS["a decoder with positions of its own"][:2])
+    how = dict(inputs=PROMPT.repeat(1, 9), decoder_input_ids=torch.tensor([[1, 5, 4]]))
+    own = model.generate(max_new_tokens=NEW - 2, **how)
+    with pytest.warns(UserWarning, match=f"ends after {NEW - 2} of 30"):
+        out = model.generate(custom_generate=PLAIN, max_new_tokens=30, **how)
+    assert torch.equal(out, own)
+
 def test_yarn_lengthens_the_context():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     model = random_llama(max_position_embeddings=32, rope_scaling=scaling)
@@ -449,6 +650,8 @@ def test_ways_of_the_users_own_are_refused(model):
         model.generate(PROMPT, custom_generate=PLAIN, **{CACHE: MyCache(config=model.config)})
     with pytest.raises(UserError, match="any_target"):
         speculative(None, cape.cape, verify.Target(model))
+    with pytest.raises(UserError, match="the builder is 'cape': give a function"):
+        speculative(None, "cape")
 
 def test_a_drafter_of_another_model_is_refused_in_a_sentence(model):
     """Layers that the target lacks, other shapes; more tokens than the target has are harmless."""
