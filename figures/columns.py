@@ -15,6 +15,7 @@ import shlex
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -34,16 +35,18 @@ def methods_of(a, loaded, run):
         trees = [read_call(tree, bench.TREES, "tree") for tree in trees]
         plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature)
         methods += more
+    library = partial(bench.library, loaded.model, a.temperature)
     others = []
     for name in run.others:
-        # Prompt lookup is the library's Max-Gram; it does not search an encoder's input.
-        more = {"prompt_lookup_num_tokens": maxgram.N}
-        words = "prompt lookup"
-        if name != "lookup":
-            more = {"assistant_model": loaded.stages.get(name)}
-            words = f"assisted generation ({name})"
-        method = bench.Method(words, partial(bench.library, loaded.model, a.temperature, **more))
-        others.append(generate if name == "generate()" else method)
+        if name == "generate()":
+            others.append(generate)
+        elif name == "lookup":
+            # Prompt lookup is the library's Max-Gram; it does not search an encoder's input.
+            lookup = partial(library, prompt_lookup_num_tokens=maxgram.N)
+            others.append(bench.Method("prompt lookup", lookup))
+        else:
+            assisted = partial(library, assistant_model=loaded.stages[name])
+            others.append(bench.Method(f"assisted generation ({name})", assisted))
     return [plain, *others, *methods]
 
 class Overlap(verify.Rule):
@@ -67,20 +70,13 @@ def observed(method, seen):
     """
     models = getattr(method.pair[0], "models", []) if method.pair else []
 
-    def counted(number, model, runs):
-        align = partial(type(model).align, model)        # not that of an earlier decoding
-
-        def call(*args, **more):
-            runs[number] += 1
-            return align(*args, **more)
-        return call
-
     def decode(ids, new_tokens, rule):
-        rule, runs = Overlap(rule), Counter()
+        rule, clock = Overlap(rule), bench.Clock("other")
         for number, model in enumerate(models):
-            model.align = counted(number, model, runs)
+            align = partial(type(model).align, model)        # not that of an earlier decoding
+            model.align = clock.timed(align, number)
         record = method.decode(ids, new_tokens, rule)
-        seen.append((rule.of_rounds, runs))
+        seen.append((rule.of_rounds, clock.calls))
         return record
     return method._replace(decode=decode)
 
@@ -102,51 +98,47 @@ def depth_of(parents):
         depths.append(depths[parent] + 1)
     return max(depths)
 
-def ratio(x, y):
-    return x / y if y else None
-
 def columns(method, results, seen, size):
     """bench.row_of, and the columns at the top of this file -> dict
 
     results: as of bench.measure.  seen: of each of these prompts, what observed() kept.  size: the
     number of the target's weights.
     """
-    records = [found[method.name] for found in results]
     row = bench.row_of(method, results)
-    rounds = [one for record in records for one in record.rounds]
-    if not method.pair or not rounds:
+    if "tau" not in row:                                          # a baseline
         return row
-    row["alpha_depth"] = ratio(sum(len(one.new) for one in rounds),
-                               sum(depth_of(one.parents) for one in rounds))
+    records = [found[method.name] for found in results]
+    rounds = [one for record in records for one in record.rounds]
+    depth = sum(depth_of(one.parents) for one in rounds)
+    if depth:
+        row["alpha_depth"] = sum(len(one.new) for one in rounds) / depth
     overlaps = []
     for record, (of_rounds, _) in zip(records, seen):
         drafted = (one for one in record.rounds if len(one.tokens) > 1)
         for one, values in zip(drafted, of_rounds):
             overlaps += values[:bench.counts([one])["tested"]]
-    row["alpha_overlap"] = ratio(sum(overlaps), len(overlaps))
-    models = getattr(method.pair[0], "models", None)              # None: no cascade
-    runs = sum((runs for _, runs in seen), Counter())
+    if overlaps:
+        row["alpha_overlap"] = fmean(overlaps)
     # All drafting, in plain decoding steps
     drafting = sum(record.seconds.get("draft", 0.0) for record in records) / row["plain_ms"] * 1e3
-    if not models or len(models) == 1:
-        # Max-Gram costs next to nothing; several models differ in c.
-        forwards = sum(record.calls.get("draft", 0) for record in records)
-        row["c"] = ratio(drafting, runs[0] if models else forwards)
-    if row.get("alpha") is not None and row.get("c"):
-        gamma = max(len(one.tokens) - 1 for one in rounds)
-        row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)
+    forwards = sum(record.calls.get("draft", 0) for record in records)
+    models = getattr(method.pair[0], "models", None)              # None: no cascade
     if models is not None:
+        runs = sum((runs for _, runs in seen), Counter())
+        forwards = runs[0] if len(models) == 1 else 0             # several models differ in c
         # The target runs once in a round, and once for the prefill.
         counts = [len(rounds) + len(records), *(runs[number] for number in range(len(models)))]
         weights = [1, *(model.model.num_parameters() / size for model in models)]
         row["swi_ms"] = swi(row["tokens"], counts, weights)
         row["swi_clock"] = row["tokens"] / (counts[0] + drafting)
+    if forwards:
+        row["c"] = drafting / forwards
+        if "alpha" in row:
+            gamma = max(len(one.tokens) - 1 for one in rounds)
+            row["expected_speedup"] = expected_speedup(row["alpha"], row["c"], gamma)
     return row
 
 # ---------------------------------------------------------------- a run
-BY_PROMPT = ("speedup", "tau", "nodes", "alpha", "alpha_overlap", "alpha_depth", "draft_ms",
-             "expected_speedup", "swi_ms", "swi_clock")
-
 def row_of(method, prompts, results, seen, loaded, temperature):
     """A method's row, with "by_prompt"."""
     size = loaded.model.num_parameters()
@@ -156,7 +148,7 @@ def row_of(method, prompts, results, seen, loaded, temperature):
     row["by_prompt"] = []
     for prompt, found, kept in zip(prompts, results, seen):
         one = columns(method, [found], [kept], size)
-        figures = {key: one[key] for key in BY_PROMPT if one.get(key) is not None}
+        figures = {key: value for key, value in one.items() if isinstance(value, float)}
         row["by_prompt"].append({"kind": prompt.kind, "question": prompt.question, **figures})
     return row
 
@@ -179,10 +171,8 @@ def measure(name, run, path):
     about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
              "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype,
              "device": a.device, "graphs": a.graphs, "temperature": a.temperature,
-             "max_new_tokens": a.max_new_tokens,
-             **provenance(loaded.target.device)}
+             "max_new_tokens": a.max_new_tokens, **provenance(loaded.target.device)}
     rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature)
             for method in methods]
     bench.print_table([method.name for method in methods], rows)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(about | row) + "\n" for row in rows), encoding="utf-8")

@@ -1,12 +1,11 @@
 """The papers' tables beside ours: measure them, write them into docs/, check every figure there.
 
-    python figures/paper.py list                 # the runs, how long each takes, what is there
     python figures/paper.py measure main chains  # rows go to docs/results/main.jsonl, chains.jsonl
     python figures/paper.py write                # fill README.md and docs/*.md from the rows
     python figures/paper.py check                # exit 1 where a page says what no row says
     python figures/paper.py gpu                  # what fifteen minutes of a GPU should measure
 
-figures/runs.py has the runs.  Comments in a page, which are not rendered, name the source of what
+figures/runs.py has the runs and how long each takes.  Comments in a page, which are not rendered, name the source of what
 follows them; `write` fills it in, `check` compares it:
 
     <!--printed main-->                     a block, what bench.py prints of a run
@@ -54,7 +53,7 @@ RESULTS = ROOT / "docs" / "results"
 FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other_ms", "glide",
                    "plain"),
            ".3f": ("alpha", "alpha_overlap", "c", "ece"), "d": ("k1", "k2")}
-RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_pw", "swi_clock", "nodes", "draft_ms")
+RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_clock", "nodes", "draft_ms")
 SAMPLES = 10_000                           # of the bootstrap
 
 # ---------------------------------------------------------------- rows
@@ -126,11 +125,11 @@ def values_of(run, key, method):
     Speedups and figures of one kind of text are means over questions, all else is over all rounds.
     """
     found = compare(run, key, method)
-    if found and is_ratio(key) and key.startswith("speedup"):
+    if found and key.startswith("speedup"):
         return found
-    value = rows_of(run).get(method, {}).get(key)
     if " on " in key:
         return found[:1]
+    value = rows_of(run).get(method, {}).get(key)
     return [] if value is None else [value]
 
 # ---------------------------------------------------------------- tables
@@ -204,15 +203,14 @@ GIVEN = re.compile(rf"<!--given-->{NUMBER}[^\s|,;:)]*")
 def pages():
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-def as_written(value, text, percent=False):
+def as_written(value, text):
     """A value, as precise as the number `text`, and in its form (.76, +0.17, −0.3)."""
-    value = 100 * value if percent else value
     number = f"{abs(value):.{len(text.partition('.')[2])}f}"
     if text.lstrip("+−-").startswith("."):
         number = number.removeprefix("0")
     if value < 0:
         return ("−" if "−" in text else "-") + number
-    return "+" * text.startswith("+") + number
+    return "+" * (text[0] in "+-−") + number
 
 def figures_of(match):
     """A match of MARKED -> [value], or [value, low, high], by the rows; []: there is no row."""
@@ -221,23 +219,21 @@ def figures_of(match):
     return compare(run, key, first, second) if divided else values_of(run, key, first)
 
 def figure(match):
-    """A match of MARKED -> its text by the rows; None: there is no row."""
+    """A match of MARKED -> the same by the rows; "open" where there is no row."""
     text, unit, bracket = match.groups()[3:]
     found = figures_of(match)
-    if text == "open":
-        if not found:
-            return match[0]
-        sign = "" if is_ratio(match[2]) or len(found) == 1 else "+"
-        text = f"{sign}{0:{form_of(match[2])}}"
-        bracket = f" [{text}, {text}]" if len(found) == 3 else None
-    if len(found) < (3 if bracket else 1):
-        return None
-    percent = "%" in unit
-    written = as_written(found[0], text, percent) + unit
-    if bracket:
-        ends = zip(found[1:], re.findall(NUMBER, bracket))
-        low, high = (as_written(end, as_it_is, percent) for end, as_it_is in ends)
-        written += f" [{low}, {high}]"
+    written = "open"
+    if found:
+        has_interval = len(found) == 3
+        if text == "open":
+            sign = "+" if has_interval and not is_ratio(match[2]) else ""
+            text = f"{sign}{0:{form_of(match[2])}}"
+            bracket = has_interval
+        scale = 100 if "%" in unit else 1
+        value, *ends = (as_written(scale * number, text) for number in found)
+        written = value + unit
+        if bracket:
+            written += f" [{', '.join(ends)}]"
     return match[0][:match.start(4) - match.start()] + written
 
 def reproduced(line):
@@ -257,17 +253,10 @@ def reproduced(line):
     return line[:asked.start(2)] + word + line[asked.end(2):]
 
 def filled(text):
-    """A page's text -> the same from the rows, and [what has no row]"""
-    missing = []
-
-    def of_figure(match):
-        found = figure(match)
-        if found is None:
-            missing.append(match[0])
-        return found or match[0]
+    """A page's text -> the same from the rows"""
     text = PRINTED.sub(printed, TABLE.sub(table, text))
-    text = MARKED.sub(of_figure, text)
-    return "\n".join(map(reproduced, text.split("\n"))), missing
+    text = MARKED.sub(figure, text)
+    return "\n".join(map(reproduced, text.split("\n")))
 
 # What may have a decimal point and is no figure of ours: ids of arXiv, versions, models, sections
 NO_FIGURE = re.compile(
@@ -288,28 +277,17 @@ def unmarked(text):
     return [(text[:match.start()].count("\n") + 1, match[0]) for match in BARE.finditer(text)]
 
 def write():
-    """Fill all pages -> exit status"""
+    """Fill all pages from the rows."""
     for page in pages():
         text = page.read_text(encoding="utf-8")
-        found, missing = filled(text)
-        if found != text:
-            page.write_text(found, encoding="utf-8")
-            print(f"written: {page.name}")
-        for each in missing:
-            print(f"{page.name}: no row for {each}")
-    return 0
+        page.write_text(filled(text), encoding="utf-8")
 
-def check(which=None):
-    """Compare pages, all by default, with the rows, and look for figures without a source.
-
-    Returns an exit status.
-    """
+def check():
+    """Compare all pages with the rows, and look for figures without a source -> exit status"""
     wrong = []
-    for page in which or pages():
+    for page in pages():
         text = page.read_text(encoding="utf-8")
-        found, missing = filled(text)
-        wrong += [f"{page.name}: no row for {each}" for each in missing]
-        pairs = zip(text.split("\n"), found.split("\n"))
+        pairs = zip(text.split("\n"), filled(text).split("\n"))
         wrong += [f"{page.name}, line {number}: {old}\n  should be {new}"
                   for number, (old, new) in enumerate(pairs, 1) if old != new]
         wrong += [f"{page.name}, line {line}: {bare} names no row" for line, bare in unmarked(text)]
@@ -317,86 +295,55 @@ def check(which=None):
     return 1 if wrong else 0
 
 # ---------------------------------------------------------------- the command line
-def measure(names, dry=False):
-    """Measure the named runs, one after the other -> exit status, of the first that fails
-
-    dry: try them: four tokens after one prompt on a CPU, rows to work/dry.
-    """
+def measure(names):
+    """Measure the named runs, one after the other -> exit status, of the first that fails"""
     import columns
     os.chdir(ROOT)
     for name in names:
         run = RUNS[name]
-        path = (ROOT / "work" / "dry" if dry else RESULTS) / f"{name}.jsonl"
+        path = RESULTS / f"{name}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
-        flags = run.flags
-        if dry:
-            flags = flags.replace("--graphs", "").replace("work/grown", "work/dry/grown")
-            flags += " --limit 1 --max-new-tokens 4 --device cpu --dtype float32"
         if run.methods:
-            columns.measure(name, run._replace(flags=flags), path)
+            columns.measure(name, run, path)
             continue
-        _, script, *arguments = shlex.split(flags)
-        program = importlib.import_module(Path(script).stem)
-        status = program.main([*arguments, "--json", str(path.relative_to(ROOT))])
+        _, script, *arguments = shlex.split(run.flags)
+        probe = importlib.import_module(Path(script).stem)
+        status = probe.main([*arguments, "--json", str(path.relative_to(ROOT))])
         if status:
             return status
     return 0
 
-# (what, command, the seconds after which it is stopped), in order of worth
-GPU = [("the tests of CUDA", "-m pytest -q -m cuda tests", 120),
-       ("the 7B shape", "figures/grown.py --out work/grown", 200),
-       *((name, f"figures/paper.py measure {name}", 240) for name in RUNS if name[:4] == "gpu/")]
+# (what it makes, command, the seconds after which it is stopped), in order of worth
+GPU = [(None, "-m pytest -q -m cuda tests", 120),
+       (ROOT / "work" / "grown", "figures/grown.py --out work/grown", 200),
+       *((RESULTS / f"{name}.jsonl", f"figures/paper.py measure {name}", 240)
+         for name in RUNS if name.startswith("gpu/"))]
 
-def gpu(dry=False):
-    """Run the parts of GPU, each a process of its own; what has its rows is skipped.
-
-    dry: try it on a CPU, at a small shape.  Returns an exit status.
-    """
-    failed = []
-    for what, command, limit in GPU:
-        done = {"the 7B shape": ROOT / "work" / "grown"}.get(what, RESULTS / f"{what}.jsonl")
-        if dry:
-            command = command.replace("work/grown", "work/dry/grown --shape 80m --dtype float32")
-            command = command.replace("measure", "measure --dry")
-        elif done.exists():
+def gpu():
+    """Run the parts of GPU that have not made anything yet, each a process of its own."""
+    for made, command, limit in GPU:
+        if made and made.exists():
             continue
         print(f"\n$ python {command}", flush=True)
         try:
-            status = subprocess.run([sys.executable, *command.split()], cwd=ROOT,
-                                    timeout=limit).returncode
+            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=limit)
         except subprocess.TimeoutExpired:
-            status = "out of time"
-        if status:
-            failed.append(f"{what}: {status}")
-    print(*failed or ["all parts are done"], sep="\n")
-    return 1 if failed else 0
-
-def show_list():
-    for name, run in RUNS.items():
-        row = next(iter(rows_of(name).values()), None)
-        there = f"{row['commit']}, {row['date']}" if row else "not measured"
-        print(f"{name:28} {run.minutes:4g} min  {there}")
-    return 0
+            print(f"stopped after {limit} seconds")
 
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Measure the papers' tables; write and check docs/.")
     verbs = p.add_subparsers(dest="verb", required=True)
-    verbs.add_parser("list", help="the runs, how long each takes, what was measured")
     runs = verbs.add_parser("measure", help="measure runs, alone on the machine")
-    runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="as `list` has them")
+    runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="of figures/runs.py")
     verbs.add_parser("write", help="fill README.md and docs/*.md from the rows")
     verbs.add_parser("check", help="exit 1 where a page says what no row says")
-    on_gpu = verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
-    for verb in (runs, on_gpu):
-        verb.add_argument("--dry", action="store_true", help="try it: some tokens on a CPU")
+    verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
     a = p.parse_args(argv)
     if a.verb == "measure":
-        return measure(a.names, a.dry)
-    if a.verb == "gpu":
-        return gpu(a.dry)
-    return {"list": show_list, "write": write, "check": check}[a.verb]()
+        return measure(a.names)
+    return {"write": write, "check": check, "gpu": gpu}[a.verb]()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
