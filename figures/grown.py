@@ -36,14 +36,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that i
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import glide
 from runtime import families, load
 from runtime.program import program
 
-# Layers, hidden size, heads, feed-forward: Vicuna-7B's and 13B's, and one that a CPU can bear
-SHAPES = {"7b": (32, 4096, 32, 11008), "13b": (40, 5120, 40, 13824), "80m": (24, 512, 8, 1376)}
+# Layers, hidden size, heads, feed-forward: Vicuna-7B's, and one that a CPU can bear
+SHAPES = {"7b": (32, 4096, 32, 11008), "80m": (24, 512, 8, 1376)}
 CONSTANT = 1e-3                  # in the last coordinate: too small to change a norm
 
 # ---------------------------------------------------------------- one module
@@ -59,31 +59,24 @@ def lifted(norm, D):
     weight[:len(norm)] = norm.float() * (len(norm) / D) ** 0.5
     return weight
 
-def put(large, small, rows=None, columns=None, scale=1.0):
-    """Write a small matrix into a large one, in place; the rows that it takes are zero elsewhere.
-
-    rows, columns: where the small one's go; None: to the first.
-    """
-    rows = torch.arange(small.shape[0]) if rows is None else rows
-    columns = torch.arange(small.shape[1]) if columns is None else columns
-    values = torch.zeros(small.shape[0], large.shape[1])
-    values[:, columns] = small.float() * scale
-    large[rows.to(large.device)] = values.to(large)
-
 # Matrices by their names in the target and in the drafters.  Some weights are several of them.
 QUERIES, KEYS_VALUES = ("q_proj", "glimpse_q"), ("k_proj", "v_proj")
 OUTPUTS, DOWN = ("o_proj", "o", "glimpse_o"), ("down_proj", "down")
 STACKED = {"qkv": ("q_proj", "k_proj", "v_proj"), "up": ("gate", "up")}
 
-def put_matrix(name, large, small, e, E):
-    rows = columns = None
+def put(name, large, small, e, E):
+    """Write a small matrix into a large one, in place; rows that it takes are zero elsewhere."""
+    rows, columns = map(torch.arange, small.shape)
     if name in QUERIES + KEYS_VALUES:
         rows = head_positions(len(small) // e, e, E)
     if name in OUTPUTS:
         columns = head_positions(small.shape[1] // e, e, E)
     if name in QUERIES + OUTPUTS + DOWN:
         large.zero_()
-    put(large, small, rows, columns, (E / e) ** 0.5 if name in QUERIES else 1.0)
+    scale = (E / e) ** 0.5 if name in QUERIES else 1.0
+    values = torch.zeros(len(small), large.shape[1])
+    values[:, columns] = small.float() * scale
+    large[rows.to(large.device)] = values.to(large)
 
 @torch.no_grad()
 def grow(large, small, e, E, below=0):
@@ -102,7 +95,7 @@ def grow(large, small, e, E, below=0):
             continue
         names = STACKED.get(name, (name,))
         for one, *matrices in zip(names, of_large.chunk(len(names)), weight.chunk(len(names))):
-            put_matrix(one, *matrices, e, E)
+            put(one, *matrices, e, E)
 
 def grow_vocabulary(embed, norm, head, vocab):
     """The embedding, the last norm and the LM head beyond `vocab`; see "vocabulary" at the top."""
@@ -122,12 +115,12 @@ def grow_target(small, shape, vocab, dtype, device="cpu"):
     """
     c = small.config
     layers, D, heads, feed_forward = shape
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=D, intermediate_size=feed_forward, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=heads,
-        rms_norm_eps=c.rms_norm_eps * c.hidden_size / D, rope_parameters=c.rope_parameters,
-        max_position_embeddings=c.max_position_embeddings, tie_word_embeddings=False,
-        bos_token_id=c.bos_token_id, eos_token_id=c.eos_token_id)
+    config = copy.deepcopy(c)
+    config.update({
+        "vocab_size": vocab, "hidden_size": D, "intermediate_size": feed_forward,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "head_dim": D // heads, "rms_norm_eps": c.rms_norm_eps * c.hidden_size / D,
+        "tie_word_embeddings": False})
     with torch.device("meta"):
         large = LlamaForCausalLM(config)
     large = large.to(dtype).to_empty(device=device)
@@ -167,14 +160,6 @@ def grow_drafter(folder, small_target, target):
     grow_vocabulary(large.embed.weight, large.norm.weight, large.head.weight, small.config.vocab)
     return large, about
 
-def save(folder, draft_model, about, fingerprint):
-    """Save a grown drafter as train.py does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: weight.cpu().contiguous() for name, weight in draft_model.state_dict().items()}
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    about = about | {"config": vars(draft_model.config), "target": fingerprint}
-    (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
-
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Grow the stand-in and its drafters into a large "
@@ -195,7 +180,12 @@ def main(argv):
     fingerprint = load.fingerprint(target, tokenizer)
     for name in a.drafters:
         draft_model, about = grow_drafter(load.CHECKPOINTS / name, small, target)
-        save(out / name, draft_model, about, fingerprint)
+        # Saved as train.py does
+        folder = out / name
+        folder.mkdir(exist_ok=True)
+        save_file(draft_model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+        about |= {"config": vars(draft_model.config), "target": fingerprint}
+        (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copy(load.CHECKPOINTS / "bigram.json", out)               # Max-Gram's
     weights = sum(p.numel() for p in target.parameters())
     print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(a.drafters)}")

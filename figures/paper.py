@@ -5,8 +5,8 @@
     python figures/paper.py check                # exit 1 where a page says what no row says
     python figures/paper.py gpu                  # what fifteen minutes of a GPU should measure
 
-figures/runs.py has the runs and how long each takes.  Comments in a page, which are not rendered, name the source of what
-follows them; `write` fills it in, `check` compares it:
+figures/runs.py has the runs and how long each takes.  Comments in a page, which are not rendered,
+name the source of what follows them; `write` fills it in, `check` compares it:
 
     <!--printed main-->                     a block, what bench.py prints of a run
     <!--table main: paper, speedup, tau-->...<!--end-->     the keys of a table's columns after the

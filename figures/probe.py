@@ -2,7 +2,7 @@
 
     python figures/probe.py calibration --drafter edd "edd(temperature=1)"
     python figures/probe.py positions --drafter glide "cascade(base, k=30)" --limit 12
-    python figures/probe.py costs --contexts 256 4096
+    python figures/probe.py costs
     python figures/probe.py ewif
 
 calibration  Is the confidence the probability that a token is accepted?  EDD and PCT (ACL 2025),
@@ -12,10 +12,9 @@ calibration  Is the confidence the probability that a token is accepted?  EDD an
 positions    How likely is the i-th token of a chain of thirty to be accepted, and so all before it?
              Cascade Speculative Drafting (arXiv 2312.11462), Figures 2 and 3.  Cascades and
              Max-Gram write chains of their own length.
-costs        T_v(n): seconds of a forward of the target with n nodes after `contexts` tokens.  PCT
+costs        T_v(n): milliseconds of a forward of the target with n nodes after 256 tokens.  PCT
              takes a node as free (section 3.2), GLIDE a forward as bound by memory (appendix D):
-             true as far as T_v(n) / T_v(1) stays near 1.  A tree with five forwards of a drafter
-             (--c, in plain steps) is faster than plain decoding from the tau that is shown.
+             true as far as the ratio T_v(n) / T_v(1) stays near 1.
 ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over its time, in target
              forwards, if acceptances are independent.  It decodes nothing.
 
@@ -26,8 +25,6 @@ ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over 
 
 Decoding is greedy; the flags are bench.py's.
 """
-import argparse
-import inspect
 import json
 import shlex
 import sys
@@ -50,7 +47,8 @@ from runtime.provenance import provenance
 
 CHAIN, LONG_CHAIN = 10, 30                 # tokens of a chain: calibration, positions
 BINS = 10                                  # of confidence
-NODES = 1, 2, 4, 6, 8, 16, 18, 32, 64      # of a forward whose cost is measured:
+CONTEXT = 256                              # tokens before a forward whose cost is measured
+NODES = 1, 2, 4, 8, 16, 32, 64             # of such a forward
 TURNS, REPEATS = 5, 5                      # REPEATS calls are timed together, TURNS times
 # Cascade's Table 1.  alpha of FLAN-T5-small and -base (Leviathan et al. 2023); million parameters,
 # of FLAN-T5-XXL last; [(data set, {model: how many tokens it drafts}, the largest model first)]
@@ -120,8 +118,10 @@ def positions_of(rounds):
 
 # ---------------------------------------------------------------- the cost of a node
 @torch.inference_mode()
-def forward_seconds(target, ids):
-    """{n: median seconds of a forward of a chain of n nodes after the prompt ids}"""
+def costs(target, prompts):
+    """Time forwards of chains after the prompts' tokens -> a row for each number of nodes"""
+    given = [token for prompt in prompts for token in prompt.ids]
+    ids = (given * CONTEXT)[:CONTEXT]
     token = torch.tensor(ids[-1:], device=target.device)
     parents = torch.arange(-1, NODES[-1], device=target.device)
     target.prefill(ids, NODES[-1])
@@ -136,20 +136,8 @@ def forward_seconds(target, ids):
                 torch.cuda.synchronize()
             found[n].append((time.perf_counter() - started) / REPEATS)
     # The first turn warms up.
-    return {n: median(seconds[1:]) for n, seconds in found.items()}
-
-def costs(a, loaded, prompts):
-    """-> a row for each context and number of nodes"""
-    given = [token for prompt in prompts for token in prompt.ids]
-    rows = []
-    for context in a.contexts:
-        ids = (given * (context // len(given) + 1))[:context]
-        seconds = forward_seconds(loaded.target, ids)
-        for n in NODES:
-            ratio = seconds[n] / seconds[1]
-            rows.append({"drafter": f"n = {n}", "context": context, "ms": 1e3 * seconds[n],
-                         "ratio": ratio, "least_tau": ratio + 5 * a.c})
-    return rows
+    ms = {n: 1e3 * median(seconds[1:]) for n, seconds in found.items()}
+    return [{"drafter": f"n = {n}", "ms": ms[n], "ratio": ms[n] / ms[1]} for n in NODES]
 
 # ---------------------------------------------------------------- Cascade's Table 1
 def ewif_horizontal(alphas, costs):
@@ -173,14 +161,12 @@ def table_1():
 
 # ---------------------------------------------------------------- the command line
 def print_rows(rows, keys):
-    """Print these keys of the rows as a table, the name first."""
-    lines = [["", *keys[1:]]]
+    """Print these keys of the rows as a table."""
+    width = max(len(row["drafter"]) for row in rows)
+    print(" " * width, *(f"{key:>11}" for key in keys))
     for row in rows:
-        cells = (row.get(key, "-") for key in keys)
-        lines.append([f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in cells])
-    first, *widths = [max(map(len, column)) for column in zip(*lines)]
-    for name, *cells in lines:
-        print("  ".join([name.ljust(first), *map(str.rjust, cells, widths)]))
+        cells = ("-" if row.get(key) is None else f"{row[key]:.3g}" for key in keys)
+        print(f"{row['drafter']:{width}}", *(f"{cell:>11}" for cell in cells))
 
 def measured(a):
     """calibration or positions, a row for each drafter; or costs -> rows"""
@@ -188,7 +174,7 @@ def measured(a):
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
     prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
     if a.measurement == "costs":
-        return costs(a, loaded, prompts)
+        return costs(loaded.target, prompts)
     decode, figures = {"calibration": (scored_tokens, calibration_of),
                        "positions": (rounds_of, positions_of)}[a.measurement]
     rows = []
@@ -200,21 +186,17 @@ def measured(a):
 
 KEYS = {"calibration": ["ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))],
         "positions": [f"position {i}" for i in (1, 2, 3, 5, 10, 20)],
-        "costs": ["context", "ms", "ratio", "least_tau"], "ewif": ["k1", "k2", "ewif"]}
+        "costs": ["ms", "ratio"], "ewif": ["k1", "k2", "ewif"]}
 
 @program
 def main(argv):
     p = bench.parser()
-    p.description = inspect.getdoc(sys.modules[__name__])
-    p.formatter_class = argparse.RawDescriptionHelpFormatter
+    p.description = "Calibration, positions, costs, EWIF: see the top of this file."
     p.add_argument("measurement", choices=KEYS)
-    p.add_argument("--contexts", nargs="+", type=int, default=[256],
-                   help="costs: tokens before the forward")
-    p.add_argument("--c", type=float, default=0.06, help="costs: a drafter forward, in plain steps")
     p.set_defaults(limit=bench.FEW)
     a = p.parse_args(argv)
     rows = table_1() if a.measurement == "ewif" else measured(a)
-    print_rows(rows, ["drafter", *KEYS[a.measurement]])
+    print_rows(rows, KEYS[a.measurement])
     if a.json:
         about = {"command": shlex.join(["python", "figures/probe.py", *argv]),
                  "target": a.target.removeprefix(f"{Path.cwd()}/"),
