@@ -385,8 +385,8 @@ def main():
 #     the whole call, against k_1 + ... + k_i.
 #  3. Drafts end where the output or a model's context does (cascade_step).
 #  4. What replaces a token that a lenient review rejects is sampled from section 2's residual
-#     (lenient_distribution).  The authors' code, which is greedy only, compares the drafter's and
-#     the reviewer's probabilities at two different positions.
+#     (lenient_distribution).  The authors' code is greedy only, and compares the probabilities of
+#     drafter and reviewer at two different positions.
 #  5. Drafts may be sampled (distributions).
 #  6. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
 #     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.

@@ -1,12 +1,10 @@
 """Whatever is combined, the output is plain decoding's: the one table of lossless cases.
 
-A random case is a number.  It draws the class and sizes of a target, a drafter, a tree builder and
-its settings, how tokens are chosen, the prompt, the limits and the end-of-text tokens.  The case is
-decoded and compared with the model's own forward over the whole text, without cache and mask, which
-every token must follow: its argmax, or its sample by the keyed noise.  Of a sampled chain, whose
-tokens may be any that the target can sample, the invariants are checked, as for every case: what
-the cache holds, that a second run is the same, and that the drafter's probabilities are those of a
-fresh one that is shown the whole text at once.
+A random case is a number, from which everything else is drawn.  Every token must be what the
+model's own forward over the whole text gives, without cache and mask: its argmax, or its sample by
+the keyed noise.  (Of a sampled chain: one that the target can sample.)  And the cache must hold the
+text, a second run be the same, and the drafter's probabilities those of a fresh one that is shown
+the whole text at once.
 
     LONG=10000 python -m pytest tests/test_lossless.py            # so many cases
     python -m pytest "tests/test_lossless.py::test_a_random_case_is_lossless[12]"     # this again

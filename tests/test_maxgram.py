@@ -128,10 +128,8 @@ def test_bigram_equals_a_counter():
 
 def test_confidence_by_hand():
     """How often the token after a match of each length is right; the last is for "or longer"."""
-    # 1 2 3: nothing is proposed.  After 1 2 3 1: "1" is followed by 2, right (length 1); then
-    # "1 2": 3, wrong, it is 4 (length 2); after the 4 nothing; after its 1: 2, wrong, the end is 3
-    # (length 1).  The second text proposes by the bigram alone: 4 -> 5, right; after the first
-    # text's 4 it is wrong.
+    # By matches of length 1: after 1 2 3 1 a 2, right; after the last 1 a 2, wrong.  Of length 2: a
+    # 3, wrong.  By the bigram: 5 after 4, right in the second text, wrong in the first.
     texts = [[1, 2, 3, 1, 2, 4, 1, 3], [4, 5]]
     bigram = [0, 0, 0, 0, 5]
     assert measure_confidence(texts, None, 3) == [0.5, 0.5, 0, 0]
