@@ -144,7 +144,7 @@ def rope_table(model, length, layer):
     return table
 
 def rope_of(model, table, key_0, key_2):
-    """How the target turns its keys -> AnyRope, its angles (2, length, n)
+    """How the target turns its keys -> AnyRope
 
     table: as rope_table gives it.  key_0, key_2 (1, H, 1, d_k): the keys of one token at positions
     0 and 2, as cached.  Raises ValueError where they turn otherwise.
@@ -155,18 +155,15 @@ def rope_of(model, table, key_0, key_2):
     of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
     n = table.shape[-1] // 2
     if same or n == 0 and not of_one_length:
-        return AnyRope(table[..., :0], False), table[..., :0]
+        return AnyRope(table[..., :0], False)
     # A table has each angle twice: half a head apart, or in turn.
-    found = []
-    for angles in (table[..., :n], table[..., ::2]):
-        for neighbours in (False, True):
-            rope = AnyRope(angles, neighbours)
-            found.append((glide.rope_error(rope, key_0, key_2), rope, angles))
-    error, rope, angles = min(found, key=lambda one: one[0])
-    if error > 0.3:                                                    # half precision is coarse
+    tried = [AnyRope(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
+             for neighbours in (False, True)]
+    errors = [glide.rope_error(rope, key_0, key_2) for rope in tried]
+    if min(errors) > 0.3:                                              # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
                          f"and GLIDE reads them: {READS_NONE}")
-    return rope, angles
+    return tried[errors.index(min(errors))]
 
 def ropes_of(model, config, length):
     """The RoPE of self-attention and of the glimpse for `length` positions -> two glide.Rope
@@ -175,21 +172,22 @@ def ropes_of(model, config, length):
     """
     layer = config.layers_read[-1] if config.glimpse else -1
     table = rope_table(model, length, layer)
-    glimpse_rope, angles = None, table[..., :table.shape[-1] // 2]
+    rope = AnyRope(table[..., :table.shape[-1] // 2], False)
+    glimpse_rope = None
     if config.glimpse:
         keys = [cached_keys(model, position) for position in (0, 2)]
         if layer >= len(keys[0]) or config.target_head_size != keys[0][layer].shape[-1]:
             raise ValueError(f"layer {layer} of the target caches no keys of size "
                              f"{config.target_head_size}: take an earlier layer, or train a "
                              "drafter for this target")
-        glimpse_rope, angles = rope_of(model, table, keys[0][layer], keys[1][layer])
+        rope = glimpse_rope = rope_of(model, table, keys[0][layer], keys[1][layer])
     d = config.width // config.heads
-    if 2 * angles.shape[-1] != d:
+    if rope.table.shape[-1] != d:
         # The drafter needs positions where the target has none, or turns a part of a head.
         rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
         position = torch.arange(length)[None]
         angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
-    rope = AnyRope(angles, False)
+        rope = AnyRope(angles, False)
     return rope, glimpse_rope or rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
