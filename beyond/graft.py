@@ -110,8 +110,7 @@ class Mixture:
     # ------------------------------------------------ the mixture
     def path(self, token, parent):
         """The ids from the root to a token below the node with expand_index `parent` (-1: none)."""
-        ancestors = self.paths[parent] if parent >= 0 else []
-        return [*ancestors, token]
+        return [*self.paths[parent], token] if parent >= 0 else [token]
 
     def expand(self, tokens, parents):
         """One forward of the drafter -> the mixture (m, V).  tokens (m,), parents [m ints]"""
@@ -177,7 +176,7 @@ class Graft(priced.PctCost):
         self.mixture, self.gram, self.longest = mixture, mixture.gram, chain
 
     def right(self, new):
-        """How many tokens of the last N_0 were, or would have been, accepted."""
+        """As in PctCost: N_0 was verified, or would have been."""
         return common_prefix(self.mixture.undrafted, self.mixture.new)
 
     def draft(self, undrafted, prices):
@@ -187,8 +186,9 @@ class Graft(priced.PctCost):
         chain = self.suggested(undrafted, 0, self.longest, least=prices.node_price)
         before = self.chain(undrafted, chain, prices)
         self.mixture.undrafted = [undrafted.token[node] for node in before.nodes]
-        kind = "draft", bool(before.nodes)
-        if not self.gains.pays(kind, before):
+        # Beside a chain drafting gains less: it has a balance of its own.
+        kind = "draft beside a chain" if before.nodes else "draft"
+        if not self.pays(kind):
             return undrafted, before
 
         # Each forward reads the frontier and one suggested chain.
@@ -203,7 +203,7 @@ class Graft(priced.PctCost):
                 chain = self.suggested(candidates, node, self.longest, least=price)
                 priced.add_chain(candidates, node, chain, self.gram)
         after = priced.most_profitable(candidates, prices, self.max_nodes)
-        self.gains.expect(candidates.expand, kind, before, after)
+        self.expect(candidates.expand, kind, before, after)
         return candidates, after
 
     def suggested(self, candidates, node, most, least, match=0):
