@@ -27,13 +27,13 @@ from runtime.calls import read_call
 from runtime.provenance import provenance
 
 # ---------------------------------------------------------------- methods
-def methods_of(a, loaded, run):
-    """The bench.Methods of a run: plain decoding, run.others, run.methods."""
+def methods_of(a, loaded, run, rows):
+    """The bench.Methods of a run: plain decoding, run.others, run.methods.  rows: of a batch."""
     methods = []
     for drafters, trees in run.methods:
         drafters = load.drafter_calls(drafters, a.checkpoint)
         trees = [read_call(tree, bench.TREES, "tree") for tree in trees]
-        plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature)
+        plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature, rows)
         methods += more
     library = partial(bench.library, loaded.model, a.temperature)
     others = []
@@ -139,17 +139,19 @@ def columns(method, results, seen, size):
     return row
 
 # ---------------------------------------------------------------- a run
-def row_of(method, prompts, results, seen, loaded, temperature):
-    """A method's row, with "by_prompt"."""
+def row_of(method, prompts, results, seen, loaded, temperature, rows=1):
+    """A method's row, with "by_prompt".  rows: of a batch."""
     size = loaded.model.num_parameters()
     row = columns(method, results, seen, size) | {"lossless": None}
     if bench.is_comparable(method, temperature):
         row |= bench.losslessness(method, results, prompts, loaded.target)
     row["by_prompt"] = []
-    for prompt, found, kept in zip(prompts, results, seen):
+    for number, (prompt, found, kept) in enumerate(zip(prompts, results, seen)):
         one = columns(method, [found], [kept], size)
         figures = {key: value for key, value in one.items() if isinstance(value, float)}
-        row["by_prompt"].append({"kind": prompt.kind, "question": prompt.question, **figures})
+        # The prompts of one batch share their seconds: they count as one question.
+        question = prompt.question if rows == 1 else number // rows
+        row["by_prompt"].append({"kind": prompt.kind, "question": question, **figures})
     return row
 
 def measure(name, run, path):
@@ -157,22 +159,34 @@ def measure(name, run, path):
     a = bench.parser().parse_args(shlex.split(run.flags))
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
     prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
-    seen, methods = {}, []
-    for method in methods_of(a, loaded, run):
-        seen[method.name] = []
-        methods.append(observed(method, seen[method.name]))
-    first = [prompts[0]._replace(limit=bench.WARM_UP)]
-    bench.warm_up(methods, prompts if a.graphs else first, a.temperature)
-    for kept in seen.values():
-        kept.clear()
-    results = bench.measure(methods, prompts, a.temperature)
-    if len(results) < len(prompts):
-        raise KeyboardInterrupt
     about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
              "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype,
              "device": a.device, "graphs": a.graphs, "temperature": a.temperature,
              "max_new_tokens": a.max_new_tokens, **provenance(loaded.target.device)}
-    rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature)
+    found = []
+    for batch in run.batches:
+        copies = [prompt for prompt in prompts for _ in range(batch)] if run.copies else prompts
+        rows = measure_batch(a, loaded, run, copies, batch)
+        found += [about | {"batch": batch} | row for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
+
+def measure_batch(a, loaded, run, prompts, batch):
+    """Measure a run's methods, `batch` prompts at once -> rows."""
+    # Of a batch nothing is kept but the Records.
+    methods = methods_of(a, loaded, run, batch)
+    seen = {method.name: [([], Counter())] * len(prompts) for method in methods}
+    if batch == 1:
+        seen = {method.name: [] for method in methods}
+        methods = [observed(method, seen[method.name]) for method in methods]
+    first = [prompts[0]._replace(limit=bench.WARM_UP)]
+    bench.warm_up(methods, prompts if a.graphs else first, a.temperature, batch)
+    if batch == 1:
+        for kept in seen.values():
+            kept.clear()
+    results = bench.measure(methods, prompts, a.temperature, rows=batch)
+    if len(results) < len(prompts) // batch * batch:
+        raise KeyboardInterrupt
+    rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature, batch)
             for method in methods]
     bench.print_table([method.name for method in methods], rows)
-    path.write_text("".join(json.dumps(about | row) + "\n" for row in rows), encoding="utf-8")
+    return rows

@@ -63,7 +63,7 @@ def name_of(row):
     copies = row.get("batch", 1)
     if row.get("device") == "cuda" and row.get("graphs") is False:
         name += ", without graphs"             # grown.jsonl has both
-    return f"{name}, {copies} copies" if copies > 1 else name
+    return f"{name}, {copies} rows" if copies > 1 else name
 
 @cache
 def rows_of(run):

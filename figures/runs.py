@@ -9,7 +9,10 @@ from collections import namedtuple
 # flags:   of bench.py; or a whole command of figures/.
 # methods: [(drafters, trees)], each of the drafters with each of the trees.
 # others:  transformers' own: generate(), "lookup" (prompt lookup), or the name of an assistant.
-Run = namedtuple("Run", "minutes flags methods others", defaults=((), ()))
+# batches: how many prompts are decoded at once, one size after the other.
+# copies:  whether the prompts of a batch are copies of one.
+Run = namedtuple("Run", "minutes flags methods others batches copies",
+                 defaults=((), (), (1,), False))
 
 # The fastest k of each cascade on the prompts of figures/tuning.jsonl (run cascade-k)
 BASE, SMALL = "cascade(base, k=4)", "cascade(small, k=4)"
@@ -62,6 +65,14 @@ RUNS = {
     "medusa": Run(2, HALF, [(["glide-top", "glide"], ["chain", "cape"]),
                               (["medusa"], ["chain", "cape", MEDUSA_TREE])]),
     "vct": Run(1, THIRD, [(["edd-top"], ["cape", "pct", "vct"])]),
+    # Several sequences at once (beyond/batch.py): different prompts, and GLIDE's Table 4
+    "batch": Run(4, "--limit 16 --max-new-tokens 48", [(["glide"], ["chain", "cape"])],
+                 ["generate()"], (1, 2, 4, 8, 16)),
+    "copies": Run(4, "--limit 3 --max-new-tokens 48", [(["glide-top", "glide"], ["chain"])], (),
+                  (1, 2, 4, 8, 16), True),
+    "smollm2/batch": Run(6, f"{SMOLLM2} --limit 8 --max-new-tokens 32",
+                         [(["glide-shared"], ["chain"]), (["maxgram"], ["chain"])],
+                         ["generate()"], (1, 2, 4, 8)),
     "costs": Run(0.3, "python figures/probe.py costs"),
     # The equal training on SmolLM2
     "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
