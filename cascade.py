@@ -55,21 +55,18 @@ from verify import Target, Tree, accept, accept_sampled, generate, root_only
 class Gen:
     """curGen and curProbs of Algorithm 1.
 
-    tokens: the committed tokens, the root, then the drafts of this round.
-    committed: how many of them are committed.
+    tokens: the committed tokens (`committed` of them), the root, the drafts of this round.
     probs: an entry for each token:
         None           for the root and before it (ones in Algorithm 1)
         a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
         a tensor (V,)  for a draft that a model has proposed or reviewed.
                        Greedy: that model's logits at its position.
                        Sampling: the distribution that the token now follows.
-    device: the target's.
     """
     def __init__(self):
-        self.tokens = []
-        self.probs = []
+        self.tokens, self.probs = [], []
         self.committed = 0
-        self.device = None
+        self.device = None                                       # the target's
 
     def replace(self, first, tokens, probs):
         """Replace everything from position `first` on by these tokens and their probs."""
@@ -105,8 +102,7 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     draft_limit = limit if target is None else limit - 1
     # Perform the horizontal cascade with the for loop.
     for i, stage in enumerate(draft_list):
-        # [k_1 ... k_n] <- first row of K
-        k_i = K[0][i]
+        k_i = K[0][i]                        # [k_1 ... k_n] <- first row of K
         # Differs from the paper, whose base case takes an element of an empty list: the recursion
         # ends at Max-Gram, called once for all its k tokens, or at the smallest model: with nothing
         # to review, each of its reviews adds one token.
@@ -262,8 +258,7 @@ class Cascade:
             K = K.tolist()
         is_square = [len(row) for row in K] == [n] * n
         if not is_square or any(any(row[:i]) or min(row) < 0 for i, row in enumerate(K)):
-            raise ValueError(f"K {K}: {n} stages take an upper triangular matrix of {n} x {n} "
-                             "counts, since a stage reviews smaller ones alone")
+            raise ValueError(f"K {K} is no upper triangular matrix of {n} x {n} counts")
         self.K = K
         for model in self.models:
             if model.vocab != self.vocab:

@@ -81,17 +81,6 @@ def test_the_first_chunk_is_listing_1s():
             assert tokens[:chunk.shape[1]] == chunk[0].tolist()
     assert compared > 100
 
-def test_a_long_text_that_repeats_itself():
-    """The longest match is the whole text but its last period, and it is the leftmost one."""
-    for phrase in ([5], [5, 6, 7], list(range(40))):
-        for size in (41, 999, 20_000):
-            g = MaxGram()
-            g.commit((phrase * size)[:size])
-            tokens, lengths = g.propose()
-            # Where the chunk is short, the match after it is one of the same length again.
-            assert tokens == (phrase * 20_010)[size:size + 10]
-            assert lengths[0] == size - len(phrase)
-
 def test_any_id_is_a_token():
     """Ids that are no characters of text, too: surrogates, and those beyond 16 bits."""
     ids = [0, 10, 0xD800, 0xDFFF, 65_536, 262_143, 1_114_111]
