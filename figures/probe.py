@@ -3,6 +3,7 @@
     python figures/probe.py calibration --drafter edd "edd(temperature=1)"
     python figures/probe.py positions --drafter glide "cascade(base, k=30)" --limit 12
     python figures/probe.py costs
+    python figures/probe.py lengths --target smollm2
     python figures/probe.py ewif
 
 calibration  Is the confidence the probability that a token is accepted?  EDD and PCT (ACL 2025),
@@ -15,6 +16,8 @@ positions    How likely is the i-th token of a chain of thirty to be accepted, a
 costs        T_v(n): milliseconds of a forward of the target with n nodes after 256 tokens.  PCT
              takes a node as free (section 3.2), GLIDE a forward as bound by memory (appendix D):
              true as far as the ratio T_v(n) / T_v(1) stays near 1.
+lengths      T_v(n) after 256 to 7 000 tokens, with grouped queries folded (runtime/attention.py)
+             and by the model's own attention, in turns.
 ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over its time, in target
              forwards, if acceptances are independent.  It decodes nothing.
 
@@ -49,6 +52,7 @@ CHAIN, LONG_CHAIN = 10, 30                 # tokens of a chain: calibration, pos
 BINS = 10                                  # of confidence
 CONTEXT = 256                              # tokens before a forward whose cost is measured
 NODES = 1, 2, 4, 8, 16, 32, 64             # of such a forward
+LENGTHS, FEW_NODES = (256, 1024, 4096, 7000), (1, 6, 18)       # the same, of `lengths`
 TURNS, REPEATS = 5, 5                      # REPEATS calls are timed together, TURNS times
 # Cascade's Table 1.  alpha of FLAN-T5-small and -base (Leviathan et al. 2023); million parameters,
 # of FLAN-T5-XXL last; [(data set, {model: how many tokens it drafts}, the largest model first)]
@@ -118,26 +122,47 @@ def positions_of(rounds):
 
 # ---------------------------------------------------------------- the cost of a node
 @torch.inference_mode()
-def costs(target, prompts):
-    """Time forwards of chains after the prompts' tokens -> a row for each number of nodes"""
+def timed(target, prompts, context, sizes, folds):
+    """Time forwards of chains after `context` of the prompts' tokens -> {(fold, n): milliseconds}
+
+    sizes: the numbers of nodes.  folds: whether grouped queries are folded, each that is tried.
+    """
     given = [token for prompt in prompts for token in prompt.ids]
-    ids = (given * CONTEXT)[:CONTEXT]
+    ids = (given * context)[:context]
     token = torch.tensor(ids[-1:], device=target.device)
-    parents = torch.arange(-1, NODES[-1], device=target.device)
-    target.prefill(ids, NODES[-1])
-    found = {n: [] for n in NODES}
+    parents = torch.arange(-1, sizes[-1], device=target.device)
+    target.prefill(ids, sizes[-1])
+    own = target.folds
+    found = {(fold, n): [] for fold in folds for n in sizes}
     for _ in range(TURNS + 1):
-        # The sizes take turns, since other programs disturb.
-        for n in NODES:
+        # They take turns, since other programs disturb.
+        for target.folds, n in found:
             started = time.perf_counter()
             for _ in range(REPEATS):
                 target.forward(token.repeat(n), parents[:n])
             if target.device.type == "cuda":
                 torch.cuda.synchronize()
-            found[n].append((time.perf_counter() - started) / REPEATS)
+            found[target.folds, n].append((time.perf_counter() - started) / REPEATS)
+    target.folds = own
     # The first turn warms up.
-    ms = {n: 1e3 * median(seconds[1:]) for n, seconds in found.items()}
-    return [{"drafter": f"n = {n}", "ms": ms[n], "ratio": ms[n] / ms[1]} for n in NODES]
+    return {key: 1e3 * median(seconds[1:]) for key, seconds in found.items()}
+
+def costs(target, prompts):
+    """A row for each number of nodes."""
+    ms = timed(target, prompts, CONTEXT, NODES, [target.folds])
+    return [{"drafter": f"n = {n}", "ms": ms[target.folds, n],
+             "ratio": ms[target.folds, n] / ms[target.folds, 1]} for n in NODES]
+
+def lengths(target, prompts):
+    """A row for each length of the text and number of nodes."""
+    rows = []
+    for context in LENGTHS:
+        ms = timed(target, prompts, context, FEW_NODES, [False, True])
+        for n in FEW_NODES:
+            rows.append({"drafter": f"{context} tokens, n = {n}", "own_ms": ms[False, n],
+                         "own_ratio": ms[False, n] / ms[False, 1],
+                         "ms": ms[True, n], "ratio": ms[True, n] / ms[True, 1]})
+    return rows
 
 # ---------------------------------------------------------------- Cascade's Table 1
 def ewif_horizontal(alphas, costs):
@@ -173,8 +198,8 @@ def measured(a):
     calls = load.drafter_calls(a.drafter, a.checkpoint)
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
     prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
-    if a.measurement == "costs":
-        return costs(loaded.target, prompts)
+    if a.measurement in ("costs", "lengths"):
+        return {"costs": costs, "lengths": lengths}[a.measurement](loaded.target, prompts)
     decode, figures = {"calibration": (scored_tokens, calibration_of),
                        "positions": (rounds_of, positions_of)}[a.measurement]
     rows = []
@@ -186,7 +211,7 @@ def measured(a):
 
 KEYS = {"calibration": ["ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))],
         "positions": [f"position {i}" for i in (1, 2, 3, 5, 10, 20)],
-        "costs": ["ms", "ratio"], "ewif": ["k1", "k2", "ewif"]}
+        "costs": ["ms", "ratio"], "lengths": ["own_ms", "own_ratio", "ms", "ratio"], "ewif": ["k1", "k2", "ewif"]}
 
 @program
 def main(argv):

@@ -74,6 +74,7 @@ RUNS = {
                          [(["glide-shared"], ["chain"]), (["maxgram"], ["chain"])],
                          ["generate()"], (1, 2, 4, 8)),
     "costs": Run(0.3, "python figures/probe.py costs"),
+    "smollm2/lengths": Run(4, "python figures/probe.py lengths --target smollm2"),
     # The equal training on SmolLM2
     "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
     "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1",
