@@ -5,14 +5,12 @@ from functools import lru_cache
 from textwrap import dedent
 
 import torch
-from conftest import CONTEXT, GROUPED, MIXED, family
+from conftest import CONTEXT, GROUPED, MIXED, random_draft_model, tiny
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-import edd
-import glide
-from runtime import families, load
+from runtime import load
 
 # ---------------------------------------------------------------- made-up drafters and their trees
 def table_expand(table):
@@ -116,13 +114,9 @@ def save(folder, model, tokenizer):
 
 def save_drafter(folder, kind, model, tokenizer, temperature=1.0):
     """A random drafter of a kind, saved as train.py does."""
-    if kind in ("glide", "vanilla"):
-        config = glide.Config.for_target(model, 16, glimpse=kind == "glide")
-    else:
-        config = edd.Config.for_target(model, hidden=2)
-    torch.manual_seed(0)
-    draft_model = families.new(kind, config, model)
-    about = {"kind": kind, "config": vars(config), "target": load.fingerprint(model, tokenizer),
+    draft_model = random_draft_model(model, kind, length=None).float()
+    about = {"kind": kind, "config": vars(draft_model.config),
+             "target": load.fingerprint(model, tokenizer),
              "validation": {"temperature": temperature}}
     folder.mkdir(parents=True)
     save_file(draft_model.state_dict(), folder / "model.safetensors")
@@ -173,7 +167,7 @@ FAMILIES = {
     "GPTNeoXForCausalLM": {},
     "OPTForCausalLM": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
-made = lru_cache(maxsize=None)(lambda name: family(name, **FAMILIES[name]))
+made = lru_cache(maxsize=None)(lambda name: tiny(name, **FAMILIES[name]))
 
 def refused(capsys, argv, words, main):
     """One sentence with these words, and exit status 2."""

@@ -7,7 +7,7 @@ import random
 from functools import cache, partial
 
 import pytest
-from conftest import CONTEXT, VOCAB, family, noisy, random_drafter, shared
+from conftest import CONTEXT, VOCAB, noisy, random_drafter, shared, tiny
 
 import cape
 import cascade
@@ -134,7 +134,7 @@ def test_what_is_refused_is_a_sentence():
     with pytest.raises(ValueError, match="copies"):
         together = batch.BatchGlide(fresh("glide", "llama"))
         batch.generate(target, together, pct.pct, [[1, 2], [2]])
-    gpt2 = AnyTarget(family("GPT2LMHeadModel"))
+    gpt2 = AnyTarget(tiny("GPT2LMHeadModel"))
     outputs = batch.generate(gpt2, None, verify.root_only, [[1], [2, 3]], 5)
     alone = verify.generate(gpt2, None, verify.root_only, [2, 3], 5)
     assert outputs[1].tokens == alone.tokens

@@ -20,8 +20,7 @@ from functools import cache, partial
 import pytest
 import torch
 from conftest import (
-    CLASSES, ROOT, assert_plain, family, noisy, plain, random_drafter, relative, shared,
-    target_of)
+    CLASSES, ROOT, assert_plain, noisy, plain, random_drafter, relative, shared, target_of, tiny)
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, DynamicCache
 
 import cape
@@ -387,7 +386,7 @@ def test_an_encoder_decoder_is_lossless():
 
 def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds():
     """GPT-2, whose table of positions ends: up to its last one, and the last token is not read."""
-    model = family("GPT2LMHeadModel", max_position_embeddings=16, num_hidden_layers=2)
+    model = tiny("GPT2LMHeadModel", max_position_embeddings=16, num_hidden_layers=2)
 
     def build(expand, root):
         """Ask nobody, and propose five tokens of the text, also beyond its limit."""
