@@ -53,15 +53,15 @@ def template_of(name, tokenizer, arguments=None):
     """
     arguments = parsed(arguments or "{}")
     if not isinstance(arguments, dict):
-        raise UserError("--template-args is no JSON object: give one as "
-                        "'{\"enable_thinking\": false}'")
-    if name in TEMPLATES:
-        return Template(TEMPLATES[name], arguments)
+        raise UserError("--template-args is no JSON object, as '{\"enable_thinking\": false}' is")
     try:
-        if name is not None:
-            return Template(Path(name).read_text(encoding="utf-8-sig"), arguments)
-        own = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
-        return Template(own, arguments)
+        if name in TEMPLATES:
+            source = TEMPLATES[name]
+        elif name is not None:
+            source = Path(name).read_text(encoding="utf-8-sig")
+        else:
+            source = tokenizer.get_chat_template() if tokenizer.chat_template else QUESTION
+        return Template(source, arguments)
     except (OSError, ValueError) as why:                 # ValueError: several, and no default
         raise UserError(f"--template {name or 'is missing'} ({first_line(why)}): choose "
                         f"{' or '.join(TEMPLATES)}, or name a file with a Jinja template") from None
@@ -69,17 +69,14 @@ def template_of(name, tokenizer, arguments=None):
 def not_read(document, template):
     """The fields of a Document that its turns do not have and the template does not read -> set"""
     known = {*document.form.split(" + "), *KINDS, "held_out"}
-    beside = set(document.row) - known
-    passed = {"tools"} & beside
-    for turn in document.turns:
-        passed.update(turn.more)
-    unread = {name for name in passed if not re.search(rf"\b{re.escape(name)}\b", template.source)}
-    return beside - {"tools"} | unread
+    passed = {name for turn in document.turns for name in turn.more} | {"tools"} & set(document.row)
+    read = {name for name in passed if re.search(rf"\b{re.escape(name)}\b", template.source)}
+    return {*document.row, *passed} - known - read
 
 def chat_text(turns, tokenizer, template, tools=None, ask=False):
-    """The turns of a chat as text.  ask: end where the assistant's next answer begins.
+    """The turns of a chat as text; LeftOut where the template does not take them.
 
-    LeftOut where the template does not take them.
+    ask: end where the assistant's next answer begins.
     """
     messages = [{**turn.more, "role": turn.role, "content": turn.content} for turn in turns]
     tools = json.loads(tools) if isinstance(tools, str) else tools
@@ -93,31 +90,29 @@ def chat_text(turns, tokenizer, template, tools=None, ask=False):
 # ---------------------------------------------------------------- documents -> token ids
 def answer_in(chat, tokenizer, template, tools):
     """A chat that ends with an answer -> (text, (start, end) of the answer in it)"""
-    def text_of(*more, ask=False):
-        return chat_text([*turns, *more], tokenizer, template, tools, ask)
-    turns = chat[:-1]
-    before, text = text_of(ask=True), text_of(chat[-1])
-    # Some templates ask with the beginning of a thought, which this answer may not have.
-    start = len(commonprefix((before, text)))
-    end = len(text)
+    def text_of(turns, ask=False):
+        return chat_text(turns, tokenizer, template, tools, ask)
     eos = tokenizer.eos_token
-    always_asks = text == text_of(chat[-1], ask=True)
-    if always_asks or eos and eos not in text[start:]:
-        # The template may always end with the next answer's beginning, which is no part of this
-        # one, or end no last turn: what it writes before a next question tells.
-        try:
-            followed = text_of(chat[-1], Turn("user", "?", False))
-        except LeftOut:
-            return text, (start, end)
-        common = len(commonprefix((text, followed)))
-        if always_asks:
-            end = max(start, common)
-            ends_at = text.find(eos, start, end) if eos else -1
-            end = ends_at + len(eos) if ends_at >= 0 else end
-        elif common == end and followed[end:].lstrip().startswith(eos):
-            end = followed.index(eos, end) + len(eos)
-            text = followed[:end]
-    return text[:end] if always_asks else text, (start, end)
+    before, text = text_of(chat[:-1], ask=True), text_of(chat)
+    # Some templates ask with the beginning of a thought, which this answer may not have.
+    start, end = len(commonprefix((before, text))), len(text)
+    always_asks = text == text_of(chat, ask=True)
+    if not always_asks and (not eos or eos in text[start:]):
+        return text, (start, end)
+    # The template always ends with the next answer's beginning, which is no part of this one, or
+    # it may not end a last turn: what it writes before a next question tells.
+    try:
+        followed = text_of([*chat, Turn("user", "?", False)])
+    except LeftOut:
+        return text, (start, end)
+    common = len(commonprefix((text, followed)))
+    if always_asks:
+        end = max(start, common)
+    ends_at = followed.find(eos, start) if eos else -1
+    if ends_at >= 0 and common >= end and not followed[end:ends_at].strip():
+        end = ends_at + len(eos)
+        text = followed
+    return text[:end], (start, end)
 
 def answers_in(chat, tokenizer, template, tools):
     """A chat -> [(text, [(start, end)])]: texts to learn from, and where in them answers stand.
@@ -170,16 +165,6 @@ def encode_text(turns, tokenizer):
     end = tokenizer.eos_token_id
     return ids if end is None else [*ids, end]
 
-def encode_chat(turns, tokenizer, template, tools):
-    """A chat -> a list of arrays of token ids"""
-    parts = []
-    for text, spans in answers_in(turns, tokenizer, template, tools):
-        # The template has written what a tokenizer puts before a text.
-        encoded = tokenizer(text, add_special_tokens=False, verbose=False,
-                            return_offsets_mapping=True)
-        parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
-    return parts
-
 def encode(document, tokenizer, template):
     """A text.Document -> its token ids, int32, in a list of arrays (n,): mostly one.
 
@@ -196,7 +181,12 @@ def encode(document, tokenizer, template):
     elif turns[0].role == "text":
         parts = [encode_text(turns, tokenizer)]
     else:
-        parts = encode_chat(turns, tokenizer, template, document.row.get("tools"))
+        parts = []
+        for text, spans in answers_in(turns, tokenizer, template, document.row.get("tools")):
+            # The template has written what a tokenizer puts before a text.
+            encoded = tokenizer(text, add_special_tokens=False, verbose=False,
+                                return_offsets_mapping=True)
+            parts.append(only_answers(encoded["input_ids"], encoded["offset_mapping"], spans))
     # The first token of a document is no label: nothing predicts it.
     parts = [np.array(ids, "i4") for ids in parts if (np.array(ids[1:]) >= 0).any()]
     if not parts:
@@ -205,10 +195,7 @@ def encode(document, tokenizer, template):
 
 # ---------------------------------------------------------------- prompts
 def prompt_ids(turns, tokenizer, template, tools=None):
-    """The turns up to a question -> list of token ids, which end where the answer begins.
-
-    LeftOut where the template does not take them.
-    """
+    """The turns up to a question -> list of token ids, which end where the answer begins."""
     if turns[0].role == "ids":
         return [i for turn in turns for i in turn.content]
     if turns[0].role == "text":

@@ -1,10 +1,10 @@
 """User-supplied files and folders: which files they are, and the rows that each of them holds.
 
-    files_of(paths, flag)      (file, the path that was given) for each file
+    files_of(paths, flag)      (file, whether it was named itself) for each file
     rows_of(file)              (number, row) for each of its rows
 
-A file is JSON lines, a JSON value, or text in UTF-8, which is one row; it may be a pipe, and
-compressed by gzip.  It is JSON where its name says so, or where it begins with a JSON object.
+A file is JSON lines, a JSON value, or text in UTF-8, which is one row, compressed by gzip or not.
+It is JSON where its name says so, or where it begins with a JSON object.
 """
 import gzip
 import json
@@ -17,38 +17,25 @@ from runtime.program import first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
 NAMES = (*JSON, ".txt")                                  # the files of a folder that are read
-# What to do with files of other formats, by the ends of their names and by their first bytes
+# What to do with files of other formats, by the ends of their names
 TABLE = "make JSON lines of it, by pandas' to_json(orient='records', lines=True) for example"
 OTHERS = dict.fromkeys((".csv", ".tsv", ".xlsx", ".parquet", ".feather", ".arrow"), TABLE)
 OTHERS |= dict.fromkeys((".zip", ".tar", ".tgz", ".bz2", ".xz", ".zst"), "unpack it first")
-BYTES = {
-    b"\xff\xfe": "it is UTF-16: turn it into UTF-8",
-    b"\xfe\xff": "it is UTF-16: turn it into UTF-8",
-    b"BZh": "it is packed by bzip2: unpack it",
-    b"\xfd7zXZ": "it is packed by xz: unpack it",
-    b"\x28\xb5\x2f\xfd": "it is packed by zstd: unpack it",
-    b"PK\x03\x04": "it is packed by zip: unpack it",
-}
 
 # ---------------------------------------------------------------- which files
-def files_in(folder, above=()):
-    """Yield the files of a folder and of all folders in it, sorted, without hidden ones."""
-    real = os.path.realpath(folder)
-    for path in sorted(Path(folder).iterdir()) if real not in above else ():
-        if path.name.startswith("."):
-            continue
-        if path.is_dir():
-            yield from files_in(path, (*above, real))    # above: a link may lead back
-        else:
-            yield path
-
 def files_of(paths, flag):
-    """Yield (file, the path that was given) for files and folders.  flag: what gave them."""
+    """Yield (file, is_named) for files, which are named, and for those in folders.
+
+    Of a folder hidden files are left out.  flag: what gave the paths, for the error.
+    """
     for given in map(str, paths):
         if given and os.path.isdir(given):
-            yield from ((file, given) for file in files_in(given))
+            for path in sorted(Path(given).rglob("*")):
+                inner = path.relative_to(given)
+                if path.is_file() and not any(name.startswith(".") for name in inner.parts):
+                    yield path, False
         elif given and os.path.exists(given):            # a file, or a pipe
-            yield Path(given), given
+            yield Path(given), True
         else:
             raise UserError(f"{flag}: {given or 'an empty name'} does not exist: name files or "
                             "folders")
@@ -69,15 +56,11 @@ def lines_of(path):
     number = 0
     try:
         with open(path, "rb") as stored:
-            first = stored.peek(8)
-            for begin, why in BYTES.items():
-                if first.startswith(begin):
-                    raise ValueError(why)
-            zipped = path.suffix.lower() == ".gz" or first[:2] == b"\x1f\x8b"
+            zipped = path.suffix.lower() == ".gz" or stored.peek(2)[:2] == b"\x1f\x8b"
             file = gzip.open(stored) if zipped else stored
             for number, line in enumerate(file, 1):
                 if b"\0" in line:
-                    raise ValueError("it holds NUL bytes")
+                    raise ValueError("it holds NUL bytes: turn UTF-16 into UTF-8")
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
     except (OSError, EOFError, ValueError, zlib.error) as why:
         raise unreadable(path, max(number, 1), first_line(why)) from None
@@ -105,8 +88,7 @@ def rows_of(path):
     suffix = suffix_of(path)
     if suffix in OTHERS:
         raise UserError(f"{path} is neither text nor JSON lines: {OTHERS[suffix]}")
-    lines = lines_of(path)
-    head = ""
+    lines, head = lines_of(path), ""
     for number, line in lines:
         head += line
         if line.strip():

@@ -10,17 +10,16 @@ A row is read by the names of its fields, in any case.  The first line of this t
 taken; null, "" and [] count as absent:
 
     the row has                     it becomes
-    one of CHATS                    a chat: a list of turns, each with a role and a content; below
-                                    the pairs, so is any field that holds such a list
-    ids; or prompt and answer,      token ids.  Learned are those that labels (-100: not) or a mask
-      lists of token ids            say, or all; of prompt and answer, the answer alone
-    prompt, and completion or       a text; what goes on after the prompt is learned
-      canonical_solution
+    one of CHATS                    a chat: a list of turns, each with a role and a content
+    prompt and answer, lists of     token ids, of which the answer is learned
+      token ids
+    prompt and a CONTINUATION       a text; what goes on after the prompt is learned
     one of QUESTIONS and one of     a chat of two turns: the question, with a field of CONTEXTS
       ANSWERS                       below it, and the answer.  `history` stands before it
+    any field with such a list      a chat
     one of TEXTS                    a text, which is learned
     one of QUESTIONS alone          a prompt: it is asked, but nothing can be learned
-    input_ids                       as ids
+    one of IDS                      token ids; learned are those that one of MASKS says, or all
 
 Of a chat the answers are learned.  A field of SYSTEM begins it.  Only strings, numbers and lists of
 text parts are text.  A row that is not understood is left out with its reason, never in silence.
@@ -41,25 +40,24 @@ ANSWERS = ("output", "response", "solution", "answer", "answers", "completion",
 CONTINUATIONS = ("completion", "canonical_solution")     # they go on with a prompt
 TEXTS = ("text", "content", "code")
 SYSTEM = ("system", "system_prompt", "system_message")
-MASKS = ("loss_mask", "completion_mask", "assistant_masks")      # of token ids: 1 is learned
+IDS = ("ids", "input_ids")
+# Of token ids, which of them are learned: labels are -100 where they are not, masks are 0
+MASKS = ("labels", "loss_mask", "completion_mask", "assistant_masks")
 KINDS = ("group", "category", "source")                  # the kind of text that a row is
 
 # Of a message of a chat
 ROLE = ("role", "from")
 CONTENT = ("content", "value", "text", "parts")
-ROLES = {
-    "user": ("user", "human", "prompter"),
-    "assistant": ("assistant", "gpt", "model", "bing", "chatgpt", "bot"),
-    "system": ("system", "developer"),
-    "tool": ("tool", "function", "observation"),
-}
+ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "model": "assistant",
+         "bing": "assistant", "chatgpt": "assistant", "bot": "assistant", "developer": "system",
+         "function": "tool", "observation": "tool"}
+ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
 CALLS = ("tool_calls", "function_call")
-LEARNED = ("weight", "loss", "loss_mask", "loss_weight", "train", "training", "trainable",
-           "learn")                                      # 0 or false: an answer is not learned
+LEARNED = ("weight", "loss", "loss_mask", "train", "trainable")      # off: it is not learned
+OFF = ("0", "0.0", "-1", "false", "no", "off")           # a flag that says no, as a string
 TEXT_PARTS = ("text", "input_text", "output_text")       # types of the parts of a content
 
 HELD_OUT = 50                                            # every fiftieth row is held out
-MOST_KINDS = 50
 
 # role: user, assistant, system or tool in a chat; else "text" or "ids".  content: a string, or a
 # list of token ids.  learned: whether its tokens are labels.  more: other fields of a message, for
@@ -83,8 +81,7 @@ def lowered(row):
     found = {}
     for name in sorted(row, key=lambda name: name != name.lower()):
         value = row[name]
-        is_blank = isinstance(value, str) and not value.strip()
-        if not is_blank and value is not None and value != []:
+        if (value.strip() if isinstance(value, str) else value) not in (None, "", []):
             found[name if name.lower() in found else name.lower()] = value
     return found
 
@@ -112,12 +109,8 @@ def are_ids(value):
     return isinstance(value, list) and all(type(i) is int and 0 <= i < 2 ** 31 for i in value)
 
 def is_off(value):
-    """Whether a flag says no: 0 or less, false, or a word for it."""
-    said = str(value).strip().lower()
-    try:
-        return float(said) <= 0
-    except ValueError:
-        return said in ("false", "no", "off")
+    """Whether a flag says no, as a number, a boolean or a string."""
+    return str(value).strip().lower() in OFF
 
 def is_chat(value):
     """Whether a value is a list of turns, dicts with a role, or one turn."""
@@ -128,7 +121,7 @@ def is_chat(value):
 def turn_of(message):
     """A message of a chat, with its keys in lower case -> Turn.  A call of a tool has no content"""
     said = message[first_of(ROLE, message)]
-    role = next((role for role, names in ROLES.items() if str(said).strip().lower() in names), None)
+    role = ROLES.get(str(said).strip().lower())
     if role is None:
         raise LeftOut(f"a role is unknown: {said}")
     field = first_of(CONTENT, message)
@@ -158,8 +151,6 @@ def turns_of(row, name):
             turns.append(turn_of(one))
         elif first_of(QUESTIONS, one):
             turns += pair_in(one)[1]
-            if turns[-1].role != "assistant":
-                turns.append(Turn("assistant", "", True))
         else:
             raise LeftOut(f"{name} has turns without a role")
     return turns
@@ -190,17 +181,15 @@ def pair_in(row):
 
 def ids_in(row, name):
     """Token ids, with labels or a mask if there are any -> names of the fields read, [Turn]"""
-    ids, mask = row[name], first_of(("labels", *MASKS), row)
+    ids = row[name]
+    mask = next((mask for mask in MASKS if isinstance(row.get(mask), list)), None)
     if mask is None:
         return [name], [Turn("ids", ids, True)]
     marks = row[mask]
-    if not isinstance(marks, list) or len(marks) != len(ids):
-        raise LeftOut(f"{mask} has another length than {name}")
-    learned = [bool(mark) for mark in marks]
-    if mask == "labels":
-        learned = [mark != -100 for mark in marks]
-        if any(mark not in (-100, token) for mark, token in zip(marks, ids)):
-            raise LeftOut("its labels are other tokens than its ids")
+    learned = [mark != -100 if mask == "labels" else bool(mark) for mark in marks]
+    others = any(mark not in (-100, token) for mark, token in zip(marks, ids))
+    if len(marks) != len(ids) or mask == "labels" and others:
+        raise LeftOut(f"{mask} are of other tokens than {name}")
     turns = []
     for is_label, run in groupby(zip(learned, ids), key=lambda pair: pair[0]):
         turns.append(Turn("ids", [token for _, token in run], is_label))
@@ -213,8 +202,6 @@ def turns_in(row):
     more = first_of(CONTINUATIONS, row)
     if chat:
         return [chat], turns_of(row, chat)
-    if are_ids(row.get("ids")):
-        return ids_in(row, "ids")
     if are_ids(row.get("prompt")) and are_ids(row.get("answer", [])):
         learned = Turn("ids", row.get("answer", []), True)
         return ["prompt", "answer"], [Turn("ids", row["prompt"], False), learned]
@@ -234,8 +221,9 @@ def turns_in(row):
         return ["prompt"], [Turn("text", row["prompt"], False)]
     if question:
         return pair_in(row)
-    if are_ids(row.get("input_ids")):
-        return ids_in(row, "input_ids")
+    for name in IDS:
+        if are_ids(row.get(name)):
+            return ids_in(row, name)
     if not row:
         raise LeftOut("it is empty, or has no fields")
     raise LeftOut("no known field holds a text or a question: " + ", ".join(list(row)[:8]))
@@ -259,12 +247,10 @@ def document_of(row, place, kind, number):
     row = {"text": row} if isinstance(row, str) else row
     row = {"messages": row} if isinstance(row, list) and is_chat(row) else row
     row = lowered(row) if isinstance(row, dict) else {}
-    held_out = row.get("held_out", number % HELD_OUT == 0)
+    held_out = not is_off(row.get("held_out", number % HELD_OUT == 0))
     try:
-        if held_out not in (True, False):
-            raise LeftOut("held_out is neither true nor false")
-        if isinstance(row.get(first_of(KINDS, row)), (str, int)):
-            kind = string_of(row, first_of(KINDS, row))
+        named = row.get(first_of(KINDS, row))
+        kind = str(named) if isinstance(named, (str, int)) else kind
         fields, turns = turns_in(row)
         form = " + ".join(fields)
         if turns[0].role not in ("text", "ids"):
@@ -282,11 +268,10 @@ def document_of(row, place, kind, number):
 def documents(paths, flag="--data"):
     """Yield a Document for each row of files and folders.  flag: what gave them."""
     number = 0
-    for path, given in files_of(paths, flag):
+    for path, is_named in files_of(paths, flag):
         kind = path.name.partition(".")[0]
-        if str(path) != given and suffix_of(path) not in NAMES:
-            why = (f"of a folder only {', '.join(NAMES)} are read, of others name each file to see "
-                   "how it becomes rows")
+        if not is_named and suffix_of(path) not in NAMES:
+            why = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
             yield Document(str(path), kind, False, "", [], None, why, {})
             continue
         for line, value in rows_of(path):
@@ -295,25 +280,13 @@ def documents(paths, flag="--data"):
                 number += 1
                 yield document_of(row, f"row {place} of {path}", kind, number)
 
-def names_of(kinds):
-    """The kinds of text of some documents -> {kind: its name}.
-
-    Where there are more than MOST_KINDS, say another address as the source of each row, all are
-    called "text".
-    """
-    names = {kind: kind for kind in kinds}
-    return names if len(names) <= MOST_KINDS else dict.fromkeys(names, "text")
-
 # ---------------------------------------------------------------- rows as prompts
 def prompt_rows(paths):
     """All rows of files of prompts, balanced by kind -> [(kind, Document)]"""
-    found = list(documents(paths, "--prompts"))
-    names = names_of(document.kind for document in found)
     count, rows = Counter(), []
-    for document in found:
-        kind = names[document.kind]
-        count[kind] += 1
-        rows.append((count[kind], kind, document))
+    for document in documents(paths, "--prompts"):
+        count[document.kind] += 1
+        rows.append((count[document.kind], document.kind, document))
     # The first row of each kind, then the second of each, and so on
     rows.sort(key=lambda row: row[0])
     return [row[1:] for row in rows]

@@ -3,21 +3,18 @@
 The tables below are the specification: what a file holds, and the documents that are learned from
 it, with their labels between brackets, or why it is left out, or the sentence that refuses it.
 """
-import bz2
 import copy
 import gzip
 import io
 import json
-import os
 import sys
-import threading
 
 import numpy as np
 import pytest
 from helpers import tokenizer_of, write_rows
 from tokenizers.processors import TemplateProcessing
 
-from runtime import chats, files, text
+from runtime import chats, text
 from runtime.errors import UserError
 from training import documents, prepare
 
@@ -59,43 +56,33 @@ U, A = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 QA = "<user>q|<assistant>⟦a|⟧"
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}
 PARTS = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-IMAGE = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "x"}}]
 # A row -> what is learned from it; or, after "left out", words of the reason
 ROWS = [
     # chats
     (chat("q", "a"), QA),
     ({"conversations": turns("q", "a", role="from", content="value", names=("human", "gpt"))}, QA),
     ({"Messages": turns("q", "a", names=("User", "MODEL"))}, QA),
-    ([U, A], QA),
     ({"messages": json.dumps([U, A])}, QA),
     ({"messages": [{"from": None, "value": None, **turn} for turn in (U, A)]}, QA),
     ({"conversation": [{"human": "q", "assistant": "a"}]}, QA),
-    ({"messages": [U, A], "text": "other"}, QA),
     (chat("q", "a", "b", "c"), "<user>q|<assistant>⟦a|⟧<user>b|<assistant>⟦c|⟧"),
     ({"system": "s", "conversations": [U, A]}, "<system>s|" + QA),
     ({"messages": [{"role": "system", "content": None}, U, A]}, QA),
     ({"messages": [{"role": "critic", "content": "x"}, U, A]}, "left out: a role is unknown: crit"),
     ({"messages": "hi"}, "left out: messages is a string, and no list of turns"),
-    ({"items": [U, A]}, QA),
     ({"contents": [{"role": "user", "parts": [{"text": "q"}]},
                    {"role": "model", "parts": [{"text": "a"}]}]}, QA),
-    ({"messages": ["q", "a"]}, "left out: messages has turns without a role"),
     ({"conversations": []}, "left out: it is empty, or has no fields"),
     (U, "left out: it is a single message"),
     # which answers are learned
-    ({"messages": [U, {**A, "weight": 0}, U, {**A, "loss": False}, U, {**A, "weight": 1}]},
-     "<user>q|<assistant>a|<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
-    ({"messages": [U, {**A, "weight": 0}]}, "left out: no answer to learn is in messages"),
-    ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
-    ({"turns": ["q", "more"]}, "left out: no answer to learn is in turns"),
+    ({"messages": [U, {**A, "weight": 0}, U, {**A, "weight": "1.0", "train": "yes"}]},
+     "<user>q|<assistant>a|<user>q|<assistant>⟦a|⟧"),
     *[({"messages": [U, {**A, name: value}]}, "left out: no answer to learn is in messages")
-      for name, value in (("weight", "0"), ("weight", -1), ("train", "False"), ("loss_mask", 0),
-                          ("trainable", "no"))],
-    ({"messages": [U, {**A, "weight": "1.0", "train": "yes"}]}, QA),
+      for name, value in (("weight", -1), ("train", "False"), ("loss_mask", 0))],
+    ({"messages": [{"role": "system", "content": "s"}, A, U, A]}, "<system>s|" + QA),
     # contents
     (chat("q", False), "<user>q|<assistant>⟦false|⟧"),
     (chat("q", PARTS), "<user>q|<assistant>⟦ab|⟧"),
-    (chat("q", IMAGE), "left out: content has a part of type image_url"),
     (chat("q", [{"type": "reasoning_text", "text": "r"}, *PARTS]),
      "left out: content has a part of type reasoning_text"),
     (chat("q", {"a": 1}), "left out: content is a dict, and no text"),
@@ -112,15 +99,12 @@ ROWS = [
      "<system>s|" + QA),                                                                    # Alpaca
     ({"instruction": "q", "output": "a", "history": [["b", "c"]]},
      "<user>b|<assistant>⟦c|⟧" + QA),
-    ({"prompt": "q", "response": "a"}, QA),
     ({"prompt": "q", "chosen": [U, A], "rejected": [U, A]}, QA),
     ({"chosen": [U, A], "rejected": [U, A]}, QA),
     ({"prompt": [U], "completion": [A]}, QA),
     ({"text": "q", "code": "a", "task_id": 1}, QA),                                          # MBPP
-    ({"system_prompt": "s", "question": "q", "response": "a"}, "<system>s|" + QA),           # Orca
     ({"problem": "q", "solution": "a", "answer": "42"}, QA),                                 # MATH
     ({"Question": "q", "Answer": 42}, "<user>q|<assistant>⟦42|⟧"),                          # GSM8K
-    ({"question": "q", "answer": ["a"]}, "left out: answer is a list, and no text"),
     ({"question": "q", "reply_text": "a"}, "left out: no answer to learn is in question (its fiel"),
     ({"prompt": "q"}, "left out: no answer to learn is in prompt"),
     # texts and token ids
@@ -129,17 +113,14 @@ ROWS = [
     ({"text": "a text</s>"}, "⟦a text</s>⟧"),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, "def f():\n⟦  pass</s>⟧"),
     ({"prompt": [7, 8], "answer": [9, 10]}, "'(⟦)*⟧"),
-    ({"ids": [7, 8]}, "⟦'(⟧"),
     ({"input_ids": [7, 8, 9], "labels": [-100, 8, -100]}, "'⟦(⟧)"),
     ({"input_ids": [7, 8], "text": "a text"}, "⟦a text</s>⟧"),
     ({"ids": [7, 8, 9], "completion_mask": [0, 0, 1]}, "'(⟦)⟧"),
-    ({"ids": [7, 8], "labels": [7, 9]}, "left out: its labels are other tokens than its ids"),
-    ({"ids": [7, 8], "labels": [7]}, "left out: labels has another length than ids"),
+    ({"ids": [7, 8], "labels": [7, 9]}, "left out: labels are of other tokens than ids"),
+    ({"ids": [7, 8], "labels": [7]}, "left out: labels are of other tokens than ids"),
     ({"ids": [-1]}, "left out: no known field holds a text or a question: ids"),
     ({"ids": [5]}, "left out: it has a single token"),
     ({"text": " "}, "left out: it is empty"),
-    # flags
-    ({"text": "a text", "held_out": "false"}, "left out: held_out is neither true nor false"),
 ]
 
 @pytest.mark.parametrize("row, expected", ROWS, ids=lambda value: str(value)[:60])
@@ -161,28 +142,21 @@ BOM = "\ufeff"
 FILES = [
     ("x.JSONL", LINES.replace("\n", "\r\n"), MARKED),
     ("x.jl", BOM + LINES, MARKED),
-    ("x.json", LINES, MARKED),
     ("x.json", json.dumps(TWO, indent=1), MARKED),
-    ("x.json", json.dumps(TWO[0], indent=1), MARKED[:1]),
     ("x.json", json.dumps([U, A]), [PLAIN]),
     ("x.jsonl.gz", gzip.compress(LINES.encode()), MARKED),
     ("x.jsonl", '"a"\n\n"b\u2028c"\n', MARKED),
     ("x.jsonl", json.dumps([U, A]) + "\n" + json.dumps([U, A]), [PLAIN] * 2),
     ("x.txt", BOM + "\na text\n", ["⟦\na text\n</s>⟧"]),
-    ("x.txt", LINES, MARKED),
     ("x", "[1] a text", ["⟦[1] a text</s>⟧"]),
     ("x.txt", "", "it is empty"),
+    ("x.jsonl", "\n", "holds no text to learn from: the files hold no rows"),
     ("x.csv", "q,a\n", "make JSON lines of it, by pandas"),
     ("x.tar.gz", b"", "unpack it first"),
-    ("x.jsonl.xz", b"", "unpack it first"),
-    ("x.jsonl", bz2.compress(b"{}"), "it is packed by bzip2"),
-    ("x.txt", LINES.encode("utf-16"), "it is UTF-16"),
+    ("x.txt", LINES.encode("utf-16"), "it holds NUL bytes: turn UTF-16 into UTF-8"),
     ("x.jsonl", LINES + "{", "line 3 of .*x.jsonl cannot be read as text or JSON lines"),
     ("x.json", '[\n{"a": 1},\n{"b"}]', "line 3 of .*x.json cannot be read"),
-    ("x.jsonl", "[" * 99999, "line 1 of .* cannot be read"),
     ("x.txt", "a\nb\xff".encode("latin-1"), "line 2 of .*x.txt cannot be read"),
-    ("x.txt", b"a\0b", "it holds NUL bytes"),
-    ("x.gz", b"no gzip", "cannot be read"),
     ("x.jsonl.gz", gzip.compress(LINES.encode())[:-9], "cannot be read"),
 ]
 
@@ -197,39 +171,17 @@ def test_what_is_learned_from_a_file(tokenizer, tmp_path, name, content, expecte
         assert learned(tokenizer, "plain", path)[0] == expected
 
 def test_of_a_folder_only_json_and_text_is_read(tokenizer, tmp_path):
-    """The rest is named.  Hidden files are left out, linked folders are read, a circle ends."""
+    """Other files are named in the report; hidden ones are left out."""
     top = tmp_path / "data"
-    names = ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "README.md", "d/x.csv", "a.txt~")
-    for name in names:
+    for name in ("b.txt", "a.TXT", ".c.txt", "d/e.txt", ".git/f.txt", "README.md", "d/x.csv"):
         (top / name).parent.mkdir(parents=True, exist_ok=True)
         (top / name).write_text(name)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "z.txt").write_text("linked")
-    (top / "linked").symlink_to(tmp_path / "elsewhere")
-    (top / "d" / "up").symlink_to(top)
     found, report = learned(tokenizer, None, top)
-    assert found == [f"⟦{name}</s>⟧" for name in ("a.TXT", "b.txt", "d/e.txt", "linked")]
-    assert "3 left out: of a folder only .json" in report and "README.md" in report
+    assert found == [f"⟦{name}</s>⟧" for name in ("a.TXT", "b.txt", "d/e.txt")]
+    assert "2 left out: of a folder only .json" in report and "README.md" in report
     for path, words in (("", "an empty name"), (tmp_path / "no", "does not exist")):
         with pytest.raises(UserError, match=f"--data: .*{words}"):
             list(text.documents([path]))
-
-def test_a_pipe_is_read(tokenizer, tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(LINES,))
-    writer.start()
-    found, _ = learned(tokenizer, None, tmp_path / "pipe")
-    writer.join()
-    assert found == MARKED
-
-def test_the_kind_of_a_text(tmp_path):
-    """group, category or source, or the file's name; all are one kind where there are too many."""
-    rows = [{"text": "aa", "group": "all"}, {"text": "aa", "source": 3}, {"text": "aa"},
-            {"text": "aa", "source": {"a": 1}}]
-    path = write_rows(tmp_path / "x.y.jsonl", rows)
-    found = [document.kind for document in text.documents([path])]
-    assert found == ["all", "3", "x", "x"] and text.names_of(found)["3"] == "3"
-    assert set(text.names_of(range(51)).values()) == {"text"}
 
 # ---------------------------------------------------------------- templates and labels
 # As Qwen3's: an assistant's thoughts are written for the last turn only.
@@ -244,8 +196,7 @@ ALWAYS_ASKS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or "
                      "add_generation_prompt %}</s>{% endif %}{% endfor %}"
                      "{% if add_generation_prompt %}<assistant>{% endif %}")
-REFUSES = ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-           + TAGS)
+REFUSES = "{{ raise_exception('no dialogues') }}"
 FOUR = turns("add a", "a + b", "return", "return b")
 LABELS = [
     ("question", FOUR, ["Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
@@ -259,7 +210,7 @@ LABELS = [
     (ENDS_NO_LAST_TURN, FOUR, ["<user>add a</s><assistant>⟦a + b</s>⟧",
                                "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
                                "⟦return b</s>⟧"]),
-    (REFUSES, [{"role": "system", "content": "s"}, U, A], "the chat template refuses it (no syst"),
+    (REFUSES, [U, A], "the chat template refuses it (no dialogue"),
     ("{% for %}", [U, A], "the chat template refuses it"),
     ("{{ x }}", [U, A], "an answer that the template does not write"),
 ]
@@ -302,7 +253,8 @@ def test_a_text_begins_and_ends_once_and_a_prompt_does_not_end(tokenizer, tmp_pa
     template = chats.template_of(None, own)
     prompts = [chats.prompt_ids(text.questions_of(document)[0], own, template)
                for document in text.documents([path])]
-    assert list(map(own.decode, prompts)) == ["</s>a b", "</s>a b", "</s>a", "</s><user>q|<assistant>"]
+    asked = ["</s>a b", "</s>a b", "</s>a", "</s><user>q|<assistant>"]
+    assert list(map(own.decode, prompts)) == asked
 
 def test_templates_by_name(tokenizer, tmp_path):
     own = copy.deepcopy(tokenizer)
@@ -345,24 +297,17 @@ def test_labels_are_found_by_the_ends_of_tokens():
     offsets = [(0, 0), (0, 4), (4, 6), (6, 9), (0, 0), (9, 12)]
     found = chats.only_answers(range(6), offsets, [(5, 9)])
     assert np.array_equal(found, [~0, ~1, 2, 3, 4, ~5])
-    assert files.suffix_of(files.Path("a/b.JSONL.GZ")) == ".jsonl"
-
-    class Slow:                                            # it does not give offsets
-        is_fast = False
-    with pytest.raises(UserError, match="Slow does not say where"):
-        list(documents.encoded([], Slow(), TAGS, 300, documents.Report()))
 
 # ---------------------------------------------------------------- prompts
 def test_prompts_are_balanced_by_kind(tmp_path):
-    rows = [{"text": f"{kind}{i}", "group": kind} for kind, n in (("a", 4), ("b", 2))
-            for i in range(n)]
-    paths = [write_rows(tmp_path / "x.jsonl", rows),
-             write_rows(tmp_path / "c.jsonl", [{"text": "c0"}])]
-    found = text.prompt_rows(paths)
+    """The kind is group, category or source, or the file's name."""
+    rows = [{"text": "a0", "group": "a"}, {"text": "a1", "category": "a"}, {"text": "x0"},
+            {"text": "30", "source": 3}, {"text": "a2", "group": "a"}, {"text": "x1", "source": {}}]
+    path = write_rows(tmp_path / "x.y.jsonl", rows)
+    found = text.prompt_rows([path])
     asked = [(kind, document.turns[0].content) for kind, document in found]
-    assert asked == [("a", "a0"), ("b", "b0"), ("c", "c0"), ("a", "a1"), ("b", "b1"), ("a", "a2"),
-                     ("a", "a3")]
-    assert found[1][1].place == f"row 5 of {tmp_path / 'x.jsonl'}"
+    assert asked == [("a", "a0"), ("x", "x0"), ("3", "30"), ("a", "a1"), ("x", "x1"), ("a", "a2")]
+    assert found[1][1].place == f"row 3 of {path}"
 
 # A row -> its questions, each after what comes before it; or words of the reason
 QUESTIONS = [
@@ -371,11 +316,8 @@ QUESTIONS = [
     ({"messages": FOUR}, ["<user>add a|<assistant>",
                           "<user>add a|<assistant>a + b|<user>return|<assistant>"]),
     ({"system": "s", "question": "q"}, ["<system>s|<user>q|<assistant>"]),
-    ({"prompt": [U], "completion": [A]}, ["<user>q|<assistant>"]),
     ({"prompt": "def f():\n", "canonical_solution": "  pass"}, ["def f():\n"]),
     ({"prompt": "a"}, ["a"]),
-    ({"text": "a b"}, ["a b"]),
-    ({"prompt": [7, 8], "answer": [9]}, ["'("]),
     ({"ids": [7, 8, 9, 10], "labels": [-100, 8, -100, 10]}, ["'"]),
     ({"messages": [A]}, "no question is in messages"),
     ({"body": "x"}, "no known field"),
@@ -438,14 +380,11 @@ def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, monkeypat
         out = written.getvalue().decode(encoding)
         shown = [f"{begin}def add{i}</s>{end}" in out for i in range(4)]
         assert shown == [True] * 3 + [False]
-        assert f"Question: add\nAnswer:{begin} aaa" in out and "characters ...]aaa" in out
+        assert f"Question: add\nAnswer:{begin} aaa" in out and "a[...]aaa" in out
         assert "4 read as text: " in out and "1 read as question + answer: " in out
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "tokenizer"}
 
-def test_empty_data_is_told_so(tokenizer, tmp_path):
-    (tmp_path / "x.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no text to learn from: the files hold no rows"):
-        list(documents.encoded([tmp_path / "x.jsonl"], tokenizer, None, 300, documents.Report()))
+def test_data_without_a_prompt_is_told_so(tokenizer, tmp_path):
     path = write_rows(tmp_path / "y.jsonl", [{"question": "q", "held_out": True}] * 3)
     template = chats.template_of("plain", tokenizer)
     with pytest.raises(UserError, match="holds no prompt to ask: 3 left out: it is held out"):

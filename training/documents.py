@@ -2,7 +2,7 @@
 
     prepare(paths, tokenizer, template, vocab, folder)   # template: by chats.template_of
     data = read(folder, tokenizer, template)             # -> Prepared
-    prompts_in(paths, tokenizer, template, limit)        # only what is asked, not what is learned
+    prompts_in(paths, tokenizer, template, limit)        # what is asked of a target
 
 A prepared folder holds
 
@@ -30,7 +30,6 @@ from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
 
 PLACES = 3          # rows that are named for each reason
-NAMED = 12          # fields that are not read, that are named
 SHOWN = 600         # characters of a run of tokens that are shown, at most
 
 # tokens (n,), documents (m, 3) to train on and those that are held out, and what meta.json has
@@ -65,7 +64,7 @@ class Report:
         for form, counts in self.forms.items():
             line = ("{rows:7d} read as {form}: {learned} of {tokens} tokens are learned"
                     .format(**counts, form=form))
-            unread = ", ".join(sorted(self.unread[form])[:NAMED])
+            unread = ", ".join(sorted(self.unread[form]))
             lines.append(f"{line}; not read: {unread}" if unread else line)
         for why, places in sorted(self.reasons.items(), key=lambda reason: -len(reason[1])):
             dots = ", ..." if len(places) > PLACES else ""
@@ -87,8 +86,7 @@ def marked(ids, tokenizer):
         before = tokenizer.decode(plain[:start], clean_up_tokenization_spaces=False)
         run = tokenizer.decode(plain[:end], clean_up_tokenization_spaces=False)[len(before):]
         if len(run) > SHOWN:
-            left_out = len(run) - SHOWN
-            run = f"{run[:SHOWN // 2]}[... {left_out} characters ...]{run[-SHOWN // 2:]}"
+            run = f"{run[:SHOWN // 2]}[...]{run[-SHOWN // 2:]}"
         shown += f"⟦{run}⟧" if is_label[start] else run
         start = end
     return shown
@@ -101,8 +99,7 @@ def plain_ids(tokens):
 def encoded(paths, tokenizer, template, vocab, report):
     """Yield (Document, its token ids in parts) of all rows that can be learned.
 
-    template: a chats.Template.  All rows are counted in `report`.  UserError where nothing can be
-    learned.
+    All rows are counted in `report`.  UserError where nothing can be learned.
     """
     if not tokenizer.is_fast:
         raise UserError(f"{type(tokenizer).__name__} does not say where in a text its tokens "
@@ -134,24 +131,19 @@ def prepare(paths, tokenizer, template, vocab, folder):
         for ids in parts:
             index.append((len(tokens), len(ids), kind, document.held_out))
             tokens.frombytes(ids.tobytes())
-    names = text.names_of(kinds)
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(names.values()))}
-    documents = np.array(index, "i8")
-    number_of_kind = np.array([numbers[names[kind]] for kind in kinds])
-    documents[:, 2] = number_of_kind[documents[:, 2]]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "meta.json").unlink(missing_ok=True)
     np.save(folder / "tokens.npy", np.array(tokens, "i4"))
-    np.save(folder / "documents.npy", documents)
+    np.save(folder / "documents.npy", np.array(index, "i8"))
     meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template._asdict(),
-            "kinds": list(numbers), "report": report.lines(), "written_by": sorted(written_by)}
+            "kinds": list(kinds), "report": report.lines(), "written_by": sorted(written_by)}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 # ---------------------------------------------------------------- what training reads
 def is_prepared(folder):
     """Whether prepare() has made this folder."""
-    return (Path(folder) / "meta.json").is_file() and (Path(folder) / "tokens.npy").is_file()
+    return (Path(folder) / "meta.json").is_file()
 
 def read(folder, tokenizer, template=None):
     """A prepared folder -> Prepared.  template: a chats.Template that it must have, or None."""
@@ -227,5 +219,4 @@ def prompts_in(paths, tokenizer, template, limit):
         raise UserError(f"--data holds no prompt to ask: {report.in_a_line()}")
     for line in report.lines():
         print(line, file=sys.stderr)
-    names = text.names_of(document.kind for document in found.values())
-    return [(names[document.kind], list(ids)) for ids, document in found.items()]
+    return [(document.kind, list(ids)) for ids, document in found.items()]
