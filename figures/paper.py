@@ -50,8 +50,7 @@ from runtime.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other_ms", "glide",
-                   "plain"),
+FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other_ms", "own_ms"),
            ".3f": ("alpha", "alpha_overlap", "c", "ece"), "d": ("k1", "k2")}
 RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_clock", "nodes", "draft_ms")
 SAMPLES = 10_000                           # of the bootstrap
@@ -161,7 +160,8 @@ def provenance(run):
     if first.get("dtype", "float32") != "float32":
         parts.append(first["dtype"])
     parts += [f"commit {first['commit']}", first["machine"], first["date"]]
-    different = [name_of(row).replace(" x ", " × ") for row in rows if row.get("lossless") is False]
+    different = [name_of(row).replace(" x ", " × ")
+                 for row in rows if row.get("lossless") is False]
     if different:
         parts.append(f"other tokens than plain decoding's: {', '.join(different)}")
     return "; ".join(parts) + "."

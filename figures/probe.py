@@ -211,7 +211,8 @@ def measured(a):
 
 KEYS = {"calibration": ["ece", *(f"bin {b}" for b in (10, 30, 50, 70, 90))],
         "positions": [f"position {i}" for i in (1, 2, 3, 5, 10, 20)],
-        "costs": ["ms", "ratio"], "lengths": ["own_ms", "own_ratio", "ms", "ratio"], "ewif": ["k1", "k2", "ewif"]}
+        "costs": ["ms", "ratio"], "lengths": ["own_ms", "own_ratio", "ms", "ratio"],
+        "ewif": ["k1", "k2", "ewif"]}
 
 @program
 def main(argv):
