@@ -50,8 +50,6 @@ def tiny(name, seed=0, **more):
             torch.nn.init.normal_(p, std=0.25)
     return model
 
-family = tiny
-
 def relative(model, noise, seed):
     """A model of the same class whose choices mostly agree with `model`'s."""
     torch.manual_seed(seed)

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CLASSES, GROUPED, VOCAB, family, shared
+from conftest import CLASSES, GROUPED, VOCAB, shared, tiny
 
 from runtime.attention import NAME, folded_attention
 from runtime.targets import any_target
@@ -52,7 +52,7 @@ OTHERS = {"Qwen3ForCausalLM": {**GROUPED, "head_dim": 8}, "MixtralForCausalLM": 
 @pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
 def test_logits_are_those_of_the_models_own_attention(name):
     """Of a prompt, a tree, a chain and a token; in plain forwards the model keeps its own."""
-    model = shared(name) if name in CLASSES else family(name, **OTHERS[name])
+    model = shared(name) if name in CLASSES else tiny(name, **OTHERS[name])
     own, target = model.config._attn_implementation, any_target(model)
     assert target.folds == (name in ("mistral", "qwen2", "qwen2-mixed", "Qwen3ForCausalLM",
                                      "MixtralForCausalLM", "Phi3ForCausalLM"))

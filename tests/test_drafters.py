@@ -12,7 +12,6 @@ from conftest import (
     ROOT,
     VOCAB,
     assert_plain,
-    family,
     random_draft_model,
     random_drafter,
     shared,
@@ -430,13 +429,13 @@ DYNAMIC = dict(rope_type="dynamic", factor=4.0)
     ("LlamaForCausalLM", {"rope_scaling": DYNAMIC}), ("GPT2LMHeadModel", None),
     ("PhiForCausalLM", None), ("CohereForCausalLM", None), ("HeliumForCausalLM", None)])
 def test_another_rope_than_llamas_is_a_valueerror_of_glide(name, settings):
-    model = family(name, **settings) if settings else made(name)
+    model = tiny(name, **settings) if settings else made(name)
     with pytest.raises(ValueError, match="is not Llama's"):
         glide.ropes_of(model, 40)
 
 def test_keys_that_turn_in_an_unknown_way_are_refused():
     """GPT-J's, by a table in each layer; a drafter that reads no keys serves."""
-    model = family("GPTJForCausalLM", n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4)
+    model = tiny("GPTJForCausalLM", n_embd=32, n_layer=2, n_head=4, n_positions=40, rotary_dim=4)
     with pytest.raises(ValueError, match="GPTJForCausalLM rotates its keys in a way that is unk"):
         random_draft_model(model, "glide")
     random_draft_model(model, "vanilla")

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import CONTEXT, VOCAB, assert_plain, family, plain, reciting, tiny
+from conftest import CONTEXT, VOCAB, assert_plain, plain, reciting, tiny
 from helpers import FAMILIES, HEADS, made
 
 import cape
@@ -42,7 +42,7 @@ def model_of(name):
     if name in FAMILIES:
         model = made(name)
     else:                                                      # not all of these know float64
-        model = family(name, decoder_start_token_id=1, **{**CHAINS_ONLY, **REFUSED}[name]).float()
+        model = tiny(name, decoder_start_token_id=1, **{**CHAINS_ONLY, **REFUSED}[name]).float()
     model.generation_config = transformers.GenerationConfig(
         max_new_tokens=NEW, decoder_start_token_id=1)
     return model
@@ -137,7 +137,7 @@ def test_a_model_is_proven_once_in_each_state(monkeypatch):
 
 def test_half_precision_is_no_reason_to_refuse():
     assert AnyTarget(tiny("mistral").to(torch.bfloat16)).verifies_trees
-    bart = family("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"])
+    bart = tiny("BartForCausalLM", **CHAINS_ONLY["BartForCausalLM"])
     assert not AnyTarget(bart.to(torch.bfloat16)).verifies_trees
 
 def test_tokens_without_logits_prove_nothing():

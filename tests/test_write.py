@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import CLASSES, family, plain, tiny
+from conftest import plain, tiny
 from helpers import refused, rows_of, write_rows
 
 from runtime import chats, load
@@ -19,7 +19,7 @@ def texts_of(model, prompts, lengths, batch):
 def test_each_text_is_the_models_own(name):
     """Seven prompts in batches of three: what the model writes alone, to its length or end."""
     # In float32: eager attention makes infinities of a float64 mask.
-    model = (tiny(name) if name in CLASSES else family(name)).float()
+    model = tiny(name).float()
     rng = np.random.default_rng(0)
     sizes = (1, 5, 9, 1, 3, 20, 6)
     prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
