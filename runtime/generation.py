@@ -4,9 +4,10 @@
     model.generate(**inputs, custom_generate=fast, max_new_tokens=100)       # fast.last.tau
 
 The arguments of generate() keep their meaning: lengths, sampling, logits processors, stopping
-criteria, stop strings, streamers, caches, an encoder's outputs, pipelines, and several sequences:
-left-padded prompts, or num_return_sequences (beyond/batch.py).  What cannot be served raises a UserError, which says what to do.  In float32 greedy decoding gives token for token what
-generate() gives without custom_generate; samples follow the same distribution.
+criteria, stop strings, streamers, caches, scores and logits, an encoder's outputs, pipelines, and
+several sequences: left-padded prompts, or num_return_sequences (beyond/batch.py).  What cannot be
+served raises a UserError, which says what to do.  In float32 greedy decoding gives token for token
+what generate() gives without custom_generate; samples follow the same distribution.
 
 Differences from generate():
  1. The model decodes in evaluation mode: dropout is off.  Afterwards each module is in its mode.
@@ -175,7 +176,8 @@ class speculative:
             builds = [guarded(build) for _, build in pairs]
             heard = [Heard(ids, criteria, None, config) for ids, _ in rows]
             try:
-                for done in batch.rounds(target, drafters, builds, prompts, limit, rules, over=over):
+                for done in batch.rounds(target, drafters, builds, prompts, limit, rules,
+                                         over=over):
                     for b, one in done.items():
                         found[b].append(heard[b].hear(one, rules[b]))
                         if heard[b].met:

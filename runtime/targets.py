@@ -39,7 +39,6 @@ from verify import MARGIN, Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
-WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
 UNSTATED = 2048          # the context of a model whose configuration states none
 # The methods by which a class, or an instance that was changed, decodes in generate()
 STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
@@ -52,6 +51,8 @@ def context_of(config):
              "max_target_positions")
     context = next((getattr(config, name) for name in names if getattr(config, name, None)),
                    UNSTATED)
+    # Doge chooses among its keys where there are more, and rounding decides between equal ones.
+    context = min(context, getattr(config, "keep_window_size", None) or context)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     kind = rope.get("rope_type") or rope.get("type")
     original = rope.get("original_max_position_embeddings")
@@ -120,19 +121,18 @@ def within_window(mask, window, position, slots):
     return mask & (distance < window)
 
 @contextmanager
-def short_windows(model, config):
-    """All windows have WINDOW tokens, in the configuration and where modules have copied it."""
-    own = []
-    for part in (config, *model.modules()):
-        own += [(part, name, length) for name in WINDOWS
-                if (length := vars(part).get(name)) and length > WINDOW]
+def short_windows(config):
+    """All windows and chunks have WINDOW tokens."""
+    own = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
     try:
-        for part, name, _ in own:
-            setattr(part, name, WINDOW)
+        for name, length in own.items():
+            if length:
+                setattr(config, name, WINDOW)
         yield
     finally:
-        for part, name, length in own:
-            setattr(part, name, length)
+        for name, length in own.items():
+            if length:
+                setattr(config, name, length)
 
 class AnyCache(TreeCache):
     """A TreeCache whose layers may differ in H, d or device: it has a stack for each kind.
@@ -283,7 +283,7 @@ class AnyTarget(Target):
         """Try the model -> (verifies_trees, folds, first)."""
         reason = "nothing was tried"
         try:
-            with short_windows(self.model, self.config):
+            with short_windows(self.config):
                 self.windows, _ = windows_of(self.config)
                 for parents, self.verifies_trees, self.folds in self.trials():
                     try:
@@ -347,7 +347,7 @@ class AnyTarget(Target):
     def needs_cache(self):
         """Whether generate() itself decodes otherwise without a cache than with one."""
         text, tokens, _ = self.ids_to_try(len(CHAIN))
-        with self.proving, short_windows(self.model, self.config):
+        with self.proving, short_windows(self.config):
             cached = self.own_logits(text, tokens)
             uncached = self.own_logits(text, tokens, use_cache=False)
         errors = torch.stack([self.error(*pair) for pair in zip(uncached, cached)])

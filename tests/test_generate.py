@@ -161,6 +161,9 @@ def test_a_filled_cache(model, window):
     ids, how = torch.tensor([[3, 1, 4, 1, 5, 9, 2]]), dict(max_new_tokens=9)
     own = model.generate(ids, **{CACHE: filled(model, ids[:, :5])}, **how)
     fast = fast_for(model, text=own[0].tolist())
+    static = empty(model, StaticCache)
+    model(ids[:, :5], **{CACHE: static})
+    assert torch.equal(model.generate(ids, custom_generate=fast, **{CACHE: static}, **how), own)
     cache = filled(model, ids[:, :5])
     assert torch.equal(model.generate(ids, custom_generate=fast, **{CACHE: cache}, **how), own)
     assert cache.get_seq_length() == own.shape[1] - 1
@@ -609,6 +612,13 @@ def test_the_end_of_the_context():
     assert torch.equal(out, model.generate(ids, max_new_tokens=13))
     with pytest.raises(UserError, match="context of 32"):
         model.generate(ids.repeat(1, 2), custom_generate=fast)
+
+def test_a_text_ends_with_the_keys_that_a_model_keeps():
+    """Doge chooses among more of them, by rounding."""
+    model = made("DogeForCausalLM", dict(keep_window_size=12, num_key_value_heads=2))
+    same(model, max_new_tokens=10)
+    with pytest.warns(UserWarning, match="ends after 10 of 16"):
+        model.generate(PROMPT, custom_generate=PLAIN)
 
 def test_a_decoder_s_context_ends_with_its_own_prompt():
     """Beside an encoder's prompt of any length."""
