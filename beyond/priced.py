@@ -64,7 +64,6 @@ import time
 from collections import deque, namedtuple
 
 import numpy as np
-import torch
 
 from maxgram import N
 from pct import DEPTH, MAX_NODES, WIDTH, Candidates

@@ -1,10 +1,9 @@
 """Folded grouped queries against attention by hand, and against each model's own attention."""
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CLASSES, GROUPED, VOCAB, shared, tiny
+from conftest import VOCAB, shared
 
 from runtime.attention import NAME, folded_attention
 from runtime.targets import any_target
@@ -45,39 +44,29 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
     folded_attention(None, query, key, value, mask, softcap=30.0)
     assert len(own) == 3
 
-OTHERS = {"Qwen3ForCausalLM": {**GROUPED, "head_dim": 8}, "MixtralForCausalLM": GROUPED,
-          "Phi3ForCausalLM": GROUPED, "GPT2LMHeadModel": {},
-          "Gemma2ForCausalLM": {**GROUPED, "head_dim": 8, "attn_logit_softcapping": 5.0}}
-
-@pytest.mark.parametrize("name", [*CLASSES, *OTHERS])
-def test_logits_are_those_of_the_models_own_attention(name):
-    """Of a prompt, a tree, a chain and a token; in plain forwards the model keeps its own."""
-    model = shared(name) if name in CLASSES else tiny(name, **OTHERS[name])
-    own, target = model.config._attn_implementation, any_target(model)
-    assert target.folds == (name in ("mistral", "qwen2", "qwen2-mixed", "Qwen3ForCausalLM",
-                                     "MixtralForCausalLM", "Phi3ForCausalLM"))
-    names, forward = set(), model.forward
+@pytest.mark.parametrize("name", ["llama", "llama-eager", "qwen2", "qwen2-mixed"])
+def test_a_target_folds_where_it_may_and_the_model_keeps_its_own(name):
+    """Within the target's forwards alone, and after an error, too; logits are the same."""
+    model = shared(name)
+    own, target, names = model.config._attn_implementation, any_target(model), set()
+    assert target.folds == name.startswith("qwen2")
+    forward = model.forward
 
     def listening(*given, **named):
         names.add(model.config._attn_implementation)
         return forward(*given, **named)
     model.forward = listening
-    prompt = [(5 * i + 3) % VOCAB for i in range(12)]
-    found, folds = {}, target.folds
-    for target.folds in (False, folds):
-        names.clear()
+    prompt, found = [(5 * i + 3) % VOCAB for i in range(12)], []
+    for target.folds in (target.folds, False):
         logits, _ = target.prefill(prompt, 10)
         tree, _ = target.forward(torch.tensor([1, 2, 3, 4, 5]), torch.tensor([-1, 0, 0, 1, 2]))
         chain, _ = target.align([*prompt, 7, 8, 9], 3)
-        one, _ = target.align([*prompt, 7, 8, 9, 10])
-        found[target.folds] = logits, tree, chain, one
+        found.append(torch.cat((logits[None], tree, chain)))
+        assert model.config._attn_implementation == own
     del model.forward
-    assert names == {NAME if folds else own} and model.config._attn_implementation == own
-    for folded, expected in zip(found[folds], found[False]):
-        torch.testing.assert_close(folded, expected, rtol=0, atol=1e-4)
-
-def test_an_error_leaves_the_models_own_attention():
-    target = any_target(shared("qwen2"))
+    assert names == ({NAME, own} if name.startswith("qwen2") else {own})
+    torch.testing.assert_close(*found, rtol=0, atol=1e-4)
+    target.folds = True
     with pytest.raises((IndexError, TypeError, RuntimeError)):
-        target.run(3, None, *5 * [SimpleNamespace()])
-    assert target.model.config._attn_implementation == "sdpa"
+        target.run(3, None, *5 * [None])
+    assert model.config._attn_implementation == own

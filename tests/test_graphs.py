@@ -55,16 +55,12 @@ def check(target, drafter, exact, prompt, new=5):
     expected = decoded(verify.Target(target.model), exact, prompt, new)
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
 
-def test_nodes_are_padded_to_the_next_power_of_two_that_is_fast():
-    counts = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64)
-    half = [graphs.padded(n, torch.bfloat16) for n in counts]
-    single = [graphs.padded(n, torch.float32) for n in counts]
-    assert half == [1, 2, 4, 4, 8, 8, 16, 16, 32, 32, 64, 64]
-    assert single == [1, 2, 4, 4, 32, 32, 32, 32, 32, 32, 64, 64]
+@pytest.fixture
+def llama():
+    return shared("llama", num_hidden_layers=1)
 
-def test_recordings_serve_other_lengths_and_no_other_needs():
+def test_recordings_serve_other_lengths_and_no_other_needs(llama):
     """One for each size of tree and cache; hidden states are found after another drafter."""
-    llama = shared("llama", num_hidden_layers=1)
     target = graphs.static(verify.Target(llama))
     exact, drafter = random_drafter(llama, "glide"), graphs.static(random_drafter(llama, "glide"))
     check(target, drafter, exact, [3, 1, 4, 1, 5])
@@ -73,32 +69,30 @@ def test_recordings_serve_other_lengths_and_no_other_needs():
     exact, drafter = [random_drafter(llama, "edd", hidden=1) for _ in range(2)]
     check(target, graphs.static(drafter), exact, [5, 4, 3], 3)
 
-def test_caches_that_grow_between_recordings(monkeypatch):
+def test_caches_that_grow_between_recordings(llama, monkeypatch):
     """A longer text after a short one: recordings of other addresses are dropped.
 
     A forward's bucket of keys makes no cache grow.
     """
     monkeypatch.setattr(verify, "MARGIN", 4)                   # spare entries of a prefill
     monkeypatch.setattr(graphs, "KEYS", 8)
-    llama = shared("llama", num_hidden_layers=1)
     target = graphs.static(verify.Target(llama))
     exact, drafter = random_drafter(llama, "glide"), graphs.static(random_drafter(llama, "glide"))
-    allocated = []
+    void = []
     for prompt, new in (([1, 2], 3), ([3, 1, 4] * 6, 4)):
-        void = list(target.run.recorded.values())
         check(target, drafter, exact, prompt, new)
-        allocated.append(target.cache.allocated)
-        recorded = target.run.recorded.values()
+        assert target.cache.allocated == len(prompt) + new + 4
+        recorded = list(target.run.recorded.values())
         assert recorded and not any(kept is old for kept in recorded for old in void)
-    assert allocated == [2 + 3 + 4, 18 + 4 + 4]
+        void = recorded
 
-def test_what_takes_no_static_shapes(monkeypatch):
+def test_what_takes_no_static_shapes(llama, monkeypatch):
     """A drafter without tensors of its own, a target of chains; a spread target is refused."""
-    drafter, target = reciting([]), verify.Target(shared("llama", num_hidden_layers=1))
+    drafter, target = reciting([]), verify.Target(llama)
     assert graphs.static(drafter) is drafter and not hasattr(drafter, "run")
     target.verifies_trees = False
     assert not isinstance(graphs.static(target).run, graphs.Static)
     target.verifies_trees = True
-    monkeypatch.setattr(target.model, "hf_device_map", {"a": 0, "b": "cpu"}, raising=False)
+    monkeypatch.setattr(llama, "hf_device_map", {"a": 0, "b": "cpu"}, raising=False)
     with pytest.raises(UserError, match="leave --graphs out"):
         graphs.static(target)

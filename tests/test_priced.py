@@ -167,7 +167,7 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
 
 @pytest.mark.parametrize("p, settings, calls, nodes", [
     (1.0, dict(cost=1.0, node_price=0.0, start=0.0, depth=4), 4, 4),         # r = 2/2 = ... = 5/5
-    (0.5, dict(cost=0.0, node_price=0.25, start=0.25), 2, 0),                # r = 1.5/1.5, s p = .25
+    (0.5, dict(cost=0.0, node_price=0.25, start=0.25), 2, 0),               # r = 1.5/1.5, s p = .25
     (0.5, dict(cost=0.0, node_price=0.5, start=0.0, depth=1), 1, 0)])        # 1.5/1.5 = 1/1
 def test_what_is_worth_exactly_its_price_is_drafted_and_not_verified(p, settings, calls, nodes):
     """Eq. 4 and 5 hold with equality."""

@@ -14,7 +14,6 @@ import subprocess
 import tempfile
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +29,7 @@ namespace c10 { namespace impl {
 C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>)
 } }
 """
+PROMPT = [3, 1, 4, 1, 5]
 NEW = 14                                           # tokens that are made
 counts = collections.Counter()                     # {"read", "copy" or "forward": how often}
 
@@ -138,90 +138,58 @@ class Functions(TorchFunctionMode):
 
 def move(x, rest, kwargs):
     """Tensor.to"""
-    device, dtype = kwargs.get("device"), kwargs.get("dtype")
-    for given in rest:
-        names_device = isinstance(given, (str, torch.device))
-        device = given if names_device else getattr(given, "device", device)
-        dtype = given if isinstance(given, torch.dtype) else getattr(given, "dtype", dtype)
-    kind = x.device.type if device is None else torch.device(device).type
+    device, dtype, _, _ = torch._C._nn._parse_to(*rest, **kwargs)
+    kind = x.device.type if device is None else device.type
+    is_there = isinstance(x, Pretended)
     value = held(x) if dtype is None else held(x).to(dtype)
-    if kind == "cuda":
-        if not isinstance(x, Pretended):
-            counts["copy"] += 1
-        return x if value is held(x) and isinstance(x, Pretended) else Pretended(value.clone())
-    if isinstance(x, Pretended):
-        counts["read"] += 1
-        value = value.clone()
-    return value
-
-to = torch.nn.Module.to
-
-def move_module(module, device="cuda", dtype=None):
-    """Module.to: parameters and buffers, tied ones once."""
-    if isinstance(device, torch.Tensor):
-        device, dtype = device.device, device.dtype
-    if torch.device(device).type != "cuda":
-        return to(module, device, dtype)
-    moved = {}
-    for part in module.modules():
-        for name, x in [*part._parameters.items(), *part._buffers.items()]:
-            kept = part._parameters if name in part._parameters else part._buffers
-            if x is None or isinstance(x, Pretended):
-                continue
-            if id(x) not in moved:
-                new = x.detach()
-                if dtype is not None and x.is_floating_point():
-                    new = new.to(dtype)
-                new = Pretended(new)
-                if kept is part._parameters:
-                    new = torch.nn.Parameter(new, requires_grad=False)
-                moved[id(x)] = x, new
-            kept[name] = moved[id(x)][1]
-    return module
+    if kind == "cpu":
+        counts["read"] += is_there
+        return value.clone() if is_there else value
+    counts["copy"] += not is_there
+    return x if is_there and value is x.held else Pretended(value.clone())
 
 def pretend():
     register_guard()
-    torch.nn.Module.to = move_module
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
     plain = torch.Generator
     torch.Generator = type("Generator", (), {"__new__": lambda cls, device="cpu": plain("cpu")})
 
 # ---------------------------------------------------------------- some decodings
-def decodings():
-    """[(name, what makes a drafter for a model, what makes its builder, rule)]"""
+def neural(kind, model):
+    """A random drafter for a model, the same on both devices."""
     from conftest import random_drafter, tiny
+    drafter = random_drafter(tiny("llama").float(), kind)
+    drafter.model.to(model.device, torch.float32)
+    return type(drafter)(drafter.model)
 
+def decodings():
+    """[(name, what makes a drafter for a model and its builder, rule)]"""
     import cape
-    import cascade
-    import maxgram
     import pct
     import verify
     from beyond import graft
+    from cascade import Cascade
+    from conftest import tiny
+    from maxgram import MaxGram
 
-    def neural(kind):
-        def make(model):
-            drafter = random_drafter(tiny("llama").float(), kind)
-            drafter.model.to(model.device, torch.float32)
-            return type(drafter)(drafter.model)
-        return make
+    def of(kind, build, **settings):
+        return lambda model: (neural(kind, model), partial(build, **settings))
 
-    def cascades(model):
+    def cascade(model):
         stages = [tiny("llama", seed=seed).float().to(model.device) for seed in (1, 2)]
-        return cascade.Cascade([verify.Target(stage) for stage in stages], gram=maxgram.MaxGram())
+        drafter = Cascade([verify.Target(stage) for stage in stages], gram=MaxGram())
+        return drafter, drafter.chain
 
-    def mixtures(model):
-        return graft.Mixture(neural("edd")(model), maxgram.MaxGram())
-
-    def always(build, **settings):
-        return lambda drafter: partial(build, **settings)
-
-    greedy, sampled = verify.Rule(), verify.Rule(0.8)
-    return [("glide x chain", neural("glide"), always(cape.chain), greedy),
-            ("glide x cape, sampled", neural("glide"), always(cape.cape), sampled),
-            ("edd x eagle2", neural("edd"), always(pct.eagle2, total=15, depth=4), greedy),
-            ("cascade", cascades, lambda drafter: drafter.chain, greedy),
-            ("mixture x graft", mixtures,
-             lambda drafter: graft.Graft(drafter, 0.1, 0.01, 0.0, depth=3), greedy),
-            ("edd x pct, static", neural("edd"), always(pct.pct, cost=0.1, depth=5), greedy)]
+    def mixture(model):
+        drafter = graft.Mixture(neural("edd", model), MaxGram())
+        return drafter, graft.Graft(drafter, 0.1, 0.01, 0.0, depth=3)
+    greedy = verify.Rule()
+    return [("glide x chain", of("glide", cape.chain), greedy),
+            ("glide x cape, sampled", of("glide", cape.cape), verify.Rule(0.8)),
+            ("edd x eagle2", of("edd", pct.eagle2, total=15, depth=4), greedy),
+            ("cascade", cascade, greedy),
+            ("mixture x graft", mixture, greedy),
+            ("edd x pct, static", of("edd", pct.pct, cost=0.1, depth=5), greedy)]
 
 def after_prefill(prefill, *given):
     """Only from here on is counted."""
@@ -241,23 +209,20 @@ def main(out):
     import verify
     from runtime.static import static
 
-    def generate(*given):
-        first, *rounds = verify.rounds.__wrapped__(*given)
+    def generate(target, drafter, build, rule):
+        first, *rounds = verify.rounds.__wrapped__(target, drafter, build, PROMPT, NEW, rule)
         tokens = sum((one.new for one in rounds), first.new)
-        return SimpleNamespace(tokens=tokens, rounds=rounds)
-    here, there, prompt = tiny("llama").float(), tiny("llama").float(), [3, 1, 4, 1, 5]
-    for name, make, builder, rule in decodings():
-        target, drafter = verify.Target(here), make(here)
-        expected = generate(target, drafter, builder(drafter), prompt, NEW, rule)
+        return tokens, len(rounds)
+    here, there = tiny("llama").float(), tiny("llama").float()
+    for name, make, rule in decodings():
+        expected, _ = generate(verify.Target(here), *make(here), rule)
         with Functions(), Operations():
             there.to("cuda")
-            target, drafter = verify.Target(there), make(there)
+            target, (drafter, build) = verify.Target(there), make(there)
             assert target.device.type == "cuda"
             if name.endswith("static"):
                 target, drafter = [static(x, record=False) for x in (target, drafter)]
             target.prefill = partial(after_prefill, target.prefill)
-            found = generate(target, drafter, builder(drafter), prompt, NEW, rule)
-        row = {"name": name, "tokens": found.tokens, "expected": expected.tokens,
-               "rounds": len(found.rounds)}
-        row |= {what: counts[what] for what in ("read", "copy", "forward")}
+            tokens, rounds = generate(target, drafter, build, rule)
+        row = {"name": name, "tokens": tokens, "expected": expected, "rounds": rounds, **counts}
         print(json.dumps(row), file=out, flush=True)
