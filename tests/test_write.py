@@ -1,6 +1,5 @@
-"""What a target writes itself, and Max-Gram's bigram: plain decoding and brute force say what."""
+"""What a target writes itself, by plain decoding; the programs that write it and the bigram."""
 import json
-from functools import partial
 
 import numpy as np
 import pytest
@@ -8,29 +7,26 @@ import torch
 from conftest import plain, tiny
 from helpers import refused, rows_of, write_rows
 
+import maxgram
 from runtime import chats, load
 from training import batched, bigram, documents, standin, write
 
 # ---------------------------------------------------------------- texts
-def texts_of(model, prompts, lengths, batch):
-    return [ids for _, ids in sorted(batched.write(model, prompts, lengths, batch))]
-
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
 def test_each_text_is_the_models_own(name):
     """Seven prompts in batches of three: what the model writes alone, to its length or end."""
     # In float32: eager attention makes infinities of a float64 mask.
     model = tiny(name).float()
-    rng = np.random.default_rng(0)
-    sizes = (1, 5, 9, 1, 3, 20, 6)
-    prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
-    new = (12, 9, 1, 15, 3, 13, 4)
-    lengths = [size + count for size, count in zip(sizes, new)]
-    expected = [prompt + plain(model, prompt, count) for prompt, count in zip(prompts, new)]
-    assert texts_of(model, prompts, lengths, 3) == expected
     model.generation_config.eos_token_id = [3, 7]
-    for ids, text, size in zip(texts_of(model, prompts, lengths, 4), expected, sizes):
-        ends = [n for n, token in enumerate(text, 1) if n > size and token in (3, 7)]
-        assert ids == text[:min([*ends, len(text)])]
+    rng = np.random.default_rng(0)
+    sizes, new = (1, 5, 9, 1, 3, 20, 6), (12, 9, 1, 15, 3, 13, 4)
+    prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
+    lengths = [size + count for size, count in zip(sizes, new)]
+    found = dict(batched.write(model, prompts, lengths, 3))
+    for number, prompt in enumerate(prompts):
+        text = plain(model, prompt, new[number])
+        ends = [n for n, token in enumerate(text, 1) if token in (3, 7)]
+        assert found[number] == prompt + text[:min([*ends, len(text)])]
 
 def test_sampled_texts_have_the_models_distribution(llama):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
@@ -44,54 +40,45 @@ def test_sampled_texts_have_the_models_distribution(llama):
     assert chi_square < 31, "11 degrees of freedom, p = .001"
 
 # ---------------------------------------------------------------- the command
-def flags(small, tmp_path, rows, *more):
-    data = write_rows(tmp_path / "given.jsonl", rows)
-    return ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
-            "--data", str(data), "--out", str(tmp_path / "written.jsonl"), *more]
+def test_rows_are_what_training_reads(small, tmp_path, capsys):
+    """No prompt twice; in training the answer alone is learned, and it is known who wrote it.
 
-def test_rows_are_what_training_reads(small, tmp_path):
-    """No prompt twice; in training the answer alone is learned, and it is known who wrote it."""
+    A file that was cut is gone on with; others are refused.
+    """
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]}
              for i in range(12)]
-    assert write.main(flags(small, tmp_path, given)) == 0
+    data, out = write_rows(tmp_path / "given.jsonl", given), tmp_path / "written.jsonl"
+    argv = ["--target", str(small / "model"), "--device", "cpu", "--batch", "3", "--length", "24",
+            "--data", str(data), "--out", str(out)]
+    assert write.main(argv) == 0
     model, tokenizer = load.load_target(small / "model", "float32", "cpu")
     expected = {}
     for row in given:
         prompt = row["ids"][:len(row["ids"]) // 2]
         answer = plain(model, prompt, 24 - len(prompt))
         expected.setdefault(tuple(prompt), (prompt, answer, row["source"]))
-    rows = rows_of(tmp_path / "written.jsonl")
+    rows = rows_of(out)
     found = [(row["prompt"], row["answer"], row["source"]) for row in rows]
     assert sorted(found) == sorted(expected.values()) and len(rows) == 5
-    assert {row["temperature"] for row in rows} == {0.0}
     template = chats.template_of(None, tokenizer)
-    documents.prepare([tmp_path / "written.jsonl"], tokenizer, template, 300, tmp_path / "ready")
+    documents.prepare([out], tokenizer, template, 300, tmp_path / "ready")
     data = documents.read(tmp_path / "ready", tokenizer, template)
     for row, (start, size, _) in zip(rows, data.documents):
         tokens = data.tokens[start:start + size].tolist()
         assert tokens == [~i for i in row["prompt"]] + row["answer"]
     assert data.written_by == [documents.digest_of(load.fingerprint(model, tokenizer))]
 
-def test_a_cut_file_is_gone_on_with(small, tmp_path, capsys):
-    given = [{"ids": list(range(7 + i, 19 + i))} for i in range(6)]
-    out = tmp_path / "written.jsonl"
-    argv = flags(small, tmp_path, given)
-    no = partial(refused, capsys, main=write.main)
-    assert write.main(argv) == 0
-    whole = rows_of(out)
     lines = out.read_bytes().splitlines(keepends=True)
-    no(argv, "exists: go on with it by --resume")
-    out.write_bytes(b"".join(lines[:4]) + lines[4][:20])
-    assert write.main([*argv, "--resume"]) == 0
-    assert out.read_bytes().startswith(b"".join(lines[:4]))
-    assert sorted(map(str, rows_of(out))) == sorted(map(str, whole))
-    write_rows(out, [{**whole[0], "target": "another"}])
-    no([*argv, "--resume"], "was not written by this target")
-    out.write_text("a poem\n")
-    no([*argv, "--resume"], "holds something else than rows")
-    assert out.read_text() == "a poem\n"
-    assert write.main([*argv, "--overwrite", "--temperature", "0", "1"]) == 0
-    assert [row["temperature"] for row in rows_of(out)] == [0.0] * 3 + [1.0] * 3
+    out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    assert write.main([*argv, "--temperature", "1", "0"]) == 0
+    again = rows_of(out)
+    assert again[:3] == rows[:3] and len(again) == 5
+    assert [row["temperature"] for row in again[3:]] == [1.0, 0.0]
+    write_rows(out, [{**rows[0], "target": "another"}])
+    refused(capsys, argv, "was not written by this target", write.main)
+    out.write_text("a poem")
+    refused(capsys, argv, "holds something else than rows", write.main)
+    assert out.read_text() == "a poem"
 
 def test_prompts_of_chats_are_first_questions(small, tmp_path):
     """And of other texts the first half."""
@@ -103,23 +90,18 @@ def test_prompts_of_chats_are_first_questions(small, tmp_path):
     assert kind == "code" and tokenizer.decode(question) == "USER: return\n\nASSISTANT:"
     assert "def add(a, b)".startswith(tokenizer.decode(half))
 
-def test_the_stand_in_goes_on_with_its_prompts_and_its_answers(tmp_path, monkeypatch):
-    """A run that was cut among the prompts, and one that was cut among the answers."""
+def test_the_stand_in_goes_on_with_its_prompts(tmp_path, monkeypatch):
     kinds = {name: ("Question:", 40, lambda text, rng: text.strip()[:60] or None) for name in "ab"}
     monkeypatch.setattr(standin, "KINDS", kinds)
     out, begun = tmp_path / "written.jsonl", tmp_path / "written.jsonl.prompts"
-    argv = ["--out", str(out), "--texts", "4", "--length", "256", "--device", "cpu", "--batch", "2"]
+    monkeypatch.setattr(standin, "LENGTH", 64)
+    argv = ["--out", str(out), "--texts", "4", "--device", "cpu", "--batch", "2"]
     write_rows(begun, [{"source": "a", "prompt": "Question: How many?"}])
-    assert standin.main([*argv, "--resume"]) == 0
+    assert standin.main(argv) == 0
     prompts, rows = rows_of(begun), rows_of(out)
     assert [row["source"] for row in prompts] == ["a", "a", "b", "b"]
     assert prompts[0]["prompt"] == "Question: How many?"
     assert len(rows) == 4 and {row["temperature"] for row in rows} == {0.0, 1.0}
-    write_rows(out, rows[:2])
-    assert standin.main([*argv, "--resume"]) == 0
-    again = rows_of(out)
-    assert again[:2] == rows[:2] and rows_of(begun) == prompts
-    assert {tuple(row["prompt"]) for row in again} == {tuple(row["prompt"]) for row in rows}
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
@@ -132,9 +114,5 @@ def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
     assert bigram.main(argv) == 0
     found = json.loads(out.read_text())
     held_out = texts.pop(49)
-    counts = np.zeros((300, 300), int)
-    for ids in texts:
-        np.add.at(counts, (ids[:-1], ids[1:]), 1)
-    for token in range(1, 9):
-        assert counts[token][found["bigram"][token]] == counts[token].max()
+    assert found["bigram"] == maxgram.build_bigram(texts, len(found["bigram"]))
     assert found["confidence"] == bigram.measure_confidence([held_out], found["bigram"])

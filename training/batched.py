@@ -10,7 +10,6 @@ append() writes rows for train.py as they are finished:
 """
 import json
 import os
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
@@ -51,13 +50,12 @@ def write(target, prompts, lengths, batch, temperature=0.0):
 
 def kept_rows(path):
     """The rows that a file of JSON lines holds, or [].  A last line that was cut off is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     data = path.read_bytes() if path.exists() else b""
+    if not data.startswith(b'{"source": '[:len(data)]):
+        raise UserError(f"{path} holds something else than rows: name another --out")
     whole = data[:data.rfind(b"\n") + 1]
-    try:
-        rows = [json.loads(line) for line in whole.splitlines()]
-    except ValueError:
-        raise UserError(f"--resume: {path} holds something else than rows: name another --out") \
-            from None
+    rows = [json.loads(line) for line in whole.splitlines()]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
     return rows
@@ -69,10 +67,9 @@ def append(path, target, prompts, length, batch, temperatures, writer):
     temperatures: of the prompts in turn.  writer: digest of the target.
     """
     rows = kept_rows(path)
-    if any(row.get("target", writer) != writer or "prompt" not in row for row in rows):
-        raise UserError(f"--resume: {path} was not written by this target: name another --out")
+    if any(row.get("target") != writer for row in rows):
+        raise UserError(f"{path} was not written by this target: name another --out")
     done = {tuple(row["prompt"]) for row in rows}
-    path.parent.mkdir(parents=True, exist_ok=True)
     for turn, temperature in enumerate(temperatures):
         given = [(kind, ids) for kind, ids in prompts[turn::len(temperatures)]
                  if tuple(ids) not in done]
@@ -86,12 +83,3 @@ def append(path, target, prompts, length, batch, temperatures, writer):
                 file.write(json.dumps(row) + "\n")
                 file.flush()
     print(f"saved {path}")
-
-def check_out(path, resume, overwrite):
-    """Refuse an --out that exists, unless it is to be resumed, or to be replaced -> its Path."""
-    path = Path(path)
-    if path.exists() and not (resume or overwrite):
-        raise UserError(f"--out: {path} exists: go on with it by --resume, or give --overwrite")
-    if not resume:
-        path.unlink(missing_ok=True)
-    return path

