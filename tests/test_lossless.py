@@ -196,6 +196,8 @@ class Watched:
         return told
 
     def keep(self, path):
+        parents = [self.nodes[node][1] for node in path]
+        assert parents == [-1, *path][:len(path)], "the numbers of a path, in the drafter's order"
         if self.round == self.checked and self.nodes:
             # The probabilities after one of the nodes, against its path alone
             chosen = random.Random(self.view.length).randrange(len(self.nodes))

@@ -148,23 +148,6 @@ def test_a_target_serves_again_outside_of_inference_mode(llama):
     target.cache.reserve(4 * target.cache.allocated)
     assert verify.generate(target, None, verify.root_only, PROMPT, 4).tokens == expected
 
-def test_the_drafter_is_told_its_own_numbers(llama):
-    """Of what it expanded, in its own order, and not of what was never given to it."""
-    expected = plain(llama, PROMPT, 24)
-    a, b = expected[1:3]
-    wrong = (a + 1) % VOCAB
-
-    def build(expand, root):
-        expand(root, [-1])
-        expand(torch.tensor([wrong, a]), [0, 0])
-        tokens = torch.cat((root, torch.tensor([a, b, wrong])))
-        return verify.Tree(tokens, torch.tensor([-1, 0, 1, 0]), torch.tensor([0, 2, -1, 1]))
-
-    drafter, kept = known(PROMPT + expected), []
-    drafter.keep = kept.append
-    out = generate(llama, drafter, build, new=4)
-    assert out.rounds[0].path == [0, 1, 2] and kept == [[0, 2]]
-
 def test_what_a_builder_sees(llama):
     """How deep a tree may be, calibrated or processed probabilities, one expand for a sequence."""
     seen, memory = [], []
