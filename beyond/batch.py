@@ -248,12 +248,10 @@ class BatchGlide:
             row.expand = Replay(row.rule.probs(logits, self.temperature))
 
 class Replay:
-    """An expand that answers from a greedy chain that is drafted already.
-
-    probs (gamma, V): what follows the root, and each token of the chain.
-    """
+    """An expand that answers from a greedy chain that is drafted already."""
 
     def __init__(self, probs):
+        """probs (gamma, V): what follows the root, and each token of the chain."""
         self.probs, self.chain = probs, [None, *probs.argmax(-1).tolist()]
         self.given = 0                   # nodes, the root first
 

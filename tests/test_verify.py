@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, Positional, plain, target_of
+from conftest import VOCAB, Positional, target_of
 
 import cape
 import cascade
