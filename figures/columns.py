@@ -172,17 +172,14 @@ def measure(name, run, path):
 
 def measure_batch(a, loaded, run, prompts, batch):
     """Measure a run's methods, `batch` prompts at once -> rows."""
-    # Of a batch nothing is kept but the Records.
     methods = methods_of(a, loaded, run, batch)
+    first = [prompts[0]._replace(limit=bench.WARM_UP)]
+    bench.warm_up(methods, prompts if a.graphs else first, a.temperature, batch)
+    # Of a batch nothing is kept but the Records.
     seen = {method.name: [([], Counter())] * len(prompts) for method in methods}
     if batch == 1:
         seen = {method.name: [] for method in methods}
         methods = [observed(method, seen[method.name]) for method in methods]
-    first = [prompts[0]._replace(limit=bench.WARM_UP)]
-    bench.warm_up(methods, prompts if a.graphs else first, a.temperature, batch)
-    if batch == 1:
-        for kept in seen.values():
-            kept.clear()
     results = bench.measure(methods, prompts, a.temperature, rows=batch)
     if len(results) < len(prompts) // batch * batch:
         raise KeyboardInterrupt

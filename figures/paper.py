@@ -3,7 +3,6 @@
     python figures/paper.py measure main chains  # rows go to docs/results/main.jsonl, chains.jsonl
     python figures/paper.py write                # fill README.md and docs/*.md from the rows
     python figures/paper.py check                # exit 1 where a page says what no row says
-    python figures/paper.py gpu                  # what fifteen minutes of a GPU should measure
 
 figures/runs.py has the runs and how long each takes.  Comments in a page, which are not rendered,
 name the source of what follows them; `write` fills it in, `check` compares it:
@@ -29,13 +28,11 @@ A claim's figures are written so that the paper says "above 1", or "above 0" of 
 lie above, "partly" where some do, "no" where none does, and "open" where nothing was measured.
 """
 import argparse
-import importlib
 import io
 import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
@@ -296,8 +293,9 @@ def check():
 
 # ---------------------------------------------------------------- the command line
 def measure(names):
-    """Measure the named runs, one after the other -> exit status, of the first that fails"""
+    """Measure the named runs, one after the other."""
     import columns
+    import probe
     os.chdir(ROOT)
     for name in names:
         run = RUNS[name]
@@ -306,30 +304,9 @@ def measure(names):
         print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
         if run.methods:
             columns.measure(name, run, path)
-            continue
-        _, script, *arguments = shlex.split(run.flags)
-        probe = importlib.import_module(Path(script).stem)
-        status = probe.main([*arguments, "--json", str(path.relative_to(ROOT))])
-        if status:
-            return status
-    return 0
-
-# (what it makes, command, the seconds after which it is stopped), in order of worth
-GPU = [(None, "-m pytest -q -m cuda tests", 120),
-       (ROOT / "work" / "grown", "figures/grown.py --out work/grown", 200),
-       *((RESULTS / f"{name}.jsonl", f"figures/paper.py measure {name}", 240)
-         for name in RUNS if name.startswith("gpu/"))]
-
-def gpu():
-    """Run the parts of GPU that have not made anything yet, each a process of its own."""
-    for made, command, limit in GPU:
-        if made and made.exists():
-            continue
-        print(f"\n$ python {command}", flush=True)
-        try:
-            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=limit)
-        except subprocess.TimeoutExpired:
-            print(f"stopped after {limit} seconds")
+        else:
+            _, _, *arguments = shlex.split(run.flags)
+            probe.main([*arguments, "--json", str(path.relative_to(ROOT))])
 
 @program
 def main(argv):
@@ -339,11 +316,10 @@ def main(argv):
     runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="of figures/runs.py")
     verbs.add_parser("write", help="fill README.md and docs/*.md from the rows")
     verbs.add_parser("check", help="exit 1 where a page says what no row says")
-    verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
     a = p.parse_args(argv)
     if a.verb == "measure":
         return measure(a.names)
-    return {"write": write, "check": check, "gpu": gpu}[a.verb]()
+    return write() if a.verb == "write" else check()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ attends to the target's top layer without a norm; EDD is edd-top, which reads hi
 from collections import namedtuple
 
 # minutes: on two quiet cores.
-# flags:   of bench.py; or a whole command of figures/.
+# flags:   of bench.py; or a whole command of figures/probe.py.
 # methods: [(drafters, trees)], each of the drafters with each of the trees.
 # others:  transformers' own: generate(), "lookup" (prompt lookup), or the name of an assistant.
 # batches: how many prompts are decoded at once, one size after the other.
@@ -86,7 +86,7 @@ RUNS = {
         (["glide", "edd"], ["chain", "cape", "beam", "pct"])]),
     "smollm2/trees": Run(5, f"{SMOLLM2} {THIRD}", [
         (["glide-shared", "edd-shared"], ["chain", "cape", "beam", "pct"])]),
-    # On a GPU: `paper.py gpu` grows work/grown and measures these
+    # What fifteen minutes of one GPU measure (docs/cuda.md); figures/grown.py makes work/grown
     "gpu/7b": Run(3, f"{GROWN} --graphs --limit 12", SEVEN_B, ["generate()"]),
     "gpu/7b-kernels": Run(2, f"{GROWN} --limit 4", SEVEN_B, ["generate()"]),
     "gpu/smollm2": Run(2, f"{SMOLLM2} --graphs --limit 12 --max-new-tokens 64", [
