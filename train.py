@@ -23,16 +23,15 @@ is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A
     logits      (B, T, V)        the target's logits after each token; None if no drafter learns
                                  from them
 
-What is learned, and how.  By default the loss is the KL divergence to the target's distribution, as
-in EDD's paper; `loss='ce'` is GLIDE's cross entropy of the text.  A loss is a mean over the labels
-of a step, and the norm of a drafter's gradient is clipped at 1.  Muon optimises hidden matrices,
-AdamW all else: embeddings, heads, norms and biases.  The learning rate rises for 2.5 % of the steps
-and then falls along a cosine to 0; its peak is 5e-4 sqrt(4096 / D) by default.  At the end each
-drafter gets a calibration temperature T, for which softmax(logits / T) predicts the target's own
-greedy text best (training/evaluate.py), so that trees can trust its confidence.
+The recipe.  By default the loss is the KL divergence to the target's distribution, as in EDD's
+paper; `loss='ce'` is GLIDE's cross entropy of the text.  It is a mean over the labels of a step.
+The norm of each drafter's gradient is clipped at 1.  Muon optimises hidden matrices, AdamW all
+else.  The learning rate rises for 2.5 % of the steps, then falls along a cosine to 0; its peak is
+5e-4 sqrt(4096 / D) by default.  At the end each drafter gets a calibration temperature T, for which
+softmax(logits / T) predicts the target's own greedy text best (training/evaluate.py).
 
-After an interruption the same command with --resume goes on, bit for bit.  Its state is weights,
-optimisers and the number of steps: which text a step reads follows from the seed and the step.
+After an interruption the same command with --resume continues, bit for bit.  The state that it
+reads is weights, optimisers and the step: which text a step reads follows from seed and step.
 """
 import argparse
 import itertools
@@ -56,13 +55,12 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from runtime.errors import UserError
-from runtime.load import fingerprint, load_target
+from runtime.load import STAND_IN, fingerprint, load_target
 from runtime.program import program
 from runtime.targets import any_target
 from training import documents, evaluate, models
 from training.muon import Muon
 
-STAND_IN = Path(__file__).resolve().parent / "checkpoints" / "target"
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 BETAS = (0.9, 0.95)             # of AdamW; Muon's momentum is 0.95
@@ -91,9 +89,8 @@ def parser():
     flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
     flag("--lr", type=float, help="the highest (default: 5e-4 sqrt(4096 / the target's width))")
     flag("--optimizer", choices=("muon", "adamw"), default="muon", help="of hidden matrices")
-    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="in which "
-         "drafters multiply matrices (auto: bfloat16 on CUDA, float32 on a CPU).  The target keeps "
-         "its stored dtype on CUDA and with bfloat16, else it is float32")
+    flag("--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+         help="of matrix products; auto: bfloat16 on CUDA, float32 on a CPU")
     flag("--seed", type=int, default=0, help="of weights and of the order of text")
     flag("--out", default="work/drafters", help="folder of the drafters, of the log and the state")
     flag("--every", type=int, default=1000, help="steps between two evaluations")
@@ -101,25 +98,18 @@ def parser():
     flag("--overwrite", action="store_true", help="replace the drafters in --out")
     return p
 
-def check(a, names):
-    """Refuse numbers that cannot work, and an --out that is in use, before anything is loaded."""
-    for name in "batch lr every steps".split():
-        value = getattr(a, name)
-        if value is not None and not 0 < value < math.inf:
-            raise UserError(f"--{name} is {value}: it must be above 0")
-    if a.length < 2:
-        raise UserError(f"--length is {a.length}: a piece of one token has nothing to learn")
-    out = Path(a.out)
-    if a.resume and not (out / "state.pt").exists():
+def check(out, names, resume, overwrite):
+    """Refuse an --out that is in use, before anything is loaded.  names: of the drafters."""
+    if resume and not (out / "state.pt").exists():
         raise UserError(f"--resume: there is no interrupted run in {out}")
     for path in (out / "state.pt", *(out / name for name in names)):
-        if path.exists() and not a.resume and not a.overwrite:
+        if path.exists() and not resume and not overwrite:
             raise UserError(f"{path} is there already: --resume goes on with an interrupted run, "
                             "--overwrite replaces it")
 
 # ---------------------------------------------------------------- tokens and pieces
 def pieces_of(index, length):
-    """Cut documents into pieces of at most `length` tokens -> (pieces, 2): start, size
+    """Cut documents into pieces of at most `length` tokens -> (m, 2): start, size
 
     index (n, 3): start, size and kind of text of each document.  A piece begins with the last token
     of the piece before it, so that no label is lost.
@@ -130,16 +120,12 @@ def pieces_of(index, length):
             pieces.append((start + begin, min(length, size - begin)))
     return np.array(pieces, "i8").reshape(-1, 2)
 
-def steps_in_epoch(pieces, step_tokens):
-    """How many steps of `step_tokens` tokens the pieces fill; at least one."""
-    return max(1, int(pieces[:, 1].sum()) // step_tokens)
-
 def steps_of(pieces, step_tokens, seed):
     """Yield the pieces of step 0, of step 1, and so on, epoch after epoch: arrays like `pieces`.
 
-    All pieces of an epoch are shuffled, by (seed, epoch) alone.  A step takes one after the other
-    until it has its tokens; those beyond count for the next step.  Pieces after the last full step
-    are left out.  Where all pieces together do not fill one step, they are the only step.
+    Each epoch shuffles all pieces, by (seed, epoch) alone.  A step takes pieces until it has its
+    `step_tokens`; surplus tokens count for the next step.  The pieces after the last full step are
+    left out.  Where all pieces together do not fill one step, they are the only step.
     """
     for epoch in itertools.count():
         order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
@@ -154,26 +140,25 @@ def steps_of(pieces, step_tokens, seed):
 def batches_of(pieces, limit):
     """Sort pieces by size and split them into batches of at most `limit` tokens with padding.
 
-    A batch has one piece at least.
+    A batch has at least one piece.
     """
     pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
     batches = []
     while len(pieces):
-        longest = pieces[0, 1]
-        count = max(1, limit // longest)
+        count = max(1, limit // pieces[0, 1])            # the first one is the longest
         batches.append(pieces[:count])
         pieces = pieces[count:]
     return batches
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
-    # Padding is -1 = ~0: it is read as token 0, and it is negative, so no label.
-    ids = torch.full((len(pieces), pieces[:, 1].max()), ~0)
-    for of_piece, (start, size) in zip(ids, pieces):
-        of_piece[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
-    loss_mask = torch.zeros(ids.shape, dtype=torch.bool)
-    loss_mask[:, :-1] = ids[:, 1:] >= 0                  # the token after position i is a label
-    return torch.where(ids < 0, ~ids, ids), loss_mask
+    # A token that is no label is stored as ~id, below 0.  So is padding: ~0 is read as token 0.
+    stored = torch.full((len(pieces), pieces[:, 1].max()), ~0)
+    for row, (start, size) in zip(stored, pieces):
+        row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
+    loss_mask = torch.zeros(stored.shape, dtype=torch.bool)
+    loss_mask[:, :-1] = stored[:, 1:] >= 0               # whether the token after i is a label
+    return torch.where(stored < 0, ~stored, stored), loss_mask
 
 def labels_in(tokens, pieces):
     """How many labels some pieces have: what gather's loss masks add up to."""
@@ -181,43 +166,39 @@ def labels_in(tokens, pieces):
 
 # ---------------------------------------------------------------- the frozen target
 class FrozenTarget:
-    """What the drafters of a run read of the target: one forward pass for all of them."""
+    """The target's forward pass, which computes what all drafters of a run read from it."""
 
     def __init__(self, target, modules, drafters):
-        """modules: {name: draft model}.  drafters: {name: what decodes with it}, for `needs`."""
+        """modules: {name: draft model}.  drafters: {name: its drafter}, which says its needs."""
         self.target, self.device = target, target.device
-        vocab = target.config.get_text_config().vocab_size
-        self.chunk_size = max(1, LOGITS // vocab)        # positions whose logits are in memory
         self.kv, self.hidden = set(), set()              # layers, and indices of hidden_states
         for drafter in drafters.values():
             self.kv.update(drafter.needs.get("kv", ()))
             self.hidden.update(drafter.needs.get("hidden", ()))
-        self.logits = any(module.config.loss in ("kl", "lk") for module in modules.values())
+        self.needs_logits = any(module.config.loss in ("kl", "lk") for module in modules.values())
 
     @torch.no_grad()
     def batch(self, tokens, pieces):
-        """The batch of some pieces, as the top of this file has it."""
-        ids, loss_mask = gather(tokens, pieces)
-        ids, loss_mask = ids.to(self.device), loss_mask.to(self.device)
+        """The batch of some pieces, with the fields that the top of this file lists."""
+        ids, loss_mask = (x.to(self.device) for x in gather(tokens, pieces))
         cache = transformers.DynamicCache() if self.kv else None
         out = self.target(
             input_ids=ids, past_key_values=cache, use_cache=bool(self.kv),
             output_hidden_states=bool(self.hidden),
-            logits_to_keep=0 if self.logits else 1)                    # 0: of all positions
+            logits_to_keep=0 if self.needs_logits else 1)              # 0: of all positions
         kv = {layer: (cache.layers[layer].keys, cache.layers[layer].values) for layer in self.kv}
         hidden = {index: out.hidden_states[index] for index in self.hidden}
         return SimpleNamespace(ids=ids, loss_mask=loss_mask, kv=kv, hidden=hidden,
-                               logits=out.logits if self.logits else None)
+                               logits=out.logits if self.needs_logits else None)
 
 # ---------------------------------------------------------------- losses
 def masked_loss(module, batch, block, chunk_size):
-    """A drafter's loss, summed over the loss mask of a batch -> ().
+    """A drafter's loss, summed over the loss mask of a batch -> ().  block: EDD's L.
 
-    block: EDD's L.  For many positions the (n, V) logits of a drafter would not fit into memory.
-    So they are computed for `chunk_size` positions at a time, and once more in the backward pass.
+    To save memory, its logits (n, V) are computed for `chunk_size` positions at a time, and again
+    in the backward pass.
     """
     def loss_at(x, labels, positions):
-        """x has the rows of `positions` alone, labels those of all: theirs are picked here."""
         return module.loss_of(x, labels[positions])
 
     total = 0.0
@@ -225,10 +206,9 @@ def masked_loss(module, batch, block, chunk_size):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
         positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
         x = x.flatten(0, 1)[positions]                                 # (n, ...)
-        # Labels are indexed chunk by chunk, in loss_at: for "kl" they are the target's logits, and
-        # all at once they would be a second copy of these.
+        # Labels may be the target's logits: indexed by chunks, they are not copied as a whole.
         labels = labels.flatten(0, 1)                                  # (B T, ...)
-        if len(x) <= chunk_size:                         # nothing need be computed twice
+        if len(x) <= chunk_size:                         # one chunk: nothing is computed twice
             total = total + loss_at(x, labels, positions)
             continue
         for x_chunk, chunk in zip(x.split(chunk_size), positions.split(chunk_size)):
@@ -236,19 +216,19 @@ def masked_loss(module, batch, block, chunk_size):
     return total
 
 def block_of_step(module, seed, step):
-    """The block length L of a step, which EDD samples uniformly from its range (EDD, 3.1).
+    """The block length L of a step, sampled uniformly from EDD's range (EDD, 3.1).
 
-    All other drafters ignore it: for them any number will do.
+    Other drafters have no range and ignore L.
     """
     low, high = getattr(module.config, "blocks", (1, 1))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
 
 # ---------------------------------------------------------------- the update
 def optimizers_of(modules, kind):
-    """The optimisers of draft models {name: module} -> a list; the loop sets their learning rates.
+    """The optimisers of draft models {name: module} -> a list.  update() sets the learning rates.
 
-    kind "adamw": AdamW for everything, with GLIDE's betas.  kind "muon": Muon for hidden matrices,
-    AdamW for embeddings, heads, norms and biases.
+    kind "muon": Muon for hidden matrices, AdamW for embeddings, heads, norms and biases.  kind
+    "adamw": AdamW for everything.
     """
     matrices, others = [], []
     for module in modules.values():
@@ -259,12 +239,10 @@ def optimizers_of(modules, kind):
                 matrices.append((weight, STACKED.get(layer, 1)))
             else:
                 others.append(weight)
-    found = []
-    if others:
-        found.append(torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY))
+    optimizers = [torch.optim.AdamW(others, betas=BETAS, weight_decay=WEIGHT_DECAY)]
     if matrices:
-        found.append(Muon(matrices, WEIGHT_DECAY))
-    return found
+        optimizers.append(Muon(matrices, WEIGHT_DECAY))
+    return optimizers
 
 def cosine(step, steps):
     """The factor of the learning rate: a linear warm-up, then half a cosine to 0."""
@@ -274,7 +252,10 @@ def cosine(step, steps):
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 def update(modules, losses, optimizers, lr, step):
-    """Clip the gradient of each drafter, then step.  UserError where one is not finite."""
+    """Clip the gradient of each drafter, then step.
+
+    losses: {name: number}.  UserError where a loss or a gradient is not finite.
+    """
     for name, module in modules.items():
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(losses[name] + norm):
@@ -288,7 +269,7 @@ def update(modules, losses, optimizers, lr, step):
 
 # ---------------------------------------------------------------- processes and signals
 def rank_and_world():
-    """The number of this process, and how many there are, as torchrun says."""
+    """The rank of this process and the world size, as torchrun sets them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 def summed(modules, numbers, device):
@@ -296,33 +277,34 @@ def summed(modules, numbers, device):
     numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
     if dist.is_initialized():
         dist.all_reduce(numbers)
-        for weight in [weight for module in modules.values() for weight in module.parameters()]:
-            # A process without a piece of text has no gradient; all must take part.
-            weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-            dist.all_reduce(weight.grad)
+        for module in modules.values():
+            for weight in module.parameters():
+                if weight.grad is None:                  # this process has no piece of the step
+                    weight.grad = torch.zeros_like(weight)
+                dist.all_reduce(weight.grad)
     return numbers.tolist()
 
 @contextmanager
 def noted_signals():
-    """While this is open, Ctrl-C and SIGTERM are only noted, in the list that it yields."""
-    signals = []
-    numbers = signal.SIGINT, signal.SIGTERM
-    before = [signal.signal(number, lambda *_: signals.append(1)) for number in numbers]
+    """Within this context, Ctrl-C and SIGTERM only append to the list that it yields."""
+    noted = []
+    before = {number: signal.signal(number, lambda *_: noted.append(1))
+              for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield signals
+        yield noted
     finally:
-        for number, handler in zip(numbers, before):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 # ---------------------------------------------------------------- the log and the state
 def log(out, row):
-    """Append a row to the log.  Rank 0 alone does."""
+    """Append a row to the log, on rank 0."""
     if rank_and_world()[0] == 0:
         with open(out / "log.jsonl", "a") as file:
             file.write(json.dumps(row) + "\n")
 
 def save(out, step, modules, optimizers, command):
-    """Write all that a resumed run needs, whole or not at all."""
+    """Write what resume() reads, whole or not at all."""
     state = {"step": step, "command": command,
              "drafters": {name: module.state_dict() for name, module in modules.items()},
              "optimizers": [optimizer.state_dict() for optimizer in optimizers]}
@@ -343,13 +325,15 @@ def resume(out, modules, optimizers, command):
 
 # ---------------------------------------------------------------- the loop
 def fit(modules, optimizers, frozen, data, steps, measure, command, a):
-    """Train {name: module} for `steps` steps -> {name: metrics}.  measure() gives these metrics."""
+    """Train {name: module} for `steps` steps -> {name: metrics}, as measure() returns them."""
     rank, world = rank_and_world()
     out = Path(a.out)
     start = resume(out, modules, optimizers, command) if a.resume else 0
+    config = frozen.target.config.get_text_config()
+    peak = a.lr or 5e-4 * math.sqrt(4096 / config.hidden_size)
+    chunk_size = max(1, LOGITS // config.vocab_size)     # positions whose logits are in memory
     in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
-    peak = a.lr or 5e-4 * math.sqrt(4096 / frozen.target.config.get_text_config().hidden_size)
     pieces_of_step = steps_of(pieces_of(data.documents, a.length), a.batch * a.length, a.seed)
     pieces_of_step = itertools.islice(pieces_of_step, start, None)
     limit = min(FORWARD, math.ceil(a.batch * a.length / world))        # tokens of a forward
@@ -357,8 +341,8 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
     bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
     with noted_signals() as signals, bar:
         for step in bar:
-            # The forward of the frozen target, the losses of all drafters, backward.  The gradient
-            # is that of the mean over all labels of the step, whichever process has them.
+            # The forward of the frozen target, the losses of all drafters, backward.  A loss is
+            # the mean over all labels of the step, of which each process has some.
             pieces = next(pieces_of_step)
             count = max(1, labels_in(data.tokens, pieces))
             losses = dict.fromkeys(modules, 0.0)
@@ -367,7 +351,7 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
                 for name, module in modules.items():
                     block = block_of_step(module, a.seed, step)
                     with autocast:
-                        loss = masked_loss(module, batch, block, frozen.chunk_size) / count
+                        loss = masked_loss(module, batch, block, chunk_size) / count
                     loss.backward()
                     losses[name] += loss.detach()
             numbers = [*losses.values(), len(signals)]
@@ -397,30 +381,31 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
     return metrics
 
 # ---------------------------------------------------------------- from the flags to checkpoints
-def train(a, device, calls, argv):
+def train(a, calls, argv):
     """Train the drafters {name: Call} that the flags `a` ask for, and save them.
 
-    device: this process's own.  argv: the command line, for the record.
+    argv: the command line, for the record.
     """
     rank, _ = rank_and_world()
     out = Path(a.out)
     out.mkdir(parents=True, exist_ok=True)
-    # The target, frozen
-    dtype = "auto" if device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
-    target, tokenizer = load_target(a.target, dtype, device, trust=a.trust_remote_code)
+    # The target, frozen: in its stored dtype on CUDA and with bfloat16, else in float32
+    dtype = "auto" if a.device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
+    target, tokenizer = load_target(a.target, dtype, a.device, trust=a.trust_remote_code)
     target.requires_grad_(False)
     about_target = fingerprint(target, tokenizer)
     # The data
     data = documents.load(a.data, tokenizer, (a.template, a.template_args), about_target,
                           out / "data", keep=a.resume)
     pieces = pieces_of(data.documents, a.length)
-    if pieces[:, 1].sum() <= a.length:                   # hardly what one wants to learn from
+    total = int(pieces[:, 1].sum())
+    if total <= a.length:
         raise UserError("--data has too few tokens: give more text, or less --length")
-    steps = a.steps or steps_in_epoch(pieces, a.batch * a.length)
+    steps = a.steps or max(1, total // (a.batch * a.length))
     # The drafters
-    modules, drafters = {}, {}               # what learns, and what decodes with it
+    modules, drafters = {}, {}               # draft models, and the drafters that decode by them
     for name, call in calls.items():
-        torch.manual_seed(a.seed)            # the same whatever else the run trains
+        torch.manual_seed(a.seed)            # weights do not depend on the other drafters
         modules[name] = models.new(call, target, a.length, data.tokens)
         drafters[name] = models.drafter_of(call.name, modules[name])
     frozen = FrozenTarget(target, modules, drafters)
@@ -437,7 +422,7 @@ def train(a, device, calls, argv):
     command = [word for word in argv if word not in ("--resume", "--overwrite")]
     metrics = fit(modules, optimizers, frozen, data, steps, measure, command, a)
     for name, module in modules.items() if rank == 0 else ():
-        about = {
+        about = {                            # models.save adds the config and the commit
             "kind": calls[name].name,
             "command": "python train.py " + shlex.join(command),
             "date": time.strftime("%Y-%m-%d"),
@@ -446,7 +431,7 @@ def train(a, device, calls, argv):
             "tokens_seen": steps * a.batch * a.length,
             "validation": metrics[name],
             "target": about_target,
-        }                                    # models.save adds the config and the commit
+        }
         models.save(out / name, module, tokenizer, about)
         print(f"saved {out / name}")
     if rank == 0:
@@ -456,18 +441,17 @@ def train(a, device, calls, argv):
 def main(argv):
     a = parser().parse_args(argv)
     calls = models.calls_of(a.drafters)
-    check(a, calls)
-    device, (_, world) = a.device, rank_and_world()
-    if world == 1:
-        return train(a, device, calls, argv)
-    if device == "cuda":
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    # The first process may prepare the data for long, while the others wait.
-    backend = "nccl" if device.startswith("cuda") else "gloo"
+    check(Path(a.out), calls, a.resume, a.overwrite)
+    if rank_and_world()[1] == 1:
+        return train(a, calls, argv)
+    if a.device == "cuda":
+        a.device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(a.device)
+    # The first process may prepare the data for hours, while the others wait.
+    backend = "nccl" if a.device.startswith("cuda") else "gloo"
     dist.init_process_group(backend, timeout=timedelta(hours=3))
     try:
-        train(a, device, calls, argv)
+        train(a, calls, argv)
     finally:
         dist.destroy_process_group()
 

@@ -345,8 +345,7 @@ def pieces_at_random(n):
 
 def test_an_epoch_has_every_piece_once_in_even_steps():
     pieces = pieces_at_random(1000)
-    count = train.steps_in_epoch(pieces, 512)
-    assert count == pieces[:, 1].sum() // 512
+    count = pieces[:, 1].sum() // 512
     first, again, other = (list(islice(train.steps_of(pieces, 512, seed), 2 * count))
                            for seed in (0, 0, 1))
     sizes = np.cumsum([step[:, 1].sum() for step in first[:count]])
