@@ -49,8 +49,8 @@ hidden_states}.  Its methods, beside expand:
     probs(logits, temperature), with the temperature that calibrates the drafter: see Rule.probs.
   - begin(view, root_id) begins a round.  The View shows what the last commit appended: the prompt,
     later the last root and the nodes accepted below it.  The new root is not committed yet.
-  - keep(path) ends the round: the numbers of the accepted nodes that expand was given, the root's
-    first.  The drafter forgets all other nodes.
+  - keep(numbers) ends the round.  numbers: of the accepted nodes that expand was given, the root's
+    first; they are expand's own, not indices in the tree.  The drafter forgets all other nodes.
 """
 import hashlib
 from collections import namedtuple
@@ -65,7 +65,7 @@ Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,
 # What a commit appended, and what a drafter reads of the target:
 #   tokens  (k,): the committed tokens, at first the prompt; ids: the same as a list
 #   length  int: the number of all committed tokens
-#   kv      {layer: [K, V]}, (1, H, length, d) each
+#   kv      {layer: [K, V]}, (1, H, length, d) each: of all committed tokens
 #   hidden  {index: (k, D)}: the hidden states of `tokens`
 View = namedtuple("View", "tokens ids length kv hidden")
 # What happened in a round, as lists: its new tokens, the accepted nodes (the root first), the tree
@@ -274,10 +274,12 @@ class Target:
 
 def check_attention(config):
     """Raise ValueError where our mask would be wrong: it replaces the model's own."""
-    window = getattr(config, "sliding_window", None)
-    # Configurations without layer_types have the window in all layers.
-    layer_types = getattr(config, "layer_types", None) or [window or "full_attention"]
-    if set(layer_types) != {"full_attention"}:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types:
+        has_window = set(layer_types) != {"full_attention"}
+    else:
+        has_window = getattr(config, "sliding_window", None) is not None
+    if has_window:
         raise ValueError("not all layers have full attention: take runtime.targets.any_target")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
     if "flash" in kernel or "flex" in kernel:
@@ -341,14 +343,14 @@ def generator_for(seed, purpose, device="cpu"):
 
 @lru_cache(maxsize=32)
 def keyed_noise(seed, position, vocab, device):
-    """Exponential noise (vocab,) of the Gumbel-max trick, keyed by (seed, position).
+    """Exponential noise (vocab,), keyed by (seed, position).
 
-    argmax(p / noise) is a sample of p, and rounding in p hardly ever changes it.  (It changes one
-    sample in some hundreds where these are made by cumulative sums.)  lru_cache keeps the noise of
-    positions whose drafts were rejected, for the next round.
+    argmax(p / noise) is a sample of p: the Gumbel-max trick, in its form with exponential noise.
+    Rounding in p hardly ever changes it.  (A sample by cumulative sums is changed by rounding once
+    in some hundreds.)  lru_cache keeps the noise of rejected positions for the next round.
     """
-    # A rare token is sampled only when its noise is almost zero.  There float32 is too coarse: the
-    # uniform numbers behind the noise would have steps of 2^-24.
+    # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
+    # behind the noise would have steps of 2^-24, too coarse there; the noise itself may be rounded.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
@@ -375,7 +377,8 @@ class Rule:
     def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
         """temperature: 0 is greedy decoding; top_k, top_p: as in transformers, None: all tokens.
 
-        seed: the same seed gives the same tokens.  The warpers raise ValueError for other numbers.
+        seed: the same seed gives the same tokens.  Raises ValueError for a temperature below 0, a
+        top_k below 1 and a top_p beyond 0 to 1.
         """
         self.greedy, self.seed = temperature == 0, seed
         self.warpers = []
@@ -474,8 +477,8 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    sequence = list(target.ids)
-    if not sequence:
+    sequence = list(target.ids)            # ids; of an encoder-decoder its start token
+    if not sequence:                       # a cascade has this very Target among its models
         raise ValueError("the drafter has reset the target: give it a Target of its own")
     # The prompt's last token is a tree of one node.  The choice after it is the first root.
     root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
@@ -506,6 +509,7 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
         view = target.commit(path, [tokens[node] for node in path], states)
         drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
         root = choice[path[-1]:path[-1] + 1]                                           # (1,)
+        # Where the output ends within `new`, there is no next round, and root is not used.
         new = until_end(new[:left], ends)
         root_id = new[-1]
         sequence += new
