@@ -340,6 +340,12 @@ def test_kinds_of_models_decode_as_generate_does(name):
         fast = speculative(None, knowing(text, wide))
         assert torch.equal(model.generate(custom_generate=fast, **how), own)
         assert fast.last.tau > 2 and fast.target.verifies_trees == verifies_trees
+    if verifies_trees:                                         # generate() itself may go on
+        caches = [model.generate(return_dict_in_generate=True, **how, **more)[CACHE]
+                  for more in ({}, dict(custom_generate=fast))]
+        for x, y in zip(*(cache.layers for cache in caches)):
+            if getattr(x, "keys", None) is not None:
+                torch.testing.assert_close(y.keys, x.keys, atol=1e-4, rtol=1e-3)
 
 def slow(self, *given, **how):
     """Positions grow otherwise after the prompt."""
@@ -383,6 +389,11 @@ def test_a_bidirectional_model_needs_its_cache():
     same(model)
     with pytest.raises(UserError, match="otherwise without a cache"):
         model.generate(PROMPT, custom_generate=PLAIN, use_cache=False)
+
+def test_zeros_as_token_types_that_are_embedded_are_refused():
+    model = made("GPT2LMHeadModel", dict(n_positions=64))
+    with pytest.raises(UserError, match="token_type_ids is not served"):
+        model.generate(PROMPT, token_type_ids=torch.zeros_like(PROMPT), custom_generate=PLAIN)
 
 @pytest.mark.parametrize("ids", [99, -1])
 def test_an_id_that_the_model_does_not_know_raises(model, ids):
@@ -627,7 +638,7 @@ def test_a_decoder_s_context_ends_with_its_own_prompt():
     own = model.generate(max_new_tokens=NEW - 2, **how)
     with pytest.warns(UserWarning, match=f"ends after {NEW - 2} of 30"):
         out = model.generate(custom_generate=PLAIN, max_new_tokens=30, **how)
-    assert torch.equal(out, own)
+    assert torch.equal(out, own) and any_target(model).remaining([0] * 40) == NEW
 
 def test_yarn_lengthens_the_context():
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
