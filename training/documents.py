@@ -2,7 +2,7 @@
 
     prepare(paths, tokenizer, template, vocab, folder)   # template: by chats.template_of
     data = read(folder, tokenizer, template)             # -> Prepared
-    prompts_in(paths, tokenizer, template, limit)        # what is asked of a target
+    prompts_in(paths, tokenizer, template, limit)        # what a target is asked
 
 A prepared folder holds
 
@@ -30,7 +30,6 @@ from runtime.errors import UserError
 from runtime.load import vocabulary_fingerprint
 
 PLACES = 3          # rows that are named for each reason
-SHOWN = 600         # characters of a run of tokens that are shown, at most
 
 # tokens (n,), documents (m, 3) to train on and those that are held out, and what meta.json has
 Prepared = namedtuple("Prepared", "tokens documents held_out kinds report written_by")
@@ -46,10 +45,9 @@ class Report:
 
     def read(self, document, parts, unread):
         """Count a row that was read, and the tokens of its parts.  unread: names of fields."""
+        ids = np.concatenate(parts)
         counts = self.forms.setdefault(document.form, Counter())
-        counts["rows"] += 1
-        counts["tokens"] += sum(len(ids) for ids in parts)
-        counts["learned"] += sum(int((ids >= 0).sum()) for ids in parts)
+        counts.update(rows=1, tokens=len(ids), learned=int((ids >= 0).sum()))
         self.unread.setdefault(document.form, set()).update(unread)
         if document.note:
             self.leave_out(document.note, document, "read without")
@@ -71,8 +69,7 @@ class Report:
             lines.append(f"{len(places):7d} {why} ({', '.join(places[:PLACES])}{dots})")
         return lines
 
-    def in_a_line(self):
-        """The same, for a UserError."""
+    def __str__(self):
         return "; ".join(line.strip() for line in self.lines()) or "the files hold no rows"
 
 def marked(ids, tokenizer):
@@ -85,8 +82,6 @@ def marked(ids, tokenizer):
         # Decoded with all that comes before: some tokenizers drop the space of a first word.
         before = tokenizer.decode(plain[:start], clean_up_tokenization_spaces=False)
         run = tokenizer.decode(plain[:end], clean_up_tokenization_spaces=False)[len(before):]
-        if len(run) > SHOWN:
-            run = f"{run[:SHOWN // 2]}[...]{run[-SHOWN // 2:]}"
         shown += f"⟦{run}⟧" if is_label[start] else run
         start = end
     return shown
@@ -118,7 +113,7 @@ def encoded(paths, tokenizer, template, vocab, report):
         report.read(document, parts, chats.not_read(document, template))
         yield document, parts
     if not report.forms:
-        raise UserError(f"--data holds no text to learn from: {report.in_a_line()}")
+        raise UserError(f"--data holds no text to learn from: {report}")
 
 def prepare(paths, tokenizer, template, vocab, folder):
     """Encode files and folders into `folder`.  A folder without meta.json is incomplete."""
@@ -194,10 +189,9 @@ def digest_of(fingerprint):
 
 # ---------------------------------------------------------------- prompts
 def prompts_in(paths, tokenizer, template, limit):
-    """The prompts of documents to learn from -> [(kind of text, ids)].
+    """The prompts of documents to learn from, each once -> [(kind of text, ids)].
 
-    Left out are prompts of more than `limit` tokens, and those that come a second time.  What is
-    left out is printed with its reason.
+    Prompts of more than `limit` tokens are left out.  What is left out is printed with its reason.
     """
     report, found = Report(), {}
     for document in text.documents(paths):
@@ -216,7 +210,7 @@ def prompts_in(paths, tokenizer, template, limit):
         elif found.setdefault(tuple(ids), document) is not document:
             report.leave_out("a prompt comes once more", document)
     if not found:
-        raise UserError(f"--data holds no prompt to ask: {report.in_a_line()}")
+        raise UserError(f"--data holds no prompt to ask: {report}")
     for line in report.lines():
         print(line, file=sys.stderr)
     return [(document.kind, list(ids)) for ids, document in found.items()]

@@ -1,10 +1,8 @@
 """Encode text, chats or token ids into a folder that train.py reads, or show what it will learn.
 
-    python training/prepare.py sharegpt.json --tokenizer lmsys/vicuna-7b-v1.5 --template vicuna \\
-        --show 3                                     # how it is read; nothing is written
-    python training/prepare.py sharegpt.json --tokenizer lmsys/vicuna-7b-v1.5 --template vicuna \\
-        --out data/sharegpt
-    python train.py glide --target lmsys/vicuna-7b-v1.5 --data data/sharegpt
+    python training/prepare.py chats.jsonl --tokenizer smollm2 --show 3     # writes nothing
+    python training/prepare.py chats.jsonl --tokenizer smollm2 --out data/chats
+    python train.py glide --target smollm2 --data data/chats
 
 train.py encodes files by itself.  Encoded ahead of time, they serve several runs and machines.
 """
@@ -34,8 +32,7 @@ def show(paths, tokenizer, template, vocab, limit):
 def main(argv):
     p = argparse.ArgumentParser(description="Encode files for train.py.")
     p.add_argument("files", nargs="+", help="files or folders of text, chats or token ids")
-    p.add_argument("--tokenizer", required=True,
-                   help="folder or hub name: the target's; smollm2")
+    p.add_argument("--tokenizer", required=True, help="folder or hub name: the target's; smollm2")
     p.add_argument("--trust-remote-code", action="store_true", help="run the tokenizer's own code")
     p.add_argument("--template",
                    help="format of chats: plain, question, vicuna, a Jinja file (default: its own)")
@@ -55,7 +52,7 @@ def main(argv):
     data = read(a.out, tokenizer)
     print(*data.report, sep="\n")
     print(f"{a.out}: {len(data.tokens)} tokens; {len(data.documents)} documents to learn, "
-          f"{len(data.held_out)} held out; kinds {' '.join(data.kinds)}")
+          f"{len(data.held_out)} held out; {len(data.kinds)} kinds of text")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
