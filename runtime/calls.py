@@ -8,6 +8,7 @@ the models of a cascade, gets them without quotes: "cascade(google/flan-t5-base,
 """
 import ast
 import inspect
+import re
 from collections import namedtuple
 
 from runtime.errors import UserError
@@ -15,18 +16,6 @@ from runtime.errors import UserError
 # words: the names that were given.  settings: {name: value}, those that were given.  label: the
 # call as tables show it.
 Call = namedtuple("Call", "name function words settings label")
-
-def arguments_in(inside):
-    """"base, k=(8, 13)" -> ["base", "k=(8, 13)"]: the parts between commas outside of brackets."""
-    parts = []
-    for piece in inside.split(","):
-        before = parts[-1] if parts else ""
-        is_open = sum(map(before.count, "([")) > sum(map(before.count, ")]"))
-        if is_open:
-            parts[-1] = f"{before},{piece}"
-        else:
-            parts.append(piece)
-    return [part.strip() for part in parts if part.strip()]
 
 def read_call(text, functions, what):
     """"pct(width=7)" -> Call.  functions: {name: function}; what: "tree", as an error calls it."""
@@ -39,12 +28,13 @@ def read_call(text, functions, what):
     takes_words = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     words, settings = [], {}
     try:
-        for argument in arguments_in(inside.removesuffix(")")):
-            key, equals, value = argument.partition("=")
+        # At commas outside of brackets
+        for argument in re.split(r",(?![^(\[]*[)\]])", inside.removesuffix(")")):
+            key, equals, value = argument.strip().partition("=")
             if equals:
                 settings[key.strip()] = ast.literal_eval(value.strip())
-            else:
-                words.append(argument.strip("'\""))
+            elif key:
+                words.append(key.strip("'\""))
         is_closed = inside.endswith(")") == bool(bracket)
         if not is_closed or settings.keys() - defaults.keys() or bool(words) != takes_words:
             raise ValueError

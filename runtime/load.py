@@ -10,6 +10,7 @@ Drafters are named as these functions would be called (runtime/calls.py), by the
 import hashlib
 import json
 import math
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,10 +35,16 @@ STAND_IN = CHECKPOINTS / "target"                 # the default target
 SMOLLM2 = ROOT / "work" / "smollm2"               # a public model: training/smollm2.py fetches it
 
 # ---------------------------------------------------------------- language models
-def not_loaded(role, name, why):
-    """The UserError for what transformers, or a library below it, does not load."""
-    return UserError(f"{role} {name} cannot be loaded ({first_line(why)}): give a complete folder, "
-                     "or the hub name of a language model")
+@contextmanager
+def loading(role, name):
+    """Within it, what transformers or a library below it raises becomes a UserError."""
+    try:
+        yield
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as why:                       # many libraries read its files
+        raise UserError(f"{role} {name} cannot be loaded ({first_line(why)}): give a complete "
+                        "folder, or the hub name of a language model") from None
 
 def source_of(name):
     """A folder or hub name, as transformers takes it."""
@@ -51,12 +58,8 @@ def source_of(name):
 
 def load_tokenizer(name, role="the tokenizer", trust=False):
     """Load a tokenizer.  Arguments: as of load_target."""
-    try:
+    with loading(role, name):
         return transformers.AutoTokenizer.from_pretrained(source_of(name), trust_remote_code=trust)
-    except UserError:
-        raise
-    except Exception as why:                       # many libraries read its files
-        raise not_loaded(role, name, why) from None
 
 def load_target(name, dtype, device, role="the target", trust=False):
     """Load a language model -> (model, tokenizer), as transformers has them.
@@ -67,7 +70,7 @@ def load_target(name, dtype, device, role="the target", trust=False):
     """
     tokenizer = load_tokenizer(name, role, trust)
     hub = {"trust_remote_code": trust}
-    try:
+    with loading(role, name):
         source = source_of(name)
         config = transformers.AutoConfig.from_pretrained(source, **hub)
         model_class = transformers.AutoModelForCausalLM
@@ -87,10 +90,6 @@ def load_target(name, dtype, device, role="the target", trust=False):
             torch.cuda.set_device(device)
         if not placed:
             model = model.to(device)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as why:                       # many libraries read its files
-        raise not_loaded(role, name, why) from None
     if config.is_encoder_decoder and getattr(config, "num_decoder_layers", None):
         # By this generate() counts the layers of the decoder's cache, in transformers 5.17 and
         # 5.23.  The encoder, which has this number of layers, has its own configuration.

@@ -1,8 +1,7 @@
-"""What every program of this project needs: a sentence for a mistake, and files written whole."""
+"""What every program of this project needs: a sentence for a mistake."""
 import functools
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -40,17 +39,3 @@ def first_line(why):
     """The first line of an exception's message, or the exception's name where it has none."""
     message = getattr(why, "strerror", None) or str(why)       # an OSError's has no number
     return message.strip().partition("\n")[0][:150] or type(why).__name__
-
-def write_atomically(path, write):
-    """Write a file whole or not at all.
-
-    write(part) writes to a temporary path beside the file, which then takes the file's name: a
-    killed write leaves the old file.  The file can be read by others (mode 0644).
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as part:
-        part = Path(part) / path.name
-        write(part)
-        os.chmod(part, 0o644)
-        os.replace(part, path)

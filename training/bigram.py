@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import maxgram
 from runtime import chats, load
-from runtime.program import program, write_atomically
+from runtime.program import program
 from training.documents import Report, encoded, plain_ids
 
 def measure_confidence(texts, bigram, lengths=len(maxgram.CONFIDENCE) - 1):
@@ -76,7 +76,7 @@ def main(argv):
         "command": "python training/bigram.py " + shlex.join(argv),
         "date": time.strftime("%Y-%m-%d"),
     }
-    write_atomically(Path(a.out), lambda part: part.write_text(json.dumps(found) + "\n"))
+    Path(a.out).write_text(json.dumps(found) + "\n")
     print(f"{a.out}: followers of {sum(map(bool, bigram))} of {vocab} tokens, from {len(learned)} "
           f"documents; confidence by length of match: {found['confidence']}")
 
