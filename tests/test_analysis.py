@@ -9,8 +9,7 @@ from verify import Round
 def test_calibration_by_hand():
     pairs = [(0.95, True), (0.91, True), (0.99, False), (0.15, False), (0.2, True)]
     found = probe.calibration_of(pairs)
-    assert found["bin 90"] == pytest.approx(2 / 3) and found["bin 10"] == 0.5
-    assert found["bin 50"] is None
+    assert (found["bin 90"], found["bin 10"], found["bin 50"]) == (pytest.approx(2 / 3), 0.5, None)
     assert found["ece"] == pytest.approx(3 / 5 * abs(2 / 3 - 0.95) + 2 / 5 * abs(0.5 - 0.175))
 
 def test_positions_by_hand():

@@ -55,7 +55,6 @@ def test_ratios_and_differences_are_paired_over_questions(page):
     assert difference == pytest.approx((1.5 + 0.5 - 1) / 3) and low < 0 < high
     of_chats, _, _ = paper.compare("run", "tau on chat", "d x fast", "d x slow")
     assert of_chats == pytest.approx(1.0)
-    assert paper.values_of("run", "speedup", "d x slow")[0] == pytest.approx((1 * 2 * 3) ** (1 / 3))
 
 def test_a_page_is_filled_as_it_is_written_and_what_is_not_measured_stays_open(page):
     text = ("<!--run tau: d x fast-->0.0 and <!--run speedup: d x fast / d x slow-->9x [9, 9], "
@@ -73,19 +72,19 @@ def test_a_claim_is_reproduced_where_all_intervals_are_above(page):
     above = "<!--run speedup: d x fast / d x slow-->open"
     below = "<!--run speedup: d x slow / d x fast-->open"
     unknown = "<!--run speedup: d x new / plain-->open"
-    for cells, null, word in ((above, "", "yes"), (above + below, "", "partly"), (below, "", "no"),
-                              (above, " 2.5", "no"), (unknown, "", "open"),
-                              (above + unknown, "", "yes")):
+    for cells, null, word in ((above + unknown, "", "yes"), (above + below, "", "partly"),
+                              (above, " 2.5", "no"), (unknown, "", "open")):
         assert page(f"|{cells}|<!--reproduced{null}-->open|\n").endswith(f"-->{word}|\n")
 
 def test_check_sees_wrong_figures_and_figures_without_a_source(page, capsys):
     page("<!--run tau: d x fast-->3.0, <!--given-->2.17x of GLIDE, `1.5x`, section 3.2\n")
-    assert paper.check() == 0 and capsys.readouterr().out.endswith("holds\n")
-    for text, said in (("<!--run tau: d x fast-->3.1\n", "should be <!--run tau: d x fast-->3.0"),
-                       ("about 2x\n", "2x names no row"),
-                       ("<!--run tau: e x fast-->3.1\n", "should be <!--run tau: e x fast-->open")):
-        (paper.ROOT / "docs" / "page.md").write_text(text)
-        assert paper.check() == 1 and said in capsys.readouterr().err
+    assert paper.check() == 0
+    (paper.ROOT / "docs" / "page.md").write_text(
+        "<!--run tau: d x fast-->3.1 <!--run tau: e x fast-->3.1 about 2x\n")
+    assert paper.check() == 1
+    err = capsys.readouterr().err
+    assert "should be <!--run tau: d x fast-->3.0 <!--run tau: e x fast-->open" in err
+    assert "2x names no row" in err
 
 # ---------------------------------------------------------------- the papers' columns
 def test_formulas():
@@ -114,11 +113,10 @@ def test_the_overlap_of_a_sampled_chain():
     rule.choose(tree, p.log(), [0])
     assert rule.of_rounds == [pytest.approx([0.6])]
 
-def test_the_runs_name_drafters_and_trees_that_bench_knows():
-    for name, run in RUNS.items():
-        for drafters, trees in run.methods:
-            for tree in trees:
-                assert bench.read_call(tree, bench.TREES, "tree").label == tree, name
-            if "--checkpoint" not in run.flags:
-                found = bench.load.drafter_calls(drafters, bench.CHECKPOINTS)
-                assert [call.label for call in found] == drafters, name
+@pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].methods])
+def test_the_runs_name_drafters_and_trees_that_bench_knows(name):
+    for drafters, trees in RUNS[name].methods:
+        assert [bench.read_call(tree, bench.TREES, "tree").label for tree in trees] == trees
+        if "--checkpoint" not in RUNS[name].flags:
+            found = bench.load.drafter_calls(drafters, bench.CHECKPOINTS)
+            assert [call.label for call in found] == drafters
