@@ -160,18 +160,9 @@ def decode(target, drafter, build, ids, new_tokens, rule=verify.Rule(), eos=()):
 
 def library(model, temperature, ids, new_tokens, rule, **more):
     """Decode by transformers' own generate(), whose further arguments are `more` -> Record."""
-    torch.manual_seed(rule.seed)
-    given = torch.tensor([ids], device=model.device)
-    start = time.perf_counter()
-    # With top_k=0 the library samples among all tokens; its default is 50.
-    with torch.inference_mode():
-        out = model.generate(given, attention_mask=torch.ones_like(given),
-                             max_new_tokens=new_tokens, do_sample=temperature > 0,
-                             temperature=temperature or 1.0, top_k=0, **more)
-    # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
-    first = 1 if model.config.is_encoder_decoder else len(ids)
-    tokens = out[0, first:].tolist()                     # a device-to-host sync
-    return Record(tokens, [], {"generate()": time.perf_counter() - start}, {})
+    prompt = Prompt("", 0, ids, new_tokens)
+    [record] = library_rows(model, temperature, [prompt], [rule], **more)
+    return record
 
 # ---------------------------------------------------------------- several sequences: --batch
 def decode_rows(target, drafter, build, prompts, rules, eos=()):
@@ -199,19 +190,25 @@ def decode_rows(target, drafter, build, prompts, rules, eos=()):
     seconds = {part: share / B for part, share in clock.seconds().items()}
     return [Record(*verify.output_of(of_row)[:2], seconds, {}) for of_row in rounds]
 
-def library_rows(model, temperature, prompts, rules, eos=()):
-    """Decode several prompts at once by transformers' own generate() -> a Record for each."""
+def library_rows(model, temperature, prompts, rules, eos=(), **more):
+    """As `library`, several prompts at once -> a Record for each."""
     torch.manual_seed(rules[0].seed)
     longest = max(len(prompt.ids) for prompt in prompts)
-    padded = [[0] * (longest - len(prompt.ids)) + prompt.ids for prompt in prompts]
-    mask = [[0] * (longest - len(prompt.ids)) + [1] * len(prompt.ids) for prompt in prompts]
+    padding = [longest - len(prompt.ids) for prompt in prompts]
+    ids = [[0] * n + prompt.ids for n, prompt in zip(padding, prompts)]
+    given = torch.tensor(ids, device=model.device)
+    mask = torch.ones_like(given)
+    for row, n in enumerate(padding):
+        mask[row, :n] = 0
     start = time.perf_counter()
+    # With top_k=0 the library samples among all tokens; its default is 50.
     with torch.inference_mode():
-        out = model.generate(
-            torch.tensor(padded, device=model.device), do_sample=temperature > 0, top_k=0,
-            attention_mask=torch.tensor(mask, device=model.device), pad_token_id=0,
-            max_new_tokens=max(prompt.limit for prompt in prompts), temperature=temperature or 1.0)
-    rows = out[:, longest:].tolist()                     # a device-to-host sync
+        out = model.generate(given, attention_mask=mask, do_sample=temperature > 0, top_k=0,
+                             max_new_tokens=max(prompt.limit for prompt in prompts),
+                             temperature=temperature or 1.0, **more)
+    # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
+    first = 1 if model.config.is_encoder_decoder else longest
+    rows = out[:, first:].tolist()                       # a device-to-host sync
     seconds = (time.perf_counter() - start) / len(prompts)
     ends = {eos} if isinstance(eos, int) else set(eos)
     return [Record(verify.until_end(row[:prompt.limit], ends), [], {"generate()": seconds}, {})
@@ -247,7 +244,8 @@ def methods_of(loaded, drafters, trees, temperature, rows=1):
     target, eos = loaded.target, loaded.eos
     ours, theirs = decode, partial(library, loaded.model, temperature)
     if rows > 1:
-        ours, theirs = decode_rows, partial(library_rows, loaded.model, temperature, eos=eos)
+        ours, theirs = decode_rows, partial(library_rows, loaded.model, temperature, eos=eos,
+                                      pad_token_id=0)
     methods = [Method("plain", partial(ours, target, None, verify.root_only, eos=eos)),
                Method("generate()", theirs)]
     for call in drafters:
