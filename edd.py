@@ -400,6 +400,7 @@ def load(folder, model):
         head = nn.Linear(config.width, config.vocab, "head.bias" in weights)
         draft_model = EDD(config, parts_of(model, embed, head))
     draft_model.load_state_dict(weights, assign=True)
+    draft_model.made_for = about["target"]
     temperature = about["validation"].get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 

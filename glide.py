@@ -528,6 +528,7 @@ def load(folder, model):
     with torch.device("meta"):                     # no memory, since the weights are there already
         draft_model = Glide(Config(**about["config"]), ropes)
     draft_model.load_state_dict(weights, assign=True)
+    draft_model.made_for = about["target"]
     temperature = about["validation"].get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 

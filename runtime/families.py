@@ -319,5 +319,6 @@ def load(folder, model):
     config = config_class(**{k: v for k, v in about["config"].items() if k in names})
     draft_model = new(about["kind"], config, model, words=weights.get("between.words"), empty=True)
     draft_model.load_state_dict(weights, assign=True)
+    draft_model.made_for = about["target"]
     temperature = about["validation"].get("temperature", 1.0)
     return drafter_class(draft_model.to(embedded(model, [0])), temperature), about

@@ -31,6 +31,7 @@ from transformers.generation import utils
 import verify
 from beyond import batch
 from runtime.errors import UserError
+from runtime.load import difference, fingerprint
 from runtime.program import first_line
 from runtime.targets import AnyTarget, any_target, layers_of, state_of, with_vocabulary
 
@@ -199,6 +200,11 @@ class speculative:
             encoded = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
         if self.target is None or self.target.model is not model or self.state != state:
             self.target, self.state = any_target(model, encoded=encoded), state
+            made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
+            differs = made_for and difference(made_for, fingerprint(model))
+            if differs:
+                warn(f"the drafter was trained for another model ({differs}): few drafts will be "
+                     "accepted")
         target = self.target
         if target.encoder_decoder:
             target.given, source = encoded, caller["inputs_tensor"]

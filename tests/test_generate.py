@@ -16,6 +16,7 @@ from transformers import (
 
 import cape
 import verify
+from runtime import families
 from runtime.errors import UserError
 from runtime.generation import speculative
 from runtime.targets import any_target, within_window
@@ -729,3 +730,17 @@ def test_what_a_batch_cannot_have_is_a_sentence():
         with pytest.raises(UserError, match=word):
             shared(name).generate(**inputs, max_new_tokens=3,
                                   custom_generate=speculative(None, verify.root_only))
+
+def test_a_drafter_that_was_trained_for_other_weights_is_named(small):
+    """By a warning, where it drafts for another model than the one that it was loaded for."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model, other = load(small / "model"), load(small / "model")
+    for p in other.parameters():
+        torch.nn.init.normal_(p, std=0.25)
+    drafter, _ = families.load(small / "drafters" / "glide", model)
+    how = dict(custom_generate=speculative(drafter, cape.chain), max_new_tokens=5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*trained for another model")
+        model.generate(PROMPT, **how)
+    with pytest.warns(UserWarning, match="trained for another model .its weights differ by"):
+        other.generate(PROMPT, **how)
