@@ -82,7 +82,7 @@ def fit_temperature(predictions):
     predictions: [(p_draft (V,), choice)].  Choices that a drafter cannot predict, as their
     probability is 0, are left out.
     """
-    known = [(p, choice) for p, choice in predictions[:FITTED] if p[choice] > 0]
+    known = [(p, choice) for p, choice in predictions if p[choice] > 0]
     if not known:
         return 1.0
     logits = torch.stack([p for p, _ in known]).float().log()                  # (n, V)

@@ -80,10 +80,7 @@ def edd(target, text, hidden=HIDDEN, loss="kl", blocks=BLOCKS):
 
     hidden: which hidden_states it reads; -4: the fourth-to-last, as there.  blocks: the range of L.
     """
-    low, high = blocks
-    if not 1 <= low <= high:
-        raise ValueError(f"blocks={blocks!r}: give the shortest and the longest block, as (5, 10)")
-    return built("edd", target, text, hidden=hidden, loss=loss, blocks=(low, high))
+    return built("edd", target, text, hidden=hidden, loss=loss, blocks=blocks)
 
 def vdm(target, text, loss="kl"):
     """The vanilla draft model (EDD, appendix A)."""
@@ -101,15 +98,14 @@ def glide_shared(target, text, layer=None, feed_forward=None, words=None, loss="
     """GLIDE between the target's own embedding and head (beyond/shared.py).
 
     words: the most frequent tokens of the text, so many, are learned and drafted alone.
-    norm: a norm before the glimpse, which the paper does not have.
     """
     return built("glide-shared", target, text, words, layer=layer, feed_forward=feed_forward,
-               loss=loss, norm=norm)
+                 loss=loss, norm=norm)
 
 def vanilla_shared(target, text, feed_forward=None, words=None, loss="kl"):
     """GLIDE without the glimpse, between the target's own embedding and head."""
     return built("vanilla-shared", target, text, words, feed_forward=feed_forward, loss=loss,
-               glimpse=False)
+                 glimpse=False)
 
 def edd_shared(target, text, hidden=HIDDEN, words=None, loss="kl"):
     """EDD between the target's own embedding and head."""
