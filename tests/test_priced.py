@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import brute_force, paths, random_table
+from helpers import paths, random_table
 
 from beyond import graft, priced
 from maxgram import MaxGram
@@ -179,31 +179,6 @@ def test_what_is_worth_exactly_its_price_is_drafted_and_not_verified(p, settings
     expand.remaining = 99
     tree = priced.PctCost(**settings)(expand, ROOTS)
     assert len(drafted) == calls and len(tree.tokens) == 1 + nodes
-
-def test_max_grams_chain_has_the_length_of_the_highest_rate():
-    """Of all lengths, by brute force; none where nothing is worth its price."""
-    rng, lengths = random.Random(0), []
-    for _ in range(200):
-        text = [rng.randrange(4) for _ in range(rng.randint(1, 30))] * rng.choice([1, 2])
-        confidence = sorted(rng.random() for _ in range(5))
-        gram, root = MaxGram([0, 2, 3, 1], confidence), rng.randrange(4)
-        gram.commit(text)
-        expand = partial(print)
-        expand.remaining, most = rng.randint(1, 24), rng.choice([3, 99])
-        price, start = rng.choice([0.01, 0.05, 0.3]), rng.choice([0.0, 0.1, 0.6])
-        tree = priced.PricedChain(gram, price, start, most)(expand, torch.tensor([root]))
-        chain, found = brute_force(text, [root], min(expand.remaining, most), bigram=[0, 2, 3, 1])
-        nodes, joint = {}, 1.0
-        for i, length in enumerate(found):
-            joint *= confidence[min(length, 4)]
-            nodes[i] = joint
-        n = len(tree.tokens) - 1
-        assert tree.tokens.tolist() == [root, *chain[:n]]
-        assert tree.parents.tolist() == list(range(-1, n))
-        best, _ = highest_rate(nodes, (0, price, start), most, 0)
-        assert rate(nodes, range(n), (0, price, start), 0) == pytest.approx(best)
-        lengths.append(n)
-    assert 40 < lengths.count(0) < 160 and max(lengths) > 10
 
 # ---------------------------------------------------------------- prices and balances
 class Machine:
