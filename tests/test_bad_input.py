@@ -35,7 +35,7 @@ CASES = {
     "the target's context of 64": ("train", TRAIN + "--length 65"),
     "layer 3 of the target cannot be read": ("train", TRAIN.replace("glide", "glide(layer=3)")),
     "no/data does not exist": ("training.prepare", "no/data --tokenizer MODEL --out T/new"),
-    "no/such/folder": ("training.convert", "no/such/folder --out T/new")}
+    "no/such/folder": ("training.convert", "no/such/folder --target MODEL --out T/new")}
 
 def damaged(source, folder, **changes):
     """A copy of a drafter's folder, other values in its training.json -> its weights' path"""

@@ -130,7 +130,7 @@ def test_drafts_are_those_of_the_published_forward(target, tmp_path, kind, publi
     argv = arguments(folder, tmp_path / "out", weights, config, pickled=kind == "medusa")
     assert convert.main(argv) == 0
     about = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert about["kind"] == kind and about["source"] == argv[0]
+    assert about["kind"] == kind
     drafter, _ = families.load(tmp_path / "out", model)
     drafter.reset(lambda logits, temperature: logits)
     ids, t = torch.randint(VOCAB, (20,), generator=torch.Generator().manual_seed(2)), 12

@@ -1,7 +1,7 @@
 """What a target writes after many prompts, by transformers' generate(), for any family.
 
     for number, ids in write(target, prompts, lengths, batch=64):      # each text with its prompt
-    append(path, target, prompts, length=512, batch=64, temperatures=[0, 1], writer="0123abcd")
+    append(path, target, tokenizer, prompts, length=512, batch=64, temperatures=[0, 1])
 
 append() writes rows for train.py as they are finished:
 
@@ -14,7 +14,9 @@ import os
 import torch
 from tqdm import tqdm
 
+from runtime import load
 from runtime.errors import UserError
+from training.documents import digest_of
 
 @torch.no_grad()
 def write(target, prompts, lengths, batch, temperature=0.0):
@@ -60,12 +62,13 @@ def kept_rows(path):
         os.truncate(path, len(whole))
     return rows
 
-def append(path, target, prompts, length, batch, temperatures, writer):
+def append(path, target, tokenizer, prompts, length, batch, temperatures):
     """Append the target's answers to prompts, [(kind of text, ids)], to a file as rows.
 
     Prompts of which the file has rows already are left out.  length: of a prompt and its answer.
-    temperatures: of the prompts in turn.  writer: digest of the target.
+    temperatures: of the prompts in turn.
     """
+    writer = digest_of(load.fingerprint(target, tokenizer))
     rows = kept_rows(path)
     if any(row.get("target") != writer for row in rows):
         raise UserError(f"{path} was not written by this target: name another --out")

@@ -136,8 +136,7 @@ def main(argv):
     p = argparse.ArgumentParser(description="Convert a published drafter.")
     p.add_argument("source", help="folder of the drafter: GLIDE, EAGLE-1, MEDUSA-1")
     p.add_argument("--out", required=True, help="folder to save under")
-    p.add_argument("--target", default=str(load.STAND_IN), help="folder or hub name of its target")
-    p.add_argument("--device", default="cpu", help="cpu or cuda")
+    p.add_argument("--target", required=True, help="folder or hub name of its target")
     a = p.parse_args(argv)
     out = Path(a.out)
     if out.exists():
@@ -148,7 +147,7 @@ def main(argv):
     if convert is None:
         raise UserError(f"{a.source} holds no GLIDE, EAGLE-1 or MEDUSA-1: none of its weights is "
                         f"called {' or '.join(LAYOUTS)}")
-    target, tokenizer = load.load_target(a.target, "auto", a.device)
+    target, tokenizer = load.load_target(a.target, "auto", "cpu")
     try:
         kind, module, renamed = convert(weights, read_settings(folder), target)
         module.load_state_dict(renamed)
@@ -158,7 +157,6 @@ def main(argv):
     about = {
         "config": vars(module.config),
         "kind": kind,
-        "source": a.source,
         "command": "python training/convert.py " + shlex.join(argv),
         "date": time.strftime("%Y-%m-%d"),
         "target": load.fingerprint(target, tokenizer),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
-from runtime.errors import UserError
 from runtime.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,14 +50,12 @@ def main(argv):
     p.add_argument("--tree", choices=TREES, default="cape")
     p.add_argument("--out", type=Path, required=True, help="folder to make")
     a = p.parse_args(argv)
-    if not (a.drafter / "training.json").exists():
-        raise UserError(f"{a.drafter} is not the folder of a drafter: it has no training.json")
     a.out.mkdir(parents=True)                                  # an OSError where it exists
+    for name in ("training.json", "model.safetensors"):
+        shutil.copy(a.drafter / name, a.out)
     code = a.out / "custom_generate"
     shutil.copytree(ROOT, code, ignore=lambda folder, names: (
         set(names) - CODE if Path(folder) == ROOT else {"__pycache__"}))
-    for name in ("training.json", "model.safetensors"):
-        shutil.copy(a.drafter / name, a.out)
     (code / "generate.py").write_text(GENERATE.replace("TREE", TREES[a.tree]), encoding="utf-8")
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from tqdm import tqdm
 from runtime import load
 from runtime.program import program
 from training import batched
-from training.documents import digest_of
 
 LENGTH = 384                       # tokens of a prompt and its answer
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
@@ -109,8 +108,7 @@ def main(argv):
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
     prompts = begin(Path(f"{a.out}.prompts"), target, tokenizer, a.texts // len(KINDS), a.batch)
-    batched.append(Path(a.out), target, prompts, LENGTH, a.batch, [0.0, 1.0],
-                   digest_of(load.fingerprint(target, tokenizer)))
+    batched.append(Path(a.out), target, tokenizer, prompts, LENGTH, a.batch, [0.0, 1.0])
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

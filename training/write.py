@@ -21,7 +21,7 @@ from runtime.errors import UserError
 from runtime.program import program
 from runtime.targets import context_of
 from training import batched
-from training.documents import digest_of, prompts_in
+from training.documents import prompts_in
 
 @program
 def main(argv):
@@ -50,8 +50,7 @@ def main(argv):
     template = chats.template_of(a.template, tokenizer, a.template_args)
     prompts = prompts_in(a.data, tokenizer, template, a.length * 3 // 4)
     torch.manual_seed(a.seed)
-    batched.append(Path(a.out), target, prompts, a.length, a.batch, a.temperature,
-                   digest_of(load.fingerprint(target, tokenizer)))
+    batched.append(Path(a.out), target, tokenizer, prompts, a.length, a.batch, a.temperature)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
