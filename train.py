@@ -138,10 +138,7 @@ def steps_of(pieces, step_tokens, seed):
         yield from steps or [pieces]
 
 def batches_of(pieces, limit):
-    """Sort pieces by size and split them into batches of at most `limit` tokens with padding.
-
-    A batch has at least one piece.
-    """
+    """Sort pieces by size and split them into batches of at most `limit` tokens with padding."""
     pieces = pieces[np.argsort(-pieces[:, 1], kind="stable")]
     batches = []
     while len(pieces):
@@ -216,10 +213,8 @@ def masked_loss(module, batch, block, chunk_size):
     return total
 
 def block_of_step(module, seed, step):
-    """The block length L of a step, sampled uniformly from EDD's range (EDD, 3.1).
-
-    Other drafters have no range and ignore L.
-    """
+    """The block length L of a step, sampled uniformly from EDD's range (EDD, 3.1)."""
+    # Other drafters have no range, and ignore L.
     low, high = getattr(module.config, "blocks", (1, 1))
     return int(np.random.default_rng([seed, step]).integers(low, high + 1))
 
@@ -252,10 +247,7 @@ def cosine(step, steps):
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 def update(modules, losses, optimizers, lr, step):
-    """Clip the gradient of each drafter, then step.
-
-    losses: {name: number}.  UserError where a loss or a gradient is not finite.
-    """
+    """Clip the gradient of each drafter, then step.  UserError where it or a loss is not finite."""
     for name, module in modules.items():
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), CLIP).item()
         if not math.isfinite(losses[name] + norm):
@@ -324,7 +316,7 @@ def resume(out, modules, optimizers, command):
     return state["step"]
 
 # ---------------------------------------------------------------- the loop
-def fit(modules, optimizers, frozen, data, steps, measure, command, a):
+def fit(modules, optimizers, frozen, tokens, pieces, steps, measure, command, a):
     """Train {name: module} for `steps` steps -> {name: metrics}, as measure() returns them."""
     rank, world = rank_and_world()
     out = Path(a.out)
@@ -334,26 +326,27 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
     chunk_size = max(1, LOGITS // config.vocab_size)     # positions whose logits are in memory
     in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
-    pieces_of_step = steps_of(pieces_of(data.documents, a.length), a.batch * a.length, a.seed)
-    pieces_of_step = itertools.islice(pieces_of_step, start, None)
-    limit = min(FORWARD, math.ceil(a.batch * a.length / world))        # tokens of a forward
+    step_tokens = a.batch * a.length
+    pieces_by_step = itertools.islice(steps_of(pieces, step_tokens, a.seed), start, None)
+    limit = min(FORWARD, math.ceil(step_tokens / world))               # tokens of a forward
     saved_at = time.monotonic()
     bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
     with noted_signals() as signals, bar:
         for step in bar:
             # The forward of the frozen target, the losses of all drafters, backward.  A loss is
             # the mean over all labels of the step, of which each process has some.
-            pieces = next(pieces_of_step)
-            count = max(1, labels_in(data.tokens, pieces))
+            step_pieces = next(pieces_by_step)
+            count = max(1, labels_in(tokens, step_pieces))
             losses = dict.fromkeys(modules, 0.0)
-            for some in batches_of(pieces, limit)[rank::world]:
-                batch = frozen.batch(data.tokens, some)
+            for some in batches_of(step_pieces, limit)[rank::world]:
+                batch = frozen.batch(tokens, some)
                 for name, module in modules.items():
                     block = block_of_step(module, a.seed, step)
                     with autocast:
                         loss = masked_loss(module, batch, block, chunk_size) / count
                     loss.backward()
                     losses[name] += loss.detach()
+            # Sums over all processes: a signal to one of them stops all.
             numbers = [*losses.values(), len(signals)]
             *numbers, interrupted = summed(modules, numbers, frozen.device)
             losses = dict(zip(modules, numbers))
@@ -382,10 +375,7 @@ def fit(modules, optimizers, frozen, data, steps, measure, command, a):
 
 # ---------------------------------------------------------------- from the flags to checkpoints
 def train(a, calls, argv):
-    """Train the drafters {name: Call} that the flags `a` ask for, and save them.
-
-    argv: the command line, for the record.
-    """
+    """Train the drafters {name: Call} by the flags `a` and save them.  argv: the command line."""
     rank, _ = rank_and_world()
     out = Path(a.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -401,7 +391,7 @@ def train(a, calls, argv):
     total = int(pieces[:, 1].sum())
     if total <= a.length:
         raise UserError("--data has too few tokens: give more text, or less --length")
-    steps = a.steps or max(1, total // (a.batch * a.length))
+    steps = a.steps or max(1, total // (a.batch * a.length))           # one epoch
     # The drafters
     modules, drafters = {}, {}               # draft models, and the drafters that decode by them
     for name, call in calls.items():
@@ -415,13 +405,16 @@ def train(a, calls, argv):
 
     def measure():
         metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
-        for name, found in metrics.items() if rank == 0 else ():
-            tqdm.write("{}: alpha {alpha:.3f}, tau {tau:.2f}".format(name, **found))
+        for name, found in metrics.items():
+            if rank == 0:
+                tqdm.write("{}: alpha {alpha:.3f}, tau {tau:.2f}".format(name, **found))
         return metrics
 
     command = [word for word in argv if word not in ("--resume", "--overwrite")]
-    metrics = fit(modules, optimizers, frozen, data, steps, measure, command, a)
-    for name, module in modules.items() if rank == 0 else ():
+    metrics = fit(modules, optimizers, frozen, data.tokens, pieces, steps, measure, command, a)
+    if rank > 0:
+        return
+    for name, module in modules.items():
         about = {                            # models.save adds the config and the commit
             "kind": calls[name].name,
             "command": "python train.py " + shlex.join(command),
@@ -434,8 +427,7 @@ def train(a, calls, argv):
         }
         models.save(out / name, module, tokenizer, about)
         print(f"saved {out / name}")
-    if rank == 0:
-        (out / "state.pt").unlink()
+    (out / "state.pt").unlink()
 
 @program
 def main(argv):

@@ -24,7 +24,7 @@ import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import documents, evaluate, models, muon, prepare
+from training import documents, evaluate, models, muon
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -189,11 +189,9 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
 
 def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
-    """Also of a folder that was prepared."""
     rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
-    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
-    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
-    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
+    data = str(write_rows(tmp_path / "rows.jsonl", rows))
+    argv = flags(target, tmp_path / "out", "--data", data, "--steps", "1", names=["glide"])
     assert train.main(argv) == 0
     out = capsys.readouterr().out
     assert "warning: --data has text that another model than --target wrote" in out
@@ -350,7 +348,7 @@ def test_batches_of_a_step_fit_with_their_padding():
     padded = [len(batch) * batch[:, 1].max() for batch in batches]
     assert max(padded) <= 300
     assert sum(padded) < 1.1 * pieces[:, 1].sum(), "similar sizes side by side"
-    assert [len(batch) for batch in train.batches_of(pieces, 1)] == [1] * 40
+    assert len(train.batches_of(pieces, 1)) == 40, "a piece alone, where none fits"
 
 # ---------------------------------------------------------------- losses
 @pytest.mark.parametrize("text", ["edd(hidden=2, loss='ce')", "eagle", "medusa(heads=2)", "small",
@@ -370,8 +368,8 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
         found.append([loss, *(p.grad for p in module.parameters())])
     module.zero_grad()
     total = 0.0
-    for start_, size in pieces:
-        given = torch.from_numpy(tokens[start_:start_ + size].astype("i8"))
+    for begin, size in pieces:
+        given = torch.from_numpy(tokens[begin:begin + size].astype("i8"))
         batch = frozen.batch(np.where(given < 0, ~given, given), np.array([[0, size]]))
         is_label = given[1:] >= 0
         for x, labels, mask in module.terms(batch, 5):
@@ -380,8 +378,7 @@ def test_a_loss_in_chunks_and_with_padding_is_that_of_each_document(llama, text)
     total.backward()
     expected = [total, *(p.grad for p in module.parameters())]
     for ours in found:
-        for value, oracle in zip(ours, expected):
-            torch.testing.assert_close(value, oracle, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-4)
 
 def test_block_lengths_are_uniform_and_known_by_the_step():
     """EDD, 3.1.  Drafters of one range have the same in each step."""
@@ -394,8 +391,8 @@ def test_block_lengths_are_uniform_and_known_by_the_step():
 @pytest.mark.parametrize("texts, kv, hidden, logits", [
     (["glide(layer=1)", "eagle", "edd-shared(hidden=2, words=4)"], {1}, {2, 3}, True),
     (["edd(hidden=2, loss='ce')", "medusa"], set(), {2, 3}, False)])
-def test_what_is_read_of_the_target(llama, texts, kv, hidden, logits):
-    """The batch against the target's own forward: layers, hidden states, logits."""
+def test_a_batch_is_the_targets_own_forward(llama, texts, kv, hidden, logits):
+    """Its layers, hidden states and logits, where a drafter reads them."""
     ids = torch.randint(12, (2, 9), generator=torch.Generator().manual_seed(0))
     cache = transformers.DynamicCache()
     with torch.no_grad():
