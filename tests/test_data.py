@@ -25,13 +25,6 @@ TAGS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}|{% endfor %}"
 def tokenizer():
     return tokenizer_of("def add(a, b):\n    return a + b\n" * 9, end="</s>")
 
-@pytest.fixture
-def tags(tmp_path):
-    """A file with a chat template."""
-    path = tmp_path / "tags.jinja"
-    path.write_text(TAGS)
-    return str(path)
-
 def learned(tokenizer, template, *paths):
     """What is learned from files -> [text with marks], the report's lines"""
     report = documents.Report()
@@ -116,15 +109,6 @@ ROWS = [
     ({"text": " "}, "left out: it is empty"),
 ]
 
-@pytest.mark.parametrize("row, expected", ROWS, ids=lambda value: str(value)[:60])
-def test_what_is_learned_from_a_row(tokenizer, tags, tmp_path, row, expected):
-    path = write_rows(tmp_path / "rows.jsonl", [row])
-    found, report = learned(tokenizer, tags, path)
-    if expected.startswith("left out"):
-        assert not found and expected in report and f"(row 1 of {path})" in report
-    else:
-        assert found == [expected]
-
 # ---------------------------------------------------------------- files
 TWO = [{"text": "a"}, {"text": "b\u2028c"}]
 LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in TWO)
@@ -189,35 +173,37 @@ ALWAYS_ASKS = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}"
 ENDS_NO_LAST_TURN = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if not loop.last or "
                      "add_generation_prompt %}</s>{% endif %}{% endfor %}"
                      "{% if add_generation_prompt %}<assistant>{% endif %}")
-REFUSES = "{{ raise_exception('no dialogues') }}"
 FOUR = turns("add a", "a + b", "return", "return b")
+# A template, and a chat -> what is learned: a text, or several
 LABELS = [
-    ("question", FOUR, ["Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
-                        "Answer:⟦ return b\n</s>⟧"]),
+    ("question", FOUR, "Question: add a\nAnswer:⟦ a + b\n</s>⟧Question: return\n"
+                       "Answer:⟦ return b\n</s>⟧"),
     (THINKS, FOUR, ["<user>add a|<assistant>⟦(thought) a + b|⟧",
                     "<user>add a|<assistant>a + b|<user>return|"
                     "<assistant>⟦(thought) return b|⟧"]),
-    (ASKS_FOR_A_THOUGHT, [U, A], ["<user>q|<assistant>⟦a|⟧"]),
-    (ALWAYS_ASKS, FOUR, ["<user>add a|<assistant>⟦a + b</s>⟧|<user>return|<assistant>"
-                         "⟦return b</s>⟧|<assistant>"]),
+    (ASKS_FOR_A_THOUGHT, [U, A], QA),
+    (ALWAYS_ASKS, FOUR, "<user>add a|<assistant>⟦a + b</s>⟧|<user>return|<assistant>"
+                        "⟦return b</s>⟧|<assistant>"),
     (ENDS_NO_LAST_TURN, FOUR, ["<user>add a</s><assistant>⟦a + b</s>⟧",
                                "<user>add a</s><assistant>a + b</s><user>return</s><assistant>"
                                "⟦return b</s>⟧"]),
-    (REFUSES, [U, A], "the chat template refuses it (no dialogue"),
-    ("{% for %}", [U, A], "the chat template refuses it"),
-    ("{{ x }}", [U, A], "an answer that the template does not write"),
+    ("{{ raise_exception('no') }}", [U, A], "left out: the chat template refuses it (no)"),
+    ("{% for %}", [U, A], "left out: the chat template refuses it"),
+    ("{{ x }}", [U, A], "left out: it has a single token, or an answer that the template does not"),
 ]
 
-@pytest.mark.parametrize("template, messages, expected", LABELS)
-def test_labels_are_the_answers(tokenizer, tmp_path, template, messages, expected):
+@pytest.mark.parametrize("template, row, expected", [(TAGS, *row) for row in ROWS] + LABELS,
+                         ids=lambda value: str(value)[:60])
+def test_what_is_learned_from_a_row(tokenizer, tmp_path, template, row, expected):
     if template not in chats.TEMPLATES:
         (tmp_path / "t.jinja").write_text(BOM + template)
         template = str(tmp_path / "t.jinja")
-    found, report = learned(tokenizer, template, write_rows(tmp_path / "x.jsonl", [messages]))
-    if isinstance(expected, str):
-        assert not found and expected in report
+    path = write_rows(tmp_path / "rows.jsonl", [row])
+    found, report = learned(tokenizer, template, path)
+    if isinstance(expected, str) and expected.startswith("left out"):
+        assert not found and expected in report and f"(row 1 of {path})" in report
     else:
-        assert found == expected
+        assert found == ([expected] if isinstance(expected, str) else expected)
 
 @pytest.mark.parametrize("template", ["plain", "vicuna", "question"])
 def test_a_prompt_is_the_beginning_of_what_is_learned(tokenizer, tmp_path, template):
@@ -315,9 +301,10 @@ QUESTIONS = [
 ]
 
 @pytest.mark.parametrize("row, expected", QUESTIONS, ids=lambda value: str(value)[:60])
-def test_what_a_row_asks(tokenizer, tags, tmp_path, row, expected):
+def test_what_a_row_asks(tokenizer, tmp_path, row, expected):
+    (tmp_path / "t.jinja").write_text(TAGS)
     document, = text.documents([write_rows(tmp_path / "x.jsonl", [row])])
-    asked = chats.questions(document, tokenizer, tags, 300, lambda ids: "own")
+    asked = chats.questions(document, tokenizer, tmp_path / "t.jinja", 300, lambda ids: "own")
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected):
             list(asked)
@@ -325,37 +312,27 @@ def test_what_a_row_asks(tokenizer, tags, tmp_path, row, expected):
         assert [tokenizer.decode(ids) for ids in asked] == expected
 
 # ---------------------------------------------------------------- prepared data
-def prepared(tmp_path, tokenizer, rows, template="plain"):
-    """-> what is read of the rows again, [(kind, tokens of a document)] to learn, and held out"""
-    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    template = chats.template_of(template, tokenizer)
-    documents.prepare([path], tokenizer, template, 300, folder)
-    data = documents.read(folder, tokenizer, template)
-    found = [data]
-    for index in (data.documents, data.held_out):
-        found.append([(data.kinds[kind], data.tokens[start:start + size].tolist())
-                      for start, size, kind in index])
-    return found
+def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer):
+    """Every fiftieth is held out, if it does not say; ids as they are; kinds by number.
 
-def test_documents_are_written_as_they_are_encoded(tmp_path, tokenizer):
-    """Every fiftieth is held out, if it does not say; kinds by number; ids as they are."""
+    Its template need not be named again; another one, or another tokenizer, is refused.
+    """
     rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
-    rows[2]["held_out"], rows[99]["held_out"] = True, False
+    rows[2]["held_out"], rows[99]["held_out"] = True, "false"
     rows.append({"prompt": [7, 8], "answer": [9], "target": "0123abcd", "source": "b"})
-    data, learned, held = prepared(tmp_path, tokenizer, rows)
+    path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    documents.prepare([path], tokenizer, chats.template_of("plain", tokenizer), 300, folder)
+    data = documents.read(folder, tokenizer)
+    learned, held = ([(data.kinds[kind], data.tokens[start:start + size].tolist())
+                      for start, size, kind in index] for index in (data.documents, data.held_out))
     assert held == [("b", [3] * 3), ("a", [50] * 3)]
     assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
         ("b", [~7, ~8, 9])]
     assert data.written_by == ["0123abcd"] and "1 read as prompt + answer" in data.report[1]
-
-def test_a_prepared_folder_knows_how_it_was_made(tmp_path, tokenizer):
-    """Its template need not be named again; another one, or another tokenizer, is refused."""
-    prepared(tmp_path, tokenizer, [{"messages": [U, A]}])
-    assert documents.read(tmp_path / "out", tokenizer).documents.tolist() == [[0, 22, 0]]
     for other, template, words in ((tokenizer, "question", "another --template"),
                                    (tokenizer_of("other text"), "plain", "another tokenizer")):
         with pytest.raises(UserError, match=f"was prepared with {words}"):
-            documents.read(tmp_path / "out", other, chats.template_of(template, other))
+            documents.read(folder, other, chats.template_of(template, other))
 
 def test_show_prints_documents_and_writes_nothing(tokenizer, tmp_path, monkeypatch):
     """The first of each form, their labels between brackets; also where stdout is ASCII."""

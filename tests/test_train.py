@@ -24,7 +24,7 @@ import train
 import verify
 from runtime import families, load
 from runtime.errors import UserError
-from training import documents, evaluate, models, muon
+from training import documents, evaluate, models, muon, prepare
 
 NAMES = {"glide": "glide(width=16)", "edd": "edd(hidden=2)", "eagle": "eagle",
          "small": "small(loss='ce')", "own": "own=glide-shared(feed_forward=16, words=20)"}
@@ -189,9 +189,11 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
 
 def test_text_of_another_target_and_no_held_out_text_are_told(target, tmp_path, capsys):
+    """Also of a folder that was prepared."""
     rows = [{"prompt": list(range(9)), "answer": list(range(9, 40)), "target": "another"}] * 20
-    data = str(write_rows(tmp_path / "rows.jsonl", rows))
-    argv = flags(target, tmp_path / "out", "--data", data, "--steps", "1", names=["glide"])
+    data, ready = str(write_rows(tmp_path / "rows.jsonl", rows)), str(tmp_path / "ready")
+    assert prepare.main([data, "--tokenizer", str(target / "model"), "--out", ready]) == 0
+    argv = flags(target, tmp_path / "out", "--data", ready, "--steps", "1", names=["glide"])
     assert train.main(argv) == 0
     out = capsys.readouterr().out
     assert "warning: --data has text that another model than --target wrote" in out
