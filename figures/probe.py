@@ -21,11 +21,6 @@ lengths      T_v(n) after 256 to 7 000 tokens, with grouped queries folded (runt
 ewif         Table 1 of Cascade by Theorem 4.5: expected tokens of a round over its time, in target
              forwards, if acceptances are independent.  It decodes nothing.
 
-    paper                         name here
-    c_i                           confidence: the drafter's largest probability, its token's
-    ECE                           sum over bins of (count / all) |acceptance - confidence|
-    alpha_i, c_i                  alphas, costs: of the model that drafts the i-th token
-
 Decoding is greedy; the flags are bench.py's.
 """
 import json
@@ -63,7 +58,10 @@ TABLE_1 = [("CNN/DM", {"small": 9}), ("CNN/DM", {"base": 8}), ("CNN/DM", {"base"
 
 # ---------------------------------------------------------------- calibration
 def scored_tokens(loaded, drafter, prompt):
-    """Decode a prompt by chains -> [(confidence, accepted?)] of the tokens that were scored"""
+    """Decode a prompt by chains -> [(confidence, accepted?)] of the tokens that were scored
+
+    A confidence is the drafter's largest probability, that of its token.
+    """
     noted = []                                     # of each round: its confidences
 
     def build(expand, root):
@@ -166,7 +164,10 @@ def lengths(target, prompts):
 
 # ---------------------------------------------------------------- Cascade's Table 1
 def ewif_horizontal(alphas, costs):
-    """Theorem 4.5: T = (sum_{i=0}^k prod_{j=1}^i alpha_j) / (1 + sum_{i=1}^k c_i)"""
+    """Theorem 4.5: T = (sum_{i=0}^k prod_{j=1}^i alpha_j) / (1 + sum_{i=1}^k c_i)
+
+    alphas, costs: of the model that drafts the i-th token.
+    """
     tokens = accepted = 1
     for alpha in alphas:
         accepted *= alpha          # Corollary 4.6: the probability that token i is accepted

@@ -1,12 +1,9 @@
 """SmolLM2: how it is fetched; the real model, where it is.
 
     python training/smollm2.py; python -m pytest tests/test_smollm2.py      # a minute
-    SMOLLM2=FOLDER python -m pytest tests/test_smollm2.py -m smollm2        # or somewhere else
 """
 import importlib.util
-import os
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,13 +32,11 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, capsys):
     refused(capsys, argv, "is not the file that was published", smollm2.main)
     assert not (tmp_path / "model").exists()
 
-# ---------------------------------------------------------------- the model itself
 @pytest.fixture(scope="module")
 def loaded():
-    folder = Path(os.environ.get("SMOLLM2", load.SMOLLM2))
-    if not folder.exists():
+    if not load.SMOLLM2.exists():
         pytest.skip("the model is not here: python training/smollm2.py gets it")
-    return load.Loaded(str(folder), str(load.CHECKPOINTS / "smollm2"))
+    return load.Loaded("smollm2", str(load.CHECKPOINTS / "smollm2"))
 
 def ids_of(loaded, question):
     chat = [{"role": "user", "content": question}]
