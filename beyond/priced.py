@@ -72,7 +72,7 @@ Prices = namedtuple("Prices", "cost node_price start")
 # Before rounds were timed, by device: about those of the stand-in, and of a 7B model
 DEFAULTS = {"cpu": Prices(0.07, 0.018, 0.2), "cuda": Prices(0.06, 0.004, 0.1)}
 LARGEST = 4             # a start or node price is at most so many times the default
-ROUNDS = 400            # prices come from the last rounds
+ROUNDS = 300            # prices come from the last rounds
 FIT_EVERY = 16          # rounds after which prices are fitted anew
 AROUND = 15             # rounds within which the machine has one speed
 
