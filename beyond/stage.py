@@ -21,7 +21,7 @@ class Stage:
         """
         self.target, self.temperature = target, temperature
 
-    def reset(self, probs, source=None):
+    def reset(self, probs):
         """Start a new sequence."""
         self.probs = probs
         self.target.reset()
