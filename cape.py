@@ -1,9 +1,10 @@
-"""CAPE: confidence-aware proposal expansion, and the baselines of its experiments.
+"""CAPE: confidence-aware proposal expansion, and baselines of its experiments.
 
-GLIDE with a CAPE (arXiv 2402.02082), section 4.2; baselines of sections 5.3, 5.4 and Table 3.
+GLIDE with a CAPE (arXiv 2402.02082), section 4.2; of sections 5.3, 5.4 and Table 3 the chain, the
+beam and the fixed size (Medusa is beyond/medusa.py).
 
-The idea.  The drafter's confidence in a token predicts whether the target will accept it.  Where
-the confidence is low, the target is offered several of the next best tokens as well.  Nothing is
+The idea.  The drafter's confidence in a token predicts whether the target will accept it.  If the
+confidence is low, the target is offered several of the next best tokens as well.  Nothing is
 drafted after these extras, so they need no further forward of the drafter.
 
     paper                   shape         name here
@@ -41,21 +42,20 @@ Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,
 
 # Differs from the paper: it does not state gamma for CAPE's own experiments; this is section 5.1's.
 GAMMA = 5                        # drafted positions
-SIZES = (7, 5, 3, 1)             # S(p) of section 4.2 ...
-EDGES = (0.3, 0.6, 0.8)          # ... on bins closed on the right
+# Differs from the paper, whose p is raw: expand may give calibrated or, in sampling, warped p.
+SIZES = (7, 5, 3, 1)             # S(p) of section 4.2 in the four bins of p: up to 0.3, ...
+EDGES = (0.3, 0.6, 0.8)          # the last p of each bin but the last, which ends at 1
 MAX_NODES = 32                   # "the maximum number of tokens for verification" (section 5.3)
 SIZE = 4                         # extras at each position of the fixed-size control (section 5.4)
 WIDTH = 4                        # beam size (section 5.3)
 
 # ------------------------------------------------------------------ the standard proposal
-def best(probs):
-    """Pick the most probable token of each distribution (m, V) -> (m,)."""
-    return probs.argmax(-1)
+best = partial(torch.argmax, dim=-1)     # the most probable token of each distribution
 
 def sample(probs, generator=None):
     """Sample a token from each distribution (m, V) -> (m,), by inverting its cumulative sums.
 
-    Where all V entries are zero (no prediction) it picks a token of probability zero.
+    If all V entries are zero (no prediction) it picks a token of probability zero.
     torch.multinomial would raise there, after a device-to-host sync to find out.
     """
     sums = probs.cumsum(-1, dtype=torch.float64)                  # (m, V)
@@ -70,8 +70,8 @@ def draft(expand, root, gamma, pick):
     pick(probs (1, V)) chooses a token (1,).  Returns the tokens chosen (gamma,), their
     probabilities p (gamma,), and the distributions probs (gamma, V) that they were picked from.
 
-    There is no device-to-host sync, so nobody knows yet whether the drafter has stopped predicting:
-    then p is zero, and callers cut the chain at valid_length(p).
+    There is no sync: the host does not yet know whether the drafter has stopped predicting.  Then p
+    is zero, and callers cut the chain at valid_length(p).
     """
     if gamma < 1:
         raise ValueError(f"gamma is {gamma}: draft at least one token")
@@ -96,7 +96,7 @@ def valid_length(p):
 def counts_on_host(p, *counts):
     """Copy counts, tensors () on the device, to the host by one sync -> list of ints.
 
-    The smallest and the largest p (gamma,) travel along.  Raises ValueError if these are no
+    The smallest and the largest p (gamma,) travel along.  Raises ValueError if these are not
     probabilities.
     """
     # torch.stack converts the counts to p's dtype, and bfloat16 cannot represent every integer.
@@ -199,12 +199,13 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
         raise ValueError(f"max_nodes {max_nodes} cannot hold the chain of {gamma}")
     # the proposal x_{t+1} ... x_{t+gamma}
     chosen, p, probs = draft(expand, root, gamma, best)
-    # its expansion sets X_1 ... X_gamma, (gamma, K)
+    # its expansion sets X_1 ... X_gamma (gamma, K)
     extras, p_extras = expansion_sets(probs, chosen, p, sizes, edges)
 
     # Differs from the paper: with gamma = 5 the widest proposal has 5 x (1 + 7) = 40 nodes, and the
     # paper does not say which of them its limit of 32 cuts.  (The official code drafts four
     # positions: 4 x 8 = 32.)  Here the chain is kept whole, and the best extras fill the rest.
+    # The chain's length is unknown until the sync, and extras may fill all max_nodes until then.
     limit = min(extras.numel(), max_nodes)
     joint, index = best_extras(p, p_extras, limit)                # (limit,)
     length, count = counts_on_host(p, valid_length(p), (joint > 0).sum())
@@ -261,8 +262,7 @@ def beam(expand, root, gamma=GAMMA, width=WIDTH):
         score = score[:count, None]                               # (count, 1)
         first = len(parents)
         parents += [beams[r] for r in row[:count]]
-        # Differs from the paper: all beams of all lengths stay in the tree, not only the last ones,
-        # because tree verification can use them all.
+        # The paper does not state what stays in the tree: here all beams of all lengths.
         beams = list(range(first, len(parents)))
     expand_index = [node if node < given else -1 for node in range(len(parents))]
     parents, expand_index = torch.tensor([parents, expand_index], device=root.device)
@@ -293,8 +293,9 @@ def main():
 #  1. The printed mask leaves out the root x_t; here the root is node 0.  Misprint: where the text
 #     says "token x_j", it means x_{t+j}.
 #  2. The chain is kept whole; of the extras the most probable ones fill the tree up to 32 nodes.
-#  3. gamma = 5 is section 5.1's; the paper does not state it for CAPE's own experiments.
-#  4. Beam search returns every sequence that was in a beam at any length.
+#  3. gamma = 5 is section 5.1's; the paper does not state it for CAPE's own experiments, nor what
+#     beam search keeps: here every sequence that was in a beam at any length.
+#  4. S(p) sees a calibrated p, or in sampling a warped one (verify.Rule.probs), not the raw one.
 
 if __name__ == "__main__":
     main()

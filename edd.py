@@ -1,23 +1,23 @@
 """EDD: the Effective Draft Decoder, which reads the target's hidden states as a soft prompt.
 
-Effective Draft Decoder with Pruned Candidate Tree (ACL 2025): section 3.1, Figures 2 and 3(a), and
-appendix B.  The vanilla draft model (VDM) of appendix A is also in this file:
-Config.for_target(model, encoding=False).
+Faster Speculative Decoding via Effective Draft Decoder with Pruned Candidate Tree (ACL 2025,
+aclanthology.org/2025.acl-long.486): section 3.1, Figures 2 and 3(a), appendix B; and the vanilla
+draft model (VDM) of appendix A: Config.for_target(model, encoding=False).
 
 The idea.  When the target verifies tokens it encodes them, so its hidden states H of all committed
 tokens are known without another forward.  EDD is one layer of the target's own class.  It reads H
-as a prompt, and after the prompt the embeddings of the tokens that are being drafted.  In decoding
-the prompt ends where the round begins.  Training imitates this with a mask of two halves: a token
-sees the hidden states of all blocks before its own, and of the tokens only those of its own block,
-up to itself.  The loss is the KL divergence between the target's distribution and the drafter's.
+as a prompt, then the embeddings of the tokens that are being drafted.  In decoding the prompt ends
+where the round begins.  Training imitates this with a mask of two halves: a token sees the hidden
+states of all blocks before its own, and the tokens of its own block up to itself.  The loss is the
+KL divergence between the target's distribution and the drafter's.
 
     paper                              shape      name here
-    T = (t_1, t_2, ...)                (B, T)     ids: t_0, t_1, ...; in shapes T is their number
-    H = (h_1, h_2, ...)                (B, T, D)  hidden: one of the target's hidden_states
+    T = (t_1, t_2, ...)                (B, S)     ids: t_0, t_1, ...; S is their number
+    H = (h_1, h_2, ...)                (B, S, D)  hidden: one of the target's hidden_states
     L                                  int        block: the length of a block of the mask
-    P_d(T | H), Eq. 2                  (B, T, V)  EDD.forward, then EDD.head
-    h_0 ... h_{jL-1}, Eq. 3            (T, T)     the left half of dual_block_mask
-    t_{jL} ... t_i, Eq. 3              (T, T)     the right half of dual_block_mask
+    P_d(T | H), Eq. 2                  (B, S, V)  EDD.forward, then EDD.head
+    h_{<=jL}, Eq. 3                    (S, S)     h_{<jL}: the left half of dual_block_mask
+    t_{jL:i}, Eq. 3                    (S, S)     t_{jL} ... t_i: its right half
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
 To use it in your project, by the contract of a drafter in verify.py.  A round:
@@ -47,8 +47,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-# Appendix B: "the fourth-to-last layer", of 32 the 28th, so layers count from 0.  hidden_states has
-# 33 entries, the embeddings and each layer's output: the output of layer 28 is entry 29, or -4.
+# "the 28th (fourth-to-last) layer" (4.3.1), of 32, so layers count from 0.  hidden_states has 33
+# entries: entry i is the input of layer i, the last the normed output.  Layer 28's output is entry
+# 29, or -4.
 HIDDEN = -4
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
 FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
@@ -61,14 +62,14 @@ class Config:
     hidden: int                      # H is entry `hidden` of the target's hidden_states (app. B)
     encoding: bool = True            # False: the VDM, which reads no hidden states (appendix A)
     loss: str = "kl"                 # Eq. 4, or "ce": cross entropy (Table 3)
-    blocks: tuple = BLOCKS           # the range from which a step's L is sampled uniformly (3.1)
+    blocks: tuple = BLOCKS           # the range from which a step's L is sampled (3.1, app. B)
 
     @classmethod
     def for_target(cls, model, hidden=HIDDEN, **more):
         """The Config of a drafter for the Hugging Face model `model`.
 
-        hidden: index of hidden_states; a negative one counts from the end.  Entry i is the output
-        of layer i - 1; the last entry has passed the final norm, too.  more: further settings.
+        hidden: index of hidden_states; a negative one counts from the end.  Entry i is the input
+        of layer i, the last the normed output.  more: further settings.
         Raises ValueError for 0, which is the embeddings, and for an index out of range.
         """
         c = model.config.get_text_config()
@@ -84,14 +85,17 @@ class Config:
 def dual_block_mask(length, block, device="cpu"):
     """Eq. 3 and Figure 3(a) -> (length, 2 * length) bool
 
-    Row i is what token i sees: of the hidden states in the left half, of the tokens in the right.
-    Differs from Eq. 3 as printed, but not from the paper's inference or its code, in two points.
-      - h_{<jL} for h_{<=jL}: when a round begins at position jL, the target has generated t_{jL},
-        but not encoded it, so h_{jL} does not exist.
-      - t_i is the token that is read, and it predicts t_{i+1}.  If it were the predicted one, the
-        first token of a block would be predicted from hidden states alone.
+    Row i is what token i sees.  The block j = 1 for L = 2:
+
+              h_0 h_1 h_2 h_3 | t_0 t_1 t_2 t_3
+        t_2    x   x          |          x
+        t_3    x   x          |          x   x
+
+    Differs from Eq. 3 as printed, but not from the paper's inference or its code: h_{<jL} for
+    h_{<=jL}, because h_{jL} does not exist when a round begins with t_{jL}; and t_i is the token
+    read, not the predicted one, which in t_{jL} would be predicted from hidden states alone.
     """
-    j = torch.arange(length, device=device) // block           # (T,): the block of each token
+    j = torch.arange(length, device=device) // block           # the block of each token
     hidden = j[:, None] > j[None, :]                           # h_{<jL}: of the blocks before
     tokens = j[:, None] == j[None, :]                          # of its own block ...
     tokens = tokens.tril()                                     # ... up to itself: t_{jL} ... t_i
@@ -100,7 +104,7 @@ def dual_block_mask(length, block, device="cpu"):
 def kl(target_logits, logits):
     """Eq. 4, D_KL(P_t || P_d), summed over n positions.  target_logits, logits (n, V) -> ()"""
     log_p_target = target_logits.float().log_softmax(-1)
-    # Where the target has a logit of -inf, 0 log 0 is 0.
+    # If the target has a logit of -inf, 0 log 0 is 0.
     log_p_target.clamp_(min=torch.finfo(torch.float32).min)
     log_p_draft = logits.float().log_softmax(-1)
     # On a CPU F.kl_div is much faster if it is given log P_t instead of P_t.
@@ -118,18 +122,18 @@ def parts_of(model, embed=None, head=None):
     """The Parts for the target `model`, with its device and dtype.
 
     embed, head: modules in place of trainable copies of the target's embedding and LM head.  Raises
-    ValueError for other families than FAMILIES, which runtime/families.py serves.
+    ValueError for other families than FAMILIES.
     """
     decoder = model.get_decoder()
     if decoder.config.model_type not in FAMILIES:
-        raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: see "
-                         "runtime/families.py")
+        raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: take "
+                         "such a target, or runtime/families.py, which serves others")
     embed = embed or copy.deepcopy(model.get_input_embeddings()).requires_grad_(True)
     head = head or copy.deepcopy(model.get_output_embeddings()).requires_grad_(True)
     layer_class = type(decoder.layers[-1])
     # Some classes have layers of several kinds, and find the kind of this one in the config.
     layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
-    # The norm is copied for its class and sizes alone: it and the layer start as in a new model.
+    # The norm is copied for its class and sizes: it and the layer start as in a new model.
     norm = copy.deepcopy(decoder.norm).requires_grad_(True)
     layer.apply(model._init_weights)
     norm.apply(model._init_weights)
@@ -140,7 +144,7 @@ def run_layer(layer, rotary, x, position, mask, update=None):
 
     mask (m, keys) bool; None, for m = 1 only: all keys are seen.  update(k, v) takes the KV entries
     of x, and returns the keys and values to attend to; None: x attends to itself only.
-    Differs from the target where its own layers have a sliding window: this one sees all positions.
+    Differs from the target if its own layers have a sliding window: this one sees all positions.
     """
     if mask is not None:
         mask = torch.where(mask, 0.0, float("-inf"))           # added to the scores
@@ -153,7 +157,7 @@ def run_layer(layer, rotary, x, position, mask, update=None):
                  position_embeddings=rotary(x, position))
 
 def keys_values(layer, rotary, x, position):
-    """The KV entries of x (B, m, D) in Parts.layer, at `position` (1, m) -> k, v (B, H, m, d).
+    """The KV entries of x (B, m, D) in Parts.layer, at `position` (1, m) -> k, v (B, n_kv, m, d).
 
     k = RoPE(W_k norm(x)) and v = W_v norm(x), as the layer computes them before its attention.
     """
@@ -170,10 +174,10 @@ def keys_values(layer, rotary, x, position):
 class EDD(nn.Module):
     """EDD, or the VDM: a new layer between copies of the target's embedding and LM head.
 
-    The VDM ("w/o encoding result") is a language model of one layer, which sees all earlier tokens.
-    Differs from the paper, which does not state the VDM's loss: here it is EDD's.
+    The VDM is a language model of one layer, which sees all earlier tokens.
+    Differs from the paper, which states neither the VDM's loss, here EDD's, nor whether Table 3's
+    "w/o encoding result" is the VDM.
     """
-
     def __init__(self, config, parts):
         super().__init__()
         self.config = config
@@ -182,34 +186,34 @@ class EDD(nn.Module):
         self.rotary = partial(parts.rotary)
 
     def forward(self, ids, hidden, block):
-        """Eq. 2 with teacher forcing -> (B, T, D), normed: what the LM head reads.
+        """Eq. 2 with teacher forcing -> (B, S, D), normed: what the LM head reads.
 
-        ids (B, T), hidden (B, T, D), block: L.  The VDM uses neither hidden nor block.
+        ids (B, S), hidden (B, S, D), block: L.  The VDM uses neither hidden nor block.
         """
-        T = ids.shape[1]
-        position = torch.arange(T, device=ids.device)
-        x = self.embed(ids)                                                    # (B, T, D)
+        S = ids.shape[1]
+        position = torch.arange(S, device=ids.device)
+        x = self.embed(ids)                                                    # (B, S, D)
         if self.config.encoding:
             # Eq. 3: what token i sees of hidden states and of tokens
-            mask = dual_block_mask(T, block, ids.device)                       # (T, 2T)
-            # The soft prompt: h_i stands at position i, as t_i does.  In a single layer its KV
-            # entries depend on h_i and i alone, so it needs no queries and no feed-forward.
+            mask = dual_block_mask(S, block, ids.device)                       # (S, 2S)
+            # The soft prompt.  Differs from the paper, which does not state it: h_i stands at
+            # position i, and passes the input norm.  One layer needs no queries of a prompt.
             prompt_k, prompt_v = keys_values(
-                self.layer, self.rotary, hidden.to(x.dtype), position[None])   # (B, H, T, d) each
+                self.layer, self.rotary, hidden.to(x.dtype), position[None])   # (B, n_kv, S, d)
 
             def update(k, v):
                 return torch.cat((prompt_k, k), 2), torch.cat((prompt_v, v), 2)
         else:
-            mask = position[:, None] >= position[None, :]                      # (T, T)
+            mask = position[:, None] >= position[None, :]                      # (S, S)
             update = None
         x = run_layer(self.layer, self.rotary, x, position[None], mask, update)
         return self.norm(x)
 
     def terms(self, batch, block):
-        """What train.py gives to loss_of: [(x (B, T, D), labels, None)].  batch: see train.py.
+        """The terms of train.py's loss, here one -> [(x (B, S, D), labels, its own loss mask)]
 
-        labels: for "kl" the target's logits (B, T, V), for "ce" the next token ids (B, T).  block:
-        L, which train.py samples from config.blocks for each step.
+        batch: see train.py.  labels: the next token ids (B, S), or for "kl" the target's logits
+        (B, S, V).  block: L, which train.py samples from config.blocks for each step.
         Differs from Eq. 4, the loss of one position: a training step takes the mean of all.
         """
         hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it
@@ -227,16 +231,16 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# softmax, write, place, reserve and loading are those of glide.py, so that each file can be copied
-# alone.
+# softmax, write, place, reserve and the checks in load() are those of glide.py: each file can be
+# copied alone.
 def softmax(logits, temperature=1.0):
     """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
 
 def write(store, slots, end, k, v):
-    """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values before `end`
+    """Write KV entries k, v (1, n_kv, m, d) at slots (m,) -> all keys, all values before `end`
 
-    store (2, 1, H, capacity, d).
+    store (2, 1, n_kv, capacity, d).
     """
     store.index_copy_(3, slots, torch.stack((k, v)))
     return store[:, :, :, :end]
@@ -256,7 +260,7 @@ class Drafter:
         if self.config.encoding:
             self.needs["hidden"] = (self.config.hidden,)
         attention = model.layer.self_attn
-        weight = attention.k_proj.weight.detach()                              # (H d, D)
+        weight = attention.k_proj.weight.detach()                              # (n_kv d, D)
         self.device = weight.device
         # The KV entries of committed tokens, then those of this round's nodes
         heads = len(weight) // attention.head_dim
@@ -275,7 +279,7 @@ class Drafter:
 
         view.tokens (k,) are these, a prompt included, view.length is the number of all, and
         view.hidden[config.hidden] (k, D) are the target's hidden states of the k tokens.  root_id
-        is not used: expand is given the root.  Raises ValueError where the view does not continue
+        is not used: expand is given the root.  Raises ValueError if the view does not continue
         the last one.
         """
         first = view.length - len(view.tokens)
@@ -284,7 +288,6 @@ class Drafter:
                              "reset() begins another sequence")
         self.paths = []
         if self.config.encoding:
-            # The soft prompt, on the layer's device and in its dtype
             x = view.hidden[self.config.hidden].to(self.store)                 # (k, D)
         else:
             x = self.model.embed(view.tokens.to(self.device))                  # (k, D)
@@ -314,10 +317,7 @@ class Drafter:
         return self.probs(logits.to(tokens.device), self.temperature)
 
     def keep(self, path):
-        """End the round: the next begin encodes the accepted nodes anew, as committed tokens.
-
-        Their entries come from embeddings, a committed token's from the target's hidden state.
-        """
+        """End the round.  The next begin encodes the accepted nodes again, as committed tokens."""
 
     def place(self, parents):
         """Add m nodes to the round's -> run's end, position (m,), slots (m,), mask (m, end).
@@ -368,8 +368,8 @@ class Drafter:
 def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
-    The drafter has the target's dtype and device.  Raises ValueError where the folder does not hold
-    an EDD or a VDM for a target of these sizes, and warns where the target had other weights.
+    The drafter has the target's dtype and device.  Raises ValueError if the folder does not hold
+    an EDD or a VDM for a target of these sizes, and warns if the target had other weights.
     """
     about = json.loads(Path(folder, "training.json").read_text())
     if about.get("kind") not in ("edd", "vdm"):
@@ -379,8 +379,8 @@ def load(folder, model):
         if target[name] != getattr(c, name):
             raise ValueError(f"the drafter was made for another target, with {name} "
                              f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # Of the target one weight of some matrices was noted.  In a quantised copy these weights are
-    # near, or cannot be read.
+    # training.json stores one weight of each sampled matrix of the target.  A quantised copy's
+    # weights are near these, or cannot be read.
     noted, found = [], []
     for name, p in model.named_parameters():
         readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
@@ -427,12 +427,14 @@ def main():
     assert error < 1e-5, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")
 
-if __name__ == "__main__":
-    main()
-
-# Differences from the paper
+# Differences from the paper, all of them:
 #  1. A token sees h_{<jL}, where Eq. 3 prints h_{<=jL}, and predicts t_{i+1} (dual_block_mask).
 #  2. A training step takes the mean of Eq. 4 over the loss mask (EDD.terms).
-#  3. The VDM's loss is config.loss, as EDD's (EDD).
-#  4. The layer has no sliding window (run_layer).
-#  5. Trees may be deeper than the drafts of training (Drafter.expand).
+#  3. The VDM's loss is EDD's, and it stands for Table 3's "w/o encoding result" (EDD).
+#  4. h_i stands at position i, and passes the layer's input norm: an assumption (EDD.forward).
+#  5. The layer has no sliding window (run_layer).
+#  6. Trees may be deeper than the drafts of training (Drafter.expand).
+#  7. Confidences are calibrated by a temperature (Drafter).
+
+if __name__ == "__main__":
+    main()

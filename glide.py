@@ -13,12 +13,12 @@ x_{t-1}: they are delayed.  A block mask imitates this delay in training.
     N_D, d_D, h, d_k   ints              config.layers, .width, .target_heads, .target_head_size
     H^m                (B, T, d_D)       x, after the self-attention of layer m
     W_j                (d_D, d_k) x h    layer.glimpse_q: all heads in one matrix
-    K^{l,j}, V^{l,j}   (B, H, t, d_k)    kv[l], l = config.layers_read[m] (paper: l = N_T - N_D + m)
+    K^{l,j}, V^{l,j}   (B, n_kv, t, d_k) kv[l], l = config.layers_read[m] (paper: l = N_T - N_D + m)
     W^O                (h d_k, d_D)      layer.glimpse_o
     L, Mask_Block      int, (T, T)       config.block (5); block_mask(T, L)
 
-Positions and layers count from 0 here.  h is the number of the target's query heads.  H is the
-number of its KV heads, which is smaller where the target has grouped-query attention.
+Positions and layers count from 0 here.  The target has h query heads and n_kv KV heads, which are
+fewer if its attention is grouped-query attention.
 
 The delay, by an example.  A text is a b c d e | f g h i j | k l m n o, in blocks of L = 5.
     Training.       The queries f g h i j predict g h i j k.  Each sees the target's KV entries of
@@ -87,8 +87,8 @@ class Config:
 
         width: d_D; None: the target's.  layers: N_D.  layer: the target layer that the drafter's
         last layer reads; None: the target's last, as in the paper.  more: further settings, say
-        glimpse=False.  Raises ValueError where the target has no such layer, or where the width is
-        no multiple of the size of the target's heads, which the drafter's have, too.
+        glimpse=False.  Raises ValueError if the target has no such layer, or if the width is not
+        a multiple of d_k, the size of the target's heads and of the drafter's.
         """
         c = model.config.get_text_config()
         # l = N_T - N_D + m: the drafter's layers read the target's last ones, in order.
@@ -134,13 +134,13 @@ class Rope(nn.Module):
         return lambda x: x * cos + rotate_half(x) * sin
 
 def rope_error(rope, key_0, key_2):
-    """How far a Rope is from turning a key at position 0 into that of position 2 -> float
+    """The relative error of rotating key_0 to position 2: |R_2 k_0 - R_0 k_2| / |k_2 - k_0|
 
-    key_0, key_2 (1, H, 1, d_k): of the same token, as cached.  The unit is their distance.
+    key_0, key_2 (1, n_kv, 1, d_k): of one token at positions 0 and 2.  R_i: what `rope` does at i.
     """
     position = torch.tensor([0, 2], device=key_0.device)
     key_0, key_2 = key_0.float(), key_2.float()
-    # Some tables scale a head, too: here each side is scaled once.
+    # R_0 only scales, if the table does: then each side is scaled once.
     difference = rope.at(position[1:])(key_0) - rope.at(position[:1])(key_2)
     return (difference.norm() / (key_2 - key_0).norm()).item()
 
@@ -148,43 +148,42 @@ def rope_error(rope, key_0, key_2):
 def ropes_of(model, length):
     """The target's RoPE for `length` positions -> (Rope, Rope)
 
-    It serves both the drafter's self-attention and the glimpse.  Raises ValueError where it is not
+    It serves both the drafter's self-attention and the glimpse.  Raises ValueError if it is not
     Llama's: it rotates pairs of neighbours, or its table changes with the length of the text
     (longrope, dynamic NTK).
     """
-    unlike = ValueError(f"the RoPE of {type(model).__name__} is not Llama's, which glide.py needs: "
-                        "see runtime/families.py")
+    refusal = (f"the RoPE of {type(model).__name__} is not Llama's: take a target of Llama's kind, "
+               "or runtime/families.py, which serves others")
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
     kind = getattr(rotary, "rope_type", None)
     if not isinstance(kind, str) or kind in ("longrope", "dynamic"):
-        raise unlike
+        raise ValueError(refusal)
     position = torch.arange(length, device=model.device)[None]
-    # The first argument supplies only the dtype and the device of the table.
-    cos, sin = rotary(position.float(), position)
+    cos, sin = rotary(position.float(), position)          # in the first one's dtype
     rope = Rope(torch.cat((cos, sin)))                                 # (2, length, d_k)
-    # Does the target turn the keys of a token by this table?  Each of two equal tokens attends to
-    # equal values, so their keys differ by the rotation alone, in the last layer, too.
+    # Does the target rotate its keys by this table?  Equal tokens attend to equal values, so in
+    # every layer they have one x: the keys R_0 W_K x and R_2 W_K x differ by the rotation alone.
     tokens, positions = torch.tensor([[[0, 0]], [[0, 2]]], device=model.device)
     cache = DynamicCache()
     model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
     keys = cache.layers[-1].keys.split(1, 2)
-    # Half precision is coarse.
+    # The rounding of bfloat16 gives an error of at most 0.05, a rotation of neighbours one of 1.2.
     if cos.shape[-1] != keys[0].shape[-1] or not rope_error(rope, *keys) < 0.3:
-        raise unlike
+        raise ValueError(refusal)
     return rope, rope
 
 # -------------------------------------------------- the draft model
 def attention(q, k, v, mask=None):
     """SoftMax(q k^T / sqrt(d)) v of all heads -> (B, h, T, d)
 
-    q (B, h, T, d); k, v (B, H, t, d), where h / H query heads share a KV head.  mask (T, t) bool;
+    q (B, h, T, d); k, v (B, n_kv, t, d): h / n_kv query heads share a KV head.  mask (T, t) bool;
     None: every query sees all t keys.  A query that sees no key gets zero.
     """
     B, h, T, d = q.shape
-    H = k.shape[1]
+    n_kv = k.shape[1]
     # Query heads that share keys become further queries of one head, so no key is copied for them.
-    group = h // H
-    q = q.reshape(B, H, group * T, d)
+    group = h // n_kv
+    q = q.reshape(B, n_kv, group * T, d)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v).reshape(B, h, T, d)
     # A softmax over no keys would be NaN: let such a query see all keys, and drop its result.
@@ -196,7 +195,7 @@ def attention(q, k, v, mask=None):
 class Layer(nn.Module):
     """One layer of Figure 2: x += SelfAttn(norm(x)); x += Glimpse(x); x += MLP(norm(x)).
 
-    Differs from the paper's text: the glimpse, too, is added to x, as in the official code.
+    Differs from the paper's text: the glimpse is added to x, as in the official code.
     """
     def __init__(self, c, m):
         super().__init__()
@@ -236,12 +235,11 @@ class Layer(nn.Module):
     def glimpse(self, x, kv, rope, mask=None):
         """Cross-attention of x (B, T, d_D) to the target's keys and values -> (B, T, d_D)
 
-        kv[l] is (K, V), (B, H, t, d_k) each.  mask (T, t) bool; None: every query sees all keys.
+        kv[l] is (K, V), (B, n_kv, t, d_k) each.  mask (T, t) bool; None: every query sees all keys.
         Differs from the paper, which does not mention RoPE: the cached keys have it, so the queries
-        get it, too, at their own positions, by the target's own table.  (The official code fixes
-        theta = 10000.)
-        Differs from the official code: the first block, which sees no key of the target, glimpses
-        zero.  There its mask is causal, so that a token sees its own key.
+        get it at their own positions, by the target's table.  (The official code: theta = 10000.)
+        Differs from the official code, whose mask is causal in the first block: here this block
+        sees no key of the target, and its glimpse is zero.
         """
         k, v = kv[self.target_layer]
         # Q^{m,j} = H^m W_j
@@ -280,12 +278,15 @@ class Layer(nn.Module):
 class Glide(nn.Module):
     """The draft model: GLIDE, or the vanilla drafter where config.glimpse is False."""
 
-    def __init__(self, config, ropes, embed=None, head=None, layer=Layer):
-        """ropes: as ropes_of gives them.  embed, head, layer: see beyond/shared.py."""
+    def __init__(self, config, ropes, embed=None, head=None, layer_class=Layer):
+        """ropes: as ropes_of gives them.  layer_class(config, m) makes layer m.
+
+        embed, head: modules in place of new ones, ids (...) -> (..., d_D) -> logits (..., V).
+        """
         super().__init__()
         c = self.config = config
         self.embed = embed or nn.Embedding(c.vocab, c.width)
-        self.layers = nn.ModuleList([layer(c, m) for m in range(c.layers)])
+        self.layers = nn.ModuleList([layer_class(c, m) for m in range(c.layers)])
         self.norm = nn.RMSNorm(c.width, eps=c.eps)
         self.head = head or nn.Linear(c.width, c.vocab, bias=False)
         if embed is None:
@@ -300,10 +301,10 @@ class Glide(nn.Module):
     def forward(self, ids, kv=None):
         """Training: all positions at once, under the block mask -> (B, T, d_D).
 
-        The result has passed the last norm; self.head computes the logits from it.
-        ids (B, T); kv {l: (K, V)}, (B, H, T, d_k) each: the target's KV entries of the same tokens.
-        Differs from the paper, whose mask is "not used for testing": a held-out loss uses it, too,
-        or a query would see the target's keys of its own token and of later ones.
+        self.head computes the logits from the result.  ids (B, T); kv[l] is (K, V),
+        (B, n_kv, T, d_k) each: the target's KV entries of the same tokens.
+        Differs from the paper, whose mask is "not used for testing": a held-out loss needs it, or a
+        query would see the target's keys of its own token and of later ones.
         """
         T = ids.shape[1]
         position = torch.arange(T, device=ids.device)
@@ -317,10 +318,10 @@ class Glide(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block=None):
-        """What train.py gives to loss_of: [(x (B, T, d_D), labels, None)].  batch: see train.py.
+        """The terms of train.py's loss, here one -> [(x (B, T, d_D), labels, its own loss mask)]
 
-        labels: the next token ids (B, T), or for "kl" the target's logits (B, T, V).  block is not
-        used: EDD's L differs from step to step, GLIDE's is config.block.
+        batch: see train.py.  labels: the next token ids (B, T), or for "kl" the target's logits
+        (B, T, V).  block: EDD's L, which differs by step; GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
         # The next ids.  The last one wraps around, but its position is in no loss mask.
@@ -339,8 +340,8 @@ class Glide(nn.Module):
         return F.kl_div(log_p_draft, log_p_target, reduction="sum", log_target=True)
 
 # -------------------------------------------------- decoding
-# softmax, write, place, reserve and loading are those of edd.py, so that each file can be copied
-# alone.
+# softmax, write, place, reserve and the checks in read() are those of edd.py: each file can be
+# copied alone.
 def softmax(logits, temperature=1.0):
     """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
@@ -382,10 +383,10 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: compute the KV entries of committed tokens that expand was not given.
 
-        These are in the first round the whole prompt, later as a rule a leaf or none.  view.tokens
-        (k,) are the tokens committed since the last begin, view.length is the number of all, and
-        view.kv[l] is the target's (K, V), (1, H, view.length, d_k) each.  root_id is not used:
-        expand is given the root.  Raises ValueError where the view does not continue the last one.
+        In the first round this is the prompt, later a leaf, as a rule.  view.tokens (k,) are those
+        committed since the last begin, view.length is the number of all, and view.kv[l] is the
+        target's (K, V), (1, n_kv, view.length, d_k) each.  root_id is not used: expand is given
+        the root.  Raises ValueError if the view does not continue the last one.
         """
         first = view.length - len(view.tokens)
         if first != self.t:
@@ -400,9 +401,9 @@ class Drafter:
         position = torch.arange(self.encoded, self.t, device=self.device)          # (n,)
         ropes = model.ropes(position)
         x = model.embed(tokens)[None]                                              # (1, n, d_D)
-        # Entries of a second layer depend on which of the target's keys the first one saw: here
-        # those of Mask_Block, as in training.  Differs from the official code, which encodes
-        # accepted nodes anew: here they keep the entries of expand.
+        # A second layer's entries depend on what the first one glimpsed.  Differs from the paper:
+        # committed positions glimpse, too, under Mask_Block, as in training; in 4.1 only positions
+        # t ... t+i-1 query.  (The official code encodes accepted nodes again; here they stay.)
         if len(model.layers) > 1:
             key = torch.arange(self.t, device=self.device)                         # (t,)
             causal = key <= position[:, None]                                      # (n, t)
@@ -488,8 +489,8 @@ class Drafter:
 def read(folder, model, kinds):
     """Read a checkpoint of train.py -> its weights {name: tensor}, its training.json as a dict.
 
-    Raises ValueError where it is of another kind than `kinds`, or for a target of other sizes than
-    `model`.  Warns where the target had other weights.
+    kinds: strings, those accepted.  Raises ValueError for other kinds, or for a target of other
+    sizes than `model`.  Warns if the target had other weights.
     """
     about = json.loads(Path(folder, "training.json").read_text())
     if about.get("kind") not in kinds:
@@ -499,8 +500,8 @@ def read(folder, model, kinds):
         if target[name] != getattr(c, name):
             raise ValueError(f"the drafter was made for another target, with {name} "
                              f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # Of the target one weight of some matrices was noted.  In a quantised copy these weights are
-    # near, or cannot be read.
+    # training.json stores one weight of each sampled matrix of the target.  A quantised copy's
+    # weights are near these, or cannot be read.
     noted, found = [], []
     for name, p in model.named_parameters():
         readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
@@ -519,8 +520,8 @@ def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
     The drafter has the target's dtype and device, and serves the target's context.  Raises
-    ValueError where the folder does not hold a GLIDE or a vanilla drafter for such a target, and
-    warns where it was trained for other weights.
+    ValueError if the folder does not hold a GLIDE or a vanilla drafter for such a target, and
+    warns if it was trained for other weights.
     """
     weights, about = read(folder, model, ("glide", "vanilla"))
     context = model.config.get_text_config().max_position_embeddings
@@ -556,18 +557,17 @@ def main():
     assert error < 1e-5, error
     print(f"training under the block mask = decoding with delayed keys: difference {error:.0e}")
 
-if __name__ == "__main__":
-    main()
-
-# Differences from the paper
+# Differences from the paper, all of them:
 #  1. The glimpse's queries get RoPE by the target's table (Layer.glimpse).
 #  2. The glimpse of the first block is zero (Layer.glimpse), and it is added to x (Layer).
 #  3. By default d_D is the target's, an RMSNorm precedes W_j, and the loss is EDD's (Config).
-#  4. Embedding and head may start as the target's (train.py's setting `tables`).
+#  4. Embedding and head start as the target's (the default of `tables` in training/models.py).
 #  5. Any layer of the target can be read (for_target's `layer`).
 #  6. A query belongs to the block of its own token (block_mask).
-#  7. A held-out loss uses the mask, too (Glide.forward).
-#  8. In a drafter of two layers accepted nodes keep their entries (Drafter.begin).
+#  7. A held-out loss uses the mask (Glide.forward).
+#  8. In a drafter of two layers committed positions glimpse (Drafter.begin).
 #  9. In decoding, rounds begin anywhere, and trees may be deeper than L (Drafter.expand).
-# Misprints in section 4.1: M_D stands for M_T twice, d_b for d_D, and "up to position t" for "up to
-# position t - 1".
+# 10. Misprints in 4.1: M_D stands for M_T twice, d_b for d_D, "position t" for "position t - 1".
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,7 @@
 Cascade Speculative Drafting (arXiv 2312.11462), section 3.3 and Appendix A (Listing 1).
 
 The idea.  A model often repeats phrases of its input and of its own output.  So find the longest
-suffix of the generation that occurs earlier, and propose the tokens that followed it there; where
+suffix of the generation that occurs earlier, and propose the tokens that followed it there; if
 nothing matches, propose the bigram's next token.  No neural network runs.
 
     paper              shape      name here
@@ -13,7 +13,7 @@ nothing matches, propose the bigram's next token.  No neural network runs.
     bigram             (V,)       bigram: list, each token's most frequent follower, 0 where unknown
 
 A *match* is a suffix of the query, one token or longer, that occurs in the source or in the
-committed generation with at least one token after it.  The longest match is taken.  Where it occurs
+committed generation with at least one token after it.  The longest match is taken.  If it occurs
 more than once, the leftmost occurrence is taken, and one in the source rather than one in the
 generation.  The tokens after it are the *chunk*: n of them, or as many as there are.  A short chunk
 becomes part of the query, and matching starts again.
@@ -50,8 +50,7 @@ from collections import Counter
 
 N = 10                           # tokens proposed at once (section 5.2)
 # How often the token after a match is right, by length of match; 0 is the bigram, and the last
-# entry is for longer matches, too.  This table is used where none is stored beside the bigram.
-# Measured on held-out Python source and GSM8K.
+# entry is for all longer matches.  Measured on held-out Python source and GSM8K.
 CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
 
 # ---------------------------------------------------------------- the bigram
@@ -59,9 +58,9 @@ def build_bigram(sequences, vocab):
     """Count the most frequent follower of each token -> list (vocab,), 0 where none was seen.
 
     sequences: iterable of lists of ids, one for each document; pairs across documents are not
-    counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown" in the
-    published files, too, so a token whose most frequent follower is token 0 has none.
-    Raises ValueError where an id is outside the vocabulary.
+    counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown" as in the
+    files of the paper's authors, so a token whose most frequent follower is token 0 has none.
+    Raises ValueError if an id is outside the vocabulary.
     """
     # Differs from the paper, whose bigram comes from Wikipedia: this one counts any corpus.
     counts = Counter()
@@ -90,7 +89,7 @@ def longest_match(query, text):
     """Find the longest suffix of `query` that occurs in `text` before a token.
 
     query, text: strings, made by as_string().  Returns the position of the token after the leftmost
-    occurrence, and the length of the match; (0, 0) where nothing matches.
+    occurrence, and the length of the match; (0, 0) if nothing matches.
     """
     # Differs from the paper: Listing 1 also counts a match that ends the text, and then returns an
     # empty chunk.  Here a token must follow.
@@ -121,7 +120,7 @@ class MaxGram:
     def __init__(self, bigram=None, confidence=None):
         """bigram: list, each token's most frequent follower, 0 where unknown.
 
-        confidence: list by length of match, as CONFIDENCE.
+        confidence: list by length of match, as CONFIDENCE; training/bigram.py measures it.
         """
         self.bigram = list(bigram or [])
         self.confidence = list(confidence or CONFIDENCE)
@@ -147,7 +146,7 @@ class MaxGram:
     def chunk(self, query, limit):
         """What follows the longest match -> (up to `limit` tokens as a string, the match's length).
 
-        Without a match it is the bigram's token, of length 0, or "".
+        query: a string by as_string().  Without a match: the bigram's token, or "", of length 0.
         """
         # Differs from the paper: section 3.3 matches "the initial input (or existing generation)",
         # and Listing 1 searches the encoder's input alone.  Here both are searched.  The draft may
@@ -169,8 +168,8 @@ class MaxGram:
         """Propose what comes after the generation and `draft` (ids) -> (up to n ids, lengths).
 
         lengths: for each id the length of its match, for confidence_of(); 0: the bigram gave it.
-        Both lists are empty where there is no prediction.  Nothing is committed.  Raises ValueError
-        where there is neither a generation nor a draft.
+        Both lists are empty if there is no prediction.  Nothing is committed.  Raises ValueError if
+        there is neither a generation nor a draft.
         """
         before = self.generation + as_string(draft)
         if not before:

@@ -1,12 +1,13 @@
 """PCT: the pruned candidate tree, and the trees of its ablations and baselines.
 
-Effective Draft Decoder with Pruned Candidate Tree (ACL 2025), section 3.2 and appendix B; the
-ablations of Table 3; the baselines of appendix A.
+Faster Speculative Decoding via Effective Draft Decoder with Pruned Candidate Tree (ACL 2025,
+aclanthology.org/2025.acl-long.486): section 3.2, appendix B, the ablations of Table 3, and the
+trees of appendix A; its CAPE is in cape.py.
 
 The idea.  The drafter's confidence is calibrated: the product of the confidences along a path is
-the probability that the whole path is accepted.  Drafting below a node costs s_d, and saves at most
-s_t if the node is accepted.  So the tree grows below nodes that are accepted with a probability of
-at least s_d / s_t.  Nodes that will almost surely be rejected are removed at the end.
+the probability p_j that the whole path is accepted.  Drafting below node j costs s_d, and saves at
+most p_j s_t on average.  So the tree grows below nodes with p_j of at least s_d / s_t.  Nodes that
+will almost surely be rejected are removed at the end.
 
     paper                     shape      name here
     d_1 ... d_m               tokens     a path of the tree, excluding the root
@@ -24,7 +25,8 @@ device-to-host sync.
     out = verify.generate(target, drafter, pct.pct, ids)
 
 Calibrated means: of the tokens that are drafted with confidence 0.7 below an accepted node the
-target accepts 70 %.  To get there, divide the drafter's logits by a calibration temperature.
+target accepts 70 %.  Differs from the paper, which takes raw confidences: here the drafter divides
+its logits by a calibration temperature; in sampling the target's warps them (verify.Rule.probs).
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -38,10 +40,10 @@ Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,
 WIDTH = 5               # "the expansion width of each node in the PCT was set to 5" (appendix B)
 DEPTH = 10              # "and the maximum depth was set to 10"
 LEAF = 0.01             # "leaf nodes whose overall acceptance confidence was less than 0.01"
-COST = 0.05             # s_d / s_t, where it was not measured
+# s_d / s_t: time a forward of each.  Differs from the paper: 1.1 / 29.8 (7B), 1.4 / 50.1 (13B).
+COST = 0.05
 TOKEN_THRESHOLD = 0.3   # of "w/o expected time gain", which Table 3 does not state
-# Differs from the paper, which does not limit the nodes that are expanded in a layer, nor those of
-# the tree without its root.  In practice there are far fewer.
+# Differs from the paper, which limits neither the nodes expanded per layer nor the tree's size.
 MAX_NODES = 256
 
 # ---------------------------------------------------------------- the candidate tree while it grows
@@ -79,7 +81,7 @@ class Candidates:
         return len(self.token) - 1
 
     def grow(self, nodes):
-        """Draft once: add the `width` best children of each of the nodes -> the new nodes.
+        """Draft once: add the `width` best children of each of `nodes`, a list -> the new nodes.
 
         "the draft model predicts the top-k child nodes based on the expandable nodes from the
         previous layer to form the current layer" (section 3.2).
@@ -132,7 +134,6 @@ class Candidates:
         A parent precedes its children: it is at least as probable, and was drafted before them.  So
         the root and the first n nodes always form a tree.
         """
-        # Differs from the paper: in a tie EAGLE-2's re-ranking may keep a child without its parent.
         return sorted(nodes, key=lambda j: (-self.p[j], j))
 
     def best(self, nodes, limit):
@@ -142,7 +143,7 @@ class Candidates:
     def tree(self, kept):
         """Make the Tree of the root and of `kept`, nodes with all their ancestors, ascending.
 
-        Its order is depth-first, a node's most probable child first.  So where the target chooses
+        Its order is depth-first, a node's most probable child first.  So if the target chooses
         that child each time, the KV entries of the accepted path are already in place.
         """
         children = {}
@@ -174,12 +175,12 @@ def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     if depth < 1 or limit < 1:
         raise ValueError(f"depth {depth}, {limit} nodes: a tree needs at least one of each")
     candidates = Candidates(expand, root, width)
-    confidence = {"c": candidates.c, "p": candidates.p}[criterion]   # it grows with the candidates
+    confidence = {"c": lambda j: candidates.c[j], "p": lambda j: candidates.p[j]}[criterion]
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
     for _ in range(min(depth, getattr(expand, "remaining", depth))):
-        expandable = [j for j in layer if confidence[j] >= threshold]
+        expandable = [j for j in layer if confidence(j) >= threshold]
         if not expandable:
             break
         layer = candidates.grow(candidates.best(expandable, limit))
@@ -198,7 +199,7 @@ def pct(expand, root, cost=COST, width=WIDTH, depth=DEPTH, leaf=LEAF, max_nodes=
     """The pruned candidate tree (section 3.2, "Implementation Details").
 
     A node whose joint probability is below `cost`, s_d / s_t, is not expanded; one below `leaf` is
-    removed (0: Table 3's "w/o removing leaf nodes").  The Tree has at most 1 + max_nodes nodes.
+    removed (0: Table 3's "w/o remove leaf nodes").  The Tree has at most 1 + max_nodes nodes.
     """
     # "marks the nodes with an overall acceptance confidence less than s_d/s_t to prevent them from
     # being used in the next layer's node generation".  Eq. 5: s_d - p_j s_t <= 0
@@ -230,8 +231,8 @@ def vct(expand, root, width=3, depth=5):
 def eagle2(expand, root, total=50, depth=6, expanded=10):
     """EAGLE-2's tree (appendix A): a layer's `expanded` best nodes get `expanded` children each.
 
-    "We set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10
-    nodes during the expansion phase."
+    "we set the total number of draft tokens to 50, with a draft tree depth of 6, and select 10
+    nodes during the expansion phase."  Ranking by p_j and ten children each: EAGLE-2's paper.
     """
     candidates = draft_layers(expand, root, expanded, depth, "p", 0, expanded)
     # "re-ranks the nodes of the candidate tree by confidence scores and retains the top-k nodes"
@@ -267,8 +268,8 @@ def main():
 # Differences from the paper, all of them:
 #  1. Eq. 5 is called a gain, but it is an expected loss: smaller is better.  It charges each node a
 #     whole forward, which the nodes of a layer share.  Here p_j decides whether to draft below d_j.
-#  2. The number of nodes is limited, to 256.
-#  3. In a tie EAGLE-2's re-ranking keeps the parent first.
+#  2. The number of nodes is limited, to 256 per layer and tree.
+#  3. Confidences are calibrated, and s_d / s_t is 0.05 unless it is given.
 #  4. This file follows the paper's text.  The official code drops the best path that reaches the
 #     maximum depth, keeps only the best child of each path where all nodes of a layer fall below
 #     the threshold, and never removes leaves.
