@@ -2,6 +2,7 @@
 
     python figures/paper.py measure main chains  # rows go to docs/results/main.jsonl, chains.jsonl
     python figures/paper.py write                # fill README.md and docs/*.md from the rows
+    python figures/paper.py gpu                  # what fifteen minutes of a GPU should measure
     python figures/paper.py check                # exit 1 where a page says what no row says
 
 figures/runs.py has the runs and how long each takes.  Comments in a page, which are not rendered,
@@ -33,9 +34,10 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import sys
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
@@ -292,14 +294,22 @@ def check():
     return 1 if wrong else 0
 
 # ---------------------------------------------------------------- the command line
-def measure(names):
-    """Measure the named runs, one after the other."""
+DRY = "--limit 1 --max-new-tokens 4 --device cpu --dtype float32"
+
+def measure(names, dry=False):
+    """Measure the named runs, one after the other.
+
+    dry: try them, one prompt on a CPU; rows go to work/dry.
+    """
     import columns
     import probe
     os.chdir(ROOT)
     for name in names:
         run = RUNS[name]
         path = RESULTS / f"{name}.jsonl"
+        if dry:
+            path = ROOT / "work" / "dry" / f"{name}.jsonl"
+            run = run._replace(flags=f"{run.flags.replace('--graphs', '')} {DRY}")
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
         if run.methods:
@@ -308,18 +318,44 @@ def measure(names):
             _, _, *arguments = shlex.split(run.flags)
             probe.main([*arguments, "--json", str(path.relative_to(ROOT))])
 
+# (what the part makes, command, the seconds after which it is stopped), in order of worth
+GPU = [(None, "-m pytest -q -m cuda tests", 120),
+       ("work/grown", "figures/grown.py --out work/grown", 200),
+       *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", 240)
+         for name in RUNS if name.startswith("gpu/"))]
+
+def gpu(dry=False):
+    """Run the parts of GPU that have not made anything yet, each a process of its own.
+
+    dry: all parts on a CPU, at the 80M shape.
+    """
+    for made, command, limit in GPU:
+        if dry:
+            command += {"g": " --shape 80m --vocab 8192 --dtype float32", "p": " --dry",
+                        "-": " --collect-only"}[command.removeprefix("figures/")[0]]
+        elif made and (ROOT / made).exists():
+            continue
+        print(f"\n$ python {command}", flush=True)
+        try:
+            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=limit)
+        except subprocess.TimeoutExpired:
+            print(f"stopped after {limit} seconds")
+
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Measure the papers' tables; write and check docs/.")
     verbs = p.add_subparsers(dest="verb", required=True)
     runs = verbs.add_parser("measure", help="measure runs, alone on the machine")
     runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="of figures/runs.py")
+    fifteen = verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
+    for verb in (runs, fifteen):
+        verb.add_argument("--dry", action="store_true", help="try it on a CPU, rows to work/dry")
     verbs.add_parser("write", help="fill README.md and docs/*.md from the rows")
     verbs.add_parser("check", help="exit 1 where a page says what no row says")
     a = p.parse_args(argv)
     if a.verb == "measure":
-        return measure(a.names)
-    return write() if a.verb == "write" else check()
+        return measure(a.names, a.dry)
+    return {"gpu": partial(gpu, getattr(a, "dry", False)), "write": write, "check": check}[a.verb]()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
