@@ -5,7 +5,7 @@ Max-Gram (section 3.3) is maxgram.py; Table 1 (section 4) is in figures/probe.py
 
 The idea.  In speculative decoding the drafter needs a forward for each token that it drafts.  In
 the *vertical* cascade a smaller model drafts for the drafter, which reviews those tokens in one
-forward; the smaller model has a drafter, too, and so on down to Max-Gram, which runs no network.
+forward; the smaller model has a drafter in turn, and so on down to Max-Gram, which runs no network.
 In the *horizontal* cascade the largest drafter provides the first tokens of a proposal, the most
 likely to be accepted, and smaller drafters the later ones.  cascade_step() does both.
 
@@ -25,8 +25,9 @@ An example of K, for the stages M_d1, M_d2 and MaG:
              [0,    1,   10],     M_d1 reviews 1 token of M_d2, then 10 of MaG
              [0,    0,   10]]     M_d2 reviews 10 of MaG
 
-A model may add more tokens than its count, since its last review may accept more than were missing.
-Table 2 calls this K k_11, k_12, k_22 = 8, 13, 1: by the authors' code its k_12 includes k_11.
+Table 2 prints this K as k_11, k_12, k_22 = 8, 13, 1; in the authors' code k_12 includes k_11:
+
+        K[0][1] = k_12 - k_11 = 13 - 8 = 5
 
 To use it alone, with verify.py and maxgram.py beside this file, three causal LMs that share one
 vocabulary, and a list of token ids `text`:
@@ -36,9 +37,8 @@ vocabulary, and a list of token ids `text`:
     out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-Its own builders are the methods chain (greedy drafts) and drawn (sampled ones, where the target
-samples).  For all other builders its expand predicts along the greedy chain alone: their trees may
-have siblings beside the chain, but nothing below a sibling.
+Its builders are the methods chain (greedy drafts) and drawn (sampled ones, if the target samples).
+For others its expand predicts along the greedy chain alone: nothing grows below a sibling of it.
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
@@ -56,12 +56,12 @@ class Gen:
     """curGen and curProbs of Algorithm 1.
 
     tokens: the committed tokens (`committed` of them), the root, the drafts of this round.
-    probs: an entry for each token:
-        None           for the root and before it (ones in Algorithm 1)
-        a float        for a draft that only Max-Gram has proposed: Max-Gram's confidence
-        a tensor (V,)  for a draft that a model has proposed or reviewed.
-                       Greedy: that model's logits at its position.
-                       Sampling: the distribution that the token now follows.
+    probs: an entry for each token, and what it is:
+                                     in greedy drafting        in sampling
+        the root and before it       None (ones in Algorithm 1)
+        a draft of Max-Gram alone    a float, Max-Gram's confidence
+        a draft that a model has     (V,) that model's         (V,) the distribution that
+        proposed or reviewed         logits there              the token now follows
     """
     def __init__(self):
         self.tokens, self.probs = [], []
@@ -79,8 +79,9 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     target: a verify.Target.  None in the first call, the paper's isFirstCall: verify.generate
     reviews then, with l = 1.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
+    gen: a Gen with its tokens, committed and device, as Cascade.begin makes it.
     limit: the most tokens that gen may have when this call returns.
-    review(logits, gen, first): accepts drafts from position `first` on, and adds a token.
+    review(logits (n + 1, V), gen, first): accepts of the n drafts from `first` on, adds a token.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -98,7 +99,7 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     """
     # curGen <- prefix: gen holds the prefix already, so only its length is noted.
     prefix = len(gen.tokens)
-    # The review adds a token of target's own after the drafts.
+    # With limit 10 the drafts end at 9 tokens, and target's review adds the tenth.
     draft_limit = limit if target is None else limit - 1
     # Perform the horizontal cascade with the for loop.
     for i, stage in enumerate(draft_list):
@@ -116,8 +117,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
         # Prepare the arguments for the next recursive call.
         cur_draft_list = draft_list[i + 1:]
         cur_K = [row[i + 1:] for row in K[i + 1:]]
-        # Differs from the paper, which has no limits: a model reads what its context holds, its
-        # review adds one token, and a model whose context is full is skipped.
+        # Differs from the paper, which has no limits: a model with 5 positions reads 5 tokens, its
+        # review adds a sixth, and then the model is skipped.
         cur_limit = min(draft_limit, stage.capacity + 1)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) < cur_limit:
             # Perform the vertical cascade with the recursive call.
@@ -139,8 +140,9 @@ def review_greedy(logits, gen, first, lenience):
     """Greedy review by a reviewer M_r, section 3.1.
 
     logits (n + 1, V): M_r's predictions at the positions of the n drafts, and after the last one.
-    A draft x_i is accepted where x_i = argmax M_r(x)[i], and, with lenience l > 1, where its
-    probabilities are M_d(x)[i] <= l M_r(x)[i].
+    A draft x_i is accepted if x_i = argmax M_r(x)[i] or, with lenience l > 1, if
+    M_d(x)[i] <= l M_r(x)[i].  Differs from the paper, whose second rule also holds at l = 1: then
+    M_t's own review would not be lossless.
     """
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
@@ -178,7 +180,6 @@ def lenient_distribution(p, q, l):
     """What a token follows after a lenient review of a draft: the distribution q' (n, V).
 
     p (n, V): the reviewer's; q (n, V): what the draft was sampled from; l (n, 1).
-
     A draft x is accepted with probability min(1, l p(x) / q(x)) (section 3.1).  If it is rejected,
     a token is sampled from the residual norm(max(0, p - q)) (section 2).  A token x can come out
     in these two ways, so
@@ -187,7 +188,6 @@ def lenient_distribution(p, q, l):
 
     With l = 1 q' is p.  With a larger l it lies between q and p, so the next reviewer must compare
     with q', or the output is biased.
-
     Plain speculative sampling towards q' is the same review, so accept_sampled does it:
         where p(x) > q(x)     both accept x; and q'(x) - q(x) = P(rejection) residual(x), so that
                               both sample from the same residual after a rejection
@@ -236,8 +236,8 @@ class Cascade:
     def __init__(self, models, K=None, lenience=1.0, gram=None, vocab=None):
         """models: the draft models, each a verify.Target of its own, the largest first.
 
-        K: Algorithm 1's matrix.  By default each reviewer gets one token from the next smaller
-        model, none from the others, ten from Max-Gram: [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
+        K: Algorithm 1's matrix.  Differs from the paper, whose k_11 is 5 to 8 (Table 2): by default
+        a reviewer gets 1 token from the next model: [[1, 0, 10], [0, 1, 10], [0, 0, 10]].
         lenience: l of section 3.1, at least 1; 1 means no lenience.
         gram: a MaxGram, the last stage, or None.
         vocab: the target's vocabulary size, needed only without models.
@@ -258,7 +258,7 @@ class Cascade:
             K = K.tolist()
         is_square = [len(row) for row in K] == [n] * n
         if not is_square or any(any(row[:i]) or min(row) < 0 for i, row in enumerate(K)):
-            raise ValueError(f"K {K} is no upper triangular matrix of {n} x {n} counts")
+            raise ValueError(f"K {K} is not an upper triangular matrix of {n} x {n} counts")
         self.K = K
         for model in self.models:
             if model.vocab != self.vocab:
@@ -294,7 +294,7 @@ class Cascade:
         self.depths = []                                         # see expand
 
     def keep(self, path):
-        """Nothing to do: Target.align removes rejected tokens from a stage's cache."""
+        """Do nothing: Target.align removes rejected tokens from a stage's cache."""
 
     def draft(self, count, generator=None):
         """Algorithm 1 without M_t's review -> the root and up to `count` drafts, a list of ids.
@@ -314,14 +314,15 @@ class Cascade:
     # ------------------------------------------------ its builders
     def chain(self, expand, root):
         """The cascade's chain of greedy drafts -> Tree."""
-        return chain_of(self.draft(expand.remaining), root.device)
+        tokens = self.draft(getattr(expand, "remaining", math.inf))
+        return chain_of(tokens, root.device)
 
     def drawn(self, expand, root):
         """The cascade's chain of sampled drafts -> Tree with p_draft; greedy if the target is."""
         generator = getattr(expand, "generator", None)
         if generator is None:
             return self.chain(expand, root)
-        tokens = self.draft(expand.remaining, generator)
+        tokens = self.draft(getattr(expand, "remaining", math.inf), generator)
         first = self.gen.committed + 1                           # the position after the root
         p_draft = distributions(self.gen, first, self.vocab)
         return chain_of(tokens, root.device, p_draft)
@@ -330,9 +331,9 @@ class Cascade:
     def expand(self, tokens, parents):
         """Predict along the greedy chain, which the first call of a round drafts -> (m, V).
 
-        After a node on the chain, the prediction is that of the model that has written or reviewed
-        the next draft.  If only Max-Gram wrote it, its probability is Max-Gram's confidence, and
-        all other tokens share the rest.  After all other nodes there is no prediction.
+        Differs from the paper, whose drafts are chains: after a node on the chain, the prediction
+        is that of the model that wrote or reviewed the next draft.  If only Max-Gram wrote it, its
+        probability is Max-Gram's confidence, and all other tokens share the rest.
         """
         probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
         if not self.depths:
@@ -379,11 +380,13 @@ def main():
 #  2. The while loop counts the tokens of all its reviews (cascade_step); the authors' code those of
 #     the whole call, against k_1 + ... + k_i.
 #  3. Drafts end where the output or a model's context does (cascade_step).
-#  4. What replaces a token that a lenient review rejects is sampled from section 2's residual
+#  4. At l = 1 greedy review is by the argmax alone (review_greedy).
+#  5. A token that a lenient review rejects is replaced by a sample of section 2's residual
 #     (lenient_distribution).  The authors' code is greedy only, and compares the probabilities of
 #     drafter and reviewer at two different positions.
-#  5. Drafts may be sampled (distributions).
-#  6. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
+#  6. Drafts may be sampled (distributions), and other builders' trees follow the chain (expand).
+#  7. By default K asks the first model for 1 token, Table 2 for 5 to 8 (Cascade).
+#  8. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
 #     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
 
 if __name__ == "__main__":

@@ -7,11 +7,11 @@ The idea.  A drafter proposes a tree of tokens below the root x_t, the last toke
 which is not cached yet.  One forward of the target reads all nodes of the tree.  A node attends to
 the cached prefix, to its ancestors and to itself, so its logits are those of plain decoding after
 the same tokens.  Then walk down from the root while the token that the target chooses after a node
-is one of its children.  These nodes are accepted.  The first choice that is no child is the next
+is one of its children.  These nodes are accepted.  The first choice that is not a child is the next
 root.
 
     paper                  shape                 name here
-    x_{<t}, its K and V    L x 2 x (1, H, t, d)  TreeCache.kv[layer]: the first `length` entries
+    x_{<t}, its K and V    (1, H, t, d) each     TreeCache.kv[layer]: the first `length` entries
     proposal P             (n,)                  tree.tokens, tree.parents
     mask_CAPE              (n, t + n)            t columns of ones, then ancestor_mask(parents)
     p_D(.|node)            (n - 1, V)            tree.p_draft, only for a sampled chain
@@ -151,7 +151,7 @@ class Target:
     """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache."""
 
     def __init__(self, model, capacity=None):
-        """capacity: the most positions of a sequence; None: the model's context.
+        """capacity: the most positions of a sequence; None: the model's context, 2048 if unstated.
 
         Raises ValueError for a model whose attention takes no mask of ours.
         """
@@ -280,7 +280,7 @@ def check_attention(config):
     else:
         has_window = getattr(config, "sliding_window", None) is not None
     if has_window:
-        raise ValueError("not all layers have full attention: take runtime.targets.any_target")
+        raise ValueError("some layers lack full attention: runtime.targets.any_target serves them")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
     if "flash" in kernel or "flex" in kernel:
         raise ValueError(f'{kernel} takes no mask: load with attn_implementation="sdpa"')
@@ -443,14 +443,16 @@ def check_prompt(target, ids, limit):
     """Raise ValueError for a prompt that cannot be decoded."""
     if not isinstance(ids, list):
         raise ValueError("ids is a list of token ids: of a tensor (1, n) give ids[0].tolist()")
-    if not ids or limit < 1:
-        raise ValueError(f"{len(ids)} tokens leave no position for a new one: give a prompt of 1 "
-                         f"to {target.capacity} tokens, and ask for at least one")
+    if not ids:
+        raise ValueError("the prompt is empty: give at least one token id")
+    if limit < 1:
+        raise ValueError(f"{len(ids)} tokens leave no position for a new one: give a prompt of at "
+                         f"most {target.capacity} tokens, and ask for at least one")
     if not all(0 <= token < target.vocab for token in ids):
         raise ValueError(f"the prompt has ids beyond the target's vocabulary of {target.vocab}")
 
 def check_tree(tree, tokens, parents, root_id):
-    """Raise ValueError for what is no Tree below the root.  tokens, parents: its lists."""
+    """Raise ValueError unless this is a Tree below the root.  tokens, parents: its lists."""
     in_order = all(-1 < parent < node for node, parent in enumerate(parents[1:], 1))
     if tokens[0] != root_id or parents[0] != -1 or not in_order:
         raise ValueError("a tree begins with the root, parent -1; parents precede their children")
@@ -509,7 +511,7 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
         view = target.commit(path, [tokens[node] for node in path], states)
         drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
         root = choice[path[-1]:path[-1] + 1]                                           # (1,)
-        # Where the output ends within `new`, there is no next round, and root is not used.
+        # If the output ends within `new`, there is no next round, and root is not used.
         new = until_end(new[:left], ends)
         root_id = new[-1]
         sequence += new
@@ -520,9 +522,9 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
 
     drafter, build: see the top of this file; None and root_only are plain decoding.  ids: the
-    prompt, a list of token ids.  eos: an end-of-text id, or several.  The output ends after
-    new_tokens, with the target's capacity, or with the first end-of-text id.  Raises ValueError for
-    a prompt that cannot be decoded, and for a builder's broken tree.
+    prompt, a list of token ids.  rule: how tokens are chosen, a Rule.  eos: an end-of-text id, or
+    several.  The output ends after new_tokens, with the target's capacity, or with the first of
+    these ids.  Raises ValueError for a prompt that cannot be decoded, and for a broken tree.
     """
     return output_of(rounds(target, drafter, build, ids, new_tokens, rule, eos))
 
@@ -552,7 +554,7 @@ def main():
 
 # Differences from the paper, all of them:
 #  1. The root is a node of the tree (Target.forward).
-#  2. Trees are sampled, too, by noise that is keyed by position (sample_tree).
+#  2. Trees are sampled by noise that is keyed by position (sample_tree).
 #  3. In greedy decoding a builder sees calibrated confidences (Rule.probs).
 
 if __name__ == "__main__":

@@ -116,7 +116,7 @@ def test_a_callers_mistake_is_one_sentence(llama):
     """Where the output would be wrong, or the error somebody else's."""
     target = verify.Target(llama)
     decode = partial(verify.generate, target, None, verify.root_only)
-    for prompt, word in (([], "leave no position"), ([1] * 41, "leave no position"),
+    for prompt, word in (([], "prompt is empty"), ([1] * 41, "leave no position"),
                          (torch.tensor([PROMPT]), "a list"), ([1, VOCAB], "vocabulary"),
                          ([-1], "vocabulary")):
         with pytest.raises(ValueError, match=word):
