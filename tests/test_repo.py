@@ -74,11 +74,32 @@ def output_of(script):
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-@pytest.mark.parametrize("name", SEVEN)
-def test_a_component_copied_alone_runs_its_demo(name, tmp_path):
-    for file in {name} | MAY_IMPORT.get(name, set()):
-        shutil.copy(ROOT / f"{file}.py", tmp_path)
-    assert output_of(tmp_path / f"{name}.py").strip() and "    assert " in SOURCE[f"{name}.py"]
+# Run each script in a process of its own, forked where torch is imported already.
+FORKED = """
+import os, runpy, sys
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+for script in sys.argv[1:]:
+    if os.fork() == 0:
+        sys.path[0] = os.path.dirname(script)
+        runpy.run_path(script, run_name="__main__")
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0, script
+"""
+
+def test_the_components_copied_alone_run_their_demos(tmp_path):
+    scripts = []
+    for name in SEVEN:
+        (tmp_path / name).mkdir()
+        for file in {name} | MAY_IMPORT.get(name, set()):
+            shutil.copy(ROOT / f"{file}.py", tmp_path / name)
+        scripts.append(str(tmp_path / name / f"{name}.py"))
+        assert "    assert " in SOURCE[f"{name}.py"]
+    done = subprocess.run([sys.executable, "-c", FORKED, *scripts], cwd=tmp_path, text=True,
+                          capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) >= len(SEVEN)
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
 
