@@ -96,8 +96,7 @@ def valid_length(p):
 def counts_on_host(p, *counts):
     """Copy counts, tensors () on the device, to the host by one sync -> list of ints.
 
-    The smallest and the largest p (gamma,) travel along.  Raises ValueError if these are not
-    probabilities.
+    Raises ValueError if the smallest or the largest p (gamma,) is not a probability.
     """
     # torch.stack converts the counts to p's dtype, and bfloat16 cannot represent every integer.
     p = p.float()
@@ -129,7 +128,7 @@ def drawn(expand, root, gamma=GAMMA):
     """A chain of tokens sampled from the drafter ("drawn"), for speculative sampling -> Tree.
 
     Its p_draft (length, V) holds the distribution from which each node after the root was sampled.
-    The random numbers come from expand.generator, where there is one.  Acceptance must use other
+    The random numbers come from expand.generator, if there is one.  Acceptance must use other
     numbers (not a second generator of the same seed), or the output is biased.
     """
     pick = partial(sample, generator=getattr(expand, "generator", None))

@@ -376,17 +376,16 @@ def main():
     print(f"60 tokens in {len(out.rounds)} rounds, the same as those of plain decoding")
 
 # Differences from the paper, all of them:
-#  1. The recursion ends at Max-Gram, or at the smallest model (cascade_step).
+#  1. The recursion ends at Max-Gram or the smallest model, drafts with the output or a context.
 #  2. The while loop counts the tokens of all its reviews (cascade_step); the authors' code those of
 #     the whole call, against k_1 + ... + k_i.
-#  3. Drafts end where the output or a model's context does (cascade_step).
-#  4. At l = 1 greedy review is by the argmax alone (review_greedy).
-#  5. A token that a lenient review rejects is replaced by a sample of section 2's residual
+#  3. At l = 1 greedy review is by the argmax alone (review_greedy).
+#  4. A token that a lenient review rejects is replaced by a sample of section 2's residual
 #     (lenient_distribution).  The authors' code is greedy only, and compares the probabilities of
 #     drafter and reviewer at two different positions.
-#  6. Drafts may be sampled (distributions), and other builders' trees follow the chain (expand).
-#  7. By default K asks the first model for 1 token, Table 2 for 5 to 8 (Cascade).
-#  8. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
+#  5. Drafts may be sampled (distributions), and other builders' trees follow the chain (expand).
+#  6. By default K asks the first model for 1 token, Table 2 for 5 to 8 (Cascade).
+#  7. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
 #     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
 
 if __name__ == "__main__":

@@ -47,9 +47,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-# "the 28th (fourth-to-last) layer" (4.3.1), of 32, so layers count from 0.  hidden_states has 33
-# entries: entry i is the input of layer i, the last the normed output.  Layer 28's output is entry
-# 29, or -4.
+# "the 28th (fourth-to-last) layer" (4.3.1) of 32: layers count from 0.  Entry i of the 33
+# hidden_states is the input of layer i, so the output of layer 28 is entry 29, or -4.
 HIDDEN = -4
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
 FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
@@ -210,7 +209,7 @@ class EDD(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block):
-        """The terms of train.py's loss, here one -> [(x (B, S, D), labels, its own loss mask)]
+        """The terms of train.py's loss, here one -> [(x (B, S, D), labels, no mask of its own)]
 
         batch: see train.py.  labels: the next token ids (B, S), or for "kl" the target's logits
         (B, S, V).  block: L, which train.py samples from config.blocks for each step.
@@ -246,10 +245,8 @@ def write(store, slots, end, k, v):
     return store[:, :, :, :end]
 
 class Drafter:
-    """Drafts with an EDD or a VDM, by the contract of a drafter in verify.py.
+    """Drafts with an EDD or a VDM, by the contract of a drafter in verify.py."""
 
-    In each round begin is called once, then expand any number of times, then keep.
-    """
     def __init__(self, model, temperature=1.0):
         """temperature: for calibration.  Of the tokens that have probability p in softmax(logits /
         temperature), a fraction p is the target's greedy choice.

@@ -276,7 +276,7 @@ class Layer(nn.Module):
         return x + self.down(F.silu(gate) * up)
 
 class Glide(nn.Module):
-    """The draft model: GLIDE, or the vanilla drafter where config.glimpse is False."""
+    """The draft model: GLIDE, or the vanilla drafter if config.glimpse is False."""
 
     def __init__(self, config, ropes, embed=None, head=None, layer_class=Layer):
         """ropes: as ropes_of gives them.  layer_class(config, m) makes layer m.
@@ -318,7 +318,7 @@ class Glide(nn.Module):
         return self.norm(x)
 
     def terms(self, batch, block=None):
-        """The terms of train.py's loss, here one -> [(x (B, T, d_D), labels, its own loss mask)]
+        """The terms of train.py's loss, here one -> [(x (B, T, d_D), labels, no mask of its own)]
 
         batch: see train.py.  labels: the next token ids (B, T), or for "kl" the target's logits
         (B, T, V).  block: EDD's L, which differs by step; GLIDE's is config.block.
@@ -355,10 +355,8 @@ def write(store, slots, end, k, v):
     return store[:, :, :, :end]
 
 class Drafter:
-    """Drafts with a Glide, by the contract of a drafter in verify.py.
+    """Drafts with a Glide, by the contract of a drafter in verify.py."""
 
-    In each round begin is called once, then expand any number of times, then keep.
-    """
     def __init__(self, model, temperature=1.0):
         """temperature: for calibration.  Of the tokens that have probability p in softmax(logits /
         temperature), a fraction p is the target's greedy choice.
@@ -402,7 +400,7 @@ class Drafter:
         ropes = model.ropes(position)
         x = model.embed(tokens)[None]                                              # (1, n, d_D)
         # A second layer's entries depend on what the first one glimpsed.  Differs from the paper:
-        # committed positions glimpse, too, under Mask_Block, as in training; in 4.1 only positions
+        # committed positions also glimpse, under Mask_Block as in training; in 4.1 only positions
         # t ... t+i-1 query.  (The official code encodes accepted nodes again; here they stay.)
         if len(model.layers) > 1:
             key = torch.arange(self.t, device=self.device)                         # (t,)
@@ -422,8 +420,7 @@ class Drafter:
 
         tokens (m,); parents: m ints, the index of each node's parent among all nodes given to
         expand in this round, in order; -1 for the root.
-        Differs from training: there the target's keys are delayed by at most L tokens.  In a tree
-        that is deeper than L they are older.
+        Differs from training: in a tree deeper than L the target's keys are delayed by more than L.
         """
         end, position, slots, mask = self.place(parents)
         [logits] = self.run(end, tokens.to(self.device), position, slots, mask)    # (m, V)

@@ -58,8 +58,8 @@ def build_bigram(sequences, vocab):
     """Count the most frequent follower of each token -> list (vocab,), 0 where none was seen.
 
     sequences: iterable of lists of ids, one for each document; pairs across documents are not
-    counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown" as in the
-    files of the paper's authors, so a token whose most frequent follower is token 0 has none.
+    counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown", as in the
+    paper's public files, so a token whose most frequent follower is token 0 has none.
     Raises ValueError if an id is outside the vocabulary.
     """
     # Differs from the paper, whose bigram comes from Wikipedia: this one counts any corpus.
@@ -98,7 +98,7 @@ def longest_match(query, text):
     def matches(length):
         return length <= len(query) and query[-length:] in searched
 
-    # Where a suffix matches, all shorter ones do.  So the length is doubled until it is too long,
+    # If a suffix matches, all shorter ones do.  So the length is doubled until it is too long,
     # and then the interval between the last two lengths is halved until one length is left.  For a
     # match of 5 tokens the lengths tried are 1, 2, 4, 8 (too long), 6 (too long), 5.
     longest, too_long = 0, 1
@@ -213,7 +213,7 @@ def main():
 #     probability (MaxGram.confidence_of).
 #  5. The bigram may come from any corpus (build_bigram).
 #  6. The search is Python's own instead of Listing 1's tensors, whose last torch.tensor() names no
-#     device, so that it fails on a GPU where the whole query matches.
+#     device, so that it fails on a GPU if the whole query matches.
 
 if __name__ == "__main__":
     main()

@@ -165,7 +165,6 @@ class Candidates:
         tokens, parents, expand_index = columns
         return Tree(torch.cat((self.root, tokens[1:])), parents, expand_index)
 
-
 def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     """Draft layer by layer, at most `depth` or expand.remaining of them -> Candidates.
 

@@ -273,7 +273,7 @@ class Target:
         return logits, view
 
 def check_attention(config):
-    """Raise ValueError where our mask would be wrong: it replaces the model's own."""
+    """Raise ValueError if our mask would be wrong: it replaces the model's own."""
     layer_types = getattr(config, "layer_types", None)
     if layer_types:
         has_window = set(layer_types) != {"full_attention"}
@@ -305,7 +305,6 @@ def accept(tokens, parents, choice):
         node = child.get((node, choice[node]))
     return path, [choice[node] for node in path]
 
-
 def accept_sampled(tree, p_target, generator):
     """Speculative sampling of a chain (Leviathan et al. 2023) -> the token after each node (n,).
 
@@ -321,7 +320,7 @@ def accept_sampled(tree, p_target, generator):
     # after the last node, where nothing was drafted, from p_target.
     residual = p_target.clone()
     residual[:-1] = (p - q).clamp(min=0)
-    # Where p and q are nearly equal, rounding may leave no residual at all.  Then this is p.
+    # If p and q are nearly equal, rounding may leave no residual at all.  Then this is p.
     residual[:-1] += 1e-30 * p
     # Sample by inverting the cumulative sums; float32 would lose rare tokens in them.  Of the n
     # samples only the one after the last accepted node is used: one number serves all.
@@ -497,7 +496,7 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
         tree = build(expand, root) if expand.remaining else root_only(expand, root)
 
         # Verify: one forward of the target over all nodes, and its choice after each.  In a sampled
-        # chain the choice is the drafted token where speculative sampling accepts it.
+        # chain the choice is the drafted token if speculative sampling accepts it.
         logits, states = target.forward(tree.tokens, tree.parents)                     # (n, V)
         choice = rule.choose(tree, logits, sequence)                                   # (n,)
 
