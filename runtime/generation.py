@@ -25,6 +25,7 @@ from warnings import warn
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EncoderDecoderCache, GenerationMixin, cache_utils, generation
 from transformers.generation import utils
 
@@ -33,15 +34,13 @@ from beyond import batch
 from runtime.errors import UserError
 from runtime.load import difference, fingerprint
 from runtime.program import first_line
-from runtime.targets import AnyTarget, any_target, layers_of, state_of, with_vocabulary
+from runtime.targets import any_target, layers_of, state_of, with_vocabulary
 
 # What generate() prepares for a forward, and `speculative` prepares for itself or compares
 PREPARED = {"input_ids", "position_ids", "cache_position", "attention_mask", "decoder_input_ids",
             "decoder_position_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values",
             "cache", "use_cache", "logits_to_keep", "is_first_iteration", "return_dict",
             "output_attentions", "output_hidden_states"}
-# Options of generate() for outputs that `speculative` does not have
-NOT_RETURNED = ("output_attentions", "output_hidden_states")
 CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache}
 # DummyLayer, of newer releases: a layer that shares another's keys and values holds nothing.
 LAYERS = {getattr(cache_utils, name, None) for name in (
@@ -90,108 +89,86 @@ class speculative:
     """A callable for model.generate(..., custom_generate=speculative(drafter, build)).
 
     drafter, build: see the contract in verify.py; None and verify.root_only are plain decoding.
-    target: what verifies, if it is not to be runtime.targets.any_target(model), which proves the
-    model once.  last: the Output of the last call; last.tau is the average acceptance length.
+    last: the Output of the last call, or a list of one for each of several sequences.
     """
     __signature__ = Signature()
 
-    def __init__(self, drafter, build, target=None):
-        refuse(
-            (not callable(build), f"the builder is {build!r}: give a function, such as cape.cape"),
-            (not isinstance(target, AnyTarget | None), "this target proves nothing: give "
-             "runtime.targets.any_target(model), or none"))
-        self.drafter, self.build, self.target = drafter, build, target
-        self.state = None if target is None else state_of(target.model)
-        self.last = None
+    def __init__(self, drafter, build):
+        self.drafter, self.build = drafter, build
+        self.target = self.state = self.last = None
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  tokenizer=None, **model_kwargs):
         # generate() keeps streamer, assistant_model and synced_gpus to itself.
-        caller = locals_of(GenerationMixin.generate, model)
+        caller, config = locals_of(GenerationMixin.generate, model), generation_config
         refuse((caller is None, "a speculative callable works inside generate() alone, in its "
                 "thread: call model.generate(..., custom_generate=...)"))
-        check_supported(model, input_ids, generation_config, caller, model_kwargs)
-        if len(input_ids) > 1:
-            return self.decode_rows(model, input_ids, logits_processor, stopping_criteria,
-                                    generation_config, caller, model_kwargs)
-        padding = padding_of(model, input_ids, generation_config, model_kwargs)
-        ids = input_ids[0, padding:].tolist()
-        limit = generation_config.max_length - input_ids.shape[1]
-        with alone(model, self, self.drafter, self.target):
-            target = self.target_for(model, ids, padding, caller, model_kwargs)
-            check_prepared(target, input_ids, padding, model_kwargs)
-            cache = cache_of(target, ids, padding, model_kwargs)
-            rule = Rule(logits_processor, generation_config.do_sample, input_ids[:, :padding])
-            drafter = None if self.drafter is None else Fitted(self.drafter, target, rule)
-            rounds = verify.rounds(target, drafter, guarded(self.build), ids, limit, rule)
-            heard = Heard(input_ids, stopping_criteria, caller["streamer"], generation_config)
-            self.last = verify.output_of(heard.hear_all(rounds, rule))
+        check_supported(model, input_ids, config, caller, model_kwargs)
+        B, limit = len(input_ids), config.max_length - input_ids.shape[1]
+        rows, prompts, paddings = [], [], []
+        for b in range(B):
+            of_row = {name: part_of(x, b, B) for name, x in model_kwargs.items()}
+            rows.append((input_ids[b:b + 1], of_row))
+            paddings.append(padding_of(model, *rows[b][:1], config, of_row))
+            prompts.append(input_ids[b, paddings[b]:].tolist())
+        cache, rules = None, []
+        with alone(model, self, self.drafter):
+            for b, (ids, of_row) in enumerate(rows):
+                target = self.target_for(model, prompts[b], paddings[b], caller, of_row)
+                check_prepared(target, ids, paddings[b], of_row)
+                processors = processors_of(logits_processor, b, B)
+                rules.append(Rule(processors, config.do_sample, ids[:, :paddings[b]]))
+            if B == 1:
+                cache = cache_of(target, prompts[0], paddings[0], model_kwargs)
+            heard = [Heard(ids, stopping_criteria, caller["streamer"], config) for ids, _ in rows]
+            over = set()
+            found = [[] for _ in rows]
+            for done in self.rounds(target, prompts, limit, rules, over):
+                for b, one in done.items():
+                    found[b].append(heard[b].hear(one, rules[b]))
+                    if heard[b].met:
+                        over.add(b)
+                if len(over) == B:
+                    break
+            if caller["streamer"] is not None:
+                caller["streamer"].end()
+            outputs = [verify.output_of(of_row) for of_row in found]
+            self.last = outputs if B > 1 else outputs[0]
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
-            if cache is not None and (generation_config.return_dict_in_generate or is_given):
-                fill(cache, target, len(ids) + len(self.last.tokens) - 1, padding)
-        if len(self.last.tokens) < limit and not heard.met:
-            warn(f"the output ends after {len(self.last.tokens)} of {limit} new tokens, with the "
-                 f"context of {target.capacity}; decode without custom_generate to go on")
-        if not generation_config.return_dict_in_generate:
-            return heard.sequences
+            if cache is not None and (config.return_dict_in_generate or is_given):
+                fill(cache, target, len(prompts[0] + outputs[0].tokens) - 1, paddings[0])
+        for of_row, out in zip(heard, outputs):
+            if len(out.tokens) < limit and not of_row.met:
+                warn(f"the output ends after {len(out.tokens)} of {limit} new tokens, with the "
+                     f"context of {target.capacity}; decode without custom_generate to go on")
+        sequences = pad_sequence([of_row.sequences[0] for of_row in heard], batch_first=True,
+                                 padding_value=config.pad_token_id or 0)
+        if not config.return_dict_in_generate:
+            return sequences
         kind = utils.GenerateDecoderOnlyOutput
         if target.encoder_decoder:
             kind = utils.GenerateEncoderDecoderOutput
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
-        return kind(sequences=heard.sequences, scores=heard.scores, logits=heard.logits,
+        return kind(sequences=sequences, scores=heard[0].scores, logits=heard[0].logits,
                     **{name: cache})
 
-    def decode_rows(self, model, input_ids, processors, criteria, config, caller, model_kwargs):
-        """Several sequences, by beyond/batch.py -> their ids, padded at the right.
-
-        Processors and criteria are called for one row after the other.  last is a list of Outputs.
-        """
-        B, limit = len(input_ids), config.max_length - input_ids.shape[1]
-        cache = model_kwargs.get("past_key_values")
-        returned = [name for name in ("output_scores", "output_logits") if getattr(config, name)]
-        refuse(
-            (model.config.is_encoder_decoder, "an encoder-decoder decodes one sequence: give one"),
-            (caller["streamer"] is not None, "a streamer hears one sequence: give one, or none"),
-            (cache is not None and int(cache.get_seq_length()), "a filled cache of several "
-             "sequences is not served: give none"),
-            (config.return_dict_in_generate and returned, f"{returned} of several sequences is not "
-             "served: leave it out"))
-        rows, paddings = [], []
-        for b in range(B):
-            of_row = {name: x[b:b + 1] if torch.is_tensor(x) and x.ndim and len(x) == B else x
-                      for name, x in model_kwargs.items() if x is not cache}
-            rows.append((input_ids[b:b + 1], of_row))
-            paddings.append(padding_of(model, *rows[b][:1], config, of_row))
-        prompts = [ids[0, padding:].tolist() for (ids, _), padding in zip(rows, paddings)]
-        over, found = set(), [[] for _ in rows]
-        with alone(model, self, self.drafter, self.target):
-            for (ids, of_row), prompt, padding in zip(rows, prompts, paddings):
-                target = self.target_for(model, prompt, padding, caller, of_row)
-                check_prepared(target, ids, padding, of_row)
-            rules = [Rule(processors_of(processors, b, B), config.do_sample, ids[:, :padding])
-                     for b, ((ids, _), padding) in enumerate(zip(rows, paddings))]
-            pairs = batch.copies([self.drafter, self.build], B)
-            drafters = [drafter and Fitted(drafter, target, rule)
-                        for (drafter, _), rule in zip(pairs, rules)]
-            builds = [guarded(build) for _, build in pairs]
-            heard = [Heard(ids, criteria, None, config) for ids, _ in rows]
-            try:
-                for done in batch.rounds(target, drafters, builds, prompts, limit, rules,
-                                         over=over):
-                    for b, one in done.items():
-                        found[b].append(heard[b].hear(one, rules[b]))
-                        if heard[b].met:
-                            over.add(b)
-            except ValueError as why:                          # windows, layers of several kinds
-                raise UserError(first_line(why)) from why
-        self.last = [verify.output_of(of_row) for of_row in found]
-        pad = config.pad_token_id if config.pad_token_id is not None else 0
-        sequences = torch.nn.utils.rnn.pad_sequence(
-            [of_row.sequences[0] for of_row in heard], batch_first=True, padding_value=pad)
-        if not config.return_dict_in_generate:
-            return sequences
-        return utils.GenerateDecoderOnlyOutput(sequences=sequences)
+    def rounds(self, target, prompts, limit, rules, over):
+        """As batch.rounds: yield {number of a row: Round}, until all rows are in `over`."""
+        if len(prompts) == 1:
+            drafter = None if self.drafter is None else Fitted(self.drafter, target, rules[0])
+            for one in verify.rounds(
+                    target, drafter, guarded(self.build), prompts[0], limit, rules[0]):
+                yield {0: one}
+            return
+        pairs = batch.copies([self.drafter, self.build], len(prompts))
+        drafters = [drafter and Fitted(drafter, target, rule)
+                    for (drafter, _), rule in zip(pairs, rules)]
+        builds = [guarded(build) for _, build in pairs]
+        try:
+            yield from batch.rounds(target, drafters, builds, prompts, limit, rules, over=over)
+        except ValueError as why:                              # windows, layers of several kinds
+            raise UserError(first_line(why)) from why
 
     def target_for(self, model, ids, padding, caller, model_kwargs):
         """The Target of the model in its present state, for this prompt."""
@@ -219,27 +196,27 @@ class speculative:
              f"{target.capacity}: give a shorter one"))
         return target
 
+def part_of(x, b, B):
+    """Of a tensor with an entry for each of B rows that of row b; anything else as it is."""
+    return x[b:b + 1] if torch.is_tensor(x) and x.ndim and len(x) == B else x
+
 def processors_of(processors, b, B):
-    """The processors of row b: tensors in them with an entry for each of B rows have its alone."""
-    of_row = []
-    for processor in map(copy.copy, processors):
-        for name, x in vars(processor).items():
-            if torch.is_tensor(x) and x.ndim and len(x) == B:
-                setattr(processor, name, x[b:b + 1])
-        of_row.append(processor)
+    """The processors of row b: copies, as they may remember what they saw, with its tensors."""
+    if B == 1:
+        return processors
+    of_row = [copy.copy(processor) for processor in processors]
+    for processor in of_row:
+        vars(processor).update({name: part_of(x, b, B) for name, x in vars(processor).items()})
     return of_row
 
 lock, busy = Lock(), set()       # busy: the ids of what decodes
 
 @contextmanager
 def alone(model, *parts):
-    """Nobody else may decode with these parts meanwhile; the model is in evaluation mode.
-
-    Afterwards each module is in its own mode again.
-    """
+    """Nobody else may decode with these parts meanwhile; the model is in evaluation mode."""
     parts = {id(part) for part in parts if part is not None}
     with lock:
-        refuse((parts & busy, "this callable, its drafter or its target is decoding already, "
+        refuse((parts & busy, "this callable or its drafter is decoding already, "
                 "around this call or in another thread: give each a speculative(...) with a "
                 "drafter of its own, or wait"))
         busy.update(parts)
@@ -258,7 +235,10 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
     mode, kind = config.get_generation_mode(caller["assistant_model"]), type(model)
     embeds = model_kwargs.get("inputs_embeds") is not None
     synced = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
-    asked = [name for name in NOT_RETURNED if getattr(config, name, None)]
+    asked = ["output_attentions", "output_hidden_states"]
+    if len(input_ids) > 1:
+        asked += ["output_scores", "output_logits"]
+    asked = [name for name in asked if getattr(config, name, None)]
     refuse(
         (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: leave its "
          "arguments out, and choose greedy decoding or sampling"),
@@ -268,6 +248,13 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
         (getattr(model._sample, "__func__", None) is not GenerationMixin._sample,
          f"{kind.__name__} decodes in a way of its own: decode without custom_generate"),
         (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"))
+    if len(input_ids) > 1:
+        cache = model_kwargs.get("past_key_values")
+        refuse(
+            (model.config.is_encoder_decoder, "an encoder-decoder decodes one sequence: give one"),
+            (caller["streamer"] is not None, "a streamer hears one sequence: give one, or none"),
+            (cache is not None and int(cache.get_seq_length()), "a filled cache of several "
+             "sequences is not served: give none"))
 
 def padding_of(model, input_ids, config, model_kwargs):
     """The number of padding tokens at the left of the prompt.
@@ -337,7 +324,8 @@ def cache_of(target, ids, padding, model_kwargs):
             "otherwise than the model: give a DynamicCache or a StaticCache, and no "
             "cache_implementation"))
     filled = int(cache.get_seq_length())
-    served = not filled or not padding and filled < len(ids) and holds(cache, target, ids[:filled])
+    served = len(parts) == 1 and not padding and filled < len(ids)
+    served = not filled or served and holds(cache, target, ids[:filled])
     refuse((not served, f"the given cache holds {filled} tokens that are not the first ones of "
             "input_ids: give input_ids and attention_mask of the whole text"))
     return cache
@@ -345,12 +333,9 @@ def cache_of(target, ids, padding, model_kwargs):
 @torch.inference_mode()
 def holds(cache, target, ids):
     """Whether a filled cache holds the keys and values that the model computes for these ids."""
-    layers = getattr(cache, "layers", [])
-    if not layers:
-        return False
     target.prefill(ids)
     for layer, pair in target.cache.kv.items():
-        for held, own in zip((layers[layer].keys, layers[layer].values), pair):
+        for held, own in zip((cache.layers[layer].keys, cache.layers[layer].values), pair):
             held = held[:, :, :len(ids)]
             own = own[:, :, len(ids) - held.shape[2]:len(ids)]     # of a window, the last ones
             error = (held - own).float().norm() / own.float().norm()
@@ -474,17 +459,6 @@ class Heard:
         self.scores = () if returns and config.output_scores else None
         self.logits = () if returns and config.output_logits else None
         self.met = False
-
-    def hear_all(self, rounds, rule):
-        """Hear all Rounds, or until a criterion is met -> those heard."""
-        found = []
-        for one in rounds:
-            found.append(self.hear(one, rule))
-            if self.met:
-                break
-        if self.streamer is not None:
-            self.streamer.end()
-        return found
 
     def hear(self, one, rule):
         """Hear a Round's tokens, up to one that meets a criterion -> the Round of these."""
