@@ -257,10 +257,7 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
              "sequences is not served: give none"))
 
 def padding_of(model, input_ids, config, model_kwargs):
-    """The number of padding tokens at the left of the prompt.
-
-    Raises UserError where the attention mask hides others.
-    """
+    """The number of padding tokens at the left; UserError where the mask hides other tokens."""
     n, mask = input_ids.shape[1], model_kwargs.get("attention_mask")
     if model.config.is_encoder_decoder:
         mask = torch.ones_like(input_ids)                      # the given one is the encoder's
@@ -305,10 +302,7 @@ def is_neutral(target, name):
 
 # ---------------------------------------------------------------- caches
 def cache_of(target, ids, padding, model_kwargs):
-    """The cache that generate() has prepared or was given, or None.
-
-    Raises UserError where its entries are not those of the prompt's first tokens.
-    """
+    """The cache that generate() has prepared or was given, or None; UserError for what is wrong."""
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is None and model_kwargs.get("use_cache") is not False:
         cache = cache_utils.DynamicCache(config=target.config)     # the model would make its own
@@ -360,9 +354,8 @@ def fill(cache, target, length, padding):
 class Rule(verify.Rule):
     """generate()'s logits processors, then the argmax or a sample.
 
-    padding (1, p): what stands before a text and is hidden from the model, not from processors.
-    scores, logits: rows (n, V) of the last tree, of which those of accepted nodes count.  text
-    (1, t): the text before the next token that a drafter predicts, where it is known.
+    padding (1, p): hidden from the model, not from processors.  scores, logits (n, V): of the last
+    tree.  text (1, t): what stands before the next token of a drafter, where it is known.
     """
     def __init__(self, processors, do_sample, padding):
         seed = torch.randint(2 ** 31, (1,)).item() if do_sample else 0   # torch.manual_seed's
@@ -372,10 +365,7 @@ class Rule(verify.Rule):
         self.text = None
 
     def probs(self, logits, temperature=1.0):
-        """As verify.Rule.probs.  In sampling the processors apply that depend only on the scores.
-
-        A repetition penalty applies, too, where the text is known.
-        """
+        """As verify.Rule.probs; in sampling by processors of scores, and a known text's penalty."""
         if self.greedy:
             return super().probs(logits, temperature)
         scores, text = logits.float(), self.text
@@ -388,10 +378,7 @@ class Rule(verify.Rule):
         return scores.softmax(-1).nan_to_num(0.0)
 
     def choose(self, tree, logits, ids):
-        """As verify.Rule.choose; -1 where there is nothing to sample from.
-
-        Where a processor looks at the text, nodes that are not accepted get -1, too.
-        """
+        """As verify.Rule.choose; -1 where there is nothing to sample from, or nothing was asked."""
         self.logits = logits.float()
         if not self.score_only:
             return self.walk(tree, ids)
@@ -419,12 +406,9 @@ class Rule(verify.Rule):
     def walk(self, tree, ids):
         """Choose by processors that look at the text, and may remember what they saw.
 
-        They are called as plain decoding calls them: for one text, once for each new token, in
-        order.  So this walks down the accepted path, with a device-to-host sync at each node.
-
-        Each step makes the choice after one node, which choose_by gets as a tree of its own.  In a
-        sampled chain this tree also has the next drafted token, since the choice is to accept or to
-        reject it.
+        As in plain decoding they are called for one text, once for each new token, in order: so
+        this walks down the accepted path, with a device-to-host sync at each node.  choose_by gets
+        the node as a tree of its own; in a sampled chain with the next node, to accept or reject.
         """
         child = verify.children(tree.tokens.tolist(), tree.parents.tolist())
         choice = torch.full_like(tree.tokens, -1)
@@ -433,7 +417,6 @@ class Rule(verify.Rule):
         while node is not None:
             tokens, p_draft = tree.tokens[node:node + 1], None
             if tree.p_draft is not None:
-                # At the last node both slices are shorter by one: there is nothing to accept.
                 tokens, p_draft = tree.tokens[node:node + 2], tree.p_draft[node:node + 1]
             parents = torch.arange(len(tokens), device=tokens.device) - 1
             chain = verify.Tree(tokens, parents, None, p_draft)
@@ -450,8 +433,7 @@ class Rule(verify.Rule):
 class Heard:
     """What streamer, stopping criteria and caller hear of a decoding, token by token.
 
-    sequences (1, t); scores, logits: a tuple of (1, V), one for each new token, or None.  met:
-    whether a criterion has ended the text.
+    sequences (1, t); scores, logits: tuples of (1, V), or None; met: whether a criterion is met.
     """
     def __init__(self, input_ids, criteria, streamer, config):
         self.sequences, self.criteria, self.streamer = input_ids, criteria, streamer
@@ -482,10 +464,7 @@ class Heard:
         return one._replace(new=one.new[:heard])
 
 class Fitted:
-    """A drafter beside a target.  What does not fit raises a UserError.
-
-    It tells the rule the text of a sampled chain, for a repetition penalty.
-    """
+    """A drafter beside a target, or a UserError.  It tells the rule the text of a sampled chain."""
     def __init__(self, drafter, target, rule):
         self.drafter, self.target, self.rule = drafter, target, rule
         self.needs, self.keep = drafter.needs, drafter.keep
@@ -519,7 +498,7 @@ class Fitted:
         return with_vocabulary(p, self.target.vocab, 0.0)
 
 def guarded(function):
-    """A function whose errors that come of a wrong drafter or setting are UserErrors."""
+    """A function whose errors are UserErrors: they come of a wrong drafter or setting."""
     def call(*given):
         try:
             return function(*given)

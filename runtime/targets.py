@@ -39,7 +39,6 @@ from verify import MARGIN, Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
-UNSTATED = 2048          # the context of a model whose configuration states none
 # The methods by which a class, or an instance that was changed, decodes in generate()
 STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
          "forward")
@@ -49,8 +48,7 @@ def context_of(config):
     """The most tokens that a sequence may have."""
     names = ("max_position_embeddings", "max_seq_len", "max_decoder_position_embeddings",
              "max_target_positions")
-    context = next((getattr(config, name) for name in names if getattr(config, name, None)),
-                   UNSTATED)
+    context = next((getattr(config, name) for name in names if getattr(config, name, None)), 2048)
     # Doge chooses among its keys where there are more, and rounding decides between equal ones.
     context = min(context, getattr(config, "keep_window_size", None) or context)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -58,17 +56,13 @@ def context_of(config):
     original = rope.get("original_max_position_embeddings")
     original = original or getattr(config, "original_max_position_embeddings", None) or context
     if kind == "longrope":
-        # It rotates all keys of a long text by a second table, but cached keys cannot change.
-        return original
+        return original                    # cached keys cannot change to its second table
     if kind == "yarn" and rope.get("factor"):
         return max(context, int(rope["factor"] * original))
     return context
 
 def windows_of(config):
-    """{kind of layer: its sliding window, or None for full attention}, and the kinds unknown here.
-
-    The second is a set; our mask for a tree would be wrong in layers of such a kind.
-    """
+    """{kind of layer: its window, or None}, and the set of kinds for which our mask is wrong."""
     window = getattr(config, "sliding_window", None)
     default = "sliding_attention" if window else "full_attention"
     kinds = set(getattr(config, "layer_types", None) or [default])
@@ -92,18 +86,13 @@ def device_of(model):
     return model.device
 
 def state_of(model):
-    """What a Target and its proof depend on.  Where it has changed they are made anew.
-
-    That is the dtypes and devices of the weights, autocast, the configuration, and the methods by
-    which generate() decodes.
-    """
+    """What a Target and its proof depend on.  Where it has changed they are made anew."""
     kinds = {(p.dtype, p.device) for p in model.parameters()}
     device = device_of(model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     # A bound method is a new object at each look; the ids keep no model alive.
     steps = [getattr(model, name) for name in STEPS]
-    steps = [(id(getattr(step, "__self__", None)), id(getattr(step, "__func__", step)))
-             for step in steps]
+    steps = [(id(getattr(f, "__self__", None)), id(getattr(f, "__func__", f))) for f in steps]
     return kinds, autocast, str(vars(model.config.get_text_config())), steps
 
 # ---------------------------------------------------------------- small parts
@@ -124,15 +113,14 @@ def within_window(mask, window, position, slots):
 def short_windows(config):
     """All windows and chunks have WINDOW tokens."""
     own = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    own = {name: length for name, length in own.items() if length}
     try:
-        for name, length in own.items():
-            if length:
-                setattr(config, name, WINDOW)
+        for name in own:
+            setattr(config, name, WINDOW)
         yield
     finally:
         for name, length in own.items():
-            if length:
-                setattr(config, name, length)
+            setattr(config, name, length)
 
 class AnyCache(TreeCache):
     """A TreeCache whose layers may differ in H, d or device: it has a stack for each kind.
@@ -234,10 +222,7 @@ class AnyTarget(Target):
         self.reset()
 
     def forward(self, tokens, parents=None, logits_to_keep=0):
-        """As Target.forward, for ids and logits of self.vocab.
-
-        Raises UserError for a tree where only chains can be verified.
-        """
+        """As Target.forward, with self.vocab logits.  UserError for a tree that cannot be."""
         chain = list(range(-1, len(tokens) - 1))
         if not self.verifies_trees and parents is not None and parents.tolist() != chain:
             raise UserError(f"{type(self.model).__name__} verifies chains only (it does not honour "
@@ -267,10 +252,7 @@ class AnyTarget(Target):
         return [out.logits[0, -logits_to_keep:], *hidden]
 
     def masks(self, mask, position, slots):
-        """mask (n, end) bool -> numbers (1, 1, n, end), added to scores; a dict of kinds of layers.
-
-        It is a dict where the layers are of several kinds.
-        """
+        """mask (n, end) bool -> numbers (1, 1, n, end), added to scores; by kind if of several."""
         masks = {}
         for kind, window in self.windows.items():
             seen = within_window(mask, window, position, slots) if window else mask
@@ -314,10 +296,9 @@ class AnyTarget(Target):
         return [*trees, (CHAIN, False, False)]
 
     def errors(self, parents):
-        """How far logits are from generate()'s own -> (n + 2,).
+        """How far logits are from generate()'s own, which is made to write each path -> (n + 2,).
 
-        Those after the prompt; after each node, whose path generate() is made to write; and after a
-        token that follows the last path, once that is committed.
+        Those after the prompt, after each node, and after a token that follows the last path.
         """
         n, (text, tokens, last) = len(parents), self.ids_to_try(len(parents))
         own = {}                                               # {node: generate()'s logits}
@@ -362,9 +343,9 @@ class AnyTarget(Target):
         return (logits - own).norm() / (own - own.mean()).norm()
 
     def own_logits(self, ids, following, use_cache=True):
-        """generate()'s own logits after ids, and after each of the tokens that follow.
+        """generate()'s own logits after ids, and after each token, which it is made to choose.
 
-        It is made to choose these.  Sets `first`, by the position_ids that the model is given.
+        Sets `first`, by the position_ids that the model is given.
         """
         found, positions = [], []
         following = [*following, 0]                            # the last one is not used
@@ -410,10 +391,7 @@ class AnyTarget(Target):
         return {"inputs": ids}
 
 def any_target(model, capacity=None, vocab=None, encoded=None):
-    """What decodes with a Hugging Face language model: AnyTarget or AnyEncoderDecoder.
-
-    encoded: see AnyEncoderDecoder.
-    """
+    """What decodes with a model: AnyTarget, or AnyEncoderDecoder, which says what `encoded` is."""
     if model.config.is_encoder_decoder:
         return AnyEncoderDecoder(model, capacity, vocab, encoded)
     return AnyTarget(model, capacity, vocab)
@@ -441,10 +419,7 @@ class AnyEncoderDecoder(AnyTarget):
         return super().remaining(ids if self.given else [0])
 
     def errors(self, parents):
-        if self.given is None:
-            self.encode([0, 1])                                # any text
-        else:
-            self.encoded, self.mask = self.given
+        self.encode([0, 1])                                    # any text
         return super().errors(parents)
 
     def prompt(self, ids):
@@ -454,12 +429,10 @@ class AnyEncoderDecoder(AnyTarget):
     def prefill(self, ids, new_tokens=0, needs={}):
         """As Target.prefill.  The View is that of the decoder's tokens."""
         self.needs = {"kv": (), "hidden": (), **needs}
+        self.encode(ids)
         if self.given is None:
-            self.encode(ids)
             self.source = ids
             ids = [self.model.generation_config.decoder_start_token_id]
-        else:
-            self.encoded, self.mask = self.given
         self.reset()
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
         logits, view = self.align(ids)
@@ -474,7 +447,10 @@ class AnyEncoderDecoder(AnyTarget):
 
     @torch.no_grad()
     def encode(self, ids):
-        """Run the encoder over ids (list), at the beginning of a sequence."""
+        """At the beginning of a sequence, run the encoder over ids (list), unless it has run."""
+        if self.given is not None:
+            self.encoded, self.mask = self.given
+            return
         ids = torch.tensor([ids], device=self.device).clamp(max=self.known_ids - 1)
         self.mask = torch.ones_like(ids)
         encoder = self.model.get_encoder()
