@@ -39,6 +39,7 @@ from verify import MARGIN, Target, TreeCache
 TREE = [-1, 0, 0, 0, 1, 2, 3]
 CHAIN = [-1, 0, 1, 2]
 WINDOW = 3               # the length of windows and chunks in the proof, whose texts are short
+UNSTATED = 2048          # the context of a model whose configuration states none
 # The methods by which a class, or an instance that was changed, decodes in generate()
 STEPS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_sample",
          "forward")
@@ -48,7 +49,8 @@ def context_of(config):
     """The most tokens that a sequence may have."""
     names = ("max_position_embeddings", "max_seq_len", "max_decoder_position_embeddings",
              "max_target_positions")
-    context = next((getattr(config, name) for name in names if getattr(config, name, None)), 2048)
+    context = next((getattr(config, name) for name in names if getattr(config, name, None)),
+                   UNSTATED)
     # Doge chooses among its keys where there are more, and rounding decides between equal ones.
     context = min(context, getattr(config, "keep_window_size", None) or context)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
