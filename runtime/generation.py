@@ -122,17 +122,7 @@ class speculative:
                 cache = cache_of(target, prompts[0], paddings[0], model_kwargs)
             heard = [Heard(ids, stopping_criteria, caller["streamer"], config) for ids, _ in rows]
             over = set()
-            found = [[] for _ in rows]
-            for done in self.rounds(target, prompts, limit, rules, over):
-                for b, one in done.items():
-                    found[b].append(heard[b].hear(one, rules[b]))
-                    if heard[b].met:
-                        over.add(b)
-                if len(over) == B:
-                    break
-            if caller["streamer"] is not None:
-                caller["streamer"].end()
-            outputs = [verify.output_of(of_row) for of_row in found]
+            outputs = hear_all(self.rounds(target, prompts, limit, rules, over), heard, rules, over)
             self.last = outputs if B > 1 else outputs[0]
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
@@ -310,15 +300,14 @@ def cache_of(target, ids, padding, model_kwargs):
             cache = EncoderDecoderCache(cache, cache_utils.DynamicCache())
     if cache is None:
         return None
-    parts = [cache]
-    if isinstance(cache, EncoderDecoderCache):
-        parts = [cache.self_attention_cache, cache.cross_attention_cache]
+    paired = isinstance(cache, EncoderDecoderCache)
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if paired else [cache]
     layers = {type(layer) for part in parts for layer in part.layers}
     refuse((type(cache) not in CACHES or layers - LAYERS, f"a {type(cache).__name__} may decode "
             "otherwise than the model: give a DynamicCache or a StaticCache, and no "
             "cache_implementation"))
     filled = int(cache.get_seq_length())
-    served = len(parts) == 1 and not padding and filled < len(ids)
+    served = not paired and not padding and filled < len(ids)
     served = not filled or served and holds(cache, target, ids[:filled])
     refuse((not served, f"the given cache holds {filled} tokens that are not the first ones of "
             "input_ids: give input_ids and attention_mask of the whole text"))
@@ -462,6 +451,20 @@ class Heard:
             if self.met:
                 break
         return one._replace(new=one.new[:heard])
+
+def hear_all(rounds, heard, rules, over):
+    """Hear all Rounds of each row, or until a criterion is met: it is `over` -> Outputs."""
+    found = [[] for _ in heard]
+    for done in rounds:
+        for b, one in done.items():
+            found[b].append(heard[b].hear(one, rules[b]))
+            if heard[b].met:
+                over.add(b)
+        if len(over) == len(heard):
+            break
+    if heard[0].streamer is not None:
+        heard[0].streamer.end()
+    return [verify.output_of(of_row) for of_row in found]
 
 class Fitted:
     """A drafter beside a target, or a UserError.  It tells the rule the text of a sampled chain."""

@@ -1,5 +1,4 @@
 """Inside transformers' own generate(): each kind of argument against generate() without it."""
-import copy
 import warnings
 from functools import cache, partial
 from types import MethodType
@@ -176,7 +175,6 @@ def test_padding_at_the_left(model):
         def look(text, scores, seen=seen):
             seen.append((text.tolist(), scores.is_inference()))
             return scores
-
         outs.append(model.generate(ids, logits_processor=[look], return_dict_in_generate=True,
                                    **how, **more))
         texts.append(seen)
@@ -208,22 +206,18 @@ def test_what_prepares_inputs_is_asked():
     model.prepare_inputs_for_generation = lambda *given, **how: own(*given, **how)
     same(model)
 
-@pytest.mark.parametrize("kind", ["LORA", "PREFIX_TUNING"])
-def test_peft(kind):
+def test_peft():
+    """LoRA is served; a prefix of the cache is not."""
     peft = pytest.importorskip("peft")
-    if kind == "LORA":
-        config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
-    else:
-        config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    tuned = peft.get_peft_model(random_llama(), config).eval()
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False)
+    prefix = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tuned = [peft.get_peft_model(random_llama(), config).eval() for config in (lora, prefix)]
     how = dict(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT), max_new_tokens=9)
-    own = tuned.generate(**how)
-    fast = speculative(reciting(own[0].tolist()), cape.cape)
-    if kind == "LORA":
-        assert torch.equal(tuned.generate(custom_generate=fast, **how), own)
-        return
+    own = tuned[0].generate(**how)
+    how["custom_generate"] = speculative(reciting(own[0].tolist()), cape.cape)
+    assert torch.equal(tuned[0].generate(**how), own)
     with pytest.raises(UserError, match="PEFT"):
-        tuned.generate(custom_generate=fast, **how)
+        tuned[1].generate(**how)
 
 def test_an_offloaded_model():
     accelerate = pytest.importorskip("accelerate")
@@ -399,8 +393,7 @@ def test_a_sampled_chain_knows_the_repetition_penalty(model):
 
 # ---------------------------------------------------------------- state
 def test_modes_of_modules_are_restored(model):
-    expected = own_text(model)
-    model = random_llama()
+    expected, model = own_text(model), random_llama()
     model.train()
     model.model.layers[0].eval()
     before = [module.training for module in model.modules()]
@@ -444,14 +437,11 @@ def test_a_call_within_another_is_refused(model):
         except UserError as why:
             refused.append(str(why))
         return torch.tensor([False])
-
     alike = speculative(fast.drafter, cape.chain)              # with the same drafter
     for criterion in (call, partial(call, fast=alike)):
         out = model.generate(PROMPT, custom_generate=fast, stopping_criteria=[criterion])
         assert out[0].tolist() == own
     assert len(refused) == 2 * NEW and all("is decoding already" in why for why in refused)
-    twin = copy.deepcopy(fast)
-    assert model.generate(PROMPT, custom_generate=twin)[0].tolist() == own
 
 # ---------------------------------------------------------------- what is called back
 def hidden(fast):
@@ -483,7 +473,7 @@ def test_a_streamer_is_shown_everything_once(model, wrapper):
     with pytest.raises(UserError, match="assisted_generation"):
         model.generate(PROMPT, assistant_model=model, custom_generate=fast)
 
-@pytest.mark.parametrize("end", [4, 8, 9, 19])
+@pytest.mark.parametrize("end", [4, 9, 19])
 def test_criteria_see_every_token(model, end):
     """The last one included, as ordinary tensors; a criterion may end the text anywhere."""
     def seen_by(**how):
@@ -507,10 +497,9 @@ def test_stop_strings(speaker, tokenizer):
 
 def test_a_pipeline(speaker, tokenizer):
     writer = pipeline("text-generation", model=speaker, tokenizer=tokenizer)
-    fast = speculative(None, verify.root_only)
     how = dict(max_new_tokens=12, do_sample=False)
-    assert writer("One day", custom_generate=fast, **how) == writer("One day", **how)
-    assert len(fast.last.tokens) == 12
+    assert writer("One day", custom_generate=PLAIN, **how) == writer("One day", **how)
+    assert len(PLAIN.last.tokens) == 12
 
 # ---------------------------------------------------------------- ends that are no secret
 @pytest.mark.parametrize("build", [cape.cape, cape.drawn])
@@ -556,15 +545,9 @@ def test_a_decoder_s_context_ends_with_its_own_prompt():
         out = model.generate(custom_generate=PLAIN, max_new_tokens=30, **how)
     assert torch.equal(out, own) and any_target(model).remaining([0] * 40) == NEW
 
-def test_yarn_lengthens_the_context():
-    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
-    model = random_llama(max_position_embeddings=32, rope_scaling=scaling)
-    same(model, torch.arange(40)[None] % VOCAB)
-
 # ---------------------------------------------------------------- what is refused
 @pytest.mark.parametrize("says, ids, how", [
     ("beam_search", PROMPT, dict(num_beams=2)),
-    ("assisted_generation", PROMPT, dict(prompt_lookup_num_tokens=2)),
     ("synced_gpus", PROMPT, dict(synced_gpus=True)),
     ("output_att", PROMPT, dict(output_attentions=True, return_dict_in_generate=True)),
     ("inputs_embeds", None, dict(inputs_embeds=torch.zeros(1, 3, 32)))])
@@ -623,8 +606,7 @@ def test_padded_prompts_decode_as_generate_does(name, more):
     own = model.generate(**inputs, max_new_tokens=12, **more)
     fast = speculative(reciting([1, 2, 3] * 20), cape.cape)
     out = model.generate(**inputs, max_new_tokens=12, custom_generate=fast, **more)
-    assert out.tolist() == own.tolist()
-    assert len(fast.last) == 3
+    assert torch.equal(out, own) and len(fast.last) == 3
 
 def test_num_return_sequences_are_sampled_apart():
     model = shared("llama")
