@@ -105,29 +105,26 @@ class speculative:
                 "thread: call model.generate(..., custom_generate=...)"))
         check_supported(model, input_ids, config, caller, model_kwargs)
         B, limit = len(input_ids), config.max_length - input_ids.shape[1]
-        rows, prompts, paddings = [], [], []
-        for b in range(B):
-            of_row = {name: part_of(x, b, B) for name, x in model_kwargs.items()}
-            rows.append((input_ids[b:b + 1], of_row))
-            paddings.append(padding_of(model, *rows[b][:1], config, of_row))
-            prompts.append(input_ids[b, paddings[b]:].tolist())
-        cache, rules = None, []
+        prompts, rules, heard, over = [], [], [], set()
         with alone(model, self, self.drafter):
-            for b, (ids, of_row) in enumerate(rows):
-                target = self.target_for(model, prompts[b], paddings[b], caller, of_row)
-                check_prepared(target, ids, paddings[b], of_row)
+            for b in range(B):
+                ids = input_ids[b:b + 1]
+                of_row = {name: part_of(x, b, B) for name, x in model_kwargs.items()}
+                padding = padding_of(model, ids, config, of_row)
+                prompts.append(ids[0, padding:].tolist())
+                target = self.target_for(model, prompts[b], padding, caller, of_row)
+                check_prepared(target, ids, padding, of_row)
                 processors = processors_of(logits_processor, b, B)
-                rules.append(Rule(processors, config.do_sample, ids[:, :paddings[b]]))
-            if B == 1:
-                cache = cache_of(target, prompts[0], paddings[0], model_kwargs)
-            heard = [Heard(ids, stopping_criteria, caller["streamer"], config) for ids, _ in rows]
-            over = set()
+                rules.append(Rule(processors, config.do_sample, ids[:, :padding]))
+                heard.append(Heard(ids, stopping_criteria, caller["streamer"], config))
+            # A sequence that is alone has a cache to return.
+            cache = cache_of(target, prompts[0], padding, model_kwargs) if B == 1 else None
             outputs = hear_all(self.rounds(target, prompts, limit, rules, over), heard, rules, over)
             self.last = outputs if B > 1 else outputs[0]
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
             if cache is not None and (config.return_dict_in_generate or is_given):
-                fill(cache, target, len(prompts[0] + outputs[0].tokens) - 1, paddings[0])
+                fill(cache, target, len(prompts[0] + outputs[0].tokens) - 1, padding)
         for of_row, out in zip(heard, outputs):
             if len(out.tokens) < limit and not of_row.met:
                 warn(f"the output ends after {len(out.tokens)} of {limit} new tokens, with the "

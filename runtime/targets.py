@@ -331,9 +331,8 @@ class AnyTarget(Target):
         """Whether generate() itself decodes otherwise without a cache than with one."""
         text, tokens, _ = self.ids_to_try(len(CHAIN))
         with self.proving, short_windows(self.config):
-            cached = self.own_logits(text, tokens)
-            uncached = self.own_logits(text, tokens, use_cache=False)
-        errors = torch.stack([self.error(*pair) for pair in zip(uncached, cached)])
+            both = [self.own_logits(text, tokens, use_cache) for use_cache in (False, True)]
+        errors = torch.stack([self.error(*pair) for pair in zip(*both)])
         return not errors.median() < 0.01
 
     def error(self, logits, own):
