@@ -7,28 +7,31 @@
 The idea.  A drafter learns to predict the next token while the target stays frozen.  GLIDE reads
 the target's KV entries and EDD its hidden states, so training needs the target's forward pass, and
 all drafters of a run share it.  A drafter is named as a function would be called, with settings
-(training/models.py); `top=` names its folder.  Each is a module with
+(training/models.py); `top=` names its folder.
+
+A drafter is a module with
 
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
     loss_of(x, labels)    -> the loss, summed over n positions: x (n, ...), labels (n, ...)
 
 and its loss is the sum of loss_of over terms.  A position counts where the loss mask of the batch
-is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).  A batch has
+is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).
+
+data.tokens (n,) has the tokens of all documents: an id where it is a label, and ~id, below 0, where
+it is only read, as in a prompt.  A document is cut into pieces (start, size), and a batch has
 
     ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
     loss_mask   (B, T)           True where the token after a position is a label
     kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
     hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
                                  input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token; None if no drafter learns
-                                 from them
+    logits      (B, T, V)        the target's logits after each token, None if no drafter needs them
 
-The recipe.  By default the loss is the KL divergence to the target's distribution, as in EDD's
-paper; `loss='ce'` is GLIDE's cross entropy of the text.  It is a mean over the labels of a step.
-The norm of each drafter's gradient is clipped at 1.  Muon optimises hidden matrices, AdamW all
-else.  The learning rate rises for 2.5 % of the steps, then falls along a cosine to 0; its peak is
-5e-4 sqrt(4096 / D) by default.  At the end each drafter gets a calibration temperature T, for which
-softmax(logits / T) predicts the target's own greedy text best (training/evaluate.py).
+The recipe.  The loss is the KL divergence to the target's distribution; loss='ce' is cross entropy
+of the text, 'lk' is beyond/shared.py's.  It is a mean over the labels of a step.  Muon optimises
+hidden matrices, AdamW all else.  The learning rate rises for 2.5 % of the steps, then falls along a
+cosine to 0.  At the end each drafter gets a calibration temperature T, for which softmax(logits /
+T) predicts the target's own greedy text best (training/evaluate.py).
 
 After an interruption the same command with --resume continues, bit for bit.  The state that it
 reads is weights, optimisers and the step: which text a step reads follows from seed and step.
@@ -63,7 +66,7 @@ from training.muon import Muon
 
 WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
-BETAS = (0.9, 0.95)             # of AdamW; Muon's momentum is 0.95
+BETAS = (0.9, 0.95)             # of AdamW, as in GLIDE's code; Muon's momentum is 0.95
 WEIGHT_DECAY = 0.01
 FORWARD = 2048                  # tokens of one forward pass of the target, with padding
 LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
@@ -124,8 +127,8 @@ def steps_of(pieces, step_tokens, seed):
     """Yield the pieces of step 0, of step 1, and so on, epoch after epoch: arrays like `pieces`.
 
     Each epoch shuffles all pieces, by (seed, epoch) alone.  A step takes pieces until it has its
-    `step_tokens`; surplus tokens count for the next step.  The pieces after the last full step are
-    left out.  Where all pieces together do not fill one step, they are the only step.
+    `step_tokens`; the excess tokens are credited to the next step.  The pieces after the last full
+    step are left out.  Where all pieces together do not fill one step, they are the only step.
     """
     for epoch in itertools.count():
         order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
@@ -149,7 +152,7 @@ def batches_of(pieces, limit):
 
 def gather(tokens, pieces):
     """The batch of some pieces -> ids (B, T), padded on the right, and the loss mask (B, T)."""
-    # A token that is no label is stored as ~id, below 0.  So is padding: ~0 is read as token 0.
+    # Padding is ~0: read as token 0, and no label.
     stored = torch.full((len(pieces), pieces[:, 1].max()), ~0)
     for row, (start, size) in zip(stored, pieces):
         row[:size] = torch.from_numpy(tokens[start:start + size].astype("i8"))
@@ -264,7 +267,7 @@ def rank_and_world():
     """The rank of this process and the world size, as torchrun sets them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-def summed(modules, numbers, device):
+def all_reduced(modules, numbers, device):
     """Add up gradients and numbers over all processes -> the sums of the numbers, a list."""
     numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
     if dist.is_initialized():
@@ -317,14 +320,17 @@ def resume(out, modules, optimizers, command):
 
 # ---------------------------------------------------------------- the loop
 def fit(modules, optimizers, frozen, tokens, pieces, steps, measure, command, a):
-    """Train {name: module} for `steps` steps -> {name: metrics}, as measure() returns them."""
+    """Train {name: module} for `steps` steps -> {name: metrics}, as measure() returns them.
+
+    tokens: data.tokens.  pieces (m, 2).  command: what a resumed run must repeat.  a: all flags.
+    """
     rank, world = rank_and_world()
     out = Path(a.out)
     start = resume(out, modules, optimizers, command) if a.resume else 0
     config = frozen.target.config.get_text_config()
     peak = a.lr or 5e-4 * math.sqrt(4096 / config.hidden_size)
     chunk_size = max(1, LOGITS // config.vocab_size)     # positions whose logits are in memory
-    in_bfloat16 = a.dtype == "bfloat16" or a.dtype == "auto" and frozen.device.type == "cuda"
+    in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and frozen.device.type == "cuda")
     autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
     step_tokens = a.batch * a.length
     pieces_by_step = itertools.islice(steps_of(pieces, step_tokens, a.seed), start, None)
@@ -348,7 +354,7 @@ def fit(modules, optimizers, frozen, tokens, pieces, steps, measure, command, a)
                     losses[name] += loss.detach()
             # Sums over all processes: a signal to one of them stops all.
             numbers = [*losses.values(), len(signals)]
-            *numbers, interrupted = summed(modules, numbers, frozen.device)
+            *numbers, interrupted = all_reduced(modules, numbers, frozen.device)
             losses = dict(zip(modules, numbers))
 
             # Step
@@ -397,6 +403,7 @@ def train(a, calls, argv):
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # weights do not depend on the other drafters
         modules[name] = models.new(call, target, a.length, data.tokens)
+        # This sets the mode eval(), which only turns dropout off: drafters train without it.
         drafters[name] = models.drafter_of(call.name, modules[name])
     frozen = FrozenTarget(target, modules, drafters)
     optimizers = optimizers_of(modules, a.optimizer)
@@ -446,6 +453,15 @@ def main(argv):
         train(a, calls, argv)
     finally:
         dist.destroy_process_group()
+
+# Differences from the papers, all of them:
+#  1. Muon optimises hidden matrices; both papers have AdamW for all weights.
+#  2. The peak learning rate is 5e-4 sqrt(4096 / D) for all drafters; EDD's paper has 1e-4.
+#  3. A step has 8 x 512 tokens by default; GLIDE's paper has 64 texts, EDD's 8.
+#  4. Gradients are clipped; EDD's paper states no warm-up and no cosine, which GLIDE's code has.
+#  5. All text is learned in one stage: GLIDE's paper has SlimPajama before ShareGPT.
+#  6. GLIDE learns by KL from the target's embedding and head; in its paper by cross entropy from
+#     random ones: "glide(norm=False, loss='ce', tables='random')" --optimizer adamw.
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
