@@ -1,9 +1,8 @@
 """How is a speedup measured?  Any target, drafter and tree, beside plain decoding.
 
     python bench.py --drafter glide --tree cape
-    python bench.py --drafter glide edd --tree chain "pct(width=7, leaf=0)" pct-cost
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
-    python bench.py --drafter "mixture(edd, maxgram)" --tree pct-cost graft
+    python bench.py --drafter edd "mixture(edd, maxgram)" --tree "pct(width=7, leaf=0)" pct-cost
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)" --prompts mt_bench.jsonl
 
@@ -15,22 +14,30 @@ tree.  Every prompt is decoded by all methods, and each of them gets a row of th
     tau        new tokens per round, the target's own included
     lossless   whether every token is that of plain decoding; -: sampled with other noise
 
-Below it stands what a round takes, and alpha of a chain: accepted over tested drafted tokens.
+Below it stands what a round takes: draft (with the reading of committed tokens), verify, other.
+alpha of a chain is accepted over tested drafted tokens, here greedily, in GLIDE's paper by
+sampling; EDD's alpha is another one (alpha_depth in figures/columns.py).
 
 Three rules keep the table honest:
 
  1. The baseline is plain decoding by the same target, cache, dtype and loop, one token per forward.
     transformers' generate() is timed, too: if our loop were slow, it would show there.
- 2. The methods decode a prompt one after the other, in an order that is random for each prompt.
+ 2. The methods decode a prompt one after the other, in an order that is random in each prompt,
+    and the same in each run.
  3. Outputs are compared with the baseline's token for token.
 
 decode() puts clocks around a target and a drafter, measure() is the loop, row_of() computes a row.
 They know no command line, so for two language models of your own a few lines do:
 
-    target, draft = verify.Target(large), cascade.Cascade([verify.Target(small)])
+    from functools import partial
+    import cascade, verify
+    from bench import Method, Prompt, decode, measure, row_of
+    target = verify.Target(large)
+    draft = cascade.Cascade([verify.Target(small)], K=[[5]])           # five tokens a round
     methods = [Method("plain", partial(decode, target, None, verify.root_only)),
                Method("cascade", partial(decode, target, draft, draft.chain))]
     results = measure(methods, [Prompt("", 0, ids, 128) for ids in prompts])
+    print(row_of(methods[1], results))
 
 On the command line a drafter or a tree is named as its function would be called: the drafters'
 functions are in runtime/load.py, the trees' are listed in TREES.  With --json FILE every finished
@@ -114,7 +121,10 @@ class Clock:
             self.marks[-1][1].synchronize()
         seconds = Counter()
         for (what, start), (_, end) in zip(self.marks, self.marks[1:]):
-            seconds[what] += start.elapsed_time(end) / 1000 if self.cuda else end - start
+            if self.cuda:
+                seconds[what] += start.elapsed_time(end) / 1000
+            else:
+                seconds[what] += end - start
         return dict(seconds)
 
 class Timed:
@@ -149,14 +159,15 @@ def decode(target, drafter, build, ids, new_tokens, rule=verify.Rule(), eos=()):
         if getattr(build, "__self__", None) is drafter:
             build = clock.timed(build, "draft")          # a cascade writes its chain itself
         drafter = Timed(drafter, clock, begin="begin", expand="draft")
+    # The prefill calls the inner target's forward, which has no clock: it is no "verify".
     target = Timed(target, clock, forward="verify")
     rounds = []
     for one in verify.rounds(target, drafter, build, ids, new_tokens, rule, eos):
         if not rounds:
             clock.switch("other")                        # the prefill is over
         rounds.append(one)
-    tokens = [token for one in rounds for token in one.new]
-    return Record(tokens, rounds[1:], clock.seconds(), dict(clock.calls))
+    out = verify.output_of(rounds)
+    return Record(out.tokens, out.rounds, clock.seconds(), dict(clock.calls))
 
 def library(model, temperature, ids, new_tokens, rule, **more):
     """Decode by transformers' own generate(), whose further arguments are `more` -> Record."""
@@ -172,14 +183,16 @@ def decode_rows(target, drafter, build, prompts, rules, eos=()):
     """
     clock = Clock("prefill", target.device.type == "cuda")
     B = len(prompts)
-    is_greedy_chain = getattr(build, "func", None) in (cape.chain, cape.cape)
-    if isinstance(drafter, glide.Drafter) and is_greedy_chain:
+    begins_with_a_chain = getattr(build, "func", None) in (cape.chain, cape.cape)
+    if isinstance(drafter, glide.Drafter) and begins_with_a_chain:
         drafters, builds = batch.BatchGlide(drafter), build
         drafters.draft = clock.timed(drafters.draft, "draft")
     else:
         pairs = batch.copies([drafter, build], B)
         builds = [own for _, own in pairs]
-        drafters = [own and Timed(own, clock, begin="begin", expand="draft") for own, _ in pairs]
+        drafters = [own for own, _ in pairs]
+        if drafter is not None:
+            drafters = [Timed(own, clock, begin="begin", expand="draft") for own in drafters]
     rounds = [[] for _ in prompts]
     timed = Timed(target, clock, model="verify")
     for done in batch.rounds(timed, drafters, builds, [prompt.ids for prompt in prompts],
@@ -188,7 +201,8 @@ def decode_rows(target, drafter, build, prompts, rules, eos=()):
         for row, one in done.items():
             rounds[row].append(one)
     seconds = {part: share / B for part, share in clock.seconds().items()}
-    return [Record(*verify.output_of(of_row)[:2], seconds, {}) for of_row in rounds]
+    outputs = map(verify.output_of, rounds)
+    return [Record(out.tokens, out.rounds, seconds, calls={}) for out in outputs]
 
 def library_rows(model, temperature, prompts, rules, eos=(), **more):
     """As `library`, several prompts at once -> a Record for each."""
@@ -230,7 +244,7 @@ def builder(drafter, tree):
         return priced.PricedChain(drafter.gram, **tree.settings)
     if tree.name == "graft":
         if not isinstance(drafter, graft.Mixture):
-            raise ValueError("graft takes --drafter mixture(...) or maxgram")
+            raise ValueError("graft takes a mixture(...), or maxgram, whose chain it prices")
         return graft.Graft(drafter, **tree.settings)
     if tree.name == "pct-cost":
         return priced.PctCost(**tree.settings)
@@ -287,9 +301,10 @@ def decode_group(method, group, rules):
 def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None, rows=1):
     """Decode every prompt by every method -> [{name of a method: Record}], one for each prompt.
 
-    done: what was measured before, of the first prompts.  finished(number, {name: Record}) is
-    called after each prompt.  rows: how many are decoded at once; prompts that do not fill the
-    last batch are left out.  Ctrl-C ends the measurement early.
+    methods: one of them is named "plain".  prompts: runtime/prompts.py's, of which `ids` and
+    `limit` are used.  done: what was measured before, of the first prompts.  finished(number,
+    {name: Record}) is called after each prompt.  rows: how many are decoded at once; prompts that
+    do not fill the last batch are left out.  After Ctrl-C the list is shorter.
     """
     results = list(done)
     bar = tqdm(total=len(prompts) * len(methods), initial=len(results) * len(methods),
@@ -306,8 +321,9 @@ def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None, r
                     record_of[number][method.name] = record
                 bar.update(rows)
             results += record_of.values()
-            for number in numbers if finished else ():
-                finished(number, record_of[number])
+            if finished:
+                for number in numbers:
+                    finished(number, record_of[number])
     except KeyboardInterrupt:
         pass
     bar.close()
@@ -316,7 +332,9 @@ def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None, r
 # ---------------------------------------------------------------- a row
 def counts(rounds):
     """Sums over rounds -> Counter: rounds, new (tokens), nodes (drafted tokens), siblings (rounds
-    whose tree is no chain), accepted, and tested: nothing after a rejection is tested.
+    whose tree is no chain), accepted, and tested.
+
+    Of a drafted chain a b c the target chooses a, then d: accepted 1, and tested 2, a and b.
     """
     total = Counter()
     for one in rounds:
@@ -368,34 +386,28 @@ def row_of(method, results):
         "draft_ms": 1e3 * (seconds["begin"] + seconds["draft"]) / rounds,
         "verify_ms": 1e3 * seconds["verify"] / rounds,
         "other_ms": 1e3 * seconds["other"] / rounds}
-    # Several siblings can be drafted where one is accepted: a tree has no alpha.
+    # Several siblings can be drafted where one is accepted: a tree has no such alpha.
     if total["tested"] and not total["siblings"]:
         row["alpha"] = total["accepted"] / total["tested"]
     return row
 
 # ---------------------------------------------------------------- the same tokens?
-def is_comparable(method, temperature):
-    """Whether a method must give the tokens of plain decoding.
+def losslessness(method, results, prompts, target, temperature=0.0):
+    """{"lossless": bool or None}, and where it is False the first token that differs.
 
-    In sampling a tree must: it shares plain decoding's noise.  A sampled chain and transformers'
-    generate() only share its distribution.
+    None: a sampled chain and a sampling generate() share plain decoding's distribution alone; a
+    tree shares its noise, too.  prompts: of measure().  logit_gap: the target's logit of plain
+    decoding's token minus that of ours, where both outputs have a token.  In half precision a gap
+    near zero is rounding.
     """
     is_sampled_chain = (method.tree or "").startswith("drawn")
-    return temperature == 0 or method.name != "generate()" and not is_sampled_chain
-
-def losslessness(method, results, prompts, target):
-    """{"lossless": bool}, and where it is False the first token that differs.
-
-    logit_gap: the target's logit of plain decoding's token minus that of ours, where both outputs
-    have a token.  In half precision a gap near zero is rounding.
-    """
+    if temperature > 0 and (method.name == "generate()" or is_sampled_chain):
+        return {"lossless": None}
     for number, (found, prompt) in enumerate(zip(results, prompts)):
         ours, plain = found[method.name].tokens, found["plain"].tokens
         if ours == plain:
             continue
-        same = 0
-        while ours[:same + 1] == plain[:same + 1]:
-            same += 1
+        same = graft.common_prefix(ours, plain)
         gap = None
         if same < min(len(ours), len(plain)):
             with torch.inference_mode():
@@ -410,12 +422,16 @@ def losslessness(method, results, prompts, target):
 
 # ---------------------------------------------------------------- the table, the file
 def print_table(names, rows):
-    """Print the rows of methods by these names, and below them where a round's time goes."""
+    """Print the rows of methods by these names, and below them where a round's time goes.
+
+    rows: of row_of, with losslessness(); plain decoding's is the first.
+    """
     width = max(map(len, names))
     print(f"{'':{width}}  {'tok/s':>7}  {'speedup':>19}  {'tau':>5}  lossless")
     for name, row in zip(names, rows):
-        spread = f" [{row['speedup_least']:.2f}-{row['speedup_most']:.2f}]"
-        speedup = f"{row['speedup']:.2f}x" + spread * (name != "plain")
+        speedup = f"{row['speedup']:.2f}x"
+        if name != "plain":
+            speedup += f" [{row['speedup_least']:.2f}-{row['speedup_most']:.2f}]"
         tau = f"{row['tau']:.2f}" if "tau" in row else "-"
         lossless = {True: "yes", False: "NO", None: "-"}[row["lossless"]]
         print(f"{name:{width}}  {row['tokens_per_second']:7.1f}  {speedup:>19}  {tau:>5}  "
@@ -463,9 +479,9 @@ def show(method, prompt, rule, loaded):
     count = 0
     for one in verify.rounds(loaded.target, *method.pair, prompt.ids, prompt.limit, rule,
                              loaded.eos):
-        *accepted, bonus = one.new
-        count += bool(one.tokens)
-        for tokens, style in ((accepted, form), ([bonus], "{}")):
+        count += len(one.tokens) > 0                     # the prefill's Round has no tree
+        accepted = len(one.path[1:])
+        for tokens, style in ((one.new[:accepted], form), (one.new[accepted:], "{}")):
             ids += tokens
             # Incomplete UTF-8 is held back.
             whole = loaded.tokenizer.decode(ids).rstrip("\ufffd")
@@ -483,7 +499,7 @@ def parser():
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, or "pct(width=7)"')
     flag("--checkpoint", default=str(CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
-    flag("--limit", type=int, help=f"at most so many prompts (of the project's own: {FEW})")
+    flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
     flag("--template", help="chat template: plain, question, vicuna, or a Jinja file")
     flag("--template-args", help="JSON for the template, as '{\"enable_thinking\": false}'")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt")
@@ -494,7 +510,7 @@ def parser():
          help="cpu, cuda, cuda:1, or auto: spread over all by accelerate")
     flag("--graphs", action="store_true", help="static shapes and CUDA graphs")
     flag("--trust-remote-code", action="store_true", help="run code that hub models bring")
-    flag("--batch", type=int, default=1, help="decode so many prompts at once")
+    flag("--batch", type=int, default=1, help="number of prompts decoded at once")
     flag("--json", metavar="FILE", help="write finished prompts and the rows to this file")
     flag("--show", action="store_true", help="print a continuation as it is made")
     return p
@@ -505,6 +521,10 @@ def main(argv):
     a = parser().parse_args(argv)
     drafters = load.drafter_calls(a.drafter, a.checkpoint)
     trees = [read_call(tree, TREES, "tree") for tree in a.tree]
+    if a.temperature < 0:
+        raise UserError(f"--temperature {a.temperature:g}: give 0, which is greedy, or more")
+    if a.temperature == 0 and any(tree.name == "drawn" for tree in trees):
+        raise UserError("--tree drawn samples its chain: give --temperature 1, or --tree chain")
     if a.json and not Path(a.json).absolute().parent.is_dir():
         raise UserError(f"--json {a.json}: its folder does not exist")
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
@@ -514,7 +534,7 @@ def main(argv):
                            a.template_args)
     prompts = prompts[:len(prompts) // a.batch * a.batch]
     if not prompts:
-        raise UserError(f"--batch {a.batch}: there are fewer prompts: give more, or less")
+        raise UserError(f"--batch {a.batch}: there are fewer prompts: add some or lower it")
     about = {
         "command": shlex.join(["python", "bench.py", *argv]),
         "target": os.path.relpath(a.target) if Path(a.target).is_dir() else a.target,
@@ -549,12 +569,9 @@ def main(argv):
     results = measure(methods, prompts, a.temperature, a.seed, results, finished, a.batch)
     if not results:
         raise KeyboardInterrupt                          # there is nothing to report
-    rows = []
-    for method in methods:
-        row = row_of(method, results) | {"lossless": None}
-        if is_comparable(method, a.temperature):
-            row |= losslessness(method, results, prompts, loaded.target)
-        rows.append(row)
+    rows = [row_of(method, results)
+            | losslessness(method, results, prompts, loaded.target, a.temperature)
+            for method in methods]
     print_table([method.name for method in methods], rows)
     if len(results) < len(prompts):
         print(f"interrupted after {len(results)} prompts of {len(prompts)}", file=sys.stderr)

@@ -142,9 +142,8 @@ def columns(method, results, seen, size):
 def row_of(method, prompts, results, seen, loaded, temperature, rows=1):
     """A method's row, with "by_prompt".  rows: of a batch."""
     size = loaded.model.num_parameters()
-    row = columns(method, results, seen, size) | {"lossless": None}
-    if bench.is_comparable(method, temperature):
-        row |= bench.losslessness(method, results, prompts, loaded.target)
+    row = columns(method, results, seen, size)
+    row |= bench.losslessness(method, results, prompts, loaded.target, temperature)
     row["by_prompt"] = []
     for number, (prompt, found, kept) in enumerate(zip(prompts, results, seen)):
         one = columns(method, [found], [kept], size)
