@@ -136,6 +136,9 @@ def drafter_calls(texts, checkpoint):
     """Drafters as the command line names them -> [Call], without loading one."""
     found = dict.fromkeys(drafters_in(checkpoint), load_drafter)
     found |= {"maxgram": load_maxgram, "cascade": load_cascade, "mixture": load_mixture}
+    for text in texts:
+        if (Path(checkpoint) / text / "config.json").exists():
+            raise UserError(f'{text} is a language model: write --drafter "cascade({text})"')
     return [read_call(text, found, f"drafter in {checkpoint}") for text in texts]
 
 # ---------------------------------------------------------------- fingerprints
@@ -248,6 +251,9 @@ def stage_of(loaded, name):
     if name not in loaded.stages:
         folder = loaded.checkpoint / name
         source = folder if (folder / "config.json").exists() else name
+        if "/" not in name and name != "smollm2" and not Path(source).exists():
+            raise UserError(f"there is no drafter called {name} in {loaded.checkpoint} (a hub name "
+                            "has an owner: openai-community/gpt2)")
         model, tokenizer = loaded.load(source, "the stage")
         # Vocabularies may be padded to different sizes, but an id must mean one token in both.
         of_stage = {i: token for token, i in tokenizer.get_vocab().items()}
