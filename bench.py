@@ -258,8 +258,8 @@ def methods_of(loaded, drafters, trees, temperature, rows=1):
     target, eos = loaded.target, loaded.eos
     ours, theirs = decode, partial(library, loaded.model, temperature)
     if rows > 1:
-        ours, theirs = decode_rows, partial(library_rows, loaded.model, temperature, eos=eos,
-                                      pad_token_id=0)
+        ours = decode_rows
+        theirs = partial(library_rows, loaded.model, temperature, eos=eos, pad_token_id=0)
     methods = [Method("plain", partial(ours, target, None, verify.root_only, eos=eos)),
                Method("generate()", theirs)]
     for call in drafters:
@@ -475,11 +475,10 @@ def show(method, prompt, rule, loaded):
     """Print a method's continuation round by round, accepted tokens in [brackets] or in colour."""
     form = "\033[32m{}\033[0m" if sys.stdout.isatty() else "[{}]"
     print(f"\n--- {method.name}, {prompt.kind}: {form.format('accepted')}bonus")
-    ids, written = [], ""
-    count = 0
+    seen, ids, written = [], [], ""
     for one in verify.rounds(loaded.target, *method.pair, prompt.ids, prompt.limit, rule,
                              loaded.eos):
-        count += len(one.tokens) > 0                     # the prefill's Round has no tree
+        seen.append(one)
         accepted = len(one.path[1:])
         for tokens, style in ((one.new[:accepted], form), (one.new[accepted:], "{}")):
             ids += tokens
@@ -487,7 +486,8 @@ def show(method, prompt, rule, loaded):
             whole = loaded.tokenizer.decode(ids).rstrip("\ufffd")
             new, written = whole[len(written):], whole
             print(style.format(new) if new else "", end="", flush=True)
-    print(f"\n--- {len(ids)} tokens in {count} rounds, tau {(len(ids) - 1) / max(1, count):.2f}")
+    out = verify.output_of(seen)
+    print(f"\n--- {len(ids)} tokens in {len(out.rounds)} rounds, tau {out.tau:.2f}")
 
 # ---------------------------------------------------------------- the command
 def parser():
