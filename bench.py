@@ -61,7 +61,7 @@ import cape
 import glide
 import pct
 import verify
-from beyond import batch, graft, priced
+from beyond import batch, batch_glide, graft, priced
 from cascade import Cascade
 from runtime import load
 from runtime.calls import read_call
@@ -185,7 +185,7 @@ def decode_rows(target, drafter, build, prompts, rules, eos=()):
     B = len(prompts)
     begins_with_a_chain = getattr(build, "func", None) in (cape.chain, cape.cape)
     if isinstance(drafter, glide.Drafter) and begins_with_a_chain:
-        drafters, builds = batch.BatchGlide(drafter), build
+        drafters, builds = batch_glide.BatchGlide(drafter), build
         drafters.draft = clock.timed(drafters.draft, "draft")
     else:
         pairs = batch.copies([drafter, build], B)

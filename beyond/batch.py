@@ -17,7 +17,8 @@ Then each row's accepted nodes move to the end of its committed entries, by one 
 
     outputs = generate(target, copies(drafter, 3), cape.cape, [ids_0, ids_1, ids_2])
 
-Drafters draft row after row, one for each row; one BatchGlide drafts chains for all rows together.
+Drafters draft row after row, one for each row.  An object with needs, gamma, reset(rows, slots) and
+draft(batch, rows) drafts for all rows together, as that of beyond/batch_glide.py does.
 """
 import copy
 import inspect
@@ -175,94 +176,6 @@ def copies(drafter, count):
     find(drafter, 0)
     return [copy.deepcopy(drafter, dict(modules)) for _ in range(count)]
 
-class BatchGlide:
-    """A GLIDE of one layer that drafts the chains of all rows by one forward a position.
-
-    One forward reads a token of each row, and its keys are those of all rows, one row after the
-    other, S slots each; the mask shows a token those of its own row.
-    """
-
-    def __init__(self, drafter, gamma=5):
-        """drafter: a glide.Drafter.  gamma: of the builders, which are cape.chain and cape.cape."""
-        if len(drafter.model.layers) != 1:
-            raise ValueError("a GLIDE of several layers drafts row by row: give copies(drafter, B)")
-        self.model, self.temperature = drafter.model, drafter.temperature
-        self.needs, self.gamma = drafter.needs, gamma
-
-    def reset(self, rows, slots):
-        """Begin a batch of `rows` rows of up to `slots` tokens, those that are drafted included."""
-        self.rows, self.S = rows, slots
-        self.store = None                            # its own KV entries (2, 1, H, rows S, d)
-
-    def update(self, slots, k, v):
-        """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values."""
-        if self.store is None:
-            _, H, _, d = k.shape
-            self.store = k.new_zeros(2, 1, H, self.rows * self.S, d)
-        self.store.index_copy_(3, slots, torch.stack((k, v)))
-        return self.store
-
-    def encode(self, rows):
-        """Compute the KV entries of newly committed tokens."""
-        # With one layer, they depend on a token and its position alone.
-        tokens = torch.cat([row.view.tokens for row in rows])                  # (m,)
-        position, slots = [], []
-        for row in rows:
-            new = range(row.view.length - len(row.view.ids), row.view.length)
-            position += new
-            slots += [row.number * self.S + i for i in new]
-        position, slots = torch.tensor((position, slots), device=tokens.device)
-        rope, _ = self.model.ropes(position)
-        _, k, v = self.model.layers[0].project(self.model.embed(tokens)[None], rope)
-        self.update(slots, k, v)
-
-    def draft(self, rows):
-        """Draft the greedy chain below the root of each of the A rows, for the row's expand."""
-        self.encode(rows)
-        tokens = torch.cat([row.root for row in rows])                         # (A,)
-        device, model, views = tokens.device, self.model, [row.view for row in rows]
-        lengths = torch.tensor([view.length for view in views], device=device)
-        numbers = torch.tensor([row.number for row in rows], device=device)
-        own = torch.arange(self.rows * self.S, device=device)                  # all slots
-        own_row = own // self.S == numbers[:, None]                            # (A, rows S)
-        # The target's keys and values in the same way: t entries of each row
-        t = max(view.length for view in views)
-        key = torch.arange(len(rows) * t, device=device)
-        key_row = key // t == torch.arange(len(rows), device=device)[:, None]
-        seen = key_row & (key % t < lengths[:, None])                          # (A, A t)
-        kv = {}
-        for layer in self.needs["kv"]:
-            pairs = zip(*(view.kv[layer] for view in views))
-            padded = [[F.pad(x, (0, 0, 0, t - x.shape[2])) for x in part] for part in pairs]
-            kv[layer] = [torch.cat(part, 2) for part in padded]                # (1, H, A t, d_k)
-        found = []
-        for i in range(min(self.gamma, max(2, *(row.left for row in rows)) - 1)):
-            position = lengths + i
-            mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
-            update = partial(self.update, numbers * self.S + position)
-            x = model.embed(tokens)[None]                                      # (1, A, D)
-            x = model.layers[0](x, model.ropes(position), mask, kv, seen, update)
-            found.append(model.head(model.norm(x))[0])                         # (A, V)
-            tokens = found[-1].argmax(-1)
-        for row, logits in zip(rows, torch.stack(found, 1)):                   # (gamma, V)
-            row.expand = Replay(row.rule.probs(logits, self.temperature))
-
-class Replay:
-    """An expand that answers from a greedy chain that is drafted already."""
-
-    def __init__(self, probs):
-        """probs (gamma, V): what follows the root, and each token of the chain."""
-        self.probs, self.chain = probs, [None, *probs.argmax(-1).tolist()]
-        self.given = 0                   # nodes, the root first
-
-    def __call__(self, tokens, parents):
-        i = self.given
-        is_next = parents == [i - 1] and i < len(self.probs)
-        if not is_next or i > 0 and tokens.item() != self.chain[i]:
-            raise ValueError("BatchGlide drafts the greedy chain alone: give copies(drafter, B)")
-        self.given += 1
-        return self.probs[i:i + 1]
-
 # ---------------------------------------------------------------- the loop
 class Row:
     """A sequence while it is decoded: what verify.rounds knows of it."""
@@ -332,7 +245,7 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     """
     ends = {eos} if isinstance(eos, int) else set(eos)
     batch = Batch(target)
-    together = drafters if isinstance(drafters, BatchGlide) else None
+    together = None if isinstance(drafters, (list, type(None))) else drafters
     rows = rows_of(batch, together, drafters, build, prompts, new_tokens, rules)
     if together:
         slots = max(len(row.sequence) + row.left for row in rows) + together.gamma + 1
@@ -350,7 +263,7 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
 
         # Draft
         if together:
-            together.draft(rows)
+            together.draft(batch, rows)
         else:
             for row in rows:
                 row.drafter.begin(row.view, row.root_id)
@@ -373,8 +286,8 @@ def generate(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos
     """Speculative decoding of several sequences -> an Output for each, as verify.generate gives.
 
     target: as of Batch.  drafters: None, a list with one for each row (see copies), or a
-    BatchGlide.  prompts: lists of token ids.  build, new_tokens, rules: one for all rows, or a
-    list.  eos: an end-of-text id, or several.  Raises ValueError as verify.generate does.
+    batch_glide.BatchGlide.  prompts: lists of token ids.  build, new_tokens, rules: one for all
+    rows, or a list.  eos: an end-of-text id, or several.  Raises ValueError as verify.generate.
     """
     of_rows = [[] for _ in prompts]
     for done in rounds(target, drafters, build, prompts, new_tokens, rules, eos):

@@ -49,7 +49,8 @@ from runtime.program import program
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
-FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other_ms", "own_ms"),
+FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other_ms", "own_ms",
+                   "plain_ms"),
            ".3f": ("alpha", "alpha_overlap", "c", "ece"), "d": ("k1", "k2")}
 RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_clock", "nodes", "draft_ms")
 SAMPLES = 10_000                           # of the bootstrap

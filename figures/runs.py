@@ -75,6 +75,10 @@ RUNS = {
                          ["generate()"], (1, 2, 4, 8)),
     "costs": Run(0.3, "python figures/probe.py costs"),
     "smollm2/lengths": Run(4, "python figures/probe.py lengths --target smollm2"),
+    # Each prompt: held-out rows of news.jsonl, 17 000 characters of them
+    "smollm2/long": Run(4, f"{SMOLLM2} --prompts work/long.jsonl --max-new-tokens 48", [
+        (["glide-shared"], ["chain", "cape"]), (["mixture(glide-shared, maxgram)"], ["graft"])],
+        ["generate()"]),
     # The equal training on SmolLM2
     "smollm2/equal-layers": Run(7.5, EQUAL_FLAGS, [(EQUAL, ["chain"])]),
     "smollm2/equal-layers-sampled": Run(7.5, f"{EQUAL_FLAGS} --temperature 1",

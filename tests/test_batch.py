@@ -14,7 +14,7 @@ import cascade
 import maxgram
 import pct
 import verify
-from beyond import batch, graft, priced
+from beyond import batch, batch_glide, graft, priced
 from runtime.targets import AnyTarget
 
 COUNT = int(os.environ.get("LONG") or 40)
@@ -82,7 +82,7 @@ def decode_both(number, stale=None):
 
     drafters, builds = map(list, zip(*pairs()))
     if kind == "glide together":
-        drafters = batch.BatchGlide(fresh("glide", name))
+        drafters = batch_glide.BatchGlide(fresh("glide", name))
     found = batch.generate(target, drafters, builds, prompts, limits, rules, eos)
     alone = [verify.generate(target, *pair, ids, limit, rule, eos)
              for pair, ids, limit, rule in zip(pairs(), prompts, limits, rules)]
@@ -132,7 +132,7 @@ def test_what_is_refused_is_a_sentence():
     with pytest.raises(ValueError, match="its own"):
         batch.generate(target, [drafter, drafter], cape.chain, [[1], [2]])
     with pytest.raises(ValueError, match="copies"):
-        together = batch.BatchGlide(fresh("glide", "llama"))
+        together = batch_glide.BatchGlide(fresh("glide", "llama"))
         batch.generate(target, together, pct.pct, [[1, 2], [2]])
     gpt2 = AnyTarget(tiny("GPT2LMHeadModel"))
     outputs = batch.generate(gpt2, None, verify.root_only, [[1], [2, 3]], 5)

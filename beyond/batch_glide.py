@@ -1,0 +1,102 @@
+"""GLIDE for a batch: one forward a position drafts the chains of all rows (beyond/batch.py).
+
+The idea.  A forward of a small drafter takes about as long for sixteen tokens as for one.  So one
+token of each row is read together.  The keys are those of all rows, one row after the other, and
+the mask shows a token those of its own row: glide.Layer needs no change for it.
+
+    drafter, _ = glide.load("my-glide", model)
+    outputs = batch.generate(target, BatchGlide(drafter), cape.cape, [ids_0, ids_1, ids_2])
+"""
+from functools import partial
+
+import torch
+
+class BatchGlide:
+    """A GLIDE of one layer that drafts the chains of all rows by one forward a position.
+
+    One forward reads a token of each row, and its keys are those of all rows, one row after the
+    other, S slots each; the mask shows a token those of its own row.
+    """
+
+    def __init__(self, drafter, gamma=5):
+        """drafter: a glide.Drafter.  gamma: of the builders, which are cape.chain and cape.cape."""
+        if len(drafter.model.layers) != 1:
+            raise ValueError("a GLIDE of several layers drafts row by row: give copies(drafter, B)")
+        self.model, self.temperature = drafter.model, drafter.temperature
+        self.needs, self.gamma = drafter.needs, gamma
+
+    def reset(self, rows, slots):
+        """Begin a batch of `rows` rows of up to `slots` tokens, those that are drafted included."""
+        self.rows, self.S = rows, slots
+        self.store = None                            # its own KV entries (2, 1, H, rows S, d)
+
+    def update(self, slots, k, v):
+        """Write KV entries k, v (1, H, m, d) at slots (m,) -> all keys, all values."""
+        if self.store is None:
+            _, H, _, d = k.shape
+            self.store = k.new_zeros(2, 1, H, self.rows * self.S, d)
+        self.store.index_copy_(3, slots, torch.stack((k, v)))
+        return self.store
+
+    def encode(self, rows):
+        """Compute the KV entries of newly committed tokens."""
+        # With one layer, they depend on a token and its position alone.
+        tokens = torch.cat([row.view.tokens for row in rows])                  # (m,)
+        position, slots = [], []
+        for row in rows:
+            new = range(row.view.length - len(row.view.ids), row.view.length)
+            position += new
+            slots += [row.number * self.S + i for i in new]
+        position, slots = torch.tensor((position, slots), device=tokens.device)
+        rope, _ = self.model.ropes(position)
+        _, k, v = self.model.layers[0].project(self.model.embed(tokens)[None], rope)
+        self.update(slots, k, v)
+
+    def draft(self, batch, rows):
+        """Draft the greedy chain below the root of each of the A rows, for the row's expand.
+
+        batch: the batch.Batch.  rows: its batch.Rows.
+        """
+        self.encode(rows)
+        tokens = torch.cat([row.root for row in rows])                         # (A,)
+        device, model = tokens.device, self.model
+        lengths = torch.tensor(batch.lengths, device=device)
+        numbers = torch.tensor([row.number for row in rows], device=device)
+        own = torch.arange(self.rows * self.S, device=device)                  # all slots
+        own_row = own // self.S == numbers[:, None]                            # (A, rows S)
+        # The target's keys and values in the same way: t entries of each row
+        t = max(batch.lengths)
+        key = torch.arange(len(rows) * t, device=device)
+        key_row = key // t == torch.arange(len(rows), device=device)[:, None]
+        seen = key_row & (key % t < lengths[:, None])                          # (A, A t)
+        kv = {}
+        for layer in self.needs["kv"]:
+            pair = batch.stack[2 * layer:2 * layer + 2, :, :, :t]              # (2, A, H, t, d_k)
+            kv[layer] = list(pair.transpose(1, 2).flatten(2, 3)[:, None])      # (1, H, A t, d_k)
+        found = []
+        for i in range(min(self.gamma, max(2, *(row.left for row in rows)) - 1)):
+            position = lengths + i
+            mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
+            update = partial(self.update, numbers * self.S + position)
+            x = model.embed(tokens)[None]                                      # (1, A, D)
+            x = model.layers[0](x, model.ropes(position), mask, kv, seen, update)
+            found.append(model.head(model.norm(x))[0])                         # (A, V)
+            tokens = found[-1].argmax(-1)
+        for row, logits in zip(rows, torch.stack(found, 1)):                   # (gamma, V)
+            row.expand = Replay(row.rule.probs(logits, self.temperature))
+
+class Replay:
+    """An expand that answers from a greedy chain that is drafted already."""
+
+    def __init__(self, probs):
+        """probs (gamma, V): what follows the root, and each token of the chain."""
+        self.probs, self.chain = probs, [None, *probs.argmax(-1).tolist()]
+        self.given = 0                   # nodes, the root first
+
+    def __call__(self, tokens, parents):
+        i = self.given
+        is_next = parents == [i - 1] and i < len(self.probs)
+        if not is_next or i > 0 and tokens.item() != self.chain[i]:
+            raise ValueError("BatchGlide drafts the greedy chain alone: give copies(drafter, B)")
+        self.given += 1
+        return self.probs[i:i + 1]
