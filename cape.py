@@ -26,7 +26,7 @@ Example, Figure 3.  The chain is "Attention is all the".  Each of its tokens has
 The functions here are builders, build(expand, root) -> Tree, by the contract at the top of
 verify.py:
 
-    tree = cape(expand, root)            # root = torch.tensor([the last token's id])
+    tree = cape.cape(expand, root)       # root = torch.tensor([the last token's id])
     out = verify.generate(target, drafter, cape.cape, ids)
 
     python cape.py                       # the demo: the example above

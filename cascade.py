@@ -81,7 +81,8 @@ def cascade_step(target, draft_list, K, gen, limit, review):
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
     gen: a Gen with its tokens, committed and device, as Cascade.begin makes it.
     limit: the most tokens that gen may have when this call returns.
-    review(logits (n + 1, V), gen, first): accepts of the n drafts from `first` on, adds a token.
+    review(logits (n + 1, V), gen, first): accepts some of the n drafts from `first` on, then adds
+    one token.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
@@ -376,7 +377,8 @@ def main():
     print(f"60 tokens in {len(out.rounds)} rounds, the same as those of plain decoding")
 
 # Differences from the paper, all of them:
-#  1. The recursion ends at Max-Gram or the smallest model, drafts with the output or a context.
+#  1. The recursion ends at Max-Gram or the smallest model.  Drafting ends at the output's limit, or
+#     with a model's context.
 #  2. The while loop counts the tokens of all its reviews (cascade_step); the authors' code those of
 #     the whole call, against k_1 + ... + k_i.
 #  3. At l = 1 greedy review is by the argmax alone (review_greedy).
@@ -385,7 +387,7 @@ def main():
 #     drafter and reviewer at two different positions.
 #  5. Drafts may be sampled (distributions), and other builders' trees follow the chain (expand).
 #  6. By default K asks the first model for 1 token, Table 2 for 5 to 8 (Cascade).
-#  7. Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
+# Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
 #     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.
 
 if __name__ == "__main__":

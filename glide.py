@@ -161,8 +161,8 @@ def ropes_of(model, length):
     position = torch.arange(length, device=model.device)[None]
     cos, sin = rotary(position.float(), position)          # in the first one's dtype
     rope = Rope(torch.cat((cos, sin)))                                 # (2, length, d_k)
-    # Does the target rotate its keys by this table?  Equal tokens attend to equal values, so in
-    # every layer they have one x: the keys R_0 W_K x and R_2 W_K x differ by the rotation alone.
+    # Does the target rotate its keys by this table?  With two equal tokens, every layer's input is
+    # the same at both positions, so the keys R_0 W_K x and R_2 W_K x differ by rotation only.
     tokens, positions = torch.tensor([[[0, 0]], [[0, 2]]], device=model.device)
     cache = DynamicCache()
     model(input_ids=tokens, position_ids=positions, past_key_values=cache, use_cache=True)
@@ -289,9 +289,9 @@ class Glide(nn.Module):
         self.layers = nn.ModuleList([layer_class(c, m) for m in range(c.layers)])
         self.norm = nn.RMSNorm(c.width, eps=c.eps)
         self.head = head or nn.Linear(c.width, c.vocab, bias=False)
-        if embed is None:
-            nn.init.normal_(self.embed.weight, std=0.02)
-            nn.init.normal_(self.head.weight, std=0.02)
+        for given, table in ((embed, self.embed), (head, self.head)):
+            if given is None:
+                nn.init.normal_(table.weight, std=0.02)
         self.rope, self.glimpse_rope = ropes
 
     def ropes(self, position):
@@ -381,10 +381,10 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: compute the KV entries of committed tokens that expand was not given.
 
-        In the first round this is the prompt, later a leaf, as a rule.  view.tokens (k,) are those
-        committed since the last begin, view.length is the number of all, and view.kv[l] is the
-        target's (K, V), (1, n_kv, view.length, d_k) each.  root_id is not used: expand is given
-        the root.  Raises ValueError if the view does not continue the last one.
+        In the first round this is the prompt, later usually one accepted leaf.  view.tokens (k,)
+        are those committed since the last begin, view.length is the number of all, and view.kv[l]
+        is the target's (K, V), (1, n_kv, view.length, d_k) each.  root_id is not used: expand is
+        given the root.  Raises ValueError if the view does not continue the last one.
         """
         first = view.length - len(view.tokens)
         if first != self.t:
@@ -400,7 +400,7 @@ class Drafter:
         ropes = model.ropes(position)
         x = model.embed(tokens)[None]                                              # (1, n, d_D)
         # A second layer's entries depend on what the first one glimpsed.  Differs from the paper:
-        # committed positions also glimpse, under Mask_Block as in training; in 4.1 only positions
+        # these positions also glimpse, under Mask_Block as in training; in 4.1 only positions
         # t ... t+i-1 query.  (The official code encodes accepted nodes again; here they stay.)
         if len(model.layers) > 1:
             key = torch.arange(self.t, device=self.device)                         # (t,)
@@ -562,9 +562,9 @@ def main():
 #  5. Any layer of the target can be read (for_target's `layer`).
 #  6. A query belongs to the block of its own token (block_mask).
 #  7. A held-out loss uses the mask (Glide.forward).
-#  8. In a drafter of two layers committed positions glimpse (Drafter.begin).
+#  8. In a drafter of two layers the prompt and accepted leaves glimpse (Drafter.begin).
 #  9. In decoding, rounds begin anywhere, and trees may be deeper than L (Drafter.expand).
-# 10. Misprints in 4.1: M_D stands for M_T twice, d_b for d_D, "position t" for "position t - 1".
+# Misprints in 4.1: M_D stands for M_T twice, d_b for d_D, "position t" for "position t - 1".
 
 if __name__ == "__main__":
     main()

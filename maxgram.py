@@ -55,7 +55,7 @@ CONFIDENCE = (0.15, 0.15, 0.45, 0.55, 0.6, 0.65, 0.65, 0.75, 0.8)
 
 # ---------------------------------------------------------------- the bigram
 def build_bigram(sequences, vocab):
-    """Count the most frequent follower of each token -> list (vocab,), 0 where none was seen.
+    """Find the most frequent follower of each token -> list (vocab,), 0 where none was seen.
 
     sequences: iterable of lists of ids, one for each document; pairs across documents are not
     counted.  Of equally frequent followers the lowest id is taken.  0 means "unknown", as in the

@@ -21,12 +21,13 @@ The functions here are builders, build(expand, root) -> Tree, by the contract at
 verify.py.  Each depth takes one drafter forward over all nodes that are expanded there, and one
 device-to-host sync.
 
-    tree = pct(expand, root, cost=0.05)          # root = torch.tensor([the last token's id])
+    tree = pct.pct(expand, root, cost=0.05)      # root = torch.tensor([the last token's id])
     out = verify.generate(target, drafter, pct.pct, ids)
 
 Calibrated means: of the tokens that are drafted with confidence 0.7 below an accepted node the
 target accepts 70 %.  Differs from the paper, which takes raw confidences: here the drafter divides
-its logits by a calibration temperature; in sampling the target's warps them (verify.Rule.probs).
+its logits by a calibration temperature; in sampling the
+target's temperature, top-k and top-p warp them, too (verify.Rule.probs).
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -244,7 +245,7 @@ def main():
 
     The tokens are the digits 1 to 3, so a path is written as a number.
     """
-    # table[x] is the drafter's distribution of the token after x; the root is 0.
+    # table[x]: the drafter's probabilities of the token after x, as far as they matter; root 0.
     table = torch.tensor([
         [0.0, 0.6, 0.37, 0.03],
         [0.0, 0.0, 0.9, 0.1],
@@ -272,7 +273,7 @@ def main():
 #  4. This file follows the paper's text.  The official code drops the best path that reaches the
 #     maximum depth, keeps only the best child of each path where all nodes of a layer fall below
 #     the threshold, and never removes leaves.
-#  5. Misprint: section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla
+# Misprint: section 4.2 says that the "VDM" (vanilla draft model) has many nodes; the vanilla
 #     candidate tree (VCT) is meant.
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ root.
 An example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and adds 4 beside 3:
 
     def build(expand, root):                                # root = tensor([7])
-        p = expand(root, [-1])                              # (1, V): what may follow 7, node 0
-        p = expand(root.new_tensor([3]), [0])               # (1, V): what may follow 3, node 1
+        expand(root, [-1])                                  # (1, V): what may follow 7, node 0
+        expand(root.new_tensor([3]), [0])                   # (1, V): what may follow 3, node 1
         return Tree(tokens=root.new_tensor([7, 3, 5, 4]),
                     parents=root.new_tensor([-1, 0, 1, 0]),
                     expand_index=root.new_tensor([0, 1, -1, -1]))
@@ -244,7 +244,7 @@ class Target:
             self.cache.compact(nodes)
         self.cache.length += len(path)
         self.ids += ids
-        tokens, *hidden = [of_nodes[nodes] for of_nodes in states]
+        tokens, *hidden = [state[nodes] for state in states]
         hidden = dict(zip(self.needs["hidden"], hidden))
         length = self.cache.length
         kv = {}
@@ -345,8 +345,8 @@ def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,), keyed by (seed, position).
 
     argmax(p / noise) is a sample of p: the Gumbel-max trick, in its form with exponential noise.
-    Rounding in p hardly ever changes it.  (A sample by cumulative sums is changed by rounding once
-    in some hundreds.)  lru_cache keeps the noise of rejected positions for the next round.
+    Rounding in p hardly ever changes it.  (It changes one sample in several hundred of those that
+    are made by cumulative sums.)  lru_cache keeps noise of rejected positions for the next round.
     """
     # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
     # behind the noise would have steps of 2^-24, too coarse there; the noise itself may be rounded.
@@ -377,7 +377,7 @@ class Rule:
         """temperature: 0 is greedy decoding; top_k, top_p: as in transformers, None: all tokens.
 
         seed: the same seed gives the same tokens.  Raises ValueError for a temperature below 0, a
-        top_k below 1 and a top_p beyond 0 to 1.
+        top_k below 1 and a top_p outside [0, 1].
         """
         self.greedy, self.seed = temperature == 0, seed
         self.warpers = []
@@ -471,15 +471,15 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
 
     The first Round has the prefill's token and no tree.  The caller may stop at any Round.
     """
-    ends = {eos} if isinstance(eos, int) else set(eos)
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
     limit = min(new_tokens, target.remaining(ids))
     check_prompt(target, ids, limit)
     drafter = drafter or NoDrafter()
     logits, view = target.prefill(ids, limit, drafter.needs)
     drafter.reset(rule.probs)
     expand = partial(drafter.expand)       # a method takes no attributes, and a partial does
-    sequence = list(target.ids)            # ids; of an encoder-decoder its start token
-    if not sequence:                       # a cascade has this very Target among its models
+    sequence = list(target.ids)            # an encoder-decoder's begins with its start token
+    if not sequence:                       # drafter.reset() has reset this same Target
         raise ValueError("the drafter has reset the target: give it a Target of its own")
     # The prompt's last token is a tree of one node.  The choice after it is the first root.
     root = rule.choose(root_only(None, view.tokens[-1:]), logits[None], sequence)      # (1,)
@@ -500,13 +500,13 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
         logits, states = target.forward(tree.tokens, tree.parents)                     # (n, V)
         choice = rule.choose(tree, logits, sequence)                                   # (n,)
 
-        # Accept: walk down while the target's choice is a child.  One device-to-host sync.
+        # Accept: walk down while the target's choice is a child.  A device-to-host sync.
         numbers = torch.stack((tree.tokens, tree.parents, tree.expand_index, choice))  # (4, n)
         tokens, parents, expand_index, chosen = numbers.tolist()
         check_tree(tree, tokens, parents, root_id)
         path, new = accept(tokens, parents, chosen)
 
-        # Commit: the accepted nodes are cached; the target's own token is the next root.
+        # Commit: the accepted nodes stay cached; the target's own token is the next root.
         view = target.commit(path, [tokens[node] for node in path], states)
         drafter.keep([expand_index[node] for node in path if expand_index[node] >= 0])
         root = choice[path[-1]:path[-1] + 1]                                           # (1,)

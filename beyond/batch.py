@@ -243,7 +243,7 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     """Decode as generate() does, whose arguments these are: yield {number of a row: Round}, first
     of the prefills.  over: a set to which the caller may add the numbers of rows that end.
     """
-    ends = {eos} if isinstance(eos, int) else set(eos)
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
     batch = Batch(target)
     together = None if isinstance(drafters, (list, type(None))) else drafters
     rows = rows_of(batch, together, drafters, build, prompts, new_tokens, rules)
