@@ -70,9 +70,9 @@ RUNS = {
                  ["generate()"], (1, 2, 4, 8, 16)),
     "copies": Run(4, "--limit 3 --max-new-tokens 48", [(["glide-top", "glide"], ["chain"])], (),
                   (1, 2, 4, 8, 16), True),
-    "smollm2/batch": Run(6, f"{SMOLLM2} --limit 8 --max-new-tokens 32",
+    "smollm2/batch": Run(4, f"{SMOLLM2} --limit 16 --max-new-tokens 24",
                          [(["glide-shared"], ["chain"]), (["maxgram"], ["chain"])],
-                         ["generate()"], (1, 2, 4, 8)),
+                         ["generate()"], (1, 2, 4, 8, 16)),
     "costs": Run(0.3, "python figures/probe.py costs"),
     "smollm2/lengths": Run(4, "python figures/probe.py lengths --target smollm2"),
     # Each prompt: held-out rows of news.jsonl, 17 000 characters of them
