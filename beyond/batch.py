@@ -67,10 +67,14 @@ class Batch(Cache):
         self.lengths.append(view.length)
         return logits, self.view(-1, view.tokens, view.ids, view.hidden)
 
-    def keep_rows(self, rows):
-        """Keep these rows alone, in this order."""
-        self.stack = self.stack[:, rows]
-        self.lengths = [self.lengths[row] for row in rows]
+    def drop(self, row):
+        """Take a row out.  The last one takes its place, so that no other is copied."""
+        length = self.lengths.pop()
+        last = len(self.lengths)
+        if row < last:
+            self.stack[:, row, :, :length] = self.stack[:, last, :, :length]
+            self.lengths[row] = length
+        self.stack = self.stack[:, :last]
 
     def reserve(self, slots):
         """Allocate at least `slots` slots for every row."""
@@ -101,7 +105,8 @@ class Batch(Cache):
         seen = torch.eye(n, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
         for of_row, tree in zip(seen, trees):
             nodes = len(tree.parents)
-            of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
+            if nodes > 1:
+                of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
         depth = seen.sum(-1) - 1                                               # (B, n)
         position = (lengths + depth).clamp(max=target.capacity - 1)
         self.slots = lengths + torch.arange(n, device=device)                  # (B, n)
@@ -253,13 +258,13 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}
     while True:
         # Rows that have ended leave the batch.
-        active = [i for i, row in enumerate(rows)
-                  if row.left and row.root_id not in ends and row.number not in over]
-        if not active:
+        for i in reversed(range(len(rows))):
+            if not rows[i].left or rows[i].root_id in ends or rows[i].number in over:
+                batch.drop(i)
+                rows[i] = rows[-1]
+                rows.pop()
+        if not rows:
             return
-        if len(active) < len(rows):
-            batch.keep_rows(active)
-            rows = [rows[i] for i in active]
 
         # Draft
         if together:
