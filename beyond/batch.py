@@ -50,27 +50,35 @@ class Batch(Cache):
         self.slots, self.end = None, 0   # of the current forward: (B, n), int
 
     # ------------------------------------------------ rows
-    def add(self, ids, needs):
-        """Prefill a prompt as a new last row -> the logits (V,) after it, and its View."""
-        logits, view = self.target.prefill(ids, needs=needs)
-        pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
-        entries = [x[:, :, :view.length] for pair in pairs for x in pair]      # (1, H, length, d)
-        if len({x.shape for x in entries}) > 1:
-            raise ValueError("keys and values of several sizes: decode the sequences one by one")
-        row = torch.stack(entries)                             # (2 layers, 1, H, length, d)
-        if self.stack is None:
-            self.stack = row
-        else:
-            self.reserve(view.length)
-            missing = self.stack.shape[3] - view.length
-            self.stack = torch.cat((self.stack, F.pad(row, (0, 0, 0, missing))), 1)
-        self.lengths.append(view.length)
-        return logits, self.view(-1, view.tokens, view.ids, view.hidden)
+    def prefill(self, prompts, needs):
+        """Prefill the prompts, a row each -> [(the logits (V,) after it, its View)]
 
-    def keep_rows(self, rows):
-        """Keep these rows alone, in this order."""
-        self.stack = self.stack[:, rows]
-        self.lengths = [self.lengths[row] for row in rows]
+        needs: the drafters'.
+        """
+        found, stacks = [], []
+        for ids in prompts:
+            found.append(self.target.prefill(ids, needs=needs))
+            length = len(self.target.ids)
+            pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
+            entries = [x[:, :, :length] for pair in pairs for x in pair]       # (1, H, length, d)
+            if len({x.shape for x in entries}) > 1:
+                raise ValueError("keys and values of several sizes: decode sequences one by one")
+            stacks.append(torch.stack(entries))                # (2 layers, 1, H, length, d)
+            self.lengths.append(length)
+        slots = max(self.lengths) + verify.MARGIN
+        padded = [F.pad(stack, (0, 0, 0, slots - stack.shape[3])) for stack in stacks]
+        self.stack = torch.cat(padded, 1)
+        return [(logits, self.view(row, view.tokens, view.ids, view.hidden))
+                for row, (logits, view) in enumerate(found)]
+
+    def drop(self, row):
+        """Take a row out.  The last one takes its place, so that no other is copied."""
+        length = self.lengths.pop()
+        last = len(self.lengths)
+        if row < last:
+            self.stack[:, row, :, :length] = self.stack[:, last, :, :length]
+            self.lengths[row] = length
+        self.stack = self.stack[:, :last]
 
     def reserve(self, slots):
         """Allocate at least `slots` slots for every row."""
@@ -101,7 +109,8 @@ class Batch(Cache):
         seen = torch.eye(n, dtype=torch.bool, device=device).repeat(len(trees), 1, 1)
         for of_row, tree in zip(seen, trees):
             nodes = len(tree.parents)
-            of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
+            if nodes > 1:
+                of_row[:nodes, :nodes] = verify.ancestor_mask(tree.parents)
         depth = seen.sum(-1) - 1                                               # (B, n)
         position = (lengths + depth).clamp(max=target.capacity - 1)
         self.slots = lengths + torch.arange(n, device=device)                  # (B, n)
@@ -225,16 +234,18 @@ def rows_of(batch, together, drafters, build, prompts, new_tokens, rules):
     drafters = [verify.NoDrafter() if x is None else x for x in drafters]
     if len(set(map(id, drafters))) < count:
         raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
-    parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts,
-                for_each(new_tokens, count))
-    for number, (drafter, build, rule, ids, limit) in enumerate(parts):
-        limit = min(limit, target.remaining(ids))
-        verify.check_prompt(target, ids, limit)
-        row = Row(number, drafter, build, rule, ids, limit)
-        logits, row.view = batch.add(ids, (together or drafter).needs)
-        drafter.reset(rule.probs)
+    limits = []
+    for ids, limit in zip(prompts, for_each(new_tokens, count)):
+        limits.append(min(limit, target.remaining(ids)))
+        verify.check_prompt(target, ids, limits[-1])
+    prefilled = batch.prefill(prompts, (together or drafters[0]).needs)
+    parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts, limits)
+    for number, of_row in enumerate(parts):
+        row = Row(number, *of_row)
+        logits, row.view = prefilled[number]
+        row.drafter.reset(row.rule.probs)
         last = verify.root_only(None, row.view.tokens[-1:])
-        row.root = rule.choose(last, logits[None], row.sequence)               # (1,)
+        row.root = row.rule.choose(last, logits[None], row.sequence)           # (1,)
         rows.append(row)
     return rows
 
@@ -253,13 +264,13 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     yield {row.number: Round(row.take(row.root.tolist(), ends), [], [], []) for row in rows}
     while True:
         # Rows that have ended leave the batch.
-        active = [i for i, row in enumerate(rows)
-                  if row.left and row.root_id not in ends and row.number not in over]
-        if not active:
+        for i in reversed(range(len(rows))):
+            if not rows[i].left or rows[i].root_id in ends or rows[i].number in over:
+                batch.drop(i)
+                rows[i] = rows[-1]
+                rows.pop()
+        if not rows:
             return
-        if len(active) < len(rows):
-            batch.keep_rows(active)
-            rows = [rows[i] for i in active]
 
         # Draft
         if together:
