@@ -27,7 +27,8 @@ PCT, WIDE = "pct(cost=0.037)", "pct(width={}, cost=0.037)"      # the paper's s_
 ALL, HALF, THIRD = (f"--limit {limit} --max-new-tokens 64" for limit in (36, 18, 12))
 SMOLLM2 = "--target smollm2 --checkpoint checkpoints/smollm2"
 EQUAL = ["glide-top", "glide-top-norm", "glide-18", "vanilla", "edd-top", "edd-4", "vdm"]
-# The prompts, a file of your own: eight questions each of MT-Bench (one of each category), GSM8K, HumanEval and news
+# The prompts, a file of your own: eight questions each of MT-Bench (one of each category), GSM8K,
+# HumanEval and news
 EQUAL_FLAGS = ("--target smollm2 --checkpoint work/equal-layers --max-new-tokens 48 --limit 30 "
                "--prompts work/equal-prompts.jsonl")
 GROWN = ("--target work/grown/target --checkpoint work/grown --dtype float16 --device cuda "
