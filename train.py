@@ -69,7 +69,7 @@ CLIP = 1.0                      # the largest norm of a drafter's gradient
 BETAS = (0.9, 0.95)             # of AdamW, as in GLIDE's code; Muon's momentum is 0.95
 WEIGHT_DECAY = 0.01
 FORWARD = 2048                  # tokens of one forward pass of the target, with padding
-LOGITS = 2 ** 25                # a drafter's logits (positions x vocabulary) in memory at a time
+LOGITS = 2 ** 27                # a drafter's logits (positions x vocabulary) in memory at a time
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
 # The names of modules whose weight stacks several matrices of one size, and how many
 STACKED = {"qkv": 3, "up": 2}
@@ -199,7 +199,7 @@ def masked_loss(module, batch, block, chunk_size):
     in the backward pass.
     """
     def loss_at(x, labels, positions):
-        return module.loss_of(x, labels[positions])
+        return module.loss_of(x, labels.index_select(0, positions))
 
     total = 0.0
     for x, labels, mask in module.terms(batch, block):
@@ -358,7 +358,8 @@ def fit(modules, optimizers, frozen, tokens, pieces, steps, measure, command, a)
             losses = dict(zip(modules, numbers))
 
             # Step
-            update(modules, losses, optimizers, peak * cosine(step, steps), step)
+            with autocast:                               # of Muon's matrix products
+                update(modules, losses, optimizers, peak * cosine(step, steps), step)
             done = step + 1
 
             # Log, evaluate

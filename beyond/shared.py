@@ -43,17 +43,18 @@ Tables = namedtuple("Tables", "embed head norm words")
 
 # ---------------------------------------------------------------- the list of words
 def frequent_words(tokens, k, vocab, eos=None):
-    """The k most frequent token ids of a training text, the most frequent first -> (k,)
+    """The k most frequent token ids of a training text, in ascending order -> (k,)
 
     tokens (n,): the ids that a drafter learns to predict.  vocab: V.  eos: the token that ends a
-    text; it is always the first of the list.  Of equally frequent ids the lower comes first.
+    text; it is always in the list.  Of equally frequent ids the lower is taken.
     """
     if not 1 <= k <= vocab:
         raise ValueError(f"a list of {k} words of a vocabulary of {vocab}: take 1 to {vocab}")
     counts = torch.bincount(tokens, minlength=vocab)                           # (V,)
     if eos is not None:
         counts[eos] = len(tokens) + 1
-    return counts.argsort(descending=True, stable=True)[:k]
+    words = counts.argsort(descending=True, stable=True)[:k]
+    return words.sort().values                  # logits are picked 10 times faster in order
 
 def is_tied(model):
     """Whether a model's embedding and head are one table."""

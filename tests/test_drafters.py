@@ -316,14 +316,14 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
 SHARED = {"glide-shared": {"layer": 1, "window": 3}, "edd-shared": {}}
 
 def test_the_most_frequent_words():
-    """By a Counter; the end of a text comes first; of equally frequent ones the lower."""
+    """By a Counter; the end of a text is one of them; of equally frequent ones the lower."""
     for seed in range(20):
         tokens = text(seed, seed, 9)
         count = Counter(tokens.tolist())
         ranked = sorted(range(9), key=lambda token: (-count[token], token))
-        assert frequent_words(tokens, 5, 9).tolist() == ranked[:5]
+        assert frequent_words(tokens, 5, 9).tolist() == sorted(ranked[:5])
         ranked.remove(8)
-        assert frequent_words(tokens, 5, 9, eos=8).tolist() == [8, *ranked][:5]
+        assert frequent_words(tokens, 5, 9, eos=8).tolist() == sorted([8, *ranked[:4]])
     with pytest.raises(ValueError, match="take 1 to 9"):
         frequent_words(tokens, 10, 9)
 
