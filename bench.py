@@ -1,24 +1,22 @@
 """How is a speedup measured?  Any target, drafter and tree, beside plain decoding.
 
     python bench.py --drafter glide --tree cape
-    python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1))" --tree chain
     python bench.py --drafter edd "mixture(edd, maxgram)" --tree "pct(width=7, leaf=0)" pct-cost
     python bench.py --target Qwen/Qwen2.5-7B-Instruct --tree chain --dtype auto \
         --drafter "cascade(Qwen/Qwen2.5-0.5B-Instruct, maxgram)" --prompts mt_bench.jsonl
 
-A method is one way of decoding: plain decoding, transformers' own generate(), or a drafter with a
-tree.  Every prompt is decoded by all methods, and each of them gets a row of the table:
+Every prompt is decoded by all methods: plain decoding, transformers' own generate(), each drafter
+with each tree.  A method gets a row of the table:
 
     tok/s      new tokens per second, over all prompts, prefill included
     speedup    tok/s over plain decoding's tok/s [that of the slowest and of the fastest prompt]
     tau        new tokens per round, the target's own included
     lossless   whether every token is that of plain decoding; -: sampled with other noise
 
-Below it stands what a round takes: draft (with the reading of committed tokens), verify, other.
-alpha of a chain is accepted over tested drafted tokens, here greedily, in GLIDE's paper by
-sampling; EDD's alpha is another one (alpha_depth in figures/columns.py).
+Below it stands what a round takes: draft (with the reading of committed tokens), verify, other; of
+a chain also alpha, accepted over tested drafted tokens.
 
-Three rules keep the table honest:
+What keeps the table honest:
 
  1. The baseline is plain decoding by the same target, cache, dtype and loop, one token per forward.
     transformers' generate() is timed, too: if our loop were slow, it would show there.
@@ -31,12 +29,13 @@ They know no command line, so for two language models of your own a few lines do
 
     from functools import partial
     import cascade, verify
-    from bench import Method, Prompt, decode, measure, row_of
+    from bench import Method, decode, measure, row_of
+    from runtime.prompts import Prompt
     target = verify.Target(large)
     draft = cascade.Cascade([verify.Target(small)], K=[[5]])           # five tokens a round
     methods = [Method("plain", partial(decode, target, None, verify.root_only)),
                Method("cascade", partial(decode, target, draft, draft.chain))]
-    results = measure(methods, [Prompt("", 0, ids, 128) for ids in prompts])
+    results = list(measure(methods, [Prompt("", 0, ids, 128) for ids in prompts]))
     print(row_of(methods[1], results))
 
 On the command line a drafter or a tree is named as its function would be called: the drafters'
@@ -52,7 +51,9 @@ import sys
 import time
 from collections import Counter, namedtuple
 from functools import partial
+from itertools import product
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from tqdm import tqdm
@@ -67,39 +68,33 @@ from runtime import load
 from runtime.calls import read_call
 from runtime.errors import UserError
 from runtime.program import program
-from runtime.prompts import Prompt, read_prompts
+from runtime.prompts import read_prompts
 from runtime.provenance import provenance
 
 TREES = {"chain": cape.chain, "drawn": cape.drawn, "cape": cape.cape, "fixed": cape.fixed,
          "beam": cape.beam, "pct": pct.pct, "vct": pct.vct, "eagle2": pct.eagle2,
          "token-confidence": pct.token_confidence, "pct-cost": priced.PctCost,
          "graft": graft.Graft}
-CHECKPOINTS = Path(__file__).resolve().parent / "checkpoints"
-PROMPTS = CHECKPOINTS / "prompts.jsonl"
+PROMPTS = load.CHECKPOINTS / "prompts.jsonl"
 FEW = 9                         # prompts of PROMPTS: a minute or less
-WARM_UP = 16                    # tokens that each method decodes before anything is measured
 
 # ---------------------------------------------------------------- the clock
 class Clock:
     """Seconds of one decoding, by what they were spent on.
 
-    A GPU works on after a call has returned.  There the marks are CUDA events, which are read when
-    the decoding is over.
+    A GPU works on after a call has returned: there the marks are CUDA events, read at the end.
     """
     def __init__(self, what, cuda=False):
         """what: what the time before the first switch() counts as."""
         self.cuda = cuda
         self.marks = []                                  # (what begins, when)
-        self.calls = Counter()
         self.switch(what)
 
     def switch(self, what):
         """From now on time counts as `what`."""
+        now = torch.cuda.Event(enable_timing=True) if self.cuda else time.perf_counter()
         if self.cuda:
-            now = torch.cuda.Event(enable_timing=True)
             now.record()
-        else:
-            now = time.perf_counter()
         self.marks.append((what, now))
         self.what = what
 
@@ -107,7 +102,6 @@ class Clock:
         """The same function.  Its time counts as `what`, except that of timed calls within it."""
         def call(*args, **more):
             before = self.what
-            self.calls[what] += 1
             self.switch(what)
             result = function(*args, **more)
             self.switch(before)
@@ -121,10 +115,7 @@ class Clock:
             self.marks[-1][1].synchronize()
         seconds = Counter()
         for (what, start), (_, end) in zip(self.marks, self.marks[1:]):
-            if self.cuda:
-                seconds[what] += start.elapsed_time(end) / 1000
-            else:
-                seconds[what] += end - start
+            seconds[what] += start.elapsed_time(end) / 1000 if self.cuda else end - start
         return dict(seconds)
 
 class Timed:
@@ -140,141 +131,115 @@ class Timed:
         return getattr(self.inner, name)
 
 # ---------------------------------------------------------------- one decoding
-# What one decoding gave and took.  JSON holds it as four lists and dicts.
+# What one decoding gave and took
 #   tokens    the new token ids, those of the prefill and of all rounds
 #   rounds    [verify.Round], without the prefill's
 #   seconds   {part: seconds}: prefill; begin, the drafter's reading of committed tokens; draft, its
 #             forwards; verify, the target's forwards; other, all else: building trees, accepting,
 #             committing.  generate() has one part, "generate()".
-#   calls     {part: how many calls}
-Record = namedtuple("Record", "tokens rounds seconds calls")
+Record = namedtuple("Record", "tokens rounds seconds")
 
-def decode(target, drafter, build, ids, new_tokens, rule=verify.Rule(), eos=()):
-    """Decode as verify.generate does, timed -> Record.
+def decode(target, drafter, build, prompts, rules, eos=()):
+    """Decode one prompt by verify.rounds, or several at once by beyond/batch.py -> [Record]
 
-    drafter None and build verify.root_only: plain decoding.
+    drafter None and build verify.root_only: plain decoding.  rules: one for each prompt.
+    Several prompts share the seconds, so that tokens / seconds is the speed of all together.
     """
     clock = Clock("prefill", target.device.type == "cuda")
-    if drafter is not None:
-        if getattr(build, "__self__", None) is drafter:
-            build = clock.timed(build, "draft")          # a cascade writes its chain itself
-        drafter = Timed(drafter, clock, begin="begin", expand="draft")
-    # The prefill calls the inner target's forward, which has no clock: it is no "verify".
-    target = Timed(target, clock, forward="verify")
-    rounds = []
-    for one in verify.rounds(target, drafter, build, ids, new_tokens, rule, eos):
-        if not rounds:
-            clock.switch("other")                        # the prefill is over
-        rounds.append(one)
-    out = verify.output_of(rounds)
-    return Record(out.tokens, out.rounds, clock.seconds(), dict(clock.calls))
+    # The prefill is no "verify": it calls the inner target's own forward, which has no clock.
+    timed = Timed(target, clock, forward="verify", model="verify")
+    if len(prompts) == 1:
+        [prompt], [rule] = prompts, rules
+        drafter, build = timed_pair(drafter, build, clock)
+        single = verify.rounds(timed, drafter, build, prompt.ids, prompt.limit, rule, eos)
+        steps = ({0: one} for one in single)
+    else:
+        drafters, builds = timed_rows(drafter, build, clock, len(prompts))
+        steps = batch.rounds(timed, drafters, builds, [prompt.ids for prompt in prompts],
+                             [prompt.limit for prompt in prompts], rules, eos)
+    rounds = [[] for _ in prompts]
+    for done in steps:
+        clock.switch("other")                            # at the first time the prefill is over
+        for number, one in done.items():
+            rounds[number].append(one)
+    seconds = {part: share / len(prompts) for part, share in clock.seconds().items()}
+    outputs = map(verify.output_of, rounds)
+    return [Record(out.tokens, out.rounds, seconds) for out in outputs]
 
-def library(model, temperature, ids, new_tokens, rule, **more):
-    """Decode by transformers' own generate(), whose further arguments are `more` -> Record."""
-    prompt = Prompt("", 0, ids, new_tokens)
-    [record] = library_rows(model, temperature, [prompt], [rule], **more)
-    return record
+def timed_pair(drafter, build, clock):
+    """Put clocks into a drafter and its builder -> both"""
+    if drafter is None:
+        return drafter, build
+    if getattr(build, "__self__", None) is drafter:
+        build = clock.timed(build, "draft")              # a cascade writes its chain itself
+    return Timed(drafter, clock, begin="begin", expand="draft"), build
 
-# ---------------------------------------------------------------- several sequences: --batch
-def decode_rows(target, drafter, build, prompts, rules, eos=()):
-    """Decode several prompts at once, by beyond/batch.py -> a Record for each.
-
-    Each has its share of the seconds, so that tokens / seconds is the speed of all rows together.
-    """
-    clock = Clock("prefill", target.device.type == "cuda")
-    B = len(prompts)
+def timed_rows(drafter, build, clock, count):
+    """The same for a batch of `count` rows -> drafters and builders, as batch.rounds takes them"""
     begins_with_a_chain = getattr(build, "func", None) in (cape.chain, cape.cape)
     if isinstance(drafter, glide.Drafter) and begins_with_a_chain:
-        drafters, builds = batch_glide.BatchGlide(drafter), build
-        drafters.draft = clock.timed(drafters.draft, "draft")
-    else:
-        pairs = batch.copies([drafter, build], B)
-        builds = [own for _, own in pairs]
-        drafters = [own for own, _ in pairs]
-        if drafter is not None:
-            drafters = [Timed(own, clock, begin="begin", expand="draft") for own in drafters]
-    rounds = [[] for _ in prompts]
-    timed = Timed(target, clock, model="verify")
-    for done in batch.rounds(timed, drafters, builds, [prompt.ids for prompt in prompts],
-                             [prompt.limit for prompt in prompts], rules, eos):
-        clock.switch("other")                            # at the first time the prefill is over
-        for row, one in done.items():
-            rounds[row].append(one)
-    seconds = {part: share / B for part, share in clock.seconds().items()}
-    outputs = map(verify.output_of, rounds)
-    return [Record(out.tokens, out.rounds, seconds, calls={}) for out in outputs]
+        together = batch_glide.BatchGlide(drafter, build.keywords.get("gamma", cape.GAMMA))
+        together.draft = clock.timed(together.draft, "draft")
+        return together, build
+    pairs = [timed_pair(*pair, clock) for pair in batch.copies([drafter, build], count)]
+    return [list(part) for part in zip(*pairs)]
 
-def library_rows(model, temperature, prompts, rules, eos=(), **more):
-    """As `library`, several prompts at once -> a Record for each."""
+def library(model, temperature, prompts, rules, **more):
+    """Decode by transformers' own generate(), whose further arguments are `more` -> [Record]"""
     torch.manual_seed(rules[0].seed)
     longest = max(len(prompt.ids) for prompt in prompts)
-    padding = [longest - len(prompt.ids) for prompt in prompts]
-    ids = [[0] * n + prompt.ids for n, prompt in zip(padding, prompts)]
-    given = torch.tensor(ids, device=model.device)
-    mask = torch.ones_like(given)
-    for row, n in enumerate(padding):
-        mask[row, :n] = 0
+    padding = [[0] * (longest - len(prompt.ids)) for prompt in prompts]
+    ids = [zeros + prompt.ids for zeros, prompt in zip(padding, prompts)]
+    mask = [zeros + [1] * len(prompt.ids) for zeros, prompt in zip(padding, prompts)]
+    ids, mask = torch.tensor([ids, mask], device=model.device)
     start = time.perf_counter()
     # With top_k=0 the library samples among all tokens; its default is 50.
     with torch.inference_mode():
-        out = model.generate(given, attention_mask=mask, do_sample=temperature > 0, top_k=0,
+        out = model.generate(ids, attention_mask=mask, do_sample=temperature > 0, top_k=0,
                              max_new_tokens=max(prompt.limit for prompt in prompts),
-                             temperature=temperature or 1.0, **more)
+                             temperature=temperature or 1.0, pad_token_id=0, **more)
     # A decoder-only model returns the prompt, too; an encoder-decoder model its start token.
     first = 1 if model.config.is_encoder_decoder else longest
     rows = out[:, first:].tolist()                       # a device-to-host sync
-    seconds = (time.perf_counter() - start) / len(prompts)
-    ends = {eos} if isinstance(eos, int) else set(eos)
-    return [Record(verify.until_end(row[:prompt.limit], ends), [], {"generate()": seconds}, {})
+    seconds = {"generate()": (time.perf_counter() - start) / len(prompts)}
+    eos = model.generation_config.eos_token_id
+    ends = set(eos) if isinstance(eos, list) else {eos}
+    return [Record(verify.until_end(row[:prompt.limit], ends), [], seconds)
             for row, prompt in zip(rows, prompts)]
 
 # ---------------------------------------------------------------- methods
-# name: as the table has it.  decode: decode(ids, new_tokens, rule) -> Record; with --batch
-# decode(prompts, rules) -> a Record for each.  drafter, tree: their labels, None for a baseline.
-# pair: the drafter itself and its builder
+# name: as the table has it.  decode: decode(prompts, rules) -> a Record for each.  drafter, tree:
+# their labels, None for a baseline.  pair: the drafter itself and its builder
 Method = namedtuple("Method", "name decode drafter tree pair", defaults=(None, None, None))
 
 def builder(drafter, tree):
-    """The builder that --tree names, a calls.Call, for a drafter.  ValueError where it has none."""
-    is_cascade = isinstance(drafter, Cascade)
-    if is_cascade and tree.name in ("chain", "drawn"):
+    """The builder that --tree names, a calls.Call, for a drafter."""
+    if isinstance(drafter, Cascade) and tree.name in ("chain", "drawn"):
         return getattr(drafter, tree.name)               # by the cascade itself
-    if is_cascade and not drafter.models and tree.name in ("pct-cost", "graft"):
+    if isinstance(drafter, Cascade) and not drafter.models and tree.name == "pct-cost":
         # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
         return priced.PricedChain(drafter.gram, **tree.settings)
     if tree.name == "graft":
         if not isinstance(drafter, graft.Mixture):
-            raise ValueError("graft takes a mixture(...), or maxgram, whose chain it prices")
+            raise UserError('--tree graft takes a mixture, as "mixture(glide, maxgram)"')
         return graft.Graft(drafter, **tree.settings)
     if tree.name == "pct-cost":
         return priced.PctCost(**tree.settings)
     return partial(tree.function, **tree.settings)
 
-def methods_of(loaded, drafters, trees, temperature, rows=1):
+def methods_of(loaded, drafters, trees, temperature):
     """All methods, in the table's order: plain decoding, generate(), drafters x trees.
 
-    loaded: a load.Loaded.  drafters, trees: lists of calls.Call.  rows: of --batch.
+    loaded: a load.Loaded.  drafters, trees: lists of calls.Call.
     """
-    target, eos = loaded.target, loaded.eos
-    ours, theirs = decode, partial(library, loaded.model, temperature)
-    if rows > 1:
-        ours = decode_rows
-        theirs = partial(library_rows, loaded.model, temperature, eos=eos, pad_token_id=0)
-    methods = [Method("plain", partial(ours, target, None, verify.root_only, eos=eos)),
-               Method("generate()", theirs)]
-    for call in drafters:
+    ours = partial(decode, loaded.target, eos=loaded.eos)
+    methods = [Method("plain", partial(ours, None, verify.root_only)),
+               Method("generate()", partial(library, loaded.model, temperature))]
+    for call, tree in product(drafters, trees):
         drafter = loaded.drafter(call)
-        for tree in trees:
-            name = f"{call.label} x {tree.label}"
-            try:
-                build = builder(drafter, tree)
-            except (TypeError, ValueError) as why:       # a setting that such a tree does not take
-                loaded.notes.append(f"no {name}: {why}")
-                continue
-            speculative = partial(ours, target, drafter, build, eos=eos)
-            methods.append(Method(name, speculative, call.label, tree.label, (drafter, build)))
-    if len(methods) == 2:
-        raise UserError(loaded.notes[-1])
+        pair = drafter, builder(drafter, tree)
+        methods.append(Method(f"{call.label} x {tree.label}", partial(ours, *pair), call.label,
+                              tree.label, pair))
     return methods
 
 # ---------------------------------------------------------------- measure
@@ -282,87 +247,53 @@ def rule_of(temperature, seed, number):
     """The rule of a prompt: each has noise of its own, which all methods share."""
     return verify.Rule(temperature, seed=random.Random(f"{seed} {number}").getrandbits(63))
 
-def warm_up(methods, prompts, temperature, rows=1):
-    """Decode without measuring, so that kernels, allocator and caches settle."""
-    for prompt in prompts:
-        for method in methods:
-            try:
-                decode_group(method, [prompt] * rows, [rule_of(temperature, 0, 0)] * rows)
-            except ValueError as why:                    # a setting of --tree
-                raise UserError(f"{method.name}: {why}") from why
-
-def decode_group(method, group, rules):
-    """Decode a group of Prompts, one or --batch many -> a Record for each."""
-    if len(group) > 1:
-        return method.decode(group, rules)
-    [prompt] = group
-    return [method.decode(prompt.ids, prompt.limit, *rules)]
-
-def measure(methods, prompts, temperature=0.0, seed=0, done=(), finished=None, rows=1):
-    """Decode every prompt by every method -> [{name of a method: Record}], one for each prompt.
+def measure(methods, prompts, temperature=0.0, seed=0, done=0, rows=1, graphs=False):
+    """Decode every prompt by every method: yield {name of a method: Record} for each prompt.
 
     methods: one of them is named "plain".  prompts: runtime/prompts.py's, of which `ids` and
-    `limit` are used.  done: what was measured before, of the first prompts.  finished(number,
-    {name: Record}) is called after each prompt.  rows: how many are decoded at once; prompts that
-    do not fill the last batch are left out.  After Ctrl-C the list is shorter.
+    `limit` are used.  done: how many of them were measured before.  rows: how many are decoded at
+    once; the last ones may be fewer.  graphs: whether the methods record CUDA graphs.
     """
-    results = list(done)
-    bar = tqdm(total=len(prompts) * len(methods), initial=len(results) * len(methods),
-               unit="run", disable=None)
-    try:
-        for first in range(len(results), len(prompts) - rows + 1, rows):
-            numbers = range(first, first + rows)
-            rules = [rule_of(temperature, seed, number) for number in numbers]
-            record_of = {number: {} for number in numbers}
-            # A method leaves traces, caches and a clock speed, for the next one.
-            for method in random.Random(first).sample(methods, len(methods)):
-                records = decode_group(method, prompts[first:first + rows], rules)
-                for number, record in zip(numbers, records):
-                    record_of[number][method.name] = record
-                bar.update(rows)
-            results += record_of.values()
-            if finished:
-                for number in numbers:
-                    finished(number, record_of[number])
-    except KeyboardInterrupt:
-        pass
-    bar.close()
-    return results
+    # Kernels, allocator and caches settle in a decoding that is not measured.  A CUDA graph is
+    # recorded at the first use of its size: with graphs every prompt is decoded before.
+    for prompt in prompts[done:] if graphs else prompts[done:done + 1]:
+        for method in methods:
+            method.decode([prompt] * rows, [rule_of(temperature, seed, done)] * rows)
+    for first in tqdm(range(done, len(prompts), rows), disable=None):
+        group = prompts[first:first + rows]
+        rules = [rule_of(temperature, seed, first + row) for row in range(len(group))]
+        records_of = {}
+        # A method leaves traces, caches and a clock speed, for the next one.
+        for method in random.Random(first).sample(methods, len(methods)):
+            records_of[method.name] = method.decode(group, rules)
+        for row in range(len(group)):
+            yield {name: records[row] for name, records in records_of.items()}
 
 # ---------------------------------------------------------------- a row
-def counts(rounds):
-    """Sums over rounds -> Counter: rounds, new (tokens), nodes (drafted tokens), siblings (rounds
-    whose tree is no chain), accepted, and tested.
+def accepted_and_tested(one):
+    """How many drafted tokens of a verify.Round were accepted, and how many tested.
 
     Of a drafted chain a b c the target chooses a, then d: accepted 1, and tested 2, a and b.
     """
-    total = Counter()
-    for one in rounds:
-        drafted = len(one.tokens) - 1
-        # Where the text ended within the path, nothing after its end was tested.
-        accepted = min(len(one.path) - 1, len(one.new))
-        rejected = accepted < len(one.new) and accepted < drafted
-        siblings = one.parents != list(range(-1, drafted))
-        total.update(rounds=1, new=len(one.new), nodes=drafted, siblings=siblings,
-                     accepted=accepted, tested=accepted + rejected)
-    return total
+    drafted = len(one.tokens) - 1
+    # Where the text ended within the path, nothing after its end was tested.
+    accepted = min(len(one.path) - 1, len(one.new))
+    rejected = accepted < len(one.new) and accepted < drafted
+    return accepted, accepted + rejected
 
 def speed(records):
     """Tokens per second of some Records, prefill included."""
     seconds = sum(sum(record.seconds.values()) for record in records)
     return sum(len(record.tokens) for record in records) / seconds
 
-def plain_step(records):
-    """Milliseconds of a step of plain decoding, without the prefill, from its Records."""
-    steps = sum(len(record.rounds) for record in records)
-    seconds = sum(sum(record.seconds.values()) - record.seconds["prefill"] for record in records)
-    return 1e3 * seconds / max(1, steps)
-
 def row_of(method, results):
     """A method's figures -> dict.  results: as of measure(), of the prompts in question."""
     records = [found[method.name] for found in results]
     plain = [found["plain"] for found in results]
     of_prompts = [speed([one]) / speed([base]) for one, base in zip(records, plain)]
+    # A step of plain decoding, without the prefill
+    steps = sum(len(record.rounds) for record in plain)
+    stepping = sum(sum(one.seconds.values()) - one.seconds["prefill"] for one in plain)
     row = {
         "drafter": method.drafter or method.name,
         "tree": method.tree,
@@ -372,23 +303,21 @@ def row_of(method, results):
         "speedup": speed(records) / speed(plain),
         "speedup_least": min(of_prompts),
         "speedup_most": max(of_prompts),
-        "plain_ms": plain_step(plain)}
-    total = counts(one for record in records for one in record.rounds)
-    rounds = total["rounds"]
+        "plain_ms": 1e3 * stepping / max(1, steps)}
+    rounds = [one for record in records for one in record.rounds]
     if method.name == "plain" or not rounds:             # a baseline drafts nothing
         return row
-    seconds = Counter()
-    for record in records:
-        seconds.update(record.seconds)
+    seconds = sum((Counter(record.seconds) for record in records), Counter())
     row |= {
-        "tau": total["new"] / rounds,
-        "nodes": total["nodes"] / rounds,
-        "draft_ms": 1e3 * (seconds["begin"] + seconds["draft"]) / rounds,
-        "verify_ms": 1e3 * seconds["verify"] / rounds,
-        "other_ms": 1e3 * seconds["other"] / rounds}
+        "tau": fmean(len(one.new) for one in rounds),
+        "nodes": fmean(len(one.tokens) - 1 for one in rounds),
+        "draft_ms": 1e3 * (seconds["begin"] + seconds["draft"]) / len(rounds),
+        "verify_ms": 1e3 * seconds["verify"] / len(rounds),
+        "other_ms": 1e3 * seconds["other"] / len(rounds)}
+    accepted, tested = map(sum, zip(*map(accepted_and_tested, rounds)))
     # Several siblings can be drafted where one is accepted: a tree has no such alpha.
-    if total["tested"] and not total["siblings"]:
-        row["alpha"] = total["accepted"] / total["tested"]
+    if tested and all(one.parents == list(range(-1, len(one.parents) - 1)) for one in rounds):
+        row["alpha"] = accepted / tested
     return row
 
 # ---------------------------------------------------------------- the same tokens?
@@ -396,12 +325,11 @@ def losslessness(method, results, prompts, target, temperature=0.0):
     """{"lossless": bool or None}, and where it is False the first token that differs.
 
     None: a sampled chain and a sampling generate() share plain decoding's distribution alone; a
-    tree shares its noise, too.  prompts: of measure().  logit_gap: the target's logit of plain
-    decoding's token minus that of ours, where both outputs have a token.  In half precision a gap
-    near zero is rounding.
+    tree shares its noise, too.  logit_gap: the target's logit of plain decoding's token minus that
+    of ours, where both outputs have one.  In half precision a gap near zero is rounding.
     """
-    is_sampled_chain = (method.tree or "").startswith("drawn")
-    if temperature > 0 and (method.name == "generate()" or is_sampled_chain):
+    has_other_noise = method.tree is None or method.tree.startswith("drawn")
+    if temperature > 0 and has_other_noise and method.name != "plain":
         return {"lossless": None}
     for number, (found, prompt) in enumerate(zip(results, prompts)):
         ours, plain = found[method.name].tokens, found["plain"].tokens
@@ -411,11 +339,9 @@ def losslessness(method, results, prompts, target, temperature=0.0):
         gap = None
         if same < min(len(ours), len(plain)):
             with torch.inference_mode():
-                logits, _ = target.prefill(prompt.ids)                           # (V,)
-                if same:
-                    logits, _ = target.align(target.ids + plain[:same])          # (1, V)
-            logits = logits.flatten()
-            gap = (logits[plain[same]] - logits[ours[same]]).item()
+                target.prefill(prompt.ids)
+                logits, _ = target.align(target.ids + plain[:same])              # (1, V)
+            gap = (logits[0, plain[same]] - logits[0, ours[same]]).item()
         where = {"prompt": number, "token": same, "logit_gap": gap}
         return {"lossless": False, "first_divergence": where}
     return {"lossless": True}
@@ -455,49 +381,41 @@ def resume(path, about):
     if not path or not Path(path).exists():
         return []
     *lines, _ = Path(path).read_text().split("\n")       # after the last \n: nothing, or a cut line
-    results, kept = [], []
-    for line in lines:
-        found = json.loads(line)
-        if any(found.get(key) != about[key] for key in ("command", "commit", "machine")):
-            raise UserError(f"--json {path} holds what another command, commit or machine gave: "
-                            "delete it, or name another file")
-        if "records" in found:
-            record_of = {}
-            for name, (tokens, rounds, *more) in found["records"].items():
-                record_of[name] = Record(tokens, [verify.Round(*one) for one in rounds], *more)
-            results.append(record_of)
-            kept.append(line + "\n")
-    Path(path).write_text("".join(kept))
-    return results
+    found = [json.loads(line) for line in lines]
+    keys = "command", "commit", "machine"
+    if any(line.get(key) != about[key] for line in found for key in keys):
+        raise UserError(f"--json {path} holds what another command, commit or machine gave: "
+                        "delete it, or name another file")
+    finished = [line for line in found if "records" in line]
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in finished))
+    return [{name: Record(tokens, [verify.Round(*one) for one in rounds], seconds)
+             for name, (tokens, rounds, seconds) in line["records"].items()}
+            for line in finished]
 
-# ---------------------------------------------------------------- a continuation as it is made
-def show(method, prompt, rule, loaded):
-    """Print a method's continuation round by round, accepted tokens in [brackets] or in colour."""
-    form = "\033[32m{}\033[0m" if sys.stdout.isatty() else "[{}]"
-    print(f"\n--- {method.name}, {prompt.kind}: {form.format('accepted')}bonus")
-    seen, ids, written = [], [], ""
-    for one in verify.rounds(loaded.target, *method.pair, prompt.ids, prompt.limit, rule,
-                             loaded.eos):
-        seen.append(one)
-        accepted = len(one.path[1:])
-        for tokens, style in ((one.new[:accepted], form), (one.new[accepted:], "{}")):
+# ---------------------------------------------------------------- a continuation
+def show(name, record, tokenizer):
+    """Print a method's continuation, each round's accepted tokens in [brackets]."""
+    print(f"--- {name}: [accepted]bonus")
+    prefill = verify.Round(record.tokens[:1], [0], [0], [-1])
+    ids, text = [], ""
+    for one in [prefill, *record.rounds]:
+        accepted, _ = accepted_and_tested(one)
+        for tokens, form in ((one.new[:accepted], "[{}]"), (one.new[accepted:], "{}")):
             ids += tokens
             # Incomplete UTF-8 is held back.
-            whole = loaded.tokenizer.decode(ids).rstrip("\ufffd")
-            new, written = whole[len(written):], whole
-            print(style.format(new) if new else "", end="", flush=True)
-    out = verify.output_of(seen)
-    print(f"\n--- {len(ids)} tokens in {len(out.rounds)} rounds, tau {out.tau:.2f}")
+            whole = tokenizer.decode(ids).rstrip("\ufffd")
+            new, text = whole[len(text):], whole
+            print(form.format(new) if new else "", end="")
+    print("\n")
 
 # ---------------------------------------------------------------- the command
 def parser():
-    p = argparse.ArgumentParser(description="Decode with a target, any drafters and trees, and "
-                                "without them.")
+    p = argparse.ArgumentParser(description="Time decoding with drafters and trees, and without.")
     flag = p.add_argument
-    flag("--target", default=str(CHECKPOINTS / "target"), help="folder or hub name")
+    flag("--target", default=str(load.STAND_IN), help="folder or hub name")
     flag("--drafter", nargs="+", default=["glide"], help='such as "glide(temperature=1)", maxgram')
     flag("--tree", nargs="+", default=["cape"], help=f'{" ".join(TREES)}, or "pct(width=7)"')
-    flag("--checkpoint", default=str(CHECKPOINTS), help="folder of the drafters, or of one")
+    flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
     flag("--template", help="chat template: plain, question, vicuna, or a Jinja file")
@@ -512,73 +430,53 @@ def parser():
     flag("--trust-remote-code", action="store_true", help="run code that hub models bring")
     flag("--batch", type=int, default=1, help="number of prompts decoded at once")
     flag("--json", metavar="FILE", help="write finished prompts and the rows to this file")
-    flag("--show", action="store_true", help="print a continuation as it is made")
+    flag("--show", action="store_true", help="print the first prompt's continuations")
     return p
 
-@program
-def main(argv):
-    """From arguments to the table -> exit status: 0; 2 after a mistake; 130 after Ctrl-C."""
-    a = parser().parse_args(argv)
-    drafters = load.drafter_calls(a.drafter, a.checkpoint)
-    trees = [read_call(tree, TREES, "tree") for tree in a.tree]
-    if a.temperature < 0:
-        raise UserError(f"--temperature {a.temperature:g}: give 0, which is greedy, or more")
-    if a.temperature == 0 and any(tree.name == "drawn" for tree in trees):
-        raise UserError("--tree drawn samples its chain: give --temperature 1, or --tree chain")
-    if a.json and not Path(a.json).absolute().parent.is_dir():
-        raise UserError(f"--json {a.json}: its folder does not exist")
+def prepare(a):
+    """The target and the prompts that the arguments name -> load.Loaded, [Prompt]"""
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
-    methods = methods_of(loaded, drafters, trees, a.temperature, a.batch)
     limit = a.limit or (None if a.prompts else FEW)
     prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template,
                            a.template_args)
-    prompts = prompts[:len(prompts) // a.batch * a.batch]
-    if not prompts:
-        raise UserError(f"--batch {a.batch}: there are fewer prompts: add some or lower it")
-    about = {
-        "command": shlex.join(["python", "bench.py", *argv]),
+    return loaded, prompts
+
+def about_of(a, loaded, command):
+    """What every row says of a measurement -> dict"""
+    return {
+        "command": command,
         "target": os.path.relpath(a.target) if Path(a.target).is_dir() else a.target,
         "dtype": str(loaded.model.dtype).removeprefix("torch."),
-        "device": a.device,
         "temperature": a.temperature,
-        "max_new_tokens": a.max_new_tokens,
         **provenance(loaded.target.device)}
+
+@program
+def main(argv):
+    """From arguments to the table."""
+    a = parser().parse_args(argv)
+    drafters = load.drafter_calls(a.drafter, a.checkpoint)
+    trees = [read_call(tree, TREES, "tree") for tree in a.tree]
+    loaded, prompts = prepare(a)
+    methods = methods_of(loaded, drafters, trees, a.temperature)
+    about = about_of(a, loaded, shlex.join(["python", "bench.py", *argv]))
     results = resume(a.json, about)
     print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up "
           f"to {a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
 
-    def write(line):
-        if a.json:
-            with open(a.json, "a") as file:
-                file.write(json.dumps(about | line) + "\n")
-
-    def finished(number, record_of):
-        prompt = prompts[number]
-        write({"prompt": number, "kind": prompt.kind, "question": prompt.question,
-               "records": record_of})
-
-    if len(results) < len(prompts):
-        # A graph is recorded at the first use of its size, so with graphs every prompt is decoded.
-        kind, question, ids, limit = prompts[0]
-        first = Prompt(kind, question, ids, min(WARM_UP, limit))
-        warm_up(methods, prompts if a.graphs else [first], a.temperature, a.batch)
+    with open(a.json or os.devnull, "a", buffering=1) as file:
+        for found in measure(methods, prompts, a.temperature, a.seed, len(results), a.batch,
+                             a.graphs):
+            print(json.dumps(about | {"prompt": len(results), "records": found}), file=file)
+            results.append(found)
+        rows = [row_of(method, results)
+                | losslessness(method, results, prompts, loaded.target, a.temperature)
+                for method in methods]
+        for row in rows:
+            print(json.dumps(about | row), file=file)
     if a.show:
-        rule = rule_of(a.temperature, a.seed, 0)
         for method in methods[2:]:
-            show(method, prompts[0], rule, loaded)
-    results = measure(methods, prompts, a.temperature, a.seed, results, finished, a.batch)
-    if not results:
-        raise KeyboardInterrupt                          # there is nothing to report
-    rows = [row_of(method, results)
-            | losslessness(method, results, prompts, loaded.target, a.temperature)
-            for method in methods]
+            show(method.name, results[0][method.name], loaded.tokenizer)
     print_table([method.name for method in methods], rows)
-    if len(results) < len(prompts):
-        print(f"interrupted after {len(results)} prompts of {len(prompts)}", file=sys.stderr)
-        return 130
-    for row in rows:
-        write(row)
-    return 0
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

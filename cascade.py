@@ -1,7 +1,7 @@
 """Cascade speculative drafting: a drafter reviews what smaller drafters have drafted.
 
 Cascade Speculative Drafting (arXiv 2312.11462): Algorithm 1, sections 3 and 5, Tables 2 and 3.
-Max-Gram (section 3.3) is maxgram.py; Table 1 (section 4) is in figures/probe.py.
+Max-Gram (section 3.3) is maxgram.py; Table 1 (section 4) is in docs/results.md.
 
 The idea.  In speculative decoding the drafter needs a forward for each token that it drafts.  In
 the *vertical* cascade a smaller model drafts for the drafter, which reviews those tokens in one

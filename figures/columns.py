@@ -12,9 +12,8 @@ and "by_prompt", the same of each prompt, of which paper.py makes intervals.
 """
 import json
 import shlex
-from collections import Counter
+from collections import Counter, namedtuple
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 import torch
@@ -24,60 +23,65 @@ import maxgram
 import verify
 from runtime import load
 from runtime.calls import read_call
-from runtime.provenance import provenance
 
 # ---------------------------------------------------------------- methods
-def methods_of(a, loaded, run, rows):
-    """The bench.Methods of a run: plain decoding, run.others, run.methods.  rows: of a batch."""
+def methods_of(a, loaded, run):
+    """The bench.Methods of a run: plain decoding, run.others, run.methods."""
     methods = []
     for drafters, trees in run.methods:
         drafters = load.drafter_calls(drafters, a.checkpoint)
         trees = [read_call(tree, bench.TREES, "tree") for tree in trees]
-        plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature, rows)
+        plain, generate, *more = bench.methods_of(loaded, drafters, trees, a.temperature)
         methods += more
-    library = partial(bench.library, loaded.model, a.temperature)
-    others = []
-    for name in run.others:
-        if name == "generate()":
-            others.append(generate)
-        elif name == "lookup":
-            # Prompt lookup is the library's Max-Gram; it does not search an encoder's input.
-            lookup = partial(library, prompt_lookup_num_tokens=maxgram.N)
-            others.append(bench.Method("prompt lookup", lookup))
-        else:
-            assisted = partial(library, assistant_model=loaded.stages[name])
-            others.append(bench.Method(f"assisted generation ({name})", assisted))
+    # Prompt lookup is the library's Max-Gram; it does not search an encoder's input.
+    arguments = {"generate()": {}, "prompt lookup": {"prompt_lookup_num_tokens": maxgram.N}}
+    for name, model in loaded.stages.items():
+        arguments[f"assisted generation ({name})"] = {"assistant_model": model}
+    others = [bench.Method(name, partial(generate.decode, **arguments[name]))
+              for name in run.others]
     return [plain, *others, *methods]
+
+# A bench.Record, and what it lacks.  overlaps: of each round that drafted, those of its tokens.
+# calls: {"draft": forwards of the drafter, number of a model of a cascade: its runs}
+Observed = namedtuple("Observed", [*bench.Record._fields, "overlaps", "calls"])
 
 class Overlap(verify.Rule):
     """A Rule that keeps sum_x min(p_T(x), p_D(x)) of each drafted token of sampled chains."""
 
     def __init__(self, rule):
         vars(self).update(vars(rule))
-        self.of_rounds = []
+        self.overlaps = []
 
     def choose(self, tree, logits, ids):
         if tree.p_draft is not None:
             # Nothing is drafted after the last node.
             p_target = self.p_target(logits[:-1])                                     # (n - 1, V)
-            self.of_rounds.append(torch.minimum(p_target, tree.p_draft).sum(1).tolist())
+            self.overlaps.append(torch.minimum(p_target, tree.p_draft).sum(1).tolist())
         return super().choose(tree, logits, ids)
 
-def observed(method, seen):
-    """The same method, which appends to `seen`, for each decoding, what a Record lacks.
+def observed(method):
+    """The same method, whose Records are Observed ones.  It decodes one prompt at once."""
+    calls = Counter()
 
-    That is an Overlap's list, and {number of a model of a cascade: its runs}.
-    """
-    models = getattr(method.pair[0], "models", []) if method.pair else []
+    def count(thing, name, key):
+        inner = getattr(thing, name)
 
-    def decode(ids, new_tokens, rule):
-        rule, clock = Overlap(rule), bench.Clock("other")
-        for number, model in enumerate(models):
-            align = partial(type(model).align, model)        # not that of an earlier decoding
-            model.align = clock.timed(align, number)
-        record = method.decode(ids, new_tokens, rule)
-        seen.append((rule.of_rounds, clock.calls))
-        return record
+        def call(*args, **more):
+            calls[key] += 1
+            return inner(*args, **more)
+        setattr(thing, name, call)
+
+    if method.pair:
+        drafter, _ = method.pair
+        count(drafter, "expand", "draft")
+        for number, model in enumerate(getattr(drafter, "models", [])):
+            count(model, "align", number)
+
+    def decode(prompts, rules):
+        calls.clear()
+        rule = Overlap(*rules)
+        [record] = method.decode(prompts, [rule])
+        return [Observed(*record, rule.overlaps, calls.copy())]
     return method._replace(decode=decode)
 
 # ---------------------------------------------------------------- columns
@@ -98,11 +102,10 @@ def depth_of(parents):
         depths.append(depths[parent] + 1)
     return max(depths)
 
-def columns(method, results, seen, size):
+def columns(method, results, size):
     """bench.row_of, and the columns at the top of this file -> dict
 
-    results: as of bench.measure.  seen: of each of these prompts, what observed() kept.  size: the
-    number of the target's weights.
+    results: as of bench.measure, of observed() methods.  size: the number of the target's weights.
     """
     row = bench.row_of(method, results)
     if "tau" not in row:                                          # a baseline
@@ -113,24 +116,25 @@ def columns(method, results, seen, size):
     if depth:
         row["alpha_depth"] = sum(len(one.new) for one in rounds) / depth
     overlaps = []
-    for record, (of_rounds, _) in zip(records, seen):
+    for record in records:
         drafted = (one for one in record.rounds if len(one.tokens) > 1)
-        for one, values in zip(drafted, of_rounds):
-            overlaps += values[:bench.counts([one])["tested"]]
+        for one, values in zip(drafted, record.overlaps):
+            _, tested = bench.accepted_and_tested(one)
+            overlaps += values[:tested]
     if overlaps:
         row["alpha_overlap"] = fmean(overlaps)
     # All drafting, in plain decoding steps
     drafting = sum(record.seconds.get("draft", 0.0) for record in records) / row["plain_ms"] * 1e3
-    forwards = sum(record.calls.get("draft", 0) for record in records)
+    calls = sum((record.calls for record in records), Counter())
+    forwards = calls["draft"]
     models = getattr(method.pair[0], "models", None)              # None: no cascade
     if models is not None:
-        runs = sum((runs for _, runs in seen), Counter())
-        forwards = runs[0] if len(models) == 1 else 0             # several models differ in c
+        forwards = calls[0] if len(models) == 1 else 0            # several models differ in c
         # The target runs once in a round, and once for the prefill.
-        counts = [len(rounds) + len(records), *(runs[number] for number in range(len(models)))]
+        runs = [len(rounds) + len(records), *(calls[number] for number in range(len(models)))]
         weights = [1, *(model.model.num_parameters() / size for model in models)]
-        row["swi_ms"] = swi(row["tokens"], counts, weights)
-        row["swi_clock"] = row["tokens"] / (counts[0] + drafting)
+        row["swi_ms"] = swi(row["tokens"], runs, weights)
+        row["swi_clock"] = row["tokens"] / (runs[0] + drafting)
     if forwards:
         row["c"] = drafting / forwards
         if "alpha" in row:
@@ -139,50 +143,36 @@ def columns(method, results, seen, size):
     return row
 
 # ---------------------------------------------------------------- a run
-def row_of(method, prompts, results, seen, loaded, temperature, rows=1):
-    """A method's row, with "by_prompt".  rows: of a batch."""
-    size = loaded.model.num_parameters()
-    row = columns(method, results, seen, size)
-    row |= bench.losslessness(method, results, prompts, loaded.target, temperature)
-    row["by_prompt"] = []
-    for number, (prompt, found, kept) in enumerate(zip(prompts, results, seen)):
-        one = columns(method, [found], [kept], size)
-        figures = {key: value for key, value in one.items() if isinstance(value, float)}
-        # The prompts of one batch share their seconds: they count as one question.
-        question = prompt.question if rows == 1 else number // rows
-        row["by_prompt"].append({"kind": prompt.kind, "question": question, **figures})
-    return row
-
 def measure(name, run, path):
     """Measure a run of figures/runs.py and write its rows to `path`."""
     a = bench.parser().parse_args(shlex.split(run.flags))
-    loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, graphs=a.graphs)
-    prompts = bench.read_prompts(a.prompts or [bench.PROMPTS], loaded, a.max_new_tokens, a.limit)
-    about = {"command": f"python figures/paper.py measure {name}", "flags": run.flags,
-             "target": a.target.removeprefix(f"{Path.cwd()}/"), "dtype": a.dtype,
-             "device": a.device, "graphs": a.graphs, "temperature": a.temperature,
-             "max_new_tokens": a.max_new_tokens, **provenance(loaded.target.device)}
+    loaded, prompts = bench.prepare(a)
+    about = bench.about_of(a, loaded, f"python figures/paper.py measure {name}")
     found = []
     for batch in run.batches:
-        copies = [prompt for prompt in prompts for _ in range(batch)] if run.copies else prompts
-        rows = measure_batch(a, loaded, run, copies, batch)
-        found += [about | {"batch": batch} | row for row in rows]
+        of_batch = about | {"flags": run.flags, "batch": batch}
+        given = [prompt for prompt in prompts for _ in range(batch)] if run.copies else prompts
+        found += [of_batch | row for row in rows_of(a, loaded, run, given, batch)]
     path.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
 
-def measure_batch(a, loaded, run, prompts, batch):
-    """Measure a run's methods, `batch` prompts at once -> rows."""
-    methods = methods_of(a, loaded, run, batch)
-    first = [prompts[0]._replace(limit=bench.WARM_UP)]
-    bench.warm_up(methods, prompts if a.graphs else first, a.temperature, batch)
-    # Of a batch nothing is kept but the Records.
-    seen = {method.name: [([], Counter())] * len(prompts) for method in methods}
+def rows_of(a, loaded, run, prompts, batch):
+    """Measure a run's methods, `batch` prompts at once -> rows, with "by_prompt"."""
+    methods, figures = methods_of(a, loaded, run), bench.row_of
     if batch == 1:
-        seen = {method.name: [] for method in methods}
-        methods = [observed(method, seen[method.name]) for method in methods]
-    results = bench.measure(methods, prompts, a.temperature, rows=batch)
-    if len(results) < len(prompts) // batch * batch:
-        raise KeyboardInterrupt
-    rows = [row_of(method, prompts, results, seen[method.name], loaded, a.temperature, batch)
-            for method in methods]
+        methods = [observed(method) for method in methods]
+        figures = partial(columns, size=loaded.model.num_parameters())
+    results = list(bench.measure(methods, prompts, a.temperature, rows=batch, graphs=a.graphs))
+    rows = []
+    for method in methods:
+        row = figures(method, results)
+        row |= bench.losslessness(method, results, prompts, loaded.target, a.temperature)
+        row["by_prompt"] = []
+        for number, (prompt, found) in enumerate(zip(prompts, results)):
+            one = {key: value for key, value in figures(method, [found]).items()
+                   if isinstance(value, float)}
+            # The prompts of one batch share their seconds: they count as one question.
+            question = prompt.question if batch == 1 else number // batch
+            row["by_prompt"].append({"kind": prompt.kind, "question": question, **one})
+        rows.append(row)
     bench.print_table([method.name for method in methods], rows)
     return rows

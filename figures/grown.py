@@ -1,6 +1,6 @@
 """The stand-in and its drafters in a large model's shape, computing the same functions.
 
-    python figures/grown.py --shape 7b --vocab 32000 --out work/grown          # 13 GB in float16
+    python figures/grown.py --shape 7b --out work/grown                        # 13 GB in float16
     python bench.py --target work/grown/target --checkpoint work/grown --drafter glide edd \\
         --tree chain cape pct --dtype float16 --device cuda --graphs
 
@@ -42,8 +42,10 @@ import glide
 from runtime import families, load
 from runtime.program import program
 
-# Layers, hidden size, heads, feed-forward: Vicuna-7B's, and one that a CPU can bear
-SHAPES = {"7b": (32, 4096, 32, 11008), "80m": (24, 512, 8, 1376)}
+# Layers, hidden size, heads, feed-forward, vocabulary: Vicuna-7B's, and what a CPU can bear
+SHAPES = {"7b": (32, 4096, 32, 11008, 32000), "80m": (24, 512, 8, 1376, 8192)}
+DTYPES = {"7b": torch.float16, "80m": torch.float32}
+DRAFTERS = "glide", "glide-top", "vanilla", "edd", "edd-top", "vdm"
 CONSTANT = 1e-3                  # in the last coordinate: too small to change a norm
 
 # ---------------------------------------------------------------- one module
@@ -100,21 +102,20 @@ def grow(large, small, e, E, below=0):
 def grow_vocabulary(embed, norm, head, vocab):
     """The embedding, the last norm and the LM head beyond `vocab`; see "vocabulary" at the top."""
     embed[vocab:] = 0
-    if len(head) > vocab:
-        embed[:, -1] = CONSTANT
-        norm[-1] = 0.1 / CONSTANT
-        head[vocab:] = 0
-        head[vocab:, -1] = -2e4                          # float16 holds it
+    embed[:, -1] = CONSTANT
+    norm[-1] = 0.1 / CONSTANT
+    head[vocab:] = 0
+    head[vocab:, -1] = -2e4                              # float16 holds it
 
 # ---------------------------------------------------------------- the target and the drafters
 @torch.no_grad()
-def grow_target(small, shape, vocab, dtype, device="cpu"):
+def grow_target(small, shape, dtype, device="cpu"):
     """A LlamaForCausalLM of `shape` that computes what `small` does, for token ids below its vocab.
 
-    small: a Llama without grouped queries.  shape: (layers, hidden size, heads, feed-forward).
+    small: a Llama without grouped queries.  shape: as in SHAPES.
     """
     c = small.config
-    layers, D, heads, feed_forward = shape
+    layers, D, heads, feed_forward, vocab = shape
     config = copy.deepcopy(c)
     config.update({
         "vocab_size": vocab, "hidden_size": D, "intermediate_size": feed_forward,
@@ -165,20 +166,16 @@ def main(argv):
     p = argparse.ArgumentParser(description="Grow the stand-in and its drafters into a large "
                                 "model's shape.")
     p.add_argument("--shape", choices=SHAPES, default="7b", help="default: 7b")
-    p.add_argument("--vocab", type=int, default=32000, help="default: 32000, Vicuna's")
-    p.add_argument("--dtype", choices=("float16", "bfloat16", "float32"), default="float16")
-    p.add_argument("--drafters", nargs="+", default=["glide", "glide-top", "vanilla", "edd",
-                                                     "edd-top", "vdm"])
     p.add_argument("--out", required=True, help="folder to write: target/ and the drafters")
     a = p.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     small, tokenizer = load.load_target(load.STAND_IN, "float32", "cpu")
-    target = grow_target(small, SHAPES[a.shape], a.vocab, getattr(torch, a.dtype), device)
+    target = grow_target(small, SHAPES[a.shape], DTYPES[a.shape], device)
     out = Path(a.out)
     target.save_pretrained(out / "target")
     tokenizer.save_pretrained(out / "target")
     fingerprint = load.fingerprint(target, tokenizer)
-    for name in a.drafters:
+    for name in DRAFTERS:
         draft_model, about = grow_drafter(load.CHECKPOINTS / name, small, target)
         # Saved as train.py does
         folder = out / name
@@ -188,7 +185,7 @@ def main(argv):
         (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copy(load.CHECKPOINTS / "bigram.json", out)               # Max-Gram's
     weights = sum(p.numel() for p in target.parameters())
-    print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(a.drafters)}")
+    print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(DRAFTERS)}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

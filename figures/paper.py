@@ -37,7 +37,7 @@ import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
@@ -54,6 +54,7 @@ FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other
            ".3f": ("alpha", "alpha_overlap", "c", "ece"), "d": ("k1", "k2")}
 RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_clock", "nodes", "draft_ms")
 SAMPLES = 10_000                           # of the bootstrap
+LIMIT = 240                                # seconds of a part of `gpu`
 
 # ---------------------------------------------------------------- rows
 def name_of(row):
@@ -185,7 +186,7 @@ def printed(match):
     """A match of PRINTED -> the same with what bench.py prints of the rows of a run"""
     import bench
     rows = rows_of(match[2])
-    if not rows or "speedup_least" not in rows["plain"]:               # none, or older ones
+    if not rows:
         return match[0]
     with redirect_stdout(io.StringIO()) as out:
         bench.print_table(list(rows), list(rows.values()))
@@ -316,13 +317,12 @@ def measure(names, dry=False):
         if run.methods:
             columns.measure(name, run, path)
         else:
-            _, _, *arguments = shlex.split(run.flags)
-            probe.main([*arguments, "--json", str(path.relative_to(ROOT))])
+            probe.main([*shlex.split(run.flags), "--json", str(path.relative_to(ROOT))])
 
-# (what the part makes, command, the seconds after which it is stopped), in order of worth
-GPU = [(None, "-m pytest -q -m cuda tests", 120),
-       ("work/grown", "figures/grown.py --out work/grown", 200),
-       *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", 240)
+# In order of worth: (what the part makes, command, what a dry run adds to it)
+GPU = [("", "-m pytest -q -m cuda tests", "--collect-only"),
+       ("work/grown", "figures/grown.py --out work/grown", "--shape 80m"),
+       *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", "--dry")
          for name in RUNS if name.startswith("gpu/"))]
 
 def gpu(dry=False):
@@ -330,33 +330,29 @@ def gpu(dry=False):
 
     dry: all parts on a CPU, at the 80M shape.
     """
-    for made, command, limit in GPU:
+    for made, command, more in GPU:
         if dry:
-            command += {"g": " --shape 80m --vocab 8192 --dtype float32", "p": " --dry",
-                        "-": " --collect-only"}[command.removeprefix("figures/")[0]]
+            command += f" {more}"
         elif made and (ROOT / made).exists():
             continue
         print(f"\n$ python {command}", flush=True)
         try:
-            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=limit)
+            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            print(f"stopped after {limit} seconds")
+            print(f"stopped after {LIMIT} seconds")
 
 @program
 def main(argv):
     p = argparse.ArgumentParser(description="Measure the papers' tables; write and check docs/.")
-    verbs = p.add_subparsers(dest="verb", required=True)
-    runs = verbs.add_parser("measure", help="measure runs, alone on the machine")
-    runs.add_argument("names", nargs="+", choices=RUNS, metavar="NAME", help="of figures/runs.py")
-    fifteen = verbs.add_parser("gpu", help="what fifteen minutes of one GPU should measure")
-    for verb in (runs, fifteen):
-        verb.add_argument("--dry", action="store_true", help="try it on a CPU, rows to work/dry")
-    verbs.add_parser("write", help="fill README.md and docs/*.md from the rows")
-    verbs.add_parser("check", help="exit 1 where a page says what no row says")
+    p.add_argument("verb", choices=("measure", "gpu", "write", "check"))
+    p.add_argument("names", nargs="*", help="measure: runs of figures/runs.py")
+    p.add_argument("--dry", action="store_true", help="measure, gpu: try it, rows go to work/dry")
     a = p.parse_args(argv)
     if a.verb == "measure":
         return measure(a.names, a.dry)
-    return {"gpu": partial(gpu, getattr(a, "dry", False)), "write": write, "check": check}[a.verb]()
+    if a.verb == "gpu":
+        return gpu(a.dry)
+    return write() if a.verb == "write" else check()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

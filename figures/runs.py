@@ -6,9 +6,9 @@ attends to the target's top layer without a norm; EDD is edd-top, which reads hi
 from collections import namedtuple
 
 # minutes: on two quiet cores.
-# flags:   of bench.py; or a whole command of figures/probe.py.
+# flags:   of bench.py; without methods, of figures/probe.py.
 # methods: [(drafters, trees)], each of the drafters with each of the trees.
-# others:  transformers' own: generate(), "lookup" (prompt lookup), or the name of an assistant.
+# others:  transformers' own: "generate()", "prompt lookup", "assisted generation (NAME)".
 # batches: how many prompts are decoded at once, one size after the other.
 # copies:  whether the prompts of a batch are copies of one.
 Run = namedtuple("Run", "minutes flags methods others batches copies",
@@ -53,11 +53,11 @@ RUNS = {
     "cascade": Run(6, ALL, [
         ([BASE, SMALL, BASE_GRAM, SMALL_GRAM, THREE, LENIENT, VERTICAL, HORIZONTAL, "maxgram",
           "glide-top", "glide"], ["chain"])],
-        ["generate()", "base", "lookup"]),
+        ["generate()", "assisted generation (base)", "prompt lookup"]),
     "together": Run(4.5, ALL, [
         (["glide"], ["chain", "pct-cost"]), (["maxgram"], ["chain", "pct-cost"]),
         ([GLIDE_MIX, EDD_MIX], ["pct-cost", "graft"]), ([BASE_GRAM, THREE], ["chain"])],
-        ["generate()", "lookup"]),
+        ["generate()", "prompt lookup"]),
     "sampled": Run(3, f"{ALL} --temperature 1", [
         (["cascade(small, k=5)", "cascade(base, k=5)", "vanilla", "glide-top", "glide"],
          ["drawn"])]),
@@ -74,8 +74,7 @@ RUNS = {
     "smollm2/batch": Run(4, f"{SMOLLM2} --limit 16 --max-new-tokens 24",
                          [(["glide-shared"], ["chain"]), (["maxgram"], ["chain"])],
                          ["generate()"], (1, 2, 4, 8, 16)),
-    "costs": Run(0.3, "python figures/probe.py costs"),
-    "smollm2/lengths": Run(4, "python figures/probe.py lengths --target smollm2"),
+    "costs": Run(0.3, "costs"),
     # Each prompt: held-out rows of news.jsonl, 17 000 characters of them
     "smollm2/long": Run(4, f"{SMOLLM2} --prompts work/long.jsonl --max-new-tokens 48", [
         (["glide-shared"], ["chain", "cape"]), (["mixture(glide-shared, maxgram)"], ["graft"])],
@@ -102,10 +101,8 @@ RUNS = {
         (["edd(temperature=1)", "edd", "glide(temperature=1)", "glide"], ["cape"]),
         (["edd(temperature=1)", "edd"], ["eagle2", PCT]), (["vdm"], [PCT])]),
     "width": Run(2, HALF, [(["edd"], [WIDE.format(width) for width in (1, 2, 3, 5, 7)])]),
-    "calibration": Run(3, 'python figures/probe.py calibration --limit 18 --drafter edd-top '
-                       '"edd-top(temperature=1)" edd "edd(temperature=1)" glide '
-                       '"glide(temperature=1)"'),
-    "positions": Run(4, "python figures/probe.py positions --limit 18 --drafter "
-                     '"cascade(base, k=30)" "cascade(small, k=30)" glide maxgram'),
-    "ewif": Run(0, "python figures/probe.py ewif"),
+    "calibration": Run(3, 'calibration --limit 18 --drafter edd-top "edd-top(temperature=1)" edd '
+                       '"edd(temperature=1)" glide "glide(temperature=1)"'),
+    "positions": Run(4, 'positions --limit 18 --drafter "cascade(base, k=30)" '
+                     '"cascade(small, k=30)" glide maxgram'),
 }

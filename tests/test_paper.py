@@ -1,5 +1,7 @@
 """figures/paper.py: intervals against brute force, pages of rows made up; columns.py by hand."""
 import json
+import shlex
+from collections import Counter
 from itertools import product
 
 import columns
@@ -7,7 +9,8 @@ import numpy as np
 import paper
 import pytest
 import torch
-from runs import RUNS
+from helpers import bench_args
+from runs import RUNS, Run
 
 import bench
 import verify
@@ -97,12 +100,11 @@ def test_columns_of_two_rounds_by_hand():
     rounds = [verify.Round([5, 6, 7], [0, 1, 2], [1, 5, 6, 9], [-1, 0, 1, 2]),
               verify.Round([8], [0], [7, 1, 2], [-1, 0, 1])]
     seconds = {"prefill": 1.0, "draft": 0.4, "verify": 1.0, "other": 0.1}
-    plain = bench.Record([0] * 5, [None] * 4, {"prefill": 1.0, "other": 4.0}, {})
-    record = bench.Record([0, 5, 6, 7, 8], rounds, seconds, {"draft": 4})
+    plain = bench.Record([0] * 5, [None] * 4, {"prefill": 1.0, "other": 4.0})
+    overlaps = [[0.5, 0.25, 0.1], [0.25, 0.75]]
+    record = columns.Observed([0, 5, 6, 7, 8], rounds, seconds, overlaps, Counter(draft=4))
     method = bench.Method("d x t", None, "d", "t", (object(), None))
-    result = [{"plain": plain, "d x t": record}]
-    seen = [([[0.5, 0.25, 0.1], [0.25, 0.75]], columns.Counter())]
-    found = columns.columns(method, result, seen, 1)
+    found = columns.columns(method, [{"plain": plain, "d x t": record}], 1)
     assert found["alpha_depth"] == 4 / 5 and found["c"] == pytest.approx(0.1)
     assert found["alpha_overlap"] == pytest.approx((0.5 + 0.25 + 0.1 + 0.25) / 4)
 
@@ -111,12 +113,31 @@ def test_the_overlap_of_a_sampled_chain():
     p = torch.tensor([[0.5, 0.5], [0.9, 0.1]], dtype=torch.float64)
     tree = verify.Tree(torch.tensor([0, 1]), torch.tensor([-1, 0]), None, p[1:])
     rule.choose(tree, p.log(), [0])
-    assert rule.of_rounds == [pytest.approx([0.6])]
+    assert rule.overlaps == [pytest.approx([0.6])]
+
+def test_a_run_of_each_kind_of_method(small, tmp_path, capsys):
+    """Cascades, library methods, a sampled chain, a batch: their rows have what a table needs."""
+    def rows_of(flags, *run):
+        flags = f"{shlex.join(bench_args(small))} --max-new-tokens 9 {flags}"
+        columns.measure("name", Run(1, flags, *run), tmp_path / "rows.jsonl")
+        rows = map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())
+        return {paper.name_of(row): row for row in rows}
+    cascade = "cascade(base, small, k=(2, 3, 1))"
+    others = ["prompt lookup", "assisted generation (base)"]
+    rows = rows_of("", [([cascade, "glide"], ["chain"])], others)
+    assert list(rows) == ["plain", *others, f"{cascade} x chain", "glide x chain"]
+    assert all(row["lossless"] and len(row["by_prompt"]) == 3 for row in rows.values())
+    assert rows[f"{cascade} x chain"]["swi_ms"] > 0 and rows["glide x chain"]["c"] > 0
+    rows = rows_of("--temperature 1", [(["edd"], ["drawn"])])
+    assert 0 < rows["edd x drawn"]["alpha_overlap"] < 1 < rows["edd x drawn"]["tau"]
+    rows = rows_of("--limit 1", [(["glide"], ["cape"])], (), (1, 2), True)
+    assert [row["prompts"] for row in rows.values()] == [1, 1, 2, 2]
+    assert rows["glide x cape, 2 rows"]["lossless"] and rows["glide x cape"]["c"] > 0
 
 @pytest.mark.parametrize("name", [name for name in RUNS if RUNS[name].methods])
 def test_the_runs_name_drafters_and_trees_that_bench_knows(name):
     for drafters, trees in RUNS[name].methods:
         assert [bench.read_call(tree, bench.TREES, "tree").label for tree in trees] == trees
         if "--checkpoint" not in RUNS[name].flags:
-            found = bench.load.drafter_calls(drafters, bench.CHECKPOINTS)
+            found = bench.load.drafter_calls(drafters, bench.load.CHECKPOINTS)
             assert [call.label for call in found] == drafters
