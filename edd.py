@@ -20,14 +20,10 @@ KL divergence between the target's distribution and the drafter's.
     t_{jL:i}, Eq. 3                    (S, S)     t_{jL} ... t_i: its right half
     D_KL(P_t || P_d), Eq. 4            ()         kl
 
-To use it in your project, by the contract of a drafter in verify.py.  A round:
+To use it in your project, with verify.py and pct.py.  model: the target, of transformers.
 
-    drafter, _ = edd.load("my-edd", model)               # once.  model: the target
-    drafter.begin(view, root_id)                         # view: see begin()
-    probs = drafter.expand(torch.tensor([root_id]), [-1])          # (1, V): node 0 is the root
-    best = probs.topk(2).indices[0]
-    probs = drafter.expand(best, [0, 0])                 # (2, V): nodes 1 and 2, its children
-    drafter.keep([0, 2])                                 # the target accepted the root and node 2
+    drafter, _ = edd.load("my-edd", model)
+    out = verify.generate(verify.Target(model), drafter, pct.pct, ids)
 
     python edd.py           # the demo: training under the mask predicts what decoding does
     python train.py edd vdm --data my-texts              # for the stand-in target; docs/training.md
@@ -69,16 +65,11 @@ class Config:
 
         hidden: index of hidden_states; a negative one counts from the end.  Entry i is the input
         of layer i, the last the normed output.  more: further settings.
-        Raises ValueError for 0, which is the embeddings, and for an index out of range.
         """
         c = model.config.get_text_config()
-        index = hidden
         if hidden < 0:
-            index = c.num_hidden_layers + 1 + hidden
-        if index not in range(1, c.num_hidden_layers + 1):
-            raise ValueError(f"hidden_states[{hidden}] of the target is no layer's output: choose "
-                             f"hidden from 1 to {c.num_hidden_layers}")
-        return cls(c.vocab_size, c.hidden_size, index, **more)
+            hidden = c.num_hidden_layers + 1 + hidden
+        return cls(c.vocab_size, c.hidden_size, hidden, **more)
 
 # ---------------------------------------------------------------- equations 3 and 4
 def dual_block_mask(length, block, device="cpu"):
@@ -117,23 +108,20 @@ def kl(target_logits, logits):
 #   rotary       the target's own function: (x, position (1, m)) -> cos and sin (1, m, d)
 Parts = namedtuple("Parts", "embed head layer norm rotary")
 
-def parts_of(model, embed=None, head=None):
-    """The Parts for the target `model`, with its device and dtype.
+def parts_of(model):
+    """The Parts for the target `model`, with its device and dtype: trainable, all of them.
 
-    embed, head: modules in place of trainable copies of the target's embedding and LM head.  Raises
-    ValueError for other families than FAMILIES.
+    Embedding and LM head are copies of the target's.  The layer and the norm start as in a new
+    model.  Raises ValueError for other families than FAMILIES.
     """
     decoder = model.get_decoder()
     if decoder.config.model_type not in FAMILIES:
-        raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: take "
-                         "such a target, or runtime/families.py, which serves others")
-    embed = embed or copy.deepcopy(model.get_input_embeddings()).requires_grad_(True)
-    head = head or copy.deepcopy(model.get_output_embeddings()).requires_grad_(True)
-    layer_class = type(decoder.layers[-1])
+        raise ValueError(f"edd.py serves {', '.join(FAMILIES)}, not {type(model).__name__}: "
+                         "runtime/families.py serves others")
+    own = model.get_input_embeddings(), model.get_output_embeddings(), decoder.norm
+    embed, head, norm = [copy.deepcopy(module).requires_grad_(True) for module in own]
     # Some classes have layers of several kinds, and find the kind of this one in the config.
-    layer = layer_class(decoder.config, layer_idx=len(decoder.layers) - 1)
-    # The norm is copied for its class and sizes: it and the layer start as in a new model.
-    norm = copy.deepcopy(decoder.norm).requires_grad_(True)
+    layer = type(decoder.layers[-1])(decoder.config, layer_idx=len(decoder.layers) - 1)
     layer.apply(model._init_weights)
     norm.apply(model._init_weights)
     return Parts(embed, head, layer.to(embed.weight), norm, decoder.rotary_emb)
@@ -230,8 +218,8 @@ class EDD(nn.Module):
         return kl(labels, logits)
 
 # ---------------------------------------------------------------- decoding
-# softmax, write, place, reserve and the checks in load() are those of glide.py: each file can be
-# copied alone.
+# softmax, write, place, reserve and has_other_weights are those of glide.py, so that each file can
+# be copied alone.
 def softmax(logits, temperature=1.0):
     """Logits (m, V) -> probabilities, where no rule of decoding says otherwise."""
     return (logits.float() / temperature).softmax(-1)
@@ -248,7 +236,7 @@ class Drafter:
     """Drafts with an EDD or a VDM, by the contract of a drafter in verify.py."""
 
     def __init__(self, model, temperature=1.0):
-        """temperature: for calibration.  Of the tokens that have probability p in softmax(logits /
+        """temperature calibrates: of the tokens that have probability p in softmax(logits /
         temperature), a fraction p is the target's greedy choice.
         """
         self.model, self.temperature = model.eval(), temperature
@@ -274,15 +262,9 @@ class Drafter:
     def begin(self, view, root_id):
         """Begin a round: forget the last round's nodes, and encode newly committed tokens.
 
-        view.tokens (k,) are these, a prompt included, view.length is the number of all, and
-        view.hidden[config.hidden] (k, D) are the target's hidden states of the k tokens.  root_id
-        is not used: expand is given the root.  Raises ValueError if the view does not continue
-        the last one.
+        view.tokens (k,) are these, at first the prompt, and view.hidden[config.hidden] (k, D) the
+        target's hidden states of them.  root_id is not used: expand is given the root.
         """
-        first = view.length - len(view.tokens)
-        if first != self.t:
-            raise ValueError(f"begin was given the tokens from {first} on, after {self.t} tokens: "
-                             "reset() begins another sequence")
         self.paths = []
         if self.config.encoding:
             x = view.hidden[self.config.hidden].to(self.store)                 # (k, D)
@@ -362,44 +344,30 @@ class Drafter:
             self.store = F.pad(self.store, (0, 0, 0, max(1024, entries)))
 
 # ---------------------------------------------------------------- from a checkpoint
+def has_other_weights(model, probe):
+    """Whether `model` lacks the weights that training.json notes: `probe`, one of some matrices."""
+    pairs = [(0.0, 0.0)]
+    for name, p in model.named_parameters():
+        is_readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
+        if name in probe and is_readable:
+            pairs.append((probe[name], p[len(p) // 3, p.shape[1] // 2].item()))
+    noted, own = torch.tensor(pairs).T
+    return bool((noted - own).norm() > 0.25 * own.norm())      # by rounding to 4 bits: 0.16
+
 def load(folder, model):
     """Load a checkpoint of train.py for the target `model` -> (Drafter, training.json as a dict).
 
-    The drafter has the target's dtype and device.  Raises ValueError if the folder does not hold
-    an EDD or a VDM for a target of these sizes, and warns if the target had other weights.
+    The drafter has the target's dtype and device.  Raises ValueError for a drafter of another kind,
+    and warns if it was trained for other weights.
     """
     about = json.loads(Path(folder, "training.json").read_text())
-    if about.get("kind") not in ("edd", "vdm"):
+    if about["kind"] not in ("edd", "vdm"):
         raise ValueError(f"{folder} holds no drafter of these kinds: edd, vdm")
-    target, c = about["target"], model.config.get_text_config()
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers"):
-        if target[name] != getattr(c, name):
-            raise ValueError(f"the drafter was made for another target, with {name} "
-                             f"{target[name]} instead of {getattr(c, name)}: train one for this")
-    # training.json stores one weight of each sampled matrix of the target.  A quantised copy's
-    # weights are near these, or cannot be read.
-    noted, found = [], []
-    for name, p in model.named_parameters():
-        readable = type(p) is nn.Parameter and p.dtype.itemsize > 1 and not p.is_meta
-        if name in target["probe"] and readable:
-            noted.append(target["probe"][name])
-            found.append(p[len(p) // 3, p.shape[1] // 2].item())
-    noted, found = torch.tensor(noted), torch.tensor(found)
-    if (noted - found).norm() > 0.25 * found.norm():
-        warnings.warn("the drafter was trained for a model with other weights: few drafts will be "
-                      "accepted", stacklevel=2)
-    # Copied, because the file may be replaced while the drafter is in use.
-    mapped = load_file(Path(folder, "model.safetensors"))
-    weights = {name: weight.clone() for name, weight in mapped.items()}
-    config = Config(**about["config"])
-    with torch.device("meta"):                     # no memory, since the weights are there already
-        embed = nn.Embedding(config.vocab, config.width)
-        head = nn.Linear(config.width, config.vocab, "head.bias" in weights)
-        draft_model = EDD(config, parts_of(model, embed, head))
-    draft_model.load_state_dict(weights, assign=True)
-    draft_model.made_for = about["target"]
-    temperature = about["validation"].get("temperature", 1.0)
-    return Drafter(draft_model.to(model.device, model.dtype), temperature), about
+    if has_other_weights(model, about["target"]["probe"]):
+        warnings.warn("the drafter was trained for a model with other weights", stacklevel=2)
+    draft_model = EDD(Config(**about["config"]), parts_of(model))
+    draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")))
+    return Drafter(draft_model, about["validation"].get("temperature", 1.0)), about
 
 def main():
     """Fifteen tokens in blocks of five: training under the mask equals decoding."""
@@ -424,14 +392,9 @@ def main():
     assert error < 1e-5, error
     print(f"training under the mask = decoding: largest difference {error:.0e}")
 
-# Differences from the paper, all of them:
-#  1. A token sees h_{<jL}, where Eq. 3 prints h_{<=jL}, and predicts t_{i+1} (dual_block_mask).
-#  2. A training step takes the mean of Eq. 4 over the loss mask (EDD.terms).
-#  3. The VDM's loss is EDD's, and it stands for Table 3's "w/o encoding result" (EDD).
-#  4. h_i stands at position i, and passes the layer's input norm: an assumption (EDD.forward).
-#  5. The layer has no sliding window (run_layer).
-#  6. Trees may be deeper than the drafts of training (Drafter.expand).
-#  7. Confidences are calibrated by a temperature (Drafter).
+# Differences from the paper, all of them: what a token sees and predicts (dual_block_mask); no
+# sliding window (run_layer); the VDM's loss (EDD); where hidden states stand (EDD.forward); the
+# mean of Eq. 4 (EDD.terms); calibration (Drafter.__init__); deeper trees (Drafter.expand).
 
 if __name__ == "__main__":
     main()

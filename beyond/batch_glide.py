@@ -48,8 +48,9 @@ class BatchGlide:
             position += new
             slots += [row.number * self.S + i for i in new]
         position, slots = torch.tensor((position, slots), device=tokens.device)
-        rope, _ = self.model.ropes(position)
-        _, k, v = self.model.layers[0].project(self.model.embed(tokens)[None], rope)
+        x = self.model.embed(tokens)[None]                                     # (1, m, d_D)
+        rope, _ = self.model.ropes(x, position)
+        _, k, v = self.model.layers[0].project(x, rope)
         self.update(slots, k, v)
 
     def draft(self, batch, rows):
@@ -79,7 +80,7 @@ class BatchGlide:
             mask = own_row & (own % self.S <= position[:, None])               # (A, rows S)
             update = partial(self.update, numbers * self.S + position)
             x = model.embed(tokens)[None]                                      # (1, A, D)
-            x = model.layers[0](x, model.ropes(position), mask, kv, seen, update)
+            x = model.layers[0](x, model.ropes(x, position), mask, kv, seen, update)
             found.append(model.head(model.norm(x))[0])                         # (A, V)
             tokens = found[-1].argmax(-1)
         for row, logits in zip(rows, torch.stack(found, 1)):                   # (gamma, V)

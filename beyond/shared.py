@@ -97,8 +97,7 @@ class Between(nn.Module):
 
     def start(self, norm):
         """Let a draft model's last norm start as the target's, which its head was trained on."""
-        if not norm.weight.is_meta:
-            norm.weight.data.copy_(self.tables.norm)
+        norm.weight.data.copy_(self.tables.norm)
 
     def loss_of(self, x, target_logits):
         """What training uses: the loss, summed over n positions -> ()
@@ -158,7 +157,7 @@ class GlideShared(glide.Glide):
 
     def __init__(self, config, ropes, tables):
         between = Between(config, tables)
-        super().__init__(config, ropes, between.embed, between.head, Layer)
+        super().__init__(config, *ropes, between.embed, between.head, Layer)
         self.between = between
         self.loss_of = between.loss_of
         between.start(self.norm)

@@ -4,23 +4,20 @@
     draft_model = new("edd", edd.Config.for_target(model), model)        # a new one, to be trained
     drafter = edd.Drafter(draft_model)
 
-glide.py and edd.py alone serve targets that are built as Llama is.  The functions here give the
-same draft models what they need of any other target:
-
- 1. ropes_of gives GLIDE's queries the RoPE of the keys that they meet: rotated by halves (Llama) or
-    by pairs (Cohere, GLM), wholly or in part (Phi), or not at all (GPT-2, OPT).
- 2. parts_of gives EDD, the VDM and EAGLE a layer of the target's class beside a llama, mistral or
-    qwen2, as in the papers, and one of Llama's class with the target's sizes beside all others.
- 3. Embedding and LM head are copied by what they compute, so they may be quantised or offloaded.
-    Scales and soft caps that the target applies outside of them are not copied: the copies are
-    trained.
- 4. tables_of gives the target's own tables, for beyond/shared.py and EAGLE.  Their logits are
-    capped as the target's.
+glide.py and edd.py alone serve some families.  Here the same draft models get what they need of any
+other target: RoPE as its keys have it, by halves (Llama) or by pairs (Cohere, GLM), wholly, in part
+(Phi) or not at all (GPT-2); for EDD, the VDM and EAGLE a layer of Llama's class with its sizes;
+copies of its embedding and LM head by what they compute, as they may be quantised or offloaded, or
+for beyond/shared.py and EAGLE themselves.
 """
+import json
+import warnings
 from dataclasses import fields
 from inspect import signature
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import DynamicCache, LlamaConfig
 from transformers.models.llama.modeling_llama import (
@@ -37,6 +34,7 @@ from runtime.linear import PackedLinear, pack
 from runtime.targets import context_of, device_of
 
 READS_NONE = "take a drafter that does not (edd, vanilla)"
+TREE_POSITIONS = 1024            # after the last token of a full context, for the nodes of a tree
 
 # ---------------------------------------------------------------- embedding and head
 @torch.no_grad()
@@ -70,11 +68,59 @@ def head_of(model, words=slice(None)):
     return head
 
 # ---------------------------------------------------------------- GLIDE
-@torch.no_grad()
-def cached_keys(model, position):
-    """What the target caches for one token at a position -> [keys of a layer], (1, H, 1, d_k) each
+class AnyRope(nn.Module):
+    """RoPE of the first 2 n entries of a head: of halves, as Llama's, or of neighbours."""
 
-    Layers that share keys appear once.  Some targets know no positions (ALiBi).
+    def __init__(self, angles, neighbours=False):
+        """angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair."""
+        super().__init__()
+        table = angles.repeat_interleave(2, -1) if neighbours else torch.cat((angles, angles), -1)
+        self.register_buffer("table", table, persistent=False)
+        self.neighbours = neighbours
+
+    def forward(self, x, position):
+        """As the function that glide.rope_of gives."""
+        cos, sin = self.table.index_select(1, position)        # (T, 2 n) each
+
+        def rotate(q):
+            rotated, rest = q.tensor_split([cos.shape[-1]], -1)
+            if self.neighbours:
+                a, b = rotated[..., ::2], rotated[..., 1::2]
+                partner = torch.stack((-b, a), -1).flatten(-2)
+            else:
+                partner = rotate_half(rotated)
+            return torch.cat((rotated * cos + partner * sin, rest), -1)
+        return rotate
+
+def rope_table(model, layer):
+    """The cos and sin that the target's own module gives one of its layers -> (2, length, r).
+
+    How they belong to the entries of a head differs from family to family.  r is 0 in a target
+    without such a module.  The length is the context's, and more for the nodes of a tree.
+    """
+    c, device = model.config.get_text_config(), device_of(model)
+    # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
+    context = context_of(c)
+    position = torch.arange(context + TREE_POSITIONS, device=device).clamp(max=context - 1)[None]
+    like = torch.zeros(1, 1, 1, device=device)                         # supplies only the dtype
+    rotary = getattr(model.get_decoder(), "rotary_emb", None)
+    table, kind = None, {}
+    if rotary is not None:
+        if "layer_type" in signature(rotary.forward).parameters:
+            kind["layer_type"] = c.layer_types[layer]
+        table = rotary(like, position, **kind)
+    if not isinstance(table, tuple):                                   # complex numbers (Llama 4)
+        return torch.zeros(2, position.shape[1], 0, device=device)
+    table = torch.cat(table).detach()
+    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):        # GPT-OSS has each angle once
+        table = table.repeat(1, 1, 2)
+    return table
+
+@torch.no_grad()
+def cached_keys(model, layer, position):
+    """What a layer of the target caches of one token at a position -> (H, 1, d_k)
+
+    Some targets know no positions (ALiBi).
     """
     token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
     at = {"position_ids": token + position}
@@ -82,113 +128,55 @@ def cached_keys(model, position):
         at = {}
     cache = DynamicCache()
     model(input_ids=token, past_key_values=cache, use_cache=True, **at)
-    cached = [(getattr(layer, "keys", None), getattr(layer, "values", None))
-              for layer in cache.layers]
-    if not cached or any(k is None or k.shape != v.shape for k, v in cached):
-        raise ValueError(f"{type(model).__name__} does not cache keys and values of one size in "
-                         f"each of its layers, and GLIDE reads them: {READS_NONE}")
-    return [k for k, _ in cached]
+    # Layers that share keys appear once.
+    cached = cache.layers[layer] if layer < len(cache.layers) else None
+    k, v = getattr(cached, "keys", None), getattr(cached, "values", None)
+    if k is None or k.shape != v.shape:
+        raise ValueError(f"layer {layer} of {type(model).__name__} does not cache keys and values "
+                         f"of one size, and GLIDE reads them: {READS_NONE}")
+    return k[0].float()
 
-class AnyRope(glide.Rope):
-    """RoPE of the first 2 n entries of a head: of halves, as Llama's, or of neighbours."""
-
-    def __init__(self, angles, neighbours):
-        """angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair."""
-        super().__init__(angles.repeat_interleave(2, -1) if neighbours
-                         else torch.cat((angles, angles), -1))
-        self.neighbours = neighbours
-
-    def at(self, position):
-        """As glide.Rope.at."""
-        cos, sin = self.table.index_select(1, position)        # (T, 2 n) each
-
-        def rotate(x):
-            turned, rest = x.tensor_split([cos.shape[-1]], -1)
-            if self.neighbours:
-                a, b = turned[..., ::2], turned[..., 1::2]
-                partner = torch.stack((-b, a), -1).flatten(-2)
-            else:
-                partner = rotate_half(turned)
-            turned = turned * cos + partner * sin
-            return torch.cat((turned, rest), -1) if rest.numel() else turned
-        return rotate
-
-def rope_table(model, length, layer):
-    """The cos and sin that the target's own module gives one of its layers -> (2, length, r).
-
-    How they belong to the entries of a head differs from family to family.  r is 0 in a target
-    without such a module.
-    """
-    c, device = model.config.get_text_config(), device_of(model)
-    rotary = None
-    for module in (model.get_decoder(), model.base_model):             # older GPT-NeoX: the second
-        rotary = rotary or getattr(module, "rotary_emb", None)
-    # Gemma 3 had a module for each kind of layer before transformers 5.
-    if hasattr(model.get_decoder(), "rotary_emb_local"):
-        if c.layer_types[layer] == "sliding_attention":
-            rotary = model.get_decoder().rotary_emb_local
-    if rotary is None:
-        return torch.zeros(2, length, 0, device=device)
-    # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
-    position = torch.arange(length, device=device).clamp(max=context_of(c) - 1)[None]
-    like = torch.zeros(1, 1, 1, device=device)                         # supplies only the dtype
-    kind = {}
-    if "layer_type" in signature(rotary.forward).parameters:
-        kind["layer_type"] = c.layer_types[layer]
-    table = rotary(like, position, **kind)
-    if not isinstance(table, tuple):                                   # complex numbers (Llama 4)
-        return torch.zeros(2, length, 0, device=device)
-    table = torch.cat(table).detach()
-    if table.shape[-1] == len(getattr(rotary, "inv_freq", ())):        # GPT-OSS has each angle once
-        table = table.repeat(1, 1, 2)
-    return table
-
-def rope_of(model, table, key_0, key_2):
-    """How the target turns its keys -> AnyRope
-
-    table: as rope_table gives it.  key_0, key_2 (1, H, 1, d_k): the keys of one token at positions
-    0 and 2, as cached.  Raises ValueError where they turn otherwise.
-    """
-    key_0, key_2 = key_0.to(table.device).float(), key_2.to(table.device).float()
+def rope_of(model, table, layer):
+    """How the target rotates the keys of a layer -> AnyRope.  table: as rope_table gives it."""
+    key_0, key_2 = [cached_keys(model, layer, position).to(table.device) for position in (0, 2)]
     # Without RoPE keys stay the same (ALiBi), or become others (learned positions).
     same = (key_2 - key_0).norm() < 0.01 * key_0.norm()
     of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
     n = table.shape[-1] // 2
     if same or n == 0 and not of_one_length:
-        return AnyRope(table[..., :0], False)
+        return AnyRope(table[..., :0])
+    position = torch.tensor([[0], [2]], device=table.device)
+
+    def error(rope):
+        """|R_2 k_0 - R_0 k_2| / |k_2 - k_0|: R_0 only scales, if it does, and both sides alike."""
+        difference = rope(None, position[1])(key_0) - rope(None, position[0])(key_2)
+        return difference.norm() / (key_2 - key_0).norm()
+
     # A table has each angle twice: half a head apart, or in turn.
-    tried = [AnyRope(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
+    ropes = [AnyRope(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
              for neighbours in (False, True)]
-    errors = [glide.rope_error(rope, key_0, key_2) for rope in tried]
-    if min(errors) > 0.3:                                              # half precision is coarse
+    best = min(ropes, key=error)
+    if error(best) > 0.3:                                              # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
                          f"and GLIDE reads them: {READS_NONE}")
-    return tried[errors.index(min(errors))]
+    return best
 
-def ropes_of(model, config, length):
-    """The RoPE of self-attention and of the glimpse for `length` positions -> two glide.Rope
+def ropes_of(model, config):
+    """The RoPE of the self-attention of a GLIDE of this Config, and of its glimpse -> two AnyRope
 
-    Raises ValueError where the target does not cache the keys that a GLIDE of this Config reads.
+    Raises ValueError where the target does not cache the keys that it reads.
     """
     layer = config.layers_read[-1] if config.glimpse else -1
-    table = rope_table(model, length, layer)
-    rope = AnyRope(table[..., :table.shape[-1] // 2], False)
-    glimpse_rope = None
-    if config.glimpse:
-        keys = [cached_keys(model, position) for position in (0, 2)]
-        if layer >= len(keys[0]) or config.target_head_size != keys[0][layer].shape[-1]:
-            raise ValueError(f"layer {layer} of the target caches no keys of size "
-                             f"{config.target_head_size}: take an earlier layer, or train a "
-                             "drafter for this target")
-        rope = glimpse_rope = rope_of(model, table, keys[0][layer], keys[1][layer])
+    table = rope_table(model, layer)
+    rope = rope_of(model, table, layer) if config.glimpse else AnyRope(table.chunk(2, -1)[0])
     d = config.width // config.heads
-    if rope.table.shape[-1] != d:
-        # The drafter needs positions where the target has none, or turns a part of a head.
-        rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
-        position = torch.arange(length)[None]
-        angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
-        rope = AnyRope(angles, False)
-    return rope, glimpse_rope or rope
+    if rope.table.shape[-1] == d:
+        return rope, rope
+    # The drafter needs positions where the target has none, or rotates a part of a head.
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
+    position = torch.arange(table.shape[1])[None]
+    angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
+    return AnyRope(angles), rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
 def parts_of(model, embed, head):
@@ -214,9 +202,8 @@ def parts_of(model, embed, head):
             nn.init.normal_(module.weight, std=c.initializer_range)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-    with torch.device(device_of(model)):                       # it has no weights to load
-        rotary = rotary_class(c)
-    return edd.Parts(embed, head, layer, LlamaRMSNorm(c.hidden_size, c.rms_norm_eps), rotary)
+    norm = LlamaRMSNorm(c.hidden_size, c.rms_norm_eps)
+    return edd.Parts(embed, head, layer, norm, rotary_class(c))
 
 # ---------------------------------------------------------------- the target's own tables
 @torch.no_grad()
@@ -253,72 +240,70 @@ def tables_of(model, words=None):
         norm = module(norm).to(norm)
     return shared.Tables(embed, head, norm, words)
 
-# ---------------------------------------------------------------- the table of kinds, loading
-# {"kind" in a training.json: (the Config, the draft model, what decodes with it)}
+# ---------------------------------------------------------------- the kinds of draft models
+def new_glide(config, model, words):
+    return glide.Glide(config, *ropes_of(model, config))
+
+def new_glide_shared(config, model, words):
+    return shared.GlideShared(config, ropes_of(model, config), tables_of(model, words))
+
+def new_edd(config, model, words):
+    return edd.EDD(config, parts_of(model, embedding_of(model), head_of(model)))
+
+def new_edd_shared(config, model, words):
+    return shared.EDDShared(config, parts_of(model, None, None), tables_of(model, words))
+
+def new_eagle(config, model, words):
+    tables = tables_of(model)
+    return eagle.Eagle(config, parts_of(model, tables.embed, tables.head))
+
+def new_medusa(config, model, words):
+    return medusa.Medusa(config, head_of(model))
+
+# {"kind" in a training.json: (the Config, what makes the draft model, what decodes with it)}
 KINDS = {
-    "glide": (glide.Config, glide.Glide, glide.Drafter),
-    "vanilla": (glide.Config, glide.Glide, glide.Drafter),
-    "glide-shared": (shared.GlideConfig, shared.GlideShared, glide.Drafter),
-    "vanilla-shared": (shared.GlideConfig, shared.GlideShared, glide.Drafter),
-    "edd": (edd.Config, edd.EDD, edd.Drafter),
-    "vdm": (edd.Config, edd.EDD, edd.Drafter),
-    "edd-shared": (shared.EDDConfig, shared.EDDShared, edd.Drafter),
-    "vdm-shared": (shared.EDDConfig, shared.EDDShared, edd.Drafter),
-    "eagle": (eagle.Config, eagle.Eagle, eagle.Drafter),
-    "medusa": (medusa.Config, medusa.Medusa, medusa.Drafter),
+    "glide": (glide.Config, new_glide, glide.Drafter),
+    "vanilla": (glide.Config, new_glide, glide.Drafter),
+    "glide-shared": (shared.GlideConfig, new_glide_shared, glide.Drafter),
+    "vanilla-shared": (shared.GlideConfig, new_glide_shared, glide.Drafter),
+    "edd": (edd.Config, new_edd, edd.Drafter),
+    "vdm": (edd.Config, new_edd, edd.Drafter),
+    "edd-shared": (shared.EDDConfig, new_edd_shared, edd.Drafter),
+    "vdm-shared": (shared.EDDConfig, new_edd_shared, edd.Drafter),
+    "eagle": (eagle.Config, new_eagle, eagle.Drafter),
+    "medusa": (medusa.Config, new_medusa, medusa.Drafter),
 }
 # Older names of weights in the checkpoints of drafters between the target's tables
 RENAMED = {"projection.weight": "between.projection.weight", "words": "between.words"}
 
-def new(kind, config, model, length=None, words=None, empty=False):
+def new(kind, config, model, words=None):
     """A draft model with new weights, on the target's device and in its dtype.
 
-    kind, config: a key of KINDS, and a Config of that kind.  length: the positions that a GLIDE
-    serves; None: those of the target's context and of a tree after it.  words (k,): the token ids
-    that a drafter between the target's tables drafts alone.  empty: without weights, for
-    load_state_dict(..., assign=True).
+    kind, config: a key of KINDS, and a Config of that kind.  words (k,): the token ids that a
+    drafter between the target's tables drafts alone.
     """
-    _, draft_class, _ = KINDS[kind]
-    c, like = model.config.get_text_config(), embedded(model, [0])
-    if config.vocab != c.vocab_size:
-        raise ValueError("the drafter was made for another vocabulary: train one for this target")
-    if draft_class in (eagle.Eagle, shared.EDDShared, shared.GlideShared):
-        tables = tables_of(model, words)
-        embed, head = tables.embed, tables.head
-    elif empty:
-        bias = model.get_output_embeddings().bias is not None
-        embed = nn.Embedding(config.vocab, config.width, device="meta")
-        head = nn.Linear(config.width, config.vocab, bias, device="meta")
-    elif draft_class is not glide.Glide:
-        embed, head = embedding_of(model), head_of(model)
-    is_glide = issubclass(draft_class, glide.Glide)
-    if is_glide:
-        parts = ropes_of(model, config, length or context_of(c) + glide.TREE_POSITIONS)
-    with torch.device("meta" if empty else like.device):
-        if draft_class is medusa.Medusa:
-            parts = head
-        elif not is_glide:
-            parts = parts_of(model, embed, head)
-        if draft_class in (shared.GlideShared, shared.EDDShared):
-            draft_model = draft_class(config, parts, tables)
-        else:
-            draft_model = draft_class(config, parts)
-    return draft_model if empty else draft_model.to(like)
+    _, make, _ = KINDS[kind]
+    like = embedded(model, [0])
+    with torch.device(like.device):
+        return make(config, model, words).to(like)
 
 def load(folder, model):
     """A checkpoint of train.py -> (drafter for the target `model`, training.json as a dict).
 
-    Raises ValueError where the checkpoint does not fit the target, and warns where it was trained
-    for other weights.
+    Warns if it was trained for other weights.
     """
-    weights, about = glide.read(folder, model, KINDS)
-    weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
+    about = json.loads(Path(folder, "training.json").read_text())
+    if about["kind"] not in KINDS:
+        raise ValueError(f"{folder} holds no drafter of these kinds: {', '.join(KINDS)}")
+    if glide.has_other_weights(model, about["target"]["probe"]):
+        warnings.warn("the drafter was trained for a model with other weights", stacklevel=2)
     config_class, _, drafter_class = KINDS[about["kind"]]
-    # Checkpoints of other versions have other settings, too.
+    # Checkpoints of other versions have other settings and names, too.
     names = {field.name for field in fields(config_class)}
     config = config_class(**{k: v for k, v in about["config"].items() if k in names})
-    draft_model = new(about["kind"], config, model, words=weights.get("between.words"), empty=True)
-    draft_model.load_state_dict(weights, assign=True)
+    weights = load_file(Path(folder, "model.safetensors"))
+    weights = {RENAMED.get(name, name): weight for name, weight in weights.items()}
+    draft_model = new(about["kind"], config, model, weights.get("between.words"))
+    draft_model.load_state_dict(weights)
     draft_model.made_for = about["target"]
-    temperature = about["validation"].get("temperature", 1.0)
-    return drafter_class(draft_model.to(embedded(model, [0])), temperature), about
+    return drafter_class(draft_model, about["validation"].get("temperature", 1.0)), about

@@ -19,7 +19,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-import glide
 from runtime.errors import UserError
 from verify import Target
 
@@ -59,16 +58,6 @@ def static(x, record=True):
     x.run = Static(x, record)
     return x
 
-def glide_run(drafter, end, tokens, position, slots, mask, glimpse_mask=None):
-    """As glide.Drafter.run, with a mask (m, t) for the target's entries; None: all are seen."""
-    model = drafter.model
-    ropes = model.ropes(position)
-    x = model.embed(tokens)[None]                                              # (1, m, d_D)
-    for layer, store in zip(model.layers, drafter.store):
-        update = partial(glide.write, store, slots, end)
-        x = layer(x, ropes, mask, drafter.kv, glimpse_mask, update)
-    return [model.head(model.norm(x))[0]]
-
 class Static:
     """Replaces x.run: the same results by static shapes.
 
@@ -77,7 +66,7 @@ class Static:
     """
     def __init__(self, x, record):
         self.x = x
-        self.own = partial(glide_run, x) if isinstance(x, glide.Drafter) else x.run
+        self.own = x.run
         self.dtype = next(x.model.parameters()).dtype
         self.is_target = isinstance(x, Target)
         self.graphs = record and x.device.type == "cuda"

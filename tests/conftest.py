@@ -161,13 +161,13 @@ SETTINGS = {
     "medusa": {},
 }
 
-def random_draft_model(model, kind, length=64, words=None, **more):
+def random_draft_model(model, kind, words=None, **more):
     """A random draft model for a tiny target: a key of SETTINGS."""
     from runtime import families
     name = kind.split()[0]
     config_class, _, _ = families.KINDS[name]
     config = config_class.for_target(model, **{**SETTINGS[kind], **more})
-    return weighty(families.new(name, config, model, length, words))
+    return weighty(families.new(name, config, model, words))
 
 def random_drafter(model, kind, **more):
     """What decodes with a random draft model: a key of SETTINGS."""

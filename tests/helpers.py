@@ -114,7 +114,7 @@ def save(folder, model, tokenizer):
 
 def save_drafter(folder, kind, model, tokenizer, temperature=1.0):
     """A random drafter of a kind, saved as train.py does."""
-    draft_model = random_draft_model(model, kind, length=None).float()
+    draft_model = random_draft_model(model, kind).float()
     about = {"kind": kind, "config": vars(draft_model.config),
              "target": load.fingerprint(model, tokenizer),
              "validation": {"temperature": temperature}}

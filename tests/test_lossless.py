@@ -63,9 +63,7 @@ def stage_of(name, sizes, number):
 @cache
 def draft_model_of(name, sizes, kind, *how):
     """A random draft model, and the class that decodes with it."""
-    settings = {"length": 256} if kind.startswith(("glide", "vanilla")) else {}
-    if kind in ("edd", "vdm"):
-        settings["hidden"] = 1
+    settings = {"hidden": 1} if kind in ("edd", "vdm") else {}
     drafter = random_drafter(model_of(name, sizes), kind, **{**settings, **dict(how)})
     return drafter.model, type(drafter)
 

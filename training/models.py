@@ -9,7 +9,6 @@ The functions in RECIPES are the drafters that train.py knows, and their keyword
 import copy
 import json
 import re
-from collections import namedtuple
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,6 @@ from safetensors.torch import save_file
 from beyond import shared
 from beyond.stage import Stage
 from edd import BLOCKS, HIDDEN, kl
-from glide import TREE_POSITIONS
 from runtime import families
 from runtime.calls import read_call
 from runtime.errors import UserError
@@ -30,23 +28,20 @@ from runtime.provenance import commit
 from runtime.targets import context_of
 from verify import Target
 
-# length: the longest piece of text.  tokens (n,): the ids to learn from, those of prompts as ~id,
-# in which `words` are counted
-Text = namedtuple("Text", "length tokens")
-
 # ---------------------------------------------------------------- the drafters
 def built(kind, target, text, words=None, **settings):
-    """A draft model with new weights, in float32.  kind: a key of families.KINDS."""
+    """A draft model with new weights, in float32.  kind: a key of families.KINDS.
+
+    text (n,): the ids to learn from, those of prompts as ~id, in which `words` are counted.
+    """
     config_class, _, _ = families.KINDS[kind]
     config = config_class.for_target(target, **settings)
     if words is not None:
         eos = target.generation_config.eos_token_id
         eos = eos[0] if isinstance(eos, list) else eos
-        learned = torch.from_numpy(text.tokens[text.tokens >= 0].astype("i8"))
+        learned = torch.from_numpy(text[text >= 0].astype("i8"))
         words = shared.frequent_words(learned, words, config.vocab, eos)
-    # Drafted tokens may lie beyond the longest text.
-    length = text.length + TREE_POSITIONS
-    return families.new(kind, config, target, length, words).float()
+    return families.new(kind, config, target, words).float()
 
 def glide(target, text, layer=None, norm=True, layers=1, width=None, block=5, loss="kl",
           tables="target"):
@@ -186,7 +181,10 @@ class SmallLM(torch.nn.Module):
 
 # ---------------------------------------------------------------- from a call to a folder
 def new(call, target, length, tokens):
-    """The draft model of a Call of RECIPES, with new weights.  length, tokens: as of Text."""
+    """The draft model of a Call of RECIPES, with new weights.
+
+    length: the longest piece of text.  tokens: the text, as in built.
+    """
     context = context_of(target.config.get_text_config())
     if length > context:
         raise UserError(f"--length {length} is more than the target's context of {context}")
@@ -194,7 +192,7 @@ def new(call, target, length, tokens):
     if call.settings.get("loss", "kl") not in losses:
         raise UserError(f"{call.label}: it learns by the loss {' or '.join(losses)}")
     try:
-        return call.function(target, Text(length, tokens), **call.settings)
+        return call.function(target, tokens, **call.settings)
     except (ValueError, TypeError) as why:
         raise UserError(f"{call.label}: {why}") from None
 
