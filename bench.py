@@ -418,8 +418,7 @@ def parser():
     flag("--checkpoint", default=str(load.CHECKPOINTS), help="folder of the drafters, or of one")
     flag("--prompts", nargs="+", help="files of prompts (default: the project's own)")
     flag("--limit", type=int, help=f"maximum number of prompts (default: {FEW} of our own)")
-    flag("--template", help="chat template: plain, question, vicuna, or a Jinja file")
-    flag("--template-args", help="JSON for the template, as '{\"enable_thinking\": false}'")
+    flag("--template", help="chat template: a Jinja file (default: the target's)")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt")
     flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
     flag("--seed", type=int, default=0, help="of sampling")
@@ -437,8 +436,7 @@ def prepare(a):
     """The target and the prompts that the arguments name -> load.Loaded, [Prompt]"""
     loaded = load.Loaded(a.target, a.checkpoint, a.dtype, a.device, a.trust_remote_code, a.graphs)
     limit = a.limit or (None if a.prompts else FEW)
-    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template,
-                           a.template_args)
+    prompts = read_prompts(a.prompts or [PROMPTS], loaded, a.max_new_tokens, limit, a.template)
     return loaded, prompts
 
 def about_of(a, loaded, command):

@@ -9,6 +9,23 @@ the target's KV entries and EDD its hidden states, so training needs the target'
 all drafters of a run share it.  A drafter is named as a function would be called, with settings
 (training/models.py); `top=` names its folder.
 
+From text to a batch.  data.tokens (n,) has the tokens of all documents, one after the other: an id
+where it is a label, and ~id, below 0, where it is only read, as in a prompt.
+
+    document    what was one row or file
+    piece       at most --length tokens of one document: (start, size) in data.tokens
+    step        some --batch x --length tokens, in whole pieces: one update of the weights
+    batch       pieces of one step that go through the target together, 2 048 tokens at most
+
+A batch has
+
+    ids         (B, T)           token ids of B pieces, from position 0, padded on the right
+    loss_mask   (B, T)           True where the token after a position is a label
+    kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
+    hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
+                                 input of layer k, from 0 on; the last one is the normed output
+    logits      (B, T, V)        the target's logits after each token, None if no drafter needs them
+
 A drafter is a module with
 
     terms(batch, block)   -> [(x (B, T, ...), labels (B, T, ...), mask (B, T) or None)]
@@ -17,35 +34,23 @@ A drafter is a module with
 and its loss is the sum of loss_of over terms.  A position counts where the loss mask of the batch
 is True, and the term's own mask, too, if it has one (as in beyond/eagle.py).
 
-data.tokens (n,) has the tokens of all documents: an id where it is a label, and ~id, below 0, where
-it is only read, as in a prompt.  A document is cut into pieces (start, size), and a batch has
-
-    ids         (B, T)           token ids of B pieces of text from position 0, padded on the right
-    loss_mask   (B, T)           True where the token after a position is a label
-    kv          {l: (K, V)}      KV entries of the target's layer l, (B, H, T, d) each
-    hidden      {k: (B, T, D)}   hidden_states[k] of the target, numbered as Hugging Face does: the
-                                 input of layer k, from 0 on; the last one is the normed output
-    logits      (B, T, V)        the target's logits after each token, None if no drafter needs them
-
 The recipe.  The loss is the KL divergence to the target's distribution; loss='ce' is cross entropy
 of the text, 'lk' is beyond/shared.py's.  It is a mean over the labels of a step.  Muon optimises
 hidden matrices, AdamW all else.  The learning rate rises for 2.5 % of the steps, then falls along a
 cosine to 0.  At the end each drafter gets a calibration temperature T, for which softmax(logits /
 T) predicts the target's own greedy text best (training/evaluate.py).
 
-After an interruption the same command with --resume continues, bit for bit.  The state that it
-reads is weights, optimisers and the step: which text a step reads follows from seed and step.
+Every ten minutes the state is saved: weights, optimisers and the step.  After an interruption the
+same command with --resume continues from there, bit for bit, as the text of a step follows from
+seed and step.
 """
 import argparse
-import itertools
 import json
 import math
 import os
 import shlex
-import signal
 import sys
 import time
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +59,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from runtime.errors import UserError
@@ -69,7 +73,7 @@ CLIP = 1.0                      # the largest norm of a drafter's gradient
 BETAS = (0.9, 0.95)             # of AdamW, as in GLIDE's code; Muon's momentum is 0.95
 WEIGHT_DECAY = 0.01
 FORWARD = 2048                  # tokens of one forward pass of the target, with padding
-LOGITS = 2 ** 27                # a drafter's logits (positions x vocabulary) in memory at a time
+LOGITS = 2 ** 27                # positions x vocabulary of one forward, at most
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
 # The names of modules whose weight stacks several matrices of one size, and how many
 STACKED = {"qkv": 3, "up": 2}
@@ -85,8 +89,7 @@ def parser():
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     flag("--data", nargs="+", required=True,
          help="files or folders of text, chats or token ids, or a folder that prepare.py made")
-    flag("--template", help="chat format: plain, question, vicuna, a file (default: the target's)")
-    flag("--template-args", help="for the template, as '{\"enable_thinking\": false}'")
+    flag("--template", help="chat format: a Jinja file (default: the target's)")
     flag("--length", type=int, default=512, help="tokens of a document that are seen together")
     flag("--steps", type=int, help="default: one epoch")
     flag("--batch", type=int, default=8, help="a step has this many times --length tokens")
@@ -110,7 +113,7 @@ def check(out, names, resume, overwrite):
             raise UserError(f"{path} is there already: --resume goes on with an interrupted run, "
                             "--overwrite replaces it")
 
-# ---------------------------------------------------------------- tokens and pieces
+# ---------------------------------------------------------------- documents, pieces, steps, batches
 def pieces_of(index, length):
     """Cut documents into pieces of at most `length` tokens -> (m, 2): start, size
 
@@ -123,22 +126,18 @@ def pieces_of(index, length):
             pieces.append((start + begin, min(length, size - begin)))
     return np.array(pieces, "i8").reshape(-1, 2)
 
-def steps_of(pieces, step_tokens, seed):
-    """Yield the pieces of step 0, of step 1, and so on, epoch after epoch: arrays like `pieces`.
+def pieces_of_step(pieces, step_tokens, seed, step):
+    """The pieces that a step learns from.
 
-    Each epoch shuffles all pieces, by (seed, epoch) alone.  A step takes pieces until it has its
-    `step_tokens`; the excess tokens are credited to the next step.  The pieces after the last full
-    step are left out.  Where all pieces together do not fill one step, they are the only step.
+    Each epoch shuffles all pieces and splits their tokens into steps of `step_tokens`.  A piece
+    belongs to the step in which it begins; the rest of an epoch, less than a step, is left out.
     """
-    for epoch in itertools.count():
-        order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
-        steps, begin, tokens = [], 0, 0
-        for end, index in enumerate(order, 1):
-            tokens += pieces[index, 1]
-            if tokens >= step_tokens:
-                steps.append(pieces[order[begin:end]])
-                begin, tokens = end, tokens - step_tokens
-        yield from steps or [pieces]
+    steps = max(1, int(pieces[:, 1].sum()) // step_tokens)             # of an epoch
+    epoch, number = divmod(step, steps)
+    order = np.random.default_rng([seed, epoch]).permutation(len(pieces))
+    pieces = pieces[order]
+    begin = pieces[:, 1].cumsum() - pieces[:, 1]                       # (m,)
+    return pieces[begin // step_tokens == number]
 
 def batches_of(pieces, limit):
     """Sort pieces by size and split them into batches of at most `limit` tokens with padding."""
@@ -192,27 +191,15 @@ class FrozenTarget:
                                logits=out.logits if self.needs_logits else None)
 
 # ---------------------------------------------------------------- losses
-def masked_loss(module, batch, block, chunk_size):
-    """A drafter's loss, summed over the loss mask of a batch -> ().  block: EDD's L.
-
-    To save memory, its logits (n, V) are computed for `chunk_size` positions at a time, and again
-    in the backward pass.
-    """
-    def loss_at(x, labels, positions):
-        return module.loss_of(x, labels.index_select(0, positions))
-
+def masked_loss(module, batch, block):
+    """A drafter's loss, summed over the loss mask of a batch -> ().  block: EDD's L."""
     total = 0.0
     for x, labels, mask in module.terms(batch, block):
         loss_mask = batch.loss_mask if mask is None else batch.loss_mask & mask
         positions = loss_mask.flatten().nonzero()[:, 0]                # (n,)
-        x = x.flatten(0, 1)[positions]                                 # (n, ...)
-        # Labels may be the target's logits: indexed by chunks, they are not copied as a whole.
-        labels = labels.flatten(0, 1)                                  # (B T, ...)
-        if len(x) <= chunk_size:                         # one chunk: nothing is computed twice
-            total = total + loss_at(x, labels, positions)
-            continue
-        for x_chunk, chunk in zip(x.split(chunk_size), positions.split(chunk_size)):
-            total = total + checkpoint(loss_at, x_chunk, labels, chunk, use_reentrant=False)
+        x = x.flatten(0, 1).index_select(0, positions)                 # (n, ...)
+        labels = labels.flatten(0, 1).index_select(0, positions)       # (n, ...)
+        total = total + module.loss_of(x, labels)
     return total
 
 def block_of_step(module, seed, step):
@@ -262,34 +249,22 @@ def update(modules, losses, optimizers, lr, step):
         optimizer.step()
         optimizer.zero_grad()
 
-# ---------------------------------------------------------------- processes and signals
+# ---------------------------------------------------------------- processes
 def rank_and_world():
     """The rank of this process and the world size, as torchrun sets them."""
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
-def all_reduced(modules, numbers, device):
-    """Add up gradients and numbers over all processes -> the sums of the numbers, a list."""
-    numbers = torch.stack([torch.as_tensor(x, dtype=torch.float64, device=device) for x in numbers])
+def all_reduce(modules, losses):
+    """Add up gradients, and losses {name: tensor ()}, over all processes -> {name: number}"""
     if dist.is_initialized():
-        dist.all_reduce(numbers)
+        for loss in losses.values():
+            dist.all_reduce(loss)
         for module in modules.values():
             for weight in module.parameters():
-                if weight.grad is None:                  # this process has no piece of the step
+                if weight.grad is None:                  # this process has no batch of the step
                     weight.grad = torch.zeros_like(weight)
                 dist.all_reduce(weight.grad)
-    return numbers.tolist()
-
-@contextmanager
-def noted_signals():
-    """Within this context, Ctrl-C and SIGTERM only append to the list that it yields."""
-    noted = []
-    before = {number: signal.signal(number, lambda *_: noted.append(1))
-              for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield noted
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return {name: loss.item() for name, loss in losses.items()}
 
 # ---------------------------------------------------------------- the log and the state
 def log(out, row):
@@ -318,89 +293,35 @@ def resume(out, modules, optimizers, command):
         optimizer.load_state_dict(saved)
     return state["step"]
 
-# ---------------------------------------------------------------- the loop
-def fit(modules, optimizers, frozen, tokens, pieces, steps, measure, command, a):
-    """Train {name: module} for `steps` steps -> {name: metrics}, as measure() returns them.
+# ---------------------------------------------------------------- the training
+def train(a, calls, command):
+    """Train the drafters {name: Call} by the flags `a`, and save them.
 
-    tokens: data.tokens.  pieces (m, 2).  command: what a resumed run must repeat.  a: all flags.
+    command: the command line, which a resumed run must repeat.
     """
     rank, world = rank_and_world()
     out = Path(a.out)
-    start = resume(out, modules, optimizers, command) if a.resume else 0
-    config = frozen.target.config.get_text_config()
-    peak = a.lr or 5e-4 * math.sqrt(4096 / config.hidden_size)
-    chunk_size = max(1, LOGITS // config.vocab_size)     # positions whose logits are in memory
-    in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and frozen.device.type == "cuda")
-    autocast = torch.autocast(frozen.device.type, torch.bfloat16, enabled=in_bfloat16)
-    step_tokens = a.batch * a.length
-    pieces_by_step = itertools.islice(steps_of(pieces, step_tokens, a.seed), start, None)
-    limit = min(FORWARD, math.ceil(step_tokens / world))               # tokens of a forward
-    saved_at = time.monotonic()
-    bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
-    with noted_signals() as signals, bar:
-        for step in bar:
-            # The forward of the frozen target, the losses of all drafters, backward.  A loss is
-            # the mean over all labels of the step, of which each process has some.
-            step_pieces = next(pieces_by_step)
-            count = max(1, labels_in(tokens, step_pieces))
-            losses = dict.fromkeys(modules, 0.0)
-            for some in batches_of(step_pieces, limit)[rank::world]:
-                batch = frozen.batch(tokens, some)
-                for name, module in modules.items():
-                    block = block_of_step(module, a.seed, step)
-                    with autocast:
-                        loss = masked_loss(module, batch, block, chunk_size) / count
-                    loss.backward()
-                    losses[name] += loss.detach()
-            # Sums over all processes: a signal to one of them stops all.
-            numbers = [*losses.values(), len(signals)]
-            *numbers, interrupted = all_reduced(modules, numbers, frozen.device)
-            losses = dict(zip(modules, numbers))
-
-            # Step
-            with autocast:                               # of Muon's matrix products
-                update(modules, losses, optimizers, peak * cosine(step, steps), step)
-            done = step + 1
-
-            # Log, evaluate
-            log(out, {"step": done, "loss": losses})
-            bar.set_postfix(losses, refresh=False)
-            if done % a.every == 0 and done < steps:
-                log(out, {"step": done, "metrics": measure()})
-
-            # Save
-            is_due = time.monotonic() - saved_at > SAVE_SECONDS or done == steps
-            if rank == 0 and (is_due or interrupted):
-                save(out, done, modules, optimizers, command)
-                saved_at = time.monotonic()
-            if interrupted:
-                raise UserError(f"stopped after {done} of {steps} steps: the same command with "
-                                "--resume goes on")
-    metrics = measure()
-    log(out, {"step": steps, "metrics": metrics})
-    return metrics
-
-# ---------------------------------------------------------------- from the flags to checkpoints
-def train(a, calls, argv):
-    """Train the drafters {name: Call} by the flags `a` and save them.  argv: the command line."""
-    rank, _ = rank_and_world()
-    out = Path(a.out)
     out.mkdir(parents=True, exist_ok=True)
+
     # The target, frozen: in its stored dtype on CUDA and with bfloat16, else in float32
     dtype = "auto" if a.device.startswith("cuda") or a.dtype == "bfloat16" else "float32"
     target, tokenizer = load_target(a.target, dtype, a.device, trust=a.trust_remote_code)
     target.requires_grad_(False)
     about_target = fingerprint(target, tokenizer)
-    # The data
-    data = documents.load(a.data, tokenizer, (a.template, a.template_args), about_target,
-                          out / "data", keep=a.resume)
+    vocab, width = about_target["vocab_size"], about_target["hidden_size"]
+
+    # The text
+    data = documents.load(a.data, tokenizer, a.template, vocab, out / "data")
     pieces = pieces_of(data.documents, a.length)
     total = int(pieces[:, 1].sum())
     if total <= a.length:
         raise UserError("--data has too few tokens: give more text, or less --length")
-    steps = a.steps or max(1, total // (a.batch * a.length))           # one epoch
-    # The drafters
-    modules, drafters = {}, {}               # draft models, and the drafters that decode by them
+    step_tokens = a.batch * a.length
+    steps = a.steps or max(1, total // step_tokens)                    # one epoch
+    batch_tokens = min(FORWARD, LOGITS // vocab, math.ceil(step_tokens / world))
+
+    # The drafters: draft models, and what decodes by them
+    modules, drafters = {}, {}
     for name, call in calls.items():
         torch.manual_seed(a.seed)            # weights do not depend on the other drafters
         modules[name] = models.new(call, target, a.length, data.tokens)
@@ -408,18 +329,58 @@ def train(a, calls, argv):
         drafters[name] = models.drafter_of(call.name, modules[name])
     frozen = FrozenTarget(target, modules, drafters)
     optimizers = optimizers_of(modules, a.optimizer)
+    peak = a.lr or 5e-4 * math.sqrt(4096 / width)
+    in_bfloat16 = a.dtype == "bfloat16" or (a.dtype == "auto" and target.device.type == "cuda")
+    autocast = torch.autocast(target.device.type, torch.bfloat16, enabled=in_bfloat16)
+
     prompts = evaluate.prompts_of(data.tokens, data.held_out, a.length)
     decoding = any_target(target)
 
-    def measure():
+    def measure(step):
+        """Let the drafters decode, and log their metrics -> {name: metrics}"""
         metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
+        log(out, {"step": step, "metrics": metrics})
         for name, found in metrics.items():
             if rank == 0:
                 tqdm.write("{}: alpha {alpha:.3f}, tau {tau:.2f}".format(name, **found))
         return metrics
 
-    command = [word for word in argv if word not in ("--resume", "--overwrite")]
-    metrics = fit(modules, optimizers, frozen, data.tokens, pieces, steps, measure, command, a)
+    # The loop
+    start = resume(out, modules, optimizers, command) if a.resume else 0
+    saved_at = time.monotonic()
+    bar = tqdm(range(start, steps), total=steps, initial=start, unit="step", disable=rank > 0)
+    for step in bar:
+        # The forward of the frozen target, the losses of all drafters, backward.  A loss is the
+        # mean over all labels of the step, of which each process has some.
+        step_pieces = pieces_of_step(pieces, step_tokens, a.seed, step)
+        labels = max(1, labels_in(data.tokens, step_pieces))
+        losses = {name: torch.zeros((), device=target.device) for name in modules}
+        for batch_pieces in batches_of(step_pieces, batch_tokens)[rank::world]:
+            batch = frozen.batch(data.tokens, batch_pieces)
+            for name, module in modules.items():
+                block = block_of_step(module, a.seed, step)
+                with autocast:
+                    loss = masked_loss(module, batch, block) / labels
+                loss.backward()
+                losses[name] += loss.detach()
+        losses = all_reduce(modules, losses)
+
+        # Step
+        with autocast:                                   # of Muon's matrix products
+            update(modules, losses, optimizers, peak * cosine(step, steps), step)
+        done = step + 1
+
+        # Log, evaluate, save
+        log(out, {"step": done, "loss": losses})
+        bar.set_postfix(losses, refresh=False)
+        if done % a.every == 0 and done < steps:
+            measure(done)
+        if rank == 0 and (time.monotonic() - saved_at > SAVE_SECONDS or done == steps):
+            save(out, done, modules, optimizers, command)
+            saved_at = time.monotonic()
+
+    # The checkpoints
+    metrics = measure(steps)
     if rank > 0:
         return
     for name, module in modules.items():
@@ -429,7 +390,7 @@ def train(a, calls, argv):
             "date": time.strftime("%Y-%m-%d"),
             "seed": a.seed,
             "steps": steps,
-            "tokens_seen": steps * a.batch * a.length,
+            "tokens_seen": steps * step_tokens,
             "validation": metrics[name],
             "target": about_target,
         }
@@ -442,18 +403,19 @@ def main(argv):
     a = parser().parse_args(argv)
     calls = models.calls_of(a.drafters)
     check(Path(a.out), calls, a.resume, a.overwrite)
-    if rank_and_world()[1] == 1:
-        return train(a, calls, argv)
-    if a.device == "cuda":
-        a.device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(a.device)
-    # The first process may prepare the data for hours, while the others wait.
-    backend = "nccl" if a.device.startswith("cuda") else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(hours=3))
+    _, world = rank_and_world()
+    if world > 1:
+        if a.device == "cuda":
+            a.device = f"cuda:{os.environ['LOCAL_RANK']}"
+            torch.cuda.set_device(a.device)
+        # The first process may prepare the data for hours, while the others wait.
+        backend = "nccl" if a.device.startswith("cuda") else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(hours=3))
     try:
-        train(a, calls, argv)
+        train(a, calls, [word for word in argv if word not in ("--resume", "--overwrite")])
     finally:
-        dist.destroy_process_group()
+        if world > 1:
+            dist.destroy_process_group()
 
 # Differences from the papers, all of them:
 #  1. Muon optimises hidden matrices; both papers have AdamW for all weights.

@@ -8,32 +8,30 @@ from conftest import plain, tiny
 from helpers import refused, rows_of, write_rows
 
 import maxgram
-from runtime import chats, load
-from training import batched, bigram, documents, standin, write
+from runtime import load
+from runtime.errors import UserError
+from training import bigram, documents, standin, write
 
 # ---------------------------------------------------------------- texts
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
 def test_each_text_is_the_models_own(name):
-    """Seven prompts in batches of three: what the model writes alone, to its length or end."""
+    """Seven prompts in batches of three: what the model writes alone, to the length or its end."""
     # In float32: eager attention makes infinities of a float64 mask.
     model = tiny(name).float()
     model.generation_config.eos_token_id = [3, 7]
     rng = np.random.default_rng(0)
-    sizes, new = (1, 5, 9, 1, 3, 20, 6), (12, 9, 1, 15, 3, 13, 4)
-    prompts = [rng.integers(1, 12, size).tolist() for size in sizes]
-    lengths = [size + count for size, count in zip(sizes, new)]
-    found = dict(batched.write(model, prompts, lengths, 3))
+    prompts = [rng.integers(1, 12, size).tolist() for size in (1, 5, 9, 1, 3, 20, 6)]
+    found = dict(write.write(model, prompts, 22, 3))
     for number, prompt in enumerate(prompts):
-        text = plain(model, prompt, new[number])
+        text = plain(model, prompt, 22 - len(prompt))
         ends = [n for n, token in enumerate(text, 1) if token in (3, 7)]
-        assert found[number] == prompt + text[:min([*ends, len(text)])]
+        assert found[number] == text[:min([*ends, len(text)])]
 
 def test_sampled_texts_have_the_models_distribution(llama):
     """The first token of 3 000 texts after one prompt against softmax(logits / T)."""
     n, prompt = 3000, [1, 2, 3]
     torch.manual_seed(0)
-    texts = batched.write(llama, [prompt] * n, [4] * n, 500, 1.7)
-    first = torch.tensor([ids[3] for _, ids in texts])
+    first = torch.tensor([ids[0] for _, ids in write.write(llama, [prompt] * n, 4, 500, 1.7)])
     p = (llama(torch.tensor([prompt])).logits[0, -1] / 1.7).softmax(-1)
     expected, seen = n * p, torch.bincount(first, minlength=12)
     chi_square = ((seen - expected) ** 2 / expected).sum()
@@ -41,7 +39,7 @@ def test_sampled_texts_have_the_models_distribution(llama):
 
 # ---------------------------------------------------------------- the command
 def test_rows_are_what_training_reads(small, tmp_path, capsys):
-    """No prompt twice; in training the answer alone is learned, and it is known who wrote it.
+    """No prompt twice; in training the answer alone is learned.
 
     A file that was cut is gone on with; others are refused.
     """
@@ -60,13 +58,11 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     rows = rows_of(out)
     found = [(row["prompt"], row["answer"], row["source"]) for row in rows]
     assert sorted(found) == sorted(expected.values()) and len(rows) == 5
-    template = chats.template_of(None, tokenizer)
-    documents.prepare([out], tokenizer, template, 300, tmp_path / "ready")
-    data = documents.read(tmp_path / "ready", tokenizer, template)
+    documents.prepare([out], tokenizer, "", 300, tmp_path / "ready")
+    data = documents.read(tmp_path / "ready", tokenizer)
     for row, (start, size, _) in zip(rows, data.documents):
         tokens = data.tokens[start:start + size].tolist()
         assert tokens == [~i for i in row["prompt"]] + row["answer"]
-    assert data.written_by == [documents.digest_of(load.fingerprint(model, tokenizer))]
 
     lines = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(lines[:3]) + lines[3][:20])
@@ -74,34 +70,38 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     again = rows_of(out)
     assert again[:3] == rows[:3] and len(again) == 5
     assert [row["temperature"] for row in again[3:]] == [1.0, 0.0]
-    write_rows(out, [{**rows[0], "target": "another"}])
-    refused(capsys, argv, "was not written by this target", write.main)
-    out.write_text("a poem")
-    refused(capsys, argv, "holds something else than rows", write.main)
-    assert out.read_text() == "a poem"
+    for other in (json.dumps({**rows[0], "target": "another"}) + "\n", "a poem", "[1]\n"):
+        out.write_text(other)
+        refused(capsys, argv, "holds something else than rows of this target", write.main)
+        assert out.read_text() == other
 
-def test_prompts_of_chats_are_first_questions(small, tmp_path):
-    """And of other texts the first half."""
+def test_prompts_of_chats_are_first_questions_of_texts_the_first_half(small, tmp_path, capsys):
+    """What is held out is not asked."""
     tokenizer = load.load_tokenizer(small / "model")
-    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"}]
+    rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"},
+            {"question": "q", "held_out": True}]
     path = write_rows(tmp_path / "rows.jsonl", rows)
-    template = chats.template_of("plain", tokenizer)
-    (kind, question), (_, half) = documents.prompts_in([path], tokenizer, template, 90)
-    assert kind == "code" and tokenizer.decode(question) == "USER: return\n\nASSISTANT:"
+    template = "{{ messages[0].content }}"
+    (kind, question), (_, half) = write.prompts_in([path], tokenizer, template, 90)
+    assert kind == "code" and tokenizer.decode(question) == "return"
     assert "def add(a, b)".startswith(tokenizer.decode(half))
+    path = write_rows(path, rows[2:])
+    with pytest.raises(UserError, match="holds no prompt to ask: 1 left out: it is held out"):
+        write.prompts_in([path], tokenizer, template, 90)
 
-def test_the_stand_in_goes_on_with_its_prompts(tmp_path, monkeypatch):
+def test_the_stand_ins_prompts(tmp_path, monkeypatch):
+    """The same command goes on, and write.py reads them as they are."""
     kinds = {name: ("Question:", 40, lambda text, rng: text.strip()[:60] or None) for name in "ab"}
     monkeypatch.setattr(standin, "KINDS", kinds)
-    out, begun = tmp_path / "written.jsonl", tmp_path / "written.jsonl.prompts"
-    monkeypatch.setattr(standin, "LENGTH", 64)
+    out = write_rows(tmp_path / "prompts.jsonl", [{"source": "a", "prompt": "Question: How many?"}])
     argv = ["--out", str(out), "--texts", "4", "--device", "cpu", "--batch", "2"]
-    write_rows(begun, [{"source": "a", "prompt": "Question: How many?"}])
     assert standin.main(argv) == 0
-    prompts, rows = rows_of(begun), rows_of(out)
-    assert [row["source"] for row in prompts] == ["a", "a", "b", "b"]
-    assert prompts[0]["prompt"] == "Question: How many?"
-    assert len(rows) == 4 and {row["temperature"] for row in rows} == {0.0, 1.0}
+    rows = rows_of(out)
+    assert [row["source"] for row in rows] == ["a", "a", "b", "b"]
+    assert rows[0]["prompt"] == "Question: How many?" and rows[3]["prompt"].startswith("Question:")
+    tokenizer = load.load_tokenizer(load.STAND_IN)
+    asked = write.prompts_in([out], tokenizer, "", 300)
+    assert [tokenizer.decode(ids) for _, ids in asked] == [row["prompt"] for row in rows]
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):

@@ -26,31 +26,29 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))      # so that it runs from anywhere
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import glide
 from beyond import eagle, medusa
 from runtime import families, load
 from runtime.errors import UserError
 from runtime.program import program
-from training.models import checkpoint
+from training.models import save_weights
 
 PREFIXES = ("small_model.", "medusa_head.")
-# GLIDE's weights, and those of a layer: ours, the published ones of which ours is stacked
+# GLIDE's weights: ours, and the published ones of which ours is stacked
 GLIDE = {
     "embed": ["model.embed_tokens"],
     "norm": ["model.norm"],
     "head": ["lm_head"],
-}
-GLIDE_LAYER = {
-    "norm1": ["input_layernorm"],
-    "qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "o": ["self_attn.o_proj"],
-    "glimpse_q": ["cross_attn.q_proj"],
-    "glimpse_o": ["cross_attn.o_proj"],
-    "norm2": ["post_attention_layernorm"],
-    "up": ["mlp.gate_proj", "mlp.up_proj"],
-    "down": ["mlp.down_proj"],
+    "layers.{m}.norm1": ["model.layers.{m}.input_layernorm"],
+    "layers.{m}.qkv": [f"model.layers.{{m}}.self_attn.{x}_proj" for x in "qkv"],
+    "layers.{m}.o": ["model.layers.{m}.self_attn.o_proj"],
+    "layers.{m}.glimpse_q": ["model.layers.{m}.cross_attn.q_proj"],
+    "layers.{m}.glimpse_o": ["model.layers.{m}.cross_attn.o_proj"],
+    "layers.{m}.norm2": ["model.layers.{m}.post_attention_layernorm"],
+    "layers.{m}.up": ["model.layers.{m}.mlp.gate_proj", "model.layers.{m}.mlp.up_proj"],
+    "layers.{m}.down": ["model.layers.{m}.mlp.down_proj"],
 }
 
 # ---------------------------------------------------------------- reading
@@ -77,15 +75,14 @@ def read_settings(folder):
     settings = json.loads(path.read_text()) if path.exists() else {}
     return settings.get("small_cfg") or settings
 
-# ---------------------------------------------------------------- layouts -> kind, model, weights
+# ---------------------------------------------------------------- layouts -> kind, Config, weights
 def from_eagle(weights, settings, target):
     config = eagle.Config.for_target(target)
-    # Some have no bias.
-    renamed = {"fc.bias": torch.zeros(config.width)}
+    renamed = {"fc.bias": torch.zeros(config.width)}                   # some have none
     for name, weight in weights.items():
         if name != "embed_tokens.weight":
             renamed[name.replace("layers.0.", "layer.")] = weight
-    return "eagle", families.new("eagle", config, target), renamed
+    return "eagle", config, renamed
 
 def from_medusa(weights, settings, target):
     renamed = {}
@@ -94,11 +91,10 @@ def from_medusa(weights, settings, target):
         name = re.sub(r"^(\d+)\.1\.", r"heads.\1.", name)
         renamed[name] = weight
     heads = sum(name.startswith("heads.") for name in renamed)         # config.json may be wrong
-    config = medusa.Config.for_target(target, heads=heads)
-    return "medusa", families.new("medusa", config, target), renamed
+    return "medusa", medusa.Config.for_target(target, heads=heads), renamed
 
-def glide_config(weights, settings, target):
-    """The sizes of a GLIDE, from its weights; what they do not tell, from config.json."""
+def from_glide(weights, settings, target):
+    # Sizes are those of the weights; what they do not tell is in config.json.
     vocab, width = weights["model.embed_tokens.weight"].shape
     layers = len({name.split(".")[2] for name in weights if name.startswith("model.layers.")})
     config = glide.Config.for_target(target, width, layers, block=settings.get("block_size", 5),
@@ -107,21 +103,15 @@ def glide_config(weights, settings, target):
     config.feed_forward = len(weights["model.layers.0.mlp.gate_proj.weight"])
     config.heads = settings.get("num_attention_heads", 32)
     config.eps = settings.get("rms_norm_eps", 1e-6)
-    return config
-
-def from_glide(weights, settings, target):
-    config = glide_config(weights, settings, target)
-    module = families.new("glide", config, target)
-    names = dict(GLIDE)
-    for m in range(config.layers):
-        for ours, theirs in GLIDE_LAYER.items():
-            names[f"layers.{m}.{ours}"] = [f"model.layers.{m}.{name}" for name in theirs]
     renamed = {}
-    for ours, theirs in names.items():
-        parts = [weights.pop(f"{name}.weight") for name in theirs]
-        renamed[f"{ours}.weight"] = torch.cat(parts)
+    for m in range(layers):
+        for ours, theirs in GLIDE.items():
+            ours = f"{ours}.weight".format(m=m)
+            if ours not in renamed:
+                parts = [weights.pop(f"{name}.weight".format(m=m)) for name in theirs]
+                renamed[ours] = torch.cat(parts)
     # What is left, a bias for example, is named by load_state_dict.
-    return "glide", module, {**renamed, **weights}
+    return "glide", config, {**renamed, **weights}
 
 # {a weight that only this layout has: the function that renames its weights}
 LAYOUTS = {
@@ -149,22 +139,20 @@ def main(argv):
                         f"called {' or '.join(LAYOUTS)}")
     target, tokenizer = load.load_target(a.target, "auto", "cpu")
     try:
-        kind, module, renamed = convert(weights, read_settings(folder), target)
+        kind, config, renamed = convert(weights, read_settings(folder), target)
+        module = families.new(kind, config, target)
         module.load_state_dict(renamed)
     except (KeyError, RuntimeError, ValueError) as why:                # what is missing or no fit
         why = " ".join(str(why).split())
         raise UserError(f"{a.source} does not fit the target {a.target}: {why}") from None
     about = {
-        "config": vars(module.config),
         "kind": kind,
         "command": "python training/convert.py " + shlex.join(argv),
         "date": time.strftime("%Y-%m-%d"),
         "target": load.fingerprint(target, tokenizer),
         "validation": {},
     }
-    weights = {name: weight.contiguous() for name, weight in renamed.items()}
-    with checkpoint(out, about) as folder:
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_weights(out, module, renamed, about)
     print(f"saved {out}: python bench.py --target {a.target} --checkpoint {out} --drafter {kind}")
 
 if __name__ == "__main__":

@@ -3,14 +3,11 @@
     calls = calls_of(["top=glide(norm=False)", "edd"])       # {name of its folder: Call}
     module = new(calls["top"], target, length=512, tokens=ids)
     save("my-drafters/top", module, tokenizer, about)        # about: a dict, for training.json
-
-The functions in RECIPES are the drafters that train.py knows, and their keywords are the settings.
 """
 import copy
+import inspect
 import json
-import re
-from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -28,119 +25,8 @@ from runtime.provenance import commit
 from runtime.targets import context_of
 from verify import Target
 
-# ---------------------------------------------------------------- the drafters
-def built(kind, target, text, words=None, **settings):
-    """A draft model with new weights, in float32.  kind: a key of families.KINDS.
-
-    text (n,): the ids to learn from, those of prompts as ~id, in which `words` are counted.
-    """
-    config_class, _, _ = families.KINDS[kind]
-    config = config_class.for_target(target, **settings)
-    if words is not None:
-        eos = target.generation_config.eos_token_id
-        eos = eos[0] if isinstance(eos, list) else eos
-        learned = torch.from_numpy(text[text >= 0].astype("i8"))
-        words = shared.frequent_words(learned, words, config.vocab, eos)
-    return families.new(kind, config, target, words).float()
-
-def glide(target, text, layer=None, norm=True, layers=1, width=None, block=5, loss="kl",
-          tables="target"):
-    """GLIDE (GLIDE, 4.1).
-
-    layer: the target's layer that its last layer reads; None: the top one, as in the paper.  norm:
-    a norm before the glimpse, which the paper does not have.  tables: "target", or "random" as in
-    the paper: how embedding and LM head begin.
-    """
-    return with_tables(target, tables, built("glide", target, text, layer=layer, norm=norm,
-                                             layers=layers, width=width, block=block, loss=loss))
-
-def vanilla(target, text, layers=1, width=None, loss="kl", tables="target"):
-    """GLIDE without the glimpse (GLIDE, Figure 4)."""
-    return with_tables(target, tables, built("vanilla", target, text, glimpse=False,
-                                             layers=layers, width=width, loss=loss))
-
-def with_tables(target, tables, model):
-    """A Glide, whose embedding and head start as the target's where the widths agree."""
-    if tables not in ("target", "random"):
-        raise ValueError(f'tables={tables!r}: choose "target" or "random"')
-    if tables == "target":
-        for own, copy_of in ((model.embed, families.embedding_of), (model.head, families.head_of)):
-            weight = copy_of(target).weight
-            if own.weight.shape == weight.shape:
-                own.weight.data.copy_(weight)
-    return model
-
-def edd(target, text, hidden=HIDDEN, loss="kl", blocks=BLOCKS):
-    """EDD (EDD, 3.1).
-
-    hidden: which hidden_states it reads; -4: the fourth-to-last, as there.  blocks: the range of L.
-    """
-    return built("edd", target, text, hidden=hidden, loss=loss, blocks=blocks)
-
-def vdm(target, text, loss="kl"):
-    """The vanilla draft model (EDD, appendix A)."""
-    return built("vdm", target, text, hidden=-1, encoding=False, loss=loss)
-
-def eagle(target, text):
-    """EAGLE-1 (EDD, Table 1)."""
-    return built("eagle", target, text)
-
-def medusa(target, text, heads=5):
-    """MEDUSA-1 (EDD, Table 1)."""
-    return built("medusa", target, text, heads=heads)
-
-def glide_shared(target, text, layer=None, feed_forward=None, words=None, loss="kl", norm=True):
-    """GLIDE between the target's own embedding and head (beyond/shared.py).
-
-    words: the most frequent tokens of the text, so many, are learned and drafted alone.
-    """
-    return built("glide-shared", target, text, words, layer=layer, feed_forward=feed_forward,
-                 loss=loss, norm=norm)
-
-def vanilla_shared(target, text, feed_forward=None, words=None, loss="kl"):
-    """GLIDE without the glimpse, between the target's own embedding and head."""
-    return built("vanilla-shared", target, text, words, feed_forward=feed_forward, loss=loss,
-                 glimpse=False)
-
-def edd_shared(target, text, hidden=HIDDEN, words=None, loss="kl"):
-    """EDD between the target's own embedding and head."""
-    return built("edd-shared", target, text, words, hidden=hidden, loss=loss)
-
-def vdm_shared(target, text, words=None, loss="kl"):
-    """The vanilla draft model between the target's own embedding and head."""
-    return built("vdm-shared", target, text, words, hidden=-1, encoding=False, loss=loss)
-
-def base(target, text, layers=3, width=192, loss="kl"):
-    """A language model: the larger stage of a cascade (Cascade, 5)."""
-    return SmallLM(language_model(target, layers, width), loss)
-
-def small(target, text, layers=1, width=96, loss="kl"):
-    """A language model: the smaller stage of a cascade (Cascade, 5)."""
-    return SmallLM(language_model(target, layers, width), loss)
-
-RECIPES = {
-    "glide": glide, "vanilla": vanilla, "edd": edd, "vdm": vdm, "eagle": eagle, "medusa": medusa,
-    "glide-shared": glide_shared, "vanilla-shared": vanilla_shared, "edd-shared": edd_shared,
-    "vdm-shared": vdm_shared, "base": base, "small": small}
-
-def calls_of(given):
-    """["top=glide(norm=False)", "edd"] -> {"top": Call, "edd": Call}, by the names of folders"""
-    calls = {}
-    for text in given:
-        name, equals, rest = text.partition("=")
-        is_named = equals and "(" not in name
-        call = read_call(rest if is_named else text, RECIPES, "drafter")
-        name = name.strip() if is_named else call.name
-        if not re.fullmatch(r"\w[\w.-]*", name):
-            raise UserError(f"{text}: {name!r} cannot be the name of a folder, my-{call.name} can")
-        if name in calls:
-            raise UserError(f"two drafters are called {name}: name one of them, say "
-                            f'"{name}-2={call.label}"')
-        calls[name] = call
-    return calls
-
 # ---------------------------------------------------------------- language models
-def language_model(target, layers, width):
+def stage(target, tokens, layers, width, loss="kl"):
     """A Llama with random weights, for the target's vocabulary: heads of 32, tied embeddings."""
     c = target.config.get_text_config()
     heads = max(1, width // 32)
@@ -156,7 +42,7 @@ def language_model(target, layers, width):
         bos_token_id=None,
         eos_token_id=c.eos_token_id,
         pad_token_id=None)
-    return transformers.LlamaForCausalLM(config).to(target.device)
+    return SmallLM(transformers.LlamaForCausalLM(config).to(target.device), loss)
 
 class SmallLM(torch.nn.Module):
     """A language model that learns as drafters do: by KL to the target, or by cross entropy."""
@@ -179,11 +65,96 @@ class SmallLM(torch.nn.Module):
             return F.cross_entropy(logits.float(), labels, reduction="sum")
         return kl(labels, logits)
 
+# ---------------------------------------------------------------- the drafters
+def recipe(kind, fixed={}, **defaults):
+    """A function (target, tokens, **settings) -> draft model with new weights, in float32.
+
+    kind: a key of families.KINDS.  fixed: settings of its Config.  defaults: those that the command
+    line may give, with their defaults.
+    """
+    def build(target, tokens, **given):
+        settings = {**fixed, **defaults, **given}
+        tables, count = settings.pop("tables", None), settings.pop("words", None)
+        if tables not in (None, "target", "random"):
+            raise ValueError(f'tables={tables!r}: choose "target" or "random"')
+        config_class, _, _ = families.KINDS[kind]
+        config = config_class.for_target(target, **settings)
+        words = None if count is None else frequent_words(target, tokens, count)
+        module = families.new(kind, config, target, words).float()
+        if tables == "target":
+            start_from(module, target)
+        return module
+
+    # What runtime/calls.py reads
+    build.__signature__ = inspect.Signature([
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        for name, value in defaults.items()])
+    return build
+
+def frequent_words(target, tokens, count):
+    """The `count` most frequent of the tokens that are learned, and the end of text -> (count,)"""
+    eos = target.generation_config.eos_token_id
+    eos = eos[0] if isinstance(eos, list) else eos
+    learned = torch.from_numpy(tokens[tokens >= 0].astype("i8"))
+    return shared.frequent_words(learned, count, target.config.get_text_config().vocab_size, eos)
+
+def start_from(module, target):
+    """Let a GLIDE's embedding and head start as the target's, where the widths agree."""
+    for own, copy_of in ((module.embed, families.embedding_of), (module.head, families.head_of)):
+        weight = copy_of(target).weight
+        if own.weight.shape == weight.shape:
+            own.weight.data.copy_(weight)
+
+VANILLA = {"glimpse": False}
+VDM = {"hidden": -1, "encoding": False}
+
+# Settings, beside those of the paper in the file of each drafter:
+#   layer     the target's layer that GLIDE's last layer reads; None: the top one, as in the paper
+#   norm      whether a norm precedes the glimpse, which the paper does not have
+#   tables    "target", or "random" as in the paper: how GLIDE's embedding and LM head begin
+#   hidden    which of the hidden_states EDD reads; -4: the fourth-to-last, as in the paper
+#   words     how many tokens, the most frequent of the text, are learned and drafted alone
+RECIPES = {
+    # GLIDE (GLIDE, 4.1), and without the glimpse (Figure 4)
+    "glide": recipe("glide", layer=None, norm=True, layers=1, width=None, block=5, loss="kl",
+                    tables="target"),
+    "vanilla": recipe("vanilla", VANILLA, layers=1, width=None, loss="kl", tables="target"),
+    # EDD (EDD, 3.1), and the vanilla draft model (appendix A)
+    "edd": recipe("edd", hidden=HIDDEN, loss="kl", blocks=BLOCKS),
+    "vdm": recipe("vdm", VDM, loss="kl"),
+    # The baselines of EDD's Table 1: EAGLE-1, MEDUSA-1
+    "eagle": recipe("eagle"),
+    "medusa": recipe("medusa", heads=5),
+    # Between the target's own embedding and head (beyond/shared.py)
+    "glide-shared": recipe("glide-shared", layer=None, feed_forward=None, words=None, loss="kl",
+                           norm=True),
+    "vanilla-shared": recipe("vanilla-shared", VANILLA, feed_forward=None, words=None, loss="kl"),
+    "edd-shared": recipe("edd-shared", hidden=HIDDEN, words=None, loss="kl"),
+    "vdm-shared": recipe("vdm-shared", VDM, words=None, loss="kl"),
+    # Language models: the stages of a cascade (Cascade, 5)
+    "base": partial(stage, layers=3, width=192),
+    "small": partial(stage, layers=1, width=96),
+}
+
 # ---------------------------------------------------------------- from a call to a folder
+def calls_of(given):
+    """["top=glide(norm=False)", "edd"] -> {"top": Call, "edd": Call}, by the names of folders"""
+    calls = {}
+    for text in given:
+        name, equals, rest = text.partition("=")
+        is_named = equals and "(" not in name
+        call = read_call(rest if is_named else text, RECIPES, "drafter")
+        name = name.strip() if is_named else call.name
+        if name in calls:
+            raise UserError(f"two drafters are called {name}: name one of them, say "
+                            f'"{name}-2={call.label}"')
+        calls[name] = call
+    return calls
+
 def new(call, target, length, tokens):
     """The draft model of a Call of RECIPES, with new weights.
 
-    length: the longest piece of text.  tokens: the text, as in built.
+    length: the longest piece of text.  tokens (n,): those to learn from, as of train.py.
     """
     context = context_of(target.config.get_text_config())
     if length > context:
@@ -203,29 +174,27 @@ def drafter_of(kind, module):
     _, _, drafter_class = families.KINDS[kind]
     return drafter_class(module)
 
-@contextmanager
-def checkpoint(folder, about):
-    """Yield the folder of a checkpoint, to write weights there.  training.json comes last: a folder
-    that has it is complete.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "training.json").unlink(missing_ok=True)
-    yield folder
-    about = json.dumps({"commit": commit(), **about}, indent=1)
-    (folder / "training.json").write_text(about + "\n")
-
 def save(folder, module, tokenizer, about):
     """Save a draft model, its weights in bfloat16.  about: a dict of how it was made."""
     if isinstance(module, SmallLM):
-        with checkpoint(folder, about) as folder:
-            copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(folder)
-            tokenizer.save_pretrained(folder)
-        return
+        copy.deepcopy(module.lm).to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return save_about(folder, about)
     weights = {}
     for name, weight in module.state_dict().items():
         if weight.is_floating_point():                                 # a list of words is not
             weight = weight.to(torch.bfloat16)
-        weights[name] = weight.cpu().contiguous()
-    with checkpoint(folder, {"config": vars(module.config), **about}) as folder:
-        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        weights[name] = weight.cpu()
+    save_weights(folder, module, weights, about)
+
+def save_weights(folder, module, weights, about):
+    """Save weights {name: tensor} as those of a draft model."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: weight.contiguous() for name, weight in weights.items()}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    save_about(folder, {"config": vars(module.config), **about})
+
+def save_about(folder, about):
+    """Write training.json, by which a folder is known as a drafter's: it comes last."""
+    about = json.dumps({"commit": commit(), **about}, indent=1)
+    (folder / "training.json").write_text(about + "\n")

@@ -1,14 +1,13 @@
-"""The stand-in's own text, from which its drafters learn: stories, retellings, word problems.
+"""Prompts for the stand-in's own text, from which its drafters learn.
 
-    python training/standin.py --out work/stand-in/written.jsonl
-    python train.py "glide(layer=13)" "edd(hidden=10)" --data work/stand-in/written.jsonl
+    python training/standin.py --out work/prompts.jsonl
+    python training/write.py --data work/prompts.jsonl --temperature 0 1 --length 384 \\
+        --out work/written.jsonl
 
 Nothing is read but the model.  It begins texts itself, sampled at temperature 1, after its end of
 text or after "Question:".  A third of the prompts are beginnings of stories.  A third are the
 beginnings of word problems, up to their answer.  A third ask for a story again with another child,
-as a third of what the stand-in learned from did.  Half of the prompts are then answered greedily,
-the other half at temperature 1.  The rows are those of write.py.  Prompts and rows are written as
-they are finished, and the same command goes on.
+as a third of what the stand-in learned from did.  The same command goes on with its file.
 """
 import argparse
 import json
@@ -24,9 +23,7 @@ from tqdm import tqdm
 
 from runtime import load
 from runtime.program import program
-from training import batched
 
-LENGTH = 384                       # tokens of a prompt and its answer
 # Children of the stand-in's stories: one of them takes the place of another of the same line.
 GIRLS = "Lily Sue Lucy Mia Anna Amy Sara Sally Jane Molly Emma Mary Ella Jenny Lisa Kate".split()
 BOYS = "Tim Tom Ben Sam Max Timmy Bob Jack Joe John Billy Jimmy Andy Peter Leo Bobby".split()
@@ -68,47 +65,43 @@ KINDS = {
     "retell": ("", 200, retelling),
 }
 
-def begin(path, target, tokenizer, count, batch):
-    """Append prompts to a file until it has `count` of each kind -> [(kind, ids)], shuffled."""
-    rows = batched.kept_rows(path)
-    # Other numbers than those of an interrupted run
-    torch.manual_seed(len(rows))
-    rng = random.Random(len(rows))
-    for kind, (opening, length, prompt_of) in KINDS.items():
-        first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
-        left = count - sum(row["source"] == kind for row in rows)
-        bar = tqdm(desc=f"begin {kind}", total=max(0, left), unit="prompt", disable=None)
-        with bar, open(path, "a") as file:
-            while left > 0:
-                some = min(batch, left)
-                for _, ids in batched.write(target, [first] * some, [length] * some, batch, 1.0):
-                    prompt = prompt_of(tokenizer.decode(ids, skip_special_tokens=True), rng)
-                    if prompt is None:
-                        continue
-                    rows.append({"source": kind, "prompt": prompt})
-                    file.write(json.dumps(rows[-1]) + "\n")
-                    left -= 1
-                    bar.update()
-                file.flush()
-    kinds = {row["prompt"]: row["source"] for row in rows}               # each prompt once
-    prompts = [(kind, tokenizer(prompt)["input_ids"]) for prompt, kind in kinds.items()]
-    random.Random(0).shuffle(prompts)
-    return prompts
+def begin(target, tokenizer, opening, length, batch):
+    """Texts that the model begins itself, sampled, of at most `length` tokens -> list"""
+    first = tokenizer(opening)["input_ids"] if opening else [tokenizer.eos_token_id]
+    ids = torch.tensor([first] * batch, device=target.device)
+    out = target.generate(ids, attention_mask=torch.ones_like(ids), max_length=length,
+                          do_sample=True, top_k=0, pad_token_id=tokenizer.eos_token_id)
+    return tokenizer.batch_decode(out, skip_special_tokens=True)
 
 # ---------------------------------------------------------------- command line
 @program
 def main(argv):
-    p = argparse.ArgumentParser(description="Let the stand-in write text of its three kinds.")
+    p = argparse.ArgumentParser(description="Let the stand-in begin texts of its three kinds.")
     flag = p.add_argument
-    flag("--out", required=True, help="file to write, JSON lines; beside it FILE.prompts")
-    flag("--texts", type=int, default=30000, help="texts that the model writes")
+    flag("--out", type=Path, required=True, help="file to write, JSON lines")
+    flag("--texts", type=int, default=30000, help="prompts to write")
     flag("--batch", type=int, default=256, help="texts that are decoded together")
     flag("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args(argv)
     dtype = "auto" if a.device.startswith("cuda") else "float32"
     target, tokenizer = load.load_target(str(load.STAND_IN), dtype, a.device)
-    prompts = begin(Path(f"{a.out}.prompts"), target, tokenizer, a.texts // len(KINDS), a.batch)
-    batched.append(Path(a.out), target, tokenizer, prompts, LENGTH, a.batch, [0.0, 1.0])
+    lines = a.out.read_text().splitlines() if a.out.exists() else []
+    done = [json.loads(line)["source"] for line in lines]
+    # Other numbers than those of an interrupted run
+    torch.manual_seed(len(done))
+    rng = random.Random(len(done))
+    for kind, (opening, length, prompt_of) in KINDS.items():
+        left = a.texts // len(KINDS) - done.count(kind)
+        bar = tqdm(desc=kind, total=max(0, left), unit="prompt", disable=None)
+        with bar, open(a.out, "a") as file:
+            while left > 0:
+                for text in begin(target, tokenizer, opening, length, min(a.batch, left)):
+                    prompt = prompt_of(text, rng)
+                    if prompt is not None:
+                        file.write(json.dumps({"source": kind, "prompt": prompt}) + "\n")
+                        left -= 1
+                        bar.update()
+                file.flush()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
