@@ -13,7 +13,7 @@ drafted token EAGLE has to go on from its own prediction.
     f^_i, the predicted features        (B, T - 1, D)  Eagle.forward
     Head(f_i), Head(f^_i)               (n, V)         Eagle.head: the target's
     L_reg = SmoothL1(f_i, f^_i)         ()             in Eagle.loss_of
-    L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.loss_of, W_CLS
+    L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.loss_of
 
 The architecture is the published one: training/convert.py reads its weights.
 
@@ -27,11 +27,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import edd
-
-# Differs from the paper: w_cls is 0.1 sqrt(4096 / D), there 0.1 at D = 4096.  SmoothL1 is a mean
-# over D, so its gradient on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.
-W_CLS = 0.1
-PUBLISHED = 4096
 
 @dataclass
 class Config(edd.Config):
@@ -62,8 +57,7 @@ class Eagle(nn.Module):
 
     def inputs(self, ids, before):
         """FC([e(t_i), f_{i-1}]).  ids (..., m), before (..., m, D) -> (..., m, D)"""
-        embedded = self.embed(ids)                                             # (..., m, D)
-        x = torch.cat((embedded.to(before), before), -1)                       # (..., m, 2 D)
+        x = torch.cat((self.embed(ids).to(before), before), -1)                # (..., m, 2 D)
         x = x.to(self.fc.weight)
         # Autocast would give the layer another dtype than its weights'.
         return self.fc(x).to(x)
@@ -81,16 +75,18 @@ class Eagle(nn.Module):
     def terms(self, batch, block):
         """As edd.EDD.terms -> [(f^ (B, T, D), f (B, T, D), mask (B, T))]"""
         feature = batch.hidden[self.config.hidden]                             # (B, T, D)
-        predicted = self(batch.ids, feature)                                   # (B, T - 1, D)
-        # No feature precedes the first token, so it has no prediction.  Padding stands there, and
-        # the mask leaves it out.
-        predicted = F.pad(predicted, (0, 0, 1, 0))                             # (B, T, D)
+        # No feature precedes the first token, so it has no prediction: the mask leaves it out.
+        predicted = F.pad(self(batch.ids, feature), (0, 0, 1, 0))              # (B, T, D)
         mask = torch.ones_like(batch.ids, dtype=torch.bool)
         mask[:, 0] = False
         return [(predicted, feature, mask)]
 
     def loss_of(self, predicted, feature):
-        """L_reg + w_cls L_cls, summed over n positions.  f^ and f (n, D) -> ()"""
+        """L_reg + w_cls L_cls, summed over n positions.  f^ and f (n, D) -> ()
+
+        Differs from the paper, where w_cls is 0.1 and D is 4096.  SmoothL1 is a mean over D, so its
+        gradient on a feature falls as 1 / sqrt(D), and that of the cross entropy does not.
+        """
         width = feature.shape[-1]
         distance = F.smooth_l1_loss(predicted.float(), feature.float(), reduction="sum")
         # P_t = softmax(Head(f)), P_d = softmax(Head(f^))
@@ -98,7 +94,7 @@ class Eagle(nn.Module):
             p_target = self.head(feature).float().softmax(-1)                  # (n, V)
         logits = self.head(predicted).float()                                  # (n, V)
         cross_entropy = F.cross_entropy(logits, p_target, reduction="sum")
-        w_cls = W_CLS * (PUBLISHED / width) ** 0.5
+        w_cls = 0.1 * (4096 / width) ** 0.5
         return distance / width + w_cls * cross_entropy
 
 # ---------------------------------------------------------------- decoding

@@ -3,13 +3,9 @@
 The idea.  GLIDE and EDD train an embedding and a head of their own.  Beside a small target with a
 large vocabulary these two tables are nearly the whole drafter: of an EDD beside SmolLM2-135M
 (49 152 token ids, width 576) they are 56.6M of 60.2M weights, and the head is most of what a draft
-costs.  Here only one layer is trained, between the target's own tables, which are frozen and are
-not saved with the drafter.
-
-The layer may also learn a short list of frequent tokens alone.  Their logits need k rows of the
-head instead of V.  All other tokens get probability zero: they are never drafted.  The target
-verifies over the whole vocabulary, so the output stays the same, and a rare token only costs a
-rejection.  The list is counted once, before training, and is saved with the weights.
+costs.  Here only one layer is trained, between the target's own tables, which stay frozen.  It may
+also learn a short list of k frequent tokens alone, whose logits need k rows of the head instead of
+V.  All others get probability zero: they are never drafted, and cost the target a rejection.
 
     kind                the layer                            what it reads of the target
     glide-shared        GLIDE's (glide.py)                   KV entries of one layer
@@ -35,8 +31,7 @@ import glide
 
 # A target's tables, as a draft model uses them
 #   embed   a function: ids (...) -> (..., D)
-#   head    a function: x (..., D), normed -> logits (..., V); with a list of words (..., k).  Where
-#           x is the target's own last hidden state, these are the target's own logits.
+#   head    a function: x (..., D), normed -> logits (..., V); with a list of words (..., k)
 #   norm    (D,): the weights of the target's last norm
 #   words   (k,): the list; None: the whole vocabulary
 Tables = namedtuple("Tables", "embed head norm words")
@@ -48,8 +43,6 @@ def frequent_words(tokens, k, vocab, eos=None):
     tokens (n,): the ids that a drafter learns to predict.  vocab: V.  eos: the token that ends a
     text; it is always in the list.  Of equally frequent ids the lower is taken.
     """
-    if not 1 <= k <= vocab:
-        raise ValueError(f"a list of {k} words of a vocabulary of {vocab}: take 1 to {vocab}")
     counts = torch.bincount(tokens, minlength=vocab)                           # (V,)
     if eos is not None:
         counts[eos] = len(tokens) + 1
@@ -66,9 +59,6 @@ class Between(nn.Module):
 
     def __init__(self, config, tables):
         super().__init__()
-        if config.loss not in ("kl", "lk"):
-            raise ValueError(f"drafters between the target's tables learn by the loss kl or lk, "
-                             f"not by {config.loss}")
         self.config, self.tables = config, tables              # no module: it is not saved
         # Where the embedding of a token is also its row of the head, the logit of the token that
         # was just read starts high.  One layer can hardly undo that, so a matrix follows the
@@ -87,7 +77,7 @@ class Between(nn.Module):
         return self.projection(x.to(self.like))
 
     def head(self, x):
-        """What decoding uses: x (..., D), normed -> logits (..., V), -inf outside the list."""
+        """For decoding: x (..., D), normed -> logits (..., V), -inf outside the list."""
         logits = self.tables.head(x)
         if self.words is None:
             return logits
@@ -95,15 +85,10 @@ class Between(nn.Module):
         spread = logits.new_full(shape, float("-inf"))
         return spread.index_copy(-1, self.words, logits)
 
-    def start(self, norm):
-        """Let a draft model's last norm start as the target's, which its head was trained on."""
-        norm.weight.data.copy_(self.tables.norm)
-
     def loss_of(self, x, target_logits):
-        """What training uses: the loss, summed over n positions -> ()
+        """For training: the loss, summed over n positions -> ().  x (n, D), target_logits (n, V).
 
-        x (n, D), normed.  target_logits (n, V).  With a list of words both distributions are
-        softmaxes over their k logits.
+        With a list of words both distributions are softmaxes over their k logits.
         """
         logits = self.tables.head(x)                                           # (n, k) or (n, V)
         if self.words is not None:
@@ -141,8 +126,7 @@ class Layer(glide.Layer):
     def attend(self, q, k, v, mask):
         """As glide.Layer.attend; a query sees its own entry and the `window` before it.
 
-        The own entry is the last that it sees.  Between those that a node of a tree sees there are
-        entries of other nodes: so the visible ones are counted.
+        Between the entries that a node of a tree sees are those of others: so they are counted.
         """
         if mask is None:
             # The next node of a chain sees all entries.
@@ -158,9 +142,9 @@ class GlideShared(glide.Glide):
     def __init__(self, config, ropes, tables):
         between = Between(config, tables)
         super().__init__(config, *ropes, between.embed, between.head, Layer)
-        self.between = between
-        self.loss_of = between.loss_of
-        between.start(self.norm)
+        self.between, self.loss_of = between, between.loss_of
+        # The head was trained on what the target's last norm gives.
+        self.norm.weight.data.copy_(tables.norm)
 
 # ---------------------------------------------------------------- EDD's layer
 @dataclass
@@ -180,6 +164,5 @@ class EDDShared(edd.EDD):
         """parts: an edd.Parts, of which embed and head are not used."""
         between = Between(config, tables)
         super().__init__(config, parts._replace(embed=between.embed, head=between.head))
-        self.between = between
-        self.loss_of = between.loss_of
-        between.start(self.norm)
+        self.between, self.loss_of = between, between.loss_of
+        self.norm.weight.data.copy_(tables.norm)

@@ -53,44 +53,42 @@ def head_of(model, words=slice(None)):
     """A trainable copy of the target's LM head; words (k,): of these rows alone."""
     lm_head, like = model.get_output_embeddings(), embedded(model, [0])
     weight, bias = lm_head.weight, lm_head.bias
-    in_memory = not weight.is_meta and not hasattr(weight, "__tensor_flatten__")
+    in_memory = type(weight) is nn.Parameter and not weight.is_meta
     if type(lm_head) not in (nn.Linear, PackedLinear) or not in_memory:
         # What it computes of the D unit vectors is its weight, what it computes of zero its bias.
         width = like.shape[1]
         logits = lm_head(torch.eye(width + 1, width).to(like))                 # (D + 1, V)
         weight = (logits[:-1] - logits[-1]).T
         bias = None if bias is None else logits[-1]
-    vocab, width = weight.shape
-    head = nn.Linear(width, vocab, bias is not None, device="meta")
+    head = nn.Linear(*weight.T.shape, bias is not None, device="meta")
     head.weight = nn.Parameter(weight[words].to(like).clone())
     if bias is not None:
         head.bias = nn.Parameter(bias[words].to(like).clone())
     return head
 
 # ---------------------------------------------------------------- GLIDE
-class AnyRope(nn.Module):
-    """RoPE of the first 2 n entries of a head: of halves, as Llama's, or of neighbours."""
+def rope_by(angles, neighbours=False):
+    """RoPE of the first 2 n entries of a head -> a function as glide.rope_of gives it
 
-    def __init__(self, angles, neighbours=False):
-        """angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair."""
-        super().__init__()
-        table = angles.repeat_interleave(2, -1) if neighbours else torch.cat((angles, angles), -1)
-        self.register_buffer("table", table, persistent=False)
-        self.neighbours = neighbours
+    angles: cos and sin (2, length, n).  neighbours: entries 2 i and 2 i + 1 are a pair, and not i
+    and n + i as in Llama.
+    """
+    table = angles.repeat_interleave(2, -1) if neighbours else torch.cat((angles, angles), -1)
 
-    def forward(self, x, position):
-        """As the function that glide.rope_of gives."""
-        cos, sin = self.table.index_select(1, position)        # (T, 2 n) each
+    def rope(x, position):
+        cos, sin = table.index_select(1, position).to(x.dtype)         # (T, 2 n) each
 
         def rotate(q):
-            rotated, rest = q.tensor_split([cos.shape[-1]], -1)
-            if self.neighbours:
+            rotated, rest = q.tensor_split([table.shape[-1]], -1)
+            if neighbours:
                 a, b = rotated[..., ::2], rotated[..., 1::2]
                 partner = torch.stack((-b, a), -1).flatten(-2)
             else:
                 partner = rotate_half(rotated)
-            return torch.cat((rotated * cos + partner * sin, rest), -1)
+            rotated = rotated * cos + partner * sin
+            return torch.cat((rotated, rest), -1) if rest.numel() else rotated
         return rotate
+    return rope
 
 def rope_table(model, layer):
     """The cos and sin that the target's own module gives one of its layers -> (2, length, r).
@@ -102,13 +100,12 @@ def rope_table(model, layer):
     # Beyond the context, which no sequence reaches, longrope and dynamic NTK have other tables.
     context = context_of(c)
     position = torch.arange(context + TREE_POSITIONS, device=device).clamp(max=context - 1)[None]
-    like = torch.zeros(1, 1, 1, device=device)                         # supplies only the dtype
     rotary = getattr(model.get_decoder(), "rotary_emb", None)
-    table, kind = None, {}
+    table = None
     if rotary is not None:
-        if "layer_type" in signature(rotary.forward).parameters:
-            kind["layer_type"] = c.layer_types[layer]
-        table = rotary(like, position, **kind)
+        has_kinds = "layer_type" in signature(rotary.forward).parameters
+        kind = {"layer_type": c.layer_types[layer]} if has_kinds else {}
+        table = rotary(position.float(), position, **kind)
     if not isinstance(table, tuple):                                   # complex numbers (Llama 4)
         return torch.zeros(2, position.shape[1], 0, device=device)
     table = torch.cat(table).detach()
@@ -136,47 +133,53 @@ def cached_keys(model, layer, position):
                          f"of one size, and GLIDE reads them: {READS_NONE}")
     return k[0].float()
 
-def rope_of(model, table, layer):
-    """How the target rotates the keys of a layer -> AnyRope.  table: as rope_table gives it."""
+def angles_of(model, table, layer):
+    """How the target rotates the keys of a layer -> the arguments of rope_by
+
+    table: as rope_table gives it.
+    """
     key_0, key_2 = [cached_keys(model, layer, position).to(table.device) for position in (0, 2)]
     # Without RoPE keys stay the same (ALiBi), or become others (learned positions).
     same = (key_2 - key_0).norm() < 0.01 * key_0.norm()
     of_one_length = torch.allclose(key_2.norm(dim=-1), key_0.norm(dim=-1), rtol=0.01)
     n = table.shape[-1] // 2
     if same or n == 0 and not of_one_length:
-        return AnyRope(table[..., :0])
+        return table[..., :0], False
     position = torch.tensor([[0], [2]], device=table.device)
 
-    def error(rope):
+    def error(how):
         """|R_2 k_0 - R_0 k_2| / |k_2 - k_0|: R_0 only scales, if it does, and both sides alike."""
-        difference = rope(None, position[1])(key_0) - rope(None, position[0])(key_2)
+        rope = rope_by(*how)
+        difference = rope(key_0, position[1])(key_0) - rope(key_2, position[0])(key_2)
         return difference.norm() / (key_2 - key_0).norm()
 
     # A table has each angle twice: half a head apart, or in turn.
-    ropes = [AnyRope(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
-             for neighbours in (False, True)]
-    best = min(ropes, key=error)
+    ways = [(angles, neighbours) for angles in (table[..., :n], table[..., ::2])
+            for neighbours in (False, True)]
+    best = min(ways, key=error)
     if error(best) > 0.3:                                              # half precision is coarse
         raise ValueError(f"{type(model).__name__} rotates its keys in a way that is unknown here, "
                          f"and GLIDE reads them: {READS_NONE}")
     return best
 
 def ropes_of(model, config):
-    """The RoPE of the self-attention of a GLIDE of this Config, and of its glimpse -> two AnyRope
+    """The RoPE of the self-attention of a GLIDE of this Config, and of its glimpse.
 
     Raises ValueError where the target does not cache the keys that it reads.
     """
     layer = config.layers_read[-1] if config.glimpse else -1
-    table = rope_table(model, layer)
-    rope = rope_of(model, table, layer) if config.glimpse else AnyRope(table.chunk(2, -1)[0])
-    d = config.width // config.heads
-    if rope.table.shape[-1] == d:
-        return rope, rope
+    table, d = rope_table(model, layer), config.width // config.heads
+    angles, neighbours = table.chunk(2, -1)[0], False
+    if config.glimpse:
+        angles, neighbours = angles_of(model, table, layer)
+    glimpse_rope = rope_by(angles, neighbours)
+    if 2 * angles.shape[-1] == d:
+        return glimpse_rope, glimpse_rope
     # The drafter needs positions where the target has none, or rotates a part of a head.
     rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=d, num_attention_heads=1))
     position = torch.arange(table.shape[1])[None]
-    angles = torch.cat(rotary(position.float(), position))[..., :d // 2].to(table)
-    return AnyRope(angles), rope
+    angles = torch.cat(rotary(position.float(), position))[..., :d // 2]
+    return rope_by(angles.to(table.device)), glimpse_rope
 
 # ---------------------------------------------------------------- EDD, the VDM, EAGLE
 def parts_of(model, embed, head):
@@ -187,13 +190,12 @@ def parts_of(model, embed, head):
         layer = type(decoder.layers[-1])(c, layer_idx=len(decoder.layers) - 1)
         rotary_class = type(decoder.rotary_emb)
     else:
-        heads = c.num_attention_heads
         c = LlamaConfig(
             hidden_size=c.hidden_size,
             intermediate_size=getattr(c, "intermediate_size", None) or 4 * c.hidden_size,
-            num_attention_heads=heads,
-            num_key_value_heads=getattr(c, "num_key_value_heads", None) or heads,
-            head_dim=getattr(c, "head_dim", None) or c.hidden_size // heads,
+            num_attention_heads=c.num_attention_heads,
+            num_key_value_heads=getattr(c, "num_key_value_heads", None),
+            head_dim=getattr(c, "head_dim", None),
             attn_implementation="sdpa")
         layer = LlamaDecoderLayer(c, layer_idx=0)
         rotary_class = LlamaRotaryEmbedding
@@ -210,29 +212,19 @@ def parts_of(model, embed, head):
 def tables_of(model, words=None):
     """The target's own embedding and LM head -> shared.Tables
 
-    words (k,): a list of token ids, to which the head is reduced.  Training wants a frozen target:
-    model.requires_grad_(False).  Raises ValueError where a small forward shows that the target
-    makes its logits otherwise.
+    words (k,): a list of token ids, to which the head is reduced.  A scale or a soft cap outside of
+    the head is left out: the drafter learns it.
     """
     embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
-    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-    dtype, rows = embedded(model, [0]).dtype, slice(None)
+    dtype = embedded(model, [0]).dtype
     if words is not None:
-        rows, words = words.cpu(), words.to(device_of(model))
-        lm_head = head_of(model, rows).requires_grad_(False)
+        words = words.to(device_of(model))
+        lm_head = head_of(model, words.cpu()).requires_grad_(False)
         pack(lm_head, beside=model)
 
     def head(x):
-        logits = lm_head(x.to(dtype)).to(x)
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return lm_head(x.to(dtype)).to(x)
 
-    ids = torch.arange(4, device=device_of(model))[None]
-    out = model(ids, use_cache=False, output_hidden_states=True)
-    found, expected = head(out.hidden_states[-1]), out.logits[..., rows]       # (1, 4, V or k)
-    error = (found - expected).float().norm() / expected.float().norm()
-    if not error < torch.finfo(found.dtype).eps ** 0.5:
-        raise ValueError(f"the logits of {type(model).__name__} are not its LM head's alone: "
-                         "take a drafter with tables of its own (glide, edd)")
     # The weights of the last norm are what it makes of ones; a LayerNorm has none to start from.
     norm = torch.ones_like(embedded(model, [0])[0])                            # (D,)
     module = getattr(model.get_decoder(), "norm", None)

@@ -1,10 +1,9 @@
 """Static shapes and CUDA graphs for the forwards of a target or a drafter.
 
-At batch 1 a forward launches hundreds of kernels of some microseconds each, and launching them
-takes longer than running them.  A CUDA graph records which kernels ran on which addresses and
-replays all of them by one launch.  So shapes and addresses must not change: nodes are padded to a
-power of two (see padded) and keys to a multiple of 256, and inputs are copied into the tensors that
-the graph was recorded with.
+At batch 1 launching a forward's hundreds of kernels takes longer than running them.  A CUDA graph
+records which kernels ran on which addresses and replays all of them by one launch.  So shapes and
+addresses must not change: nodes are padded to a power of two (see padded) and keys to a multiple of
+256, and inputs are copied into the tensors that the graph was recorded with.
 
     target = static(verify.Target(model))    # its forwards, those of plain decoding, too
     drafter = static(glide.Drafter(...))     # GLIDE's, EDD's, EAGLE's; MEDUSA has no `run`
@@ -19,7 +18,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from runtime.errors import UserError
 from verify import Target
 
 GRAPHED = 64             # nodes; a larger forward keeps a GPU busy without a graph
@@ -43,33 +41,24 @@ def lengthened(entries):
     keys = min(bucket(t), allocated)
     return entries.as_strided((1, heads, keys, d), entries.stride(), entries.storage_offset())
 
-def static(x, record=True):
-    """Give a target, or a drafter with a method `run`, static shapes -> x.
-
-    record: whether a CUDA device records graphs.
-    """
+def static(x):
+    """Give a target, or a drafter with a method `run`, static shapes -> x."""
     # A model that verifies chains only counts positions by its cache, and takes no padding.
-    if not hasattr(x, "run") or not getattr(x, "verifies_trees", True):
-        return x
-    spread = getattr(x.model, "hf_device_map", None) or {}
-    if len(set(spread.values())) > 1:
-        raise UserError("a CUDA graph is of one device, and the target is spread over several: "
-                        "leave --graphs out")
-    x.run = Static(x, record)
+    if hasattr(x, "run") and getattr(x, "verifies_trees", True):
+        x.run = Static(x)
     return x
 
 class Static:
-    """Replaces x.run: the same results by static shapes.
+    """Replaces x.run: the same results by static shapes, and on a CUDA device by recordings.
 
     recorded is {shapes of the inputs: (inputs, replay)}.  A recording is valid as long as the KV
     entries stay at the same addresses.
     """
-    def __init__(self, x, record):
-        self.x = x
-        self.own = x.run
+    def __init__(self, x):
+        self.x, self.own = x, x.run
         self.dtype = next(x.model.parameters()).dtype
         self.is_target = isinstance(x, Target)
-        self.graphs = record and x.device.type == "cuda"
+        self.graphs = x.device.type == "cuda"
         self.recorded, self.addresses, self.pool = {}, None, None
 
     def __call__(self, end, x, position, slots, mask, *logits_to_keep):

@@ -316,8 +316,6 @@ def test_the_most_frequent_words():
         assert frequent_words(tokens, 5, 9).tolist() == sorted(ranked[:5])
         ranked.remove(8)
         assert frequent_words(tokens, 5, 9, eos=8).tolist() == sorted([8, *ranked[:4]])
-    with pytest.raises(ValueError, match="take 1 to 9"):
-        frequent_words(tokens, 10, 9)
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_the_layer_learns_among_the_words_alone(kind):
@@ -349,9 +347,6 @@ def test_the_layer_learns_among_the_words_alone(kind):
     config.loss = "lk"
     found = mean_loss(draft_model, batch)
     assert found.item() == pytest.approx(-rate.log().mean().item(), abs=1e-5)
-    config.loss = "ce"
-    with pytest.raises(ValueError, match="kl or lk, not by ce"):
-        families.new(kind, config, model)
 
 def test_the_window_holds_a_query_and_three_entries_before_it(llama):
     batch, outputs = batch_of(llama, text(20)[None]), []
@@ -399,8 +394,10 @@ def test_a_score_depends_on_the_distance_alone(name):
     """
     model = made(name)
     if name in ("GPT2LMHeadModel", "OPTForCausalLM"):          # their positions are in the tokens
+        q, position = torch.randn(1, 8), torch.tensor([3])
         rope, glimpse_rope = families.ropes_of(model, glide.Config.for_target(model))
-        assert glimpse_rope.table.shape[-1] == 0 and rope.table.shape[-1] == 8
+        assert torch.equal(glimpse_rope(q, position)(q), q)
+        assert not torch.isclose(rope(q, position)(q), q).any(), "the drafter has positions"
         return
     keys = {}
     for position in (2, 12, 32):
@@ -456,18 +453,6 @@ def test_a_kind_of_drafter_decodes_losslessly_beside_a_family(kind, name):
     """By a drafter with random weights: what it accepts hardly matters, that it runs does."""
     model = made(name)
     assert_lossless(AnyTarget(model), random_drafter(model, kind, words=words_of(kind)), model)
-
-def test_logits_are_capped_as_the_targets():
-    """Gemma 2's, also of a list of words; a target that makes its logits otherwise is refused."""
-    model = made("Gemma2ForCausalLM")
-    with torch.no_grad():
-        out = model(torch.tensor([PROMPT]), output_hidden_states=True)
-        for words in (None, WORDS):
-            found = families.tables_of(model, words).head(out.hidden_states[-1])
-            expected = out.logits if words is None else out.logits[..., words]
-            torch.testing.assert_close(found, expected)
-    with pytest.raises(ValueError, match="the logits of CohereForCausalLM are not its LM head's"):
-        families.tables_of(made("CohereForCausalLM"))
 
 @pytest.mark.parametrize("kind", ["glide", "edd", "edd-shared"])
 def test_a_target_that_accelerate_spreads(kind, tmp_path):
