@@ -3,7 +3,7 @@
     alpha_overlap     GLIDE's alpha in sampling (section 5.1): the mean of sum_x min(p_T(x), p_D(x))
     alpha_depth       EDD's alpha: new tokens over the depth of the trees
     c                 GLIDE's cost coefficient: a drafter forward over a plain decoding step
-    expected_speedup  GLIDE's E(Spd.), of alpha, c and the chain's length
+    expected_speedup  GLIDE's E(Spd.) (section 5.1), of alpha, c and the chain's length
     swi_ms            Cascade's standardized walltime improvement (section 5.1): a run of a model
                       costs its share of the target's weights
     swi_clock         the same, all drafting costing what it takes here
@@ -86,14 +86,11 @@ def observed(method):
 
 # ---------------------------------------------------------------- columns
 def expected_speedup(alpha, c, gamma):
-    """GLIDE's E(Spd.) (section 5.1): (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))"""
+    """GLIDE's E(Spd.): (1 - alpha^{gamma+1}) / ((1 - alpha) (c gamma + 1))"""
     return sum(alpha ** i for i in range(gamma + 1)) / (c * gamma + 1)
 
 def swi(tokens, runs, costs):
-    """Cascade's SWI (section 5.1): n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i)
-
-    runs, costs: of the target, and of each model; the target's cost is 1.
-    """
+    """Cascade's SWI: n / (count(S, M_t, T) + sum_i count(S, M_di, T) c_i); c of the target is 1."""
     return tokens / sum(count * cost for count, cost in zip(runs, costs))
 
 def depth_of(parents):

@@ -1,13 +1,13 @@
 """The stand-in and its drafters in a large model's shape, computing the same functions.
 
-    python figures/grown.py --shape 7b --out work/grown                        # 13 GB in float16
-    python bench.py --target work/grown/target --checkpoint work/grown --drafter glide edd \\
+    python figures/grown.py --shape 7b --out work/7b                        # 13 GB in float16
+    python bench.py --target work/7b/target --checkpoint work/7b --drafter glide edd \\
         --tree chain cape pct --dtype float16 --device cuda --graphs
 
-Walltime of speculative decoding depends on the target's shape, which says how many bytes a forward
-pass reads; acceptance depends on what the target predicts.  Where the weights of the papers' models
-cannot be had, a grown target has both: the large model's cost, and the small model's text.  Its
-drafters grow with it, so c = s_d / s_t is that of the large shape, too.
+Walltime depends on the target's shape, which says how many bytes a forward pass reads; acceptance
+depends on what the target predicts.  Where the weights of the papers' models cannot be had, a grown
+target has the large model's cost and the small model's text.  Its drafters grow with it, so
+c = s_d / s_t is that of the large shape, too.
 
 How each part keeps its function (d, D: hidden sizes; e, E: head sizes, small and large):
 
@@ -18,8 +18,8 @@ How each part keeps its function (d, D: hidden sizes; e, E: head sizes, small an
                     (j, j + E/2) with j = i E / e, so the pair goes there.  Scores are divided by
                     sqrt(E) instead of sqrt(e), so queries are multiplied by sqrt(E / e).
     feed-forward    Hidden units beyond the small model's write nothing.
-    layers          Layers that write nothing stand below the small model's.  So the top layers are
-                    the same, and a drafter reads the same layer counted from the top.
+    layers          Layers that write nothing stand below the small model's: a drafter reads the
+                    same layer counted from the top.
     vocabulary      Tokens that the small model lacks get logits far below zero: a small constant
                     runs along the last coordinate, and only their rows of the head read it.
 
@@ -163,8 +163,7 @@ def grow_drafter(folder, small_target, target):
 
 @program
 def main(argv):
-    p = argparse.ArgumentParser(description="Grow the stand-in and its drafters into a large "
-                                "model's shape.")
+    p = argparse.ArgumentParser(description="Grow the stand-in and its drafters.")
     p.add_argument("--shape", choices=SHAPES, default="7b", help="default: 7b")
     p.add_argument("--out", required=True, help="folder to write: target/ and the drafters")
     a = p.parse_args(argv)
@@ -184,8 +183,7 @@ def main(argv):
         about |= {"config": vars(draft_model.config), "target": fingerprint}
         (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     shutil.copy(load.CHECKPOINTS / "bigram.json", out)               # Max-Gram's
-    weights = sum(p.numel() for p in target.parameters())
-    print(f"saved {out}: a target of {weights / 1e9:.2f}B weights and {' '.join(DRAFTERS)}")
+    print(f"saved {out}: the target and {' '.join(DRAFTERS)}")
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -17,12 +17,9 @@ name the source of what follows them; `write` fills it in, `check` compares it:
     <!--reproduced-->partly                                 a claim, by the intervals in its line
     <!--given-->2.5x                                        a figure of a paper, or a setting
 
-"tau on story" in place of "tau" is of one kind of text.  Prose without a comment may not have
-figures with a decimal point, "x" or "%".
-
-Two methods are compared on the same questions (two turns of a chat are one question): speeds, times
-and counts by the geometric mean of their ratios, all else by the mean difference, with the 95 %
-interval of a bootstrap over the questions.
+"tau on story" in place of "tau" is of one kind of text.  Two methods are compared on the same
+questions (two turns of a chat are one question): speeds, times and counts by the geometric mean of
+their ratios, all else by the mean difference, with the 95 % interval of a bootstrap.
 
 A claim's figures are written so that the paper says "above 1", or "above 0" of a difference;
 <!--reproduced 2.17--> says "above 2.17".  It is reproduced ("yes") where all intervals in its line
@@ -34,10 +31,9 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from contextlib import redirect_stdout
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
@@ -54,7 +50,6 @@ FORMATS = {".1f": ("tokens_per_second", "nodes", "draft_ms", "verify_ms", "other
            ".3f": ("alpha", "alpha_overlap", "c", "ece"), "d": ("k1", "k2")}
 RATIOS = ("speedup", "expected_speedup", "swi_ms", "swi_clock", "nodes", "draft_ms")
 SAMPLES = 10_000                           # of the bootstrap
-LIMIT = 240                                # seconds of a part of `gpu`
 
 # ---------------------------------------------------------------- rows
 def name_of(row):
@@ -199,7 +194,6 @@ NUMBER = r"[+−-]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
 MARKED = re.compile(rf"<!--([\w/.-]+) ([^:<>]+): ([^<>]+?)-->(open\b|{NUMBER})((?:x|×| ?%)?)"
                     rf"( \[{NUMBER}, {NUMBER}\])?")
 REPRODUCED = re.compile(r"<!--reproduced ?([\d.]*)-->(yes|partly|no|open)\b")
-GIVEN = re.compile(rf"<!--given-->{NUMBER}[^\s|,;:)]*")
 
 def pages():
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -259,24 +253,6 @@ def filled(text):
     text = MARKED.sub(figure, text)
     return "\n".join(map(reproduced, text.split("\n")))
 
-# What may have a decimal point and is no figure of ours: ids of arXiv, versions, models, sections
-NO_FIGURE = re.compile(
-    r"\d{4}\.\d{4,5}|\d+\.\d+\.\d+\S*|\b(?:Qwen|Phi-|GPT-|Llama-|Vicuna-?)\d\.\d|"
-    r"(?:Python|torch|transformers|CUDA|§+|[Ss]ections?|Theorems?|Corollary) ?\d+(?:\.\d+)+\S*"
-    r"(?:(?:,| to| and| or) \d+(?:\.\d+)+)*")
-BARE = re.compile(r"(?<![\w/.])[+−-]?(?:\d+\.\d+|\.\d+)(?:x|×| ?%)?(?![\w/])|"
-                  r"(?<![\w/.])\d+(?:x\b|×| ?%)")
-
-def unmarked(text):
-    """The figures in a page's prose that no comment gives a source -> [(line, figure)]"""
-    def blank(match):
-        return re.sub(r"[^\n]", " ", match[0])
-    for pattern in (TABLE, re.compile(r"^```.*?^```", re.S | re.M), MARKED, GIVEN,
-                    re.compile(r"<!--.*?-->", re.S), re.compile(r"`[^`]*`"),
-                    re.compile(r"\]\([^)]*\)"), NO_FIGURE):
-        text = pattern.sub(blank, text)
-    return [(text[:match.start()].count("\n") + 1, match[0]) for match in BARE.finditer(text)]
-
 def write():
     """Fill all pages from the rows."""
     for page in pages():
@@ -284,19 +260,22 @@ def write():
         page.write_text(filled(text), encoding="utf-8")
 
 def check():
-    """Compare all pages with the rows, and look for figures without a source -> exit status"""
+    """Compare all pages with the rows -> exit status"""
     wrong = []
     for page in pages():
         text = page.read_text(encoding="utf-8")
         pairs = zip(text.split("\n"), filled(text).split("\n"))
         wrong += [f"{page.name}, line {number}: {old}\n  should be {new}"
                   for number, (old, new) in enumerate(pairs, 1) if old != new]
-        wrong += [f"{page.name}, line {line}: {bare} names no row" for line, bare in unmarked(text)]
     print(*wrong or ["holds"], sep="\n", file=sys.stderr if wrong else sys.stdout)
     return 1 if wrong else 0
 
 # ---------------------------------------------------------------- the command line
 DRY = "--limit 1 --max-new-tokens 4 --device cpu --dtype float32"
+
+def in_dry(flags):
+    """The same with the grown target of a dry run, which is smaller and elsewhere."""
+    return flags.replace("work/7b", "work/dry/7b")
 
 def measure(names, dry=False):
     """Measure the named runs, one after the other.
@@ -305,13 +284,12 @@ def measure(names, dry=False):
     """
     import columns
     import probe
-    os.chdir(ROOT)
     for name in names:
         run = RUNS[name]
         path = RESULTS / f"{name}.jsonl"
         if dry:
             path = ROOT / "work" / "dry" / f"{name}.jsonl"
-            run = run._replace(flags=f"{run.flags.replace('--graphs', '')} {DRY}")
+            run = run._replace(flags=f"{in_dry(run.flags).replace('--graphs', '')} {DRY}")
         path.parent.mkdir(parents=True, exist_ok=True)
         print(f"{name}: rows go to {path.relative_to(ROOT)}", flush=True)
         if run.methods:
@@ -319,27 +297,17 @@ def measure(names, dry=False):
         else:
             probe.main([*shlex.split(run.flags), "--json", str(path.relative_to(ROOT))])
 
-# In order of worth: (what the part makes, command, what a dry run adds to it)
-GPU = [("", "-m pytest -q -m cuda tests", "--collect-only"),
-       ("work/grown", "figures/grown.py --out work/grown", "--shape 80m"),
-       *((f"docs/results/{name}.jsonl", f"figures/paper.py measure {name}", "--dry")
-         for name in RUNS if name.startswith("gpu/"))]
-
 def gpu(dry=False):
-    """Run the parts of GPU that have not made anything yet, each a process of its own.
+    """Grow the 7B target, then measure the runs gpu/..., those that are not there yet.
 
-    dry: all parts on a CPU, at the 80M shape.
+    dry: all of them on a CPU, at the 80M shape.
     """
-    for made, command, more in GPU:
-        if dry:
-            command += f" {more}"
-        elif made and (ROOT / made).exists():
-            continue
-        print(f"\n$ python {command}", flush=True)
-        try:
-            subprocess.run([sys.executable, *command.split()], cwd=ROOT, timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            print(f"stopped after {LIMIT} seconds")
+    import grown
+    folder = Path(in_dry("work/7b") if dry else "work/7b")
+    if not folder.exists():
+        grown.main(["--out", str(folder), "--shape", "80m" if dry else "7b"])
+    names = [name for name in RUNS if name.startswith("gpu/")]
+    measure([name for name in names if dry or not rows_of(name)], dry)
 
 @program
 def main(argv):
@@ -348,11 +316,10 @@ def main(argv):
     p.add_argument("names", nargs="*", help="measure: runs of figures/runs.py")
     p.add_argument("--dry", action="store_true", help="measure, gpu: try it, rows go to work/dry")
     a = p.parse_args(argv)
-    if a.verb == "measure":
-        return measure(a.names, a.dry)
-    if a.verb == "gpu":
-        return gpu(a.dry)
-    return write() if a.verb == "write" else check()
+    os.chdir(ROOT)
+    verbs = {"measure": partial(measure, a.names, a.dry), "gpu": partial(gpu, a.dry),
+             "write": write, "check": check}
+    return verbs[a.verb]()
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

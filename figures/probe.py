@@ -1,16 +1,12 @@
-"""Is a drafter's confidence right?  Which tokens are accepted?  What does a verified node cost?
+"""Is a drafter's confidence right?  What does a verified node cost?
 
     python figures/probe.py calibration --drafter edd "edd(temperature=1)"
-    python figures/probe.py positions --drafter glide "cascade(base, k=30)" --limit 12
     python figures/probe.py costs
 
 calibration  Is the confidence the probability that a token is accepted?  EDD and PCT (ACL 2025),
              section 3.2, Figure 3(b); GLIDE with a CAPE (arXiv 2402.02082), Figure 1(b).  Chains of
              ten.  Tokens after the first rejection in a chain are left out, since the target has
              not scored them.  temperature=1 gives raw confidences.
-positions    How likely is the i-th token of a chain of thirty to be accepted, and so all before it?
-             Cascade Speculative Drafting (arXiv 2312.11462), Figures 2 and 3.  Cascades and
-             Max-Gram write chains of their own length.
 costs        T_v(n): milliseconds of a forward of the target with n nodes after 256 tokens.  PCT
              takes a node as free (section 3.2), GLIDE a forward as bound by memory (appendix D):
              true as far as the ratio T_v(n) / T_v(1) stays near 1.
@@ -20,8 +16,6 @@ Decoding is greedy; the flags are bench.py's.
 import json
 import shlex
 import sys
-from collections import Counter
-from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 
@@ -35,7 +29,7 @@ import verify
 from runtime import load
 from runtime.program import program
 
-CHAIN, LONG_CHAIN = 10, 30                 # tokens of a chain: calibration, positions
+CHAIN = 10                                 # tokens
 BINS = 10                                  # of confidence
 CONTEXT = 256                              # tokens before a forward whose cost is measured
 NODES = 1, 2, 4, 8, 16, 32, 64             # of such a forward
@@ -52,12 +46,10 @@ def scored_tokens(loaded, drafter, prompt):
         return cape.chain_tree(root, chosen, len(chosen))
 
     out = verify.generate(loaded.target, drafter, build, prompt.ids, prompt.limit, eos=loaded.eos)
-    scored = []
-    for one, confidences in zip((one for one in out.rounds if len(one.tokens) > 1), noted):
-        # one.new: the accepted tokens, then the target's own, where the first draft was rejected.
-        for drafted, true, confidence in zip(one.tokens[1:], one.new, confidences):
-            scored.append((confidence, drafted == true))
-    return scored
+    drafted = [one for one in out.rounds if len(one.tokens) > 1]
+    # one.new: the accepted tokens, then the target's own, where the first draft was rejected.
+    return [(confidence, token == true) for one, confidences in zip(drafted, noted)
+            for token, true, confidence in zip(one.tokens[1:], one.new, confidences)]
 
 def calibration_of(pairs):
     """[(confidence, accepted?)] -> {"ece", "bin 90": the share accepted of those above .9, ...}
@@ -67,40 +59,21 @@ def calibration_of(pairs):
     row = {"ece": 0.0}
     for b in range(BINS):
         inside = [pair for pair in pairs if b < pair[0] * BINS <= b + 1]
-        row[f"bin {100 * b // BINS}"] = None
+        share = fmean(accepted for _, accepted in inside) if inside else None
+        row[f"bin {100 * b // BINS}"] = share
         if inside:
-            confidence = fmean(confidence for confidence, _ in inside)
-            share = fmean(accepted for _, accepted in inside)
-            row[f"bin {100 * b // BINS}"] = share
             # ECE = sum_b |B_b| / n |acc(B_b) - conf(B_b)|
+            confidence = fmean(confidence for confidence, _ in inside)
             row["ece"] += len(inside) / len(pairs) * abs(share - confidence)
     return row
 
-# ---------------------------------------------------------------- acceptance by position
-def rounds_of(loaded, drafter, prompt):
-    """Decode a prompt by long chains -> [verify.Round].  A cascade writes a chain of its own."""
-    build = getattr(drafter, "chain", partial(cape.chain, gamma=LONG_CHAIN))
-    out = verify.generate(loaded.target, drafter, build, prompt.ids, prompt.limit, eos=loaded.eos)
-    return out.rounds
-
-def positions_of(rounds):
-    """verify.Rounds of chains -> {"position 5": the share of fifth tokens that were accepted}"""
-    drafted, accepted = Counter(), Counter()
-    for one in rounds:
-        count, _ = bench.accepted_and_tested(one)
-        # Where the output ended within the accepted tokens, the target did not score the rest.
-        ended = len(one.new) == count
-        drafted.update(range(count if ended else len(one.tokens) - 1))
-        accepted.update(range(count))
-    return {f"position {i + 1}": accepted[i] / drafted[i] for i in range(len(drafted))}
-
-def of_drafters(a, loaded, prompts, decode, figures):
+def calibration(a, loaded, prompts):
     """A row for each drafter."""
     rows = []
     for call in load.drafter_calls(a.drafter, a.checkpoint):
         drafter = loaded.drafter(call)
-        found = [one for prompt in prompts for one in decode(loaded, drafter, prompt)]
-        rows.append({"drafter": call.label, "prompts": len(prompts), **figures(found)})
+        pairs = [one for prompt in prompts for one in scored_tokens(loaded, drafter, prompt)]
+        rows.append({"drafter": call.label, "prompts": len(prompts), **calibration_of(pairs)})
     return rows
 
 # ---------------------------------------------------------------- the cost of a node
@@ -125,19 +98,14 @@ def costs(a, loaded, prompts):
     return [{"drafter": f"n = {n}", "ms": ms[n], "ratio": ms[n] / ms[1]} for n in NODES]
 
 # ---------------------------------------------------------------- the command line
-MEASUREMENTS = {
-    "calibration": partial(of_drafters, decode=scored_tokens, figures=calibration_of),
-    "positions": partial(of_drafters, decode=rounds_of, figures=positions_of),
-    "costs": costs}
-
 @program
 def main(argv):
     p = bench.parser()
-    p.description = "Calibration, positions, costs: see the top of this file."
-    p.add_argument("measurement", choices=MEASUREMENTS)
+    p.description = "Calibration and costs: see the top of this file."
+    p.add_argument("measurement", choices=("calibration", "costs"))
     a = p.parse_args(argv)
     loaded, prompts = bench.prepare(a)
-    rows = MEASUREMENTS[a.measurement](a, loaded, prompts)
+    rows = (costs if a.measurement == "costs" else calibration)(a, loaded, prompts)
     for row in rows:
         values = (f"{key} {value:.3g}" for key, value in row.items() if isinstance(value, float))
         print(row["drafter"], *values, sep="; ")

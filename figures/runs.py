@@ -31,7 +31,7 @@ EQUAL = ["glide-top", "glide-top-norm", "glide-18", "vanilla", "edd-top", "edd-4
 # HumanEval and news
 EQUAL_FLAGS = ("--target smollm2 --checkpoint work/equal-layers --max-new-tokens 48 --limit 30 "
                "--prompts work/equal-prompts.jsonl")
-GROWN = ("--target work/grown/target --checkpoint work/grown --dtype float16 --device cuda "
+GROWN = ("--target work/7b/target --checkpoint work/7b --dtype float16 --device cuda "
          "--max-new-tokens 64")
 SEVEN_B = [(["glide-top", "glide"], ["chain", "cape"]), (["glide"], ["pct-cost"]),
            (["edd-top", "edd"], ["chain"]), (["edd"], ["pct", "eagle2"]), ([GLIDE_MIX], ["graft"]),
@@ -90,7 +90,7 @@ RUNS = {
         (["glide", "edd"], ["chain", "cape", "beam", "pct"])]),
     "smollm2/trees": Run(5, f"{SMOLLM2} {THIRD}", [
         (["glide-shared", "edd-shared"], ["chain", "cape", "beam", "pct"])]),
-    # What fifteen minutes of one GPU measure (docs/cuda.md); figures/grown.py makes work/grown
+    # What fifteen minutes of one GPU measure (docs/cuda.md); figures/grown.py makes work/7b
     "gpu/7b": Run(3, f"{GROWN} --graphs --limit 12", SEVEN_B, ["generate()"]),
     "gpu/7b-kernels": Run(2, f"{GROWN} --limit 4", SEVEN_B, ["generate()"]),
     "gpu/smollm2": Run(2, f"{SMOLLM2} --graphs --limit 12 --max-new-tokens 64", [
@@ -103,6 +103,4 @@ RUNS = {
     "width": Run(2, HALF, [(["edd"], [WIDE.format(width) for width in (1, 2, 3, 5, 7)])]),
     "calibration": Run(3, 'calibration --limit 18 --drafter edd-top "edd-top(temperature=1)" edd '
                        '"edd(temperature=1)" glide "glide(temperature=1)"'),
-    "positions": Run(4, 'positions --limit 18 --drafter "cascade(base, k=30)" '
-                     '"cascade(small, k=30)" glide maxgram'),
 }

@@ -2,27 +2,22 @@
 import grown
 import pytest
 import torch
-from conftest import ROOT
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import cape
-import edd
-import glide
 import pct
 import verify
-from runtime import families
+from runtime import families, load
 
 SHAPE = (26, 256, 8, 704, 1100)  # two layers more, and twice as wide
-CHECKPOINTS = ROOT / "checkpoints"
 
 @pytest.fixture(scope="module")
 def targets():
-    small = AutoModelForCausalLM.from_pretrained(CHECKPOINTS / "target", dtype=torch.float32).eval()
-    return small, grown.grow_target(small, SHAPE, torch.float32)
+    small, tokenizer = load.load_target(load.STAND_IN, "float32", "cpu")
+    return small, grown.grow_target(small, SHAPE, torch.float32), tokenizer
 
 @torch.no_grad()
 def test_the_grown_target_has_the_small_ones_logits(targets):
-    small, large = targets
+    small, large, _ = targets
     ids = torch.randint(1024, (2, 64), generator=torch.Generator().manual_seed(0))
     logits = large(ids).logits
     torch.testing.assert_close(logits[..., :1024], small(ids).logits, atol=1e-3, rtol=1e-3)
@@ -31,14 +26,11 @@ def test_the_grown_target_has_the_small_ones_logits(targets):
 @pytest.mark.parametrize("name, build", [
     ("glide", cape.cape), ("vanilla", cape.chain), ("edd", pct.pct), ("vdm", cape.beam)])
 def test_a_grown_drafter_drafts_the_same_trees(targets, name, build):
-    small, large = targets
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINTS / "target")
+    small, large, tokenizer = targets
     ids = tokenizer("A baker has 36 rolls. He sells 14 in the morning and")["input_ids"]
-    drafter, _ = families.load(CHECKPOINTS / name, small)
-    draft_model, _ = grown.grow_drafter(CHECKPOINTS / name, small, large)
-    drafter_class = glide.Drafter if isinstance(draft_model, glide.Glide) else edd.Drafter
-    other = drafter_class(draft_model, drafter.temperature)
+    drafter, _ = families.load(load.CHECKPOINTS / name, small)
+    draft_model, _ = grown.grow_drafter(load.CHECKPOINTS / name, small, large)
     expected = verify.generate(verify.Target(small), drafter, build, ids, 24)
+    other = type(drafter)(draft_model, drafter.temperature)
     found = verify.generate(verify.Target(large), other, build, ids, 24)
-    assert found.tokens == expected.tokens
-    assert found.rounds == expected.rounds, "the same trees, and the same nodes accepted"
+    assert found == expected, "the same tokens, the same trees, and the same nodes accepted"
