@@ -117,11 +117,11 @@ def check(out, names, resume, overwrite):
 def pieces_of(index, length):
     """Cut documents into pieces of at most `length` tokens -> (m, 2): start, size
 
-    index (n, 3): start, size and kind of text of each document.  A piece begins with the last token
-    of the piece before it, so that no label is lost.
+    index (n, 2): start and size of each document.  A piece begins with the last token of the piece
+    before it, so that no label is lost.
     """
     pieces = []
-    for start, size, _ in index.tolist():
+    for start, size in index.tolist():
         for begin in range(0, size - 1, length - 1):
             pieces.append((start + begin, min(length, size - begin)))
     return np.array(pieces, "i8").reshape(-1, 2)
@@ -338,7 +338,7 @@ def train(a, calls, command):
 
     def measure(step):
         """Let the drafters decode, and log their metrics -> {name: metrics}"""
-        metrics = evaluate.measure(decoding, drafters, prompts, data.kinds)
+        metrics = evaluate.measure(decoding, drafters, prompts)
         log(out, {"step": step, "metrics": metrics})
         for name, found in metrics.items():
             if rank == 0:

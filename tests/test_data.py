@@ -296,21 +296,20 @@ def test_what_a_row_asks(tokenizer, tmp_path, monkeypatch, row, expected):
 
 # ---------------------------------------------------------------- prepared data
 def test_a_prepared_folder_holds_documents_as_they_are_encoded(tmp_path, tokenizer):
-    """Every fiftieth is held out, if it does not say; ids as they are; kinds by number.
+    """Every fiftieth is held out, if it does not say; ids as they are.
 
     Its template need not be named again; another one, or another tokenizer, is refused.
     """
-    rows = [{"ids": [i, i, i], "source": "ab"[i % 2]} for i in range(1, 101)]
+    rows = [{"ids": [i, i, i]} for i in range(1, 101)]
     rows[2]["held_out"], rows[99]["held_out"] = True, "false"
-    rows.append({"prompt": [7, 8], "answer": [9], "source": "b"})
+    rows.append({"prompt": [7, 8], "answer": [9]})
     path, folder = write_rows(tmp_path / "rows.jsonl", rows), tmp_path / "out"
     documents.prepare([path], tokenizer, TAGS, 300, folder)
     data = documents.read(folder, tokenizer)
-    learned, held = ([(data.kinds[kind], data.tokens[start:start + size].tolist())
-                      for start, size, kind in index] for index in (data.documents, data.held_out))
-    assert held == [("b", [3] * 3), ("a", [50] * 3)]
-    assert learned == [("ab"[i % 2], [i] * 3) for i in range(1, 101) if i not in (3, 50)] + [
-        ("b", [~7, ~8, 9])]
+    learned, held = ([data.tokens[start:start + size].tolist() for start, size in index]
+                     for index in (data.documents, data.held_out))
+    assert held == [[3] * 3, [50] * 3]
+    assert learned == [[i] * 3 for i in range(1, 101) if i not in (3, 50)] + [[~7, ~8, 9]]
     assert [line.strip() for line in data.report] == [
         f"101 read as token ids (row 1 of {path}, row 2 of {path}, row 3 of {path}, ...)",
         "301 of 303 tokens are learned"]

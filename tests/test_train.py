@@ -34,14 +34,14 @@ def brief(monkeypatch):
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
-    """A tiny random target with a tokenizer, saved as Hugging Face does, and text of two kinds."""
+    """A tiny random target with a tokenizer, saved as Hugging Face does, and text."""
     folder = tmp_path_factory.mktemp("target")
     model = tiny("llama", vocab_size=300, max_position_embeddings=64).float()
     save(folder / "model", model, tokenizer_of(TEXT * 400))
     rows = []
     for i in range(60):
         text = (TEXT * 9)[i:i + 20 + 37 * i % 250]
-        rows.append({"text": text, "group": "ab"[i % 2], "held_out": i % 10 in (4, 7)})
+        rows.append({"text": text, "held_out": i % 10 in (4, 7)})
     write_rows(folder / "rows.jsonl", rows)
     return folder
 
@@ -162,10 +162,9 @@ def test_training_learns_and_writes_a_log_and_drafters(target, tmp_path):
     # What was saved is what was trained: measured again, it drafts as well, but for bfloat16.
     drafter, _ = families.load(out / "glide", model)
     assert drafter.temperature == last["glide"]["temperature"] != 1
-    assert set(last["glide"]["by_kind"]) == {"a", "b"}
     data = documents.read(out / "data", tokenizer)
     prompts = evaluate.prompts_of(data.tokens, data.held_out, 40)
-    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts, data.kinds)
+    again = evaluate.measure(verify.Target(model), {"glide": drafter}, prompts)
     assert again["glide"]["tau"] == pytest.approx(last["glide"]["tau"], rel=0.2)
 
 def test_data_may_be_a_prepared_folder_and_nothing_be_held_out(target, tmp_path, capsys):
@@ -276,7 +275,7 @@ def test_the_commands_of_the_documentation_are_understood():
 # ---------------------------------------------------------------- pieces, steps, parts
 def test_pieces_are_documents_or_batches_of_them():
     """Parts overlap by a token, so that every token but a document's first is a label once."""
-    index = np.array([[0, 10, 1], [13, 1, 0], [14, 5, 0], [28, 4, 2]])
+    index = np.array([[0, 10], [13, 1], [14, 5], [28, 4]])
     pieces = train.pieces_of(index, 4)
     expected = [[0, 4], [3, 4], [6, 4], [14, 4], [17, 2], [28, 4]]
     assert pieces.tolist() == expected, "one token alone has no label"
@@ -379,28 +378,27 @@ def test_a_batch_is_the_targets_own_forward(llama, texts, kv, hidden, logits):
 def test_alpha_and_tau_are_those_of_chains_of_five(llama, monkeypatch):
     """A drafter that is wrong at each seventh position: the counts follow from the positions."""
     monkeypatch.setattr(evaluate, "NEW", 23)
-    prompt, kind = [3, 1, 4], 1
+    prompt = [3, 1, 4]
     text = prompt + plain(llama, prompt, 24)
 
     def at(position):
         token = text[position] if position < len(text) else 0
         return F.one_hot(torch.tensor((token + (position % 7 == 0)) % 12), 12) * 3.0
     drafters = {"x": Positional(at)}
-    found = evaluate.measure(verify.Target(llama), drafters, [(prompt, kind)], ["a", "b"])
+    found = evaluate.measure(verify.Target(llama), drafters, [prompt])
     # The prefill's token has position 3.  Rounds from the roots at 3, 7, 13, 14, 20 and 21 draft
     # 4 5 6 and 7, wrong; 8 to 12; 14, wrong; 15 to 19; 21, wrong; 22 to 24, and the output ends.
     assert found["x"]["alpha"] == (3 + 5 + 0 + 5 + 0 + 3) / (4 + 5 + 1 + 5 + 1 + 3)
     assert found["x"]["tau"] == (4 + 6 + 1 + 6 + 1 + 4) / 6
-    assert found["x"]["by_kind"] == {"b": {key: found["x"][key] for key in ("alpha", "tau")}}
 
 def test_prompts_are_what_comes_before_an_answer():
-    """Of a text its first half; the kinds alternate; all leave room for what is decoded."""
+    """Of a text its first half; all leave room for what is decoded."""
     tokens = np.arange(1, 101, dtype="i4")
     tokens[:5], tokens[60:90] = ~tokens[:5], ~tokens[60:90]
-    index = np.array([[0, 20, 0], [20, 10, 1], [30, 30, 1], [60, 40, 0]])
+    index = np.array([[0, 20], [20, 10], [30, 30], [60, 40]])
     found = evaluate.prompts_of(tokens, index, 30)
-    assert found[0] == ([1, 2, 3, 4, 5], 0) and [kind for _, kind in found] == [0, 1]
-    assert found[1][0] in ([21, 22, 23, 24, 25], list(range(31, 46)))
+    assert all(ids in ([1, 2, 3, 4, 5], [*range(21, 26)], [*range(31, 46)]) for ids in found)
+    assert len(found) == 2 and found[0] != found[1]
 
 def test_the_temperature_is_found_again():
     """Choices sampled from softmax(logits / T): the fit finds T, as a search of the grid does."""

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import plain, tiny
-from helpers import refused, rows_of, write_rows
+from helpers import rows_of, write_rows
 
 import maxgram
 from runtime import load
@@ -38,10 +38,10 @@ def test_sampled_texts_have_the_models_distribution(llama):
     assert chi_square < 31, "11 degrees of freedom, p = .001"
 
 # ---------------------------------------------------------------- the command
-def test_rows_are_what_training_reads(small, tmp_path, capsys):
+def test_rows_are_what_training_reads(small, tmp_path):
     """No prompt twice; in training the answer alone is learned.
 
-    A file that was cut is gone on with; others are refused.
+    A file that was cut is gone on with.
     """
     given = [{"ids": list(range(7, 7 + i % 5 * 2 + 6)) + [i], "source": "ab"[i % 2]}
              for i in range(12)]
@@ -60,7 +60,7 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     assert sorted(found) == sorted(expected.values()) and len(rows) == 5
     documents.prepare([out], tokenizer, "", 300, tmp_path / "ready")
     data = documents.read(tmp_path / "ready", tokenizer)
-    for row, (start, size, _) in zip(rows, data.documents):
+    for row, (start, size) in zip(rows, data.documents):
         tokens = data.tokens[start:start + size].tolist()
         assert tokens == [~i for i in row["prompt"]] + row["answer"]
 
@@ -70,12 +70,8 @@ def test_rows_are_what_training_reads(small, tmp_path, capsys):
     again = rows_of(out)
     assert again[:3] == rows[:3] and len(again) == 5
     assert [row["temperature"] for row in again[3:]] == [1.0, 0.0]
-    for other in (json.dumps({**rows[0], "target": "another"}) + "\n", "a poem", "[1]\n"):
-        out.write_text(other)
-        refused(capsys, argv, "holds something else than rows of this target", write.main)
-        assert out.read_text() == other
 
-def test_prompts_of_chats_are_first_questions_of_texts_the_first_half(small, tmp_path, capsys):
+def test_prompts_of_chats_are_first_questions_of_texts_the_first_half(small, tmp_path):
     """What is held out is not asked."""
     tokenizer = load.load_tokenizer(small / "model")
     rows = [{"turns": ["return", "more"], "category": "code"}, {"text": "def add(a, b)"},

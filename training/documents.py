@@ -7,10 +7,8 @@ A prepared folder holds
 
     tokens.npy       int32 (n,): the token ids of all documents, one document after the other.  A
                      token that is read but not learned (a prompt) is stored as ~id, below 0
-    documents.npy    int64 (m, 4): start, size and kind of text of each document, and 1 where it is
-                     held out
-    meta.json        fingerprint of the vocabulary, the chat template, names of the kinds of text,
-                     what was read and left out
+    documents.npy    int64 (m, 3): start and size of each document, and 1 where it is held out
+    meta.json        fingerprint of the vocabulary, the chat template, what was read and left out
 """
 import json
 import os
@@ -29,8 +27,8 @@ from runtime.load import vocabulary_fingerprint
 
 PLACES = 3          # rows that are named for each line of a report
 
-# tokens (n,), documents (m, 3) to train on and those that are held out, and what meta.json has
-Prepared = namedtuple("Prepared", "tokens documents held_out kinds report")
+# tokens (n,), documents (m, 2) to train on and those that are held out, and the report's lines
+Prepared = namedtuple("Prepared", "tokens documents held_out report")
 
 # ---------------------------------------------------------------- what was read, and what was not
 class Report:
@@ -104,12 +102,10 @@ def encoded(paths, tokenizer, template, vocab, report):
 
 def prepare(paths, tokenizer, template, vocab, folder):
     """Encode files and folders into `folder`.  A folder without meta.json is incomplete."""
-    report, kinds = Report(), {}
-    tokens, index = array("i"), []
+    report, tokens, index = Report(), array("i"), []
     for document, parts in encoded(paths, tokenizer, template, vocab, report):
-        kind = kinds.setdefault(document.kind, len(kinds))
         for ids in parts:
-            index.append((len(tokens), len(ids), kind, document.held_out))
+            index.append((len(tokens), len(ids), document.held_out))
             tokens.frombytes(ids.tobytes())
     tokens = np.array(tokens, "i4")
     learned = f"{(tokens >= 0).sum():7d} of {len(tokens)} tokens are learned"
@@ -119,7 +115,7 @@ def prepare(paths, tokenizer, template, vocab, folder):
     np.save(folder / "tokens.npy", tokens)
     np.save(folder / "documents.npy", np.array(index, "i8"))
     meta = {"vocabulary": vocabulary_fingerprint(tokenizer), "template": template,
-            "kinds": list(kinds), "report": [*report.lines(), learned]}
+            "report": [*report.lines(), learned]}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
 
 # ---------------------------------------------------------------- what training reads
@@ -133,10 +129,9 @@ def read(folder, tokenizer, template=None):
         raise UserError(f"--data: {folder} was prepared with another --template: leave it out, or "
                         "prepare it again")
     index = np.load(folder / "documents.npy")
-    documents, is_held_out = index[:, :3], index[:, 3] == 1
+    documents, is_held_out = index[:, :2], index[:, -1] == 1
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-    return Prepared(tokens, documents[~is_held_out], documents[is_held_out], meta["kinds"],
-                    meta["report"])
+    return Prepared(tokens, documents[~is_held_out], documents[is_held_out], meta["report"])
 
 def load(paths, tokenizer, template, vocab, folder):
     """Files and folders -> Prepared, and its report is printed.

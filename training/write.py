@@ -6,14 +6,12 @@
 The prompts are the first questions of chats, or the first halves of other texts.  train.py reads
 the prompts and learns the answers.  A row of --out is
 
-    {"source": kind of text, "temperature": T, "target": digest of the target's fingerprint,
-     "prompt": [ids], "answer": [ids]}
+    {"source": kind of text, "temperature": T, "prompt": [ids], "answer": [ids]}
 
 Rows are written as they are finished, and the same command goes on with the prompts that --out does
 not hold.  Many texts are decoded together by transformers' generate(): no drafter is there yet.
 """
 import argparse
-import hashlib
 import json
 import os
 import sys
@@ -92,31 +90,23 @@ def write(target, prompts, length, batch, temperature=0.0):
             yield i, answer[:end]
 
 # ---------------------------------------------------------------- rows
-def kept_rows(path, writer):
+def kept_rows(path):
     """The rows of --out so far, or [].  A last line that was cut off is removed."""
     data = path.read_bytes() if path.exists() else b""
     whole = data[:data.rfind(b"\n") + 1]
-    try:
-        rows = [json.loads(line) for line in whole.splitlines()]
-        of_others = sum(row["target"] != writer for row in rows)
-    except (ValueError, LookupError, TypeError):
-        of_others = True
-    if of_others or data and not rows:
-        raise UserError(f"{path} holds something else than rows of this target: name another --out")
+    rows = [json.loads(line) for line in whole.splitlines()]
     if len(whole) < len(data):
         os.truncate(path, len(whole))
     return rows
 
-def append(path, target, tokenizer, prompts, length, batch, temperatures):
+def append(path, target, prompts, length, batch, temperatures):
     """Append the target's answers to prompts, [(kind of text, ids)], to a file as rows.
 
     Prompts of which the file has rows already are left out.  length: of a prompt and its answer.
     temperatures: of the prompts in turn.
     """
-    about = json.dumps(load.fingerprint(target, tokenizer), sort_keys=True)
-    writer = hashlib.sha256(about.encode()).hexdigest()[:8]
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = {tuple(row["prompt"]) for row in kept_rows(path, writer)}
+    done = {tuple(row["prompt"]) for row in kept_rows(path)}
     for turn, temperature in enumerate(temperatures):
         given = [(kind, ids) for kind, ids in prompts[turn::len(temperatures)]
                  if tuple(ids) not in done]
@@ -125,8 +115,8 @@ def append(path, target, tokenizer, prompts, length, batch, temperatures):
         with open(path, "a") as file:
             for number, answer in bar:
                 kind, prompt = given[number]
-                row = {"source": kind, "temperature": temperature, "target": writer,
-                       "prompt": prompt, "answer": answer}
+                row = {"source": kind, "temperature": temperature, "prompt": prompt,
+                       "answer": answer}
                 file.write(json.dumps(row) + "\n")
                 file.flush()
     print(f"saved {path}")
@@ -158,7 +148,7 @@ def main(argv):
     template = chats.template_of(a.template, tokenizer)
     prompts = prompts_in(a.data, tokenizer, template, a.length * 3 // 4)
     torch.manual_seed(a.seed)
-    append(Path(a.out), target, tokenizer, prompts, a.length, a.batch, a.temperature)
+    append(Path(a.out), target, prompts, a.length, a.batch, a.temperature)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
