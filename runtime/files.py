@@ -1,6 +1,6 @@
 """User-supplied files and folders: which files they are, and the rows that each of them holds.
 
-    files_of(paths)      (file, whether it was named itself) for each file
+    files_of(paths)      each file; of a folder those that are JSON or text by their names
     rows_of(file)        (number of its line, row) for each of its rows
 
 A file is JSON lines, a JSON value, or text in UTF-8, which is one row, compressed by gzip or not.
@@ -16,20 +16,18 @@ from runtime.errors import UserError
 from runtime.program import first_line
 
 JSON = (".json", ".jsonl", ".ndjson", ".jl")             # in any case, and before .gz
-NAMES = (*JSON, ".txt")                                  # the files of a folder that are read
 TABLES = (".csv", ".tsv")                                # text, but its rows are not
 
-# ---------------------------------------------------------------- which files
 def files_of(paths):
-    """Yield (file, is_named) for files, which are named, and for those in folders, if not hidden"""
+    """Yield files, and those in folders, but for hidden ones."""
     for given in map(str, paths):
-        if given and os.path.isdir(given):
+        if os.path.isdir(given):
             for path in sorted(Path(given).rglob("*")):
-                inner = path.relative_to(given)
-                if path.is_file() and not any(name.startswith(".") for name in inner.parts):
-                    yield path, False
-        elif given and os.path.exists(given):            # a file, or a pipe
-            yield Path(given), True
+                is_hidden = any(name.startswith(".") for name in path.relative_to(given).parts)
+                if suffix_of(path) in (*JSON, ".txt") and not is_hidden:
+                    yield path
+        elif os.path.exists(given):                      # a file, or a pipe
+            yield Path(given)
         else:
             raise UserError(f"{given or 'an empty name'} does not exist: name files or folders")
 
@@ -37,7 +35,7 @@ def suffix_of(path):
     """The end of a file's name in lower case, without .gz: ".jsonl"."""
     return os.path.splitext(path.name.lower().removesuffix(".gz"))[1]
 
-# ---------------------------------------------------------------- their rows
+# ---------------------------------------------------------------- the rows of a file
 def lines_of(path):
     """Yield (number, text) for the lines of a file.  Only \\n ends one: JSON may hold U+2028."""
     number = 1

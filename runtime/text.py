@@ -13,7 +13,7 @@ import json
 from collections import namedtuple
 from itertools import groupby
 
-from runtime.files import NAMES, files_of, json_of, rows_of, suffix_of
+from runtime.files import files_of, json_of, rows_of
 
 # ---------------------------------------------------------------- the names of fields
 # Of a row.  A list of turns:
@@ -85,13 +85,15 @@ def string_of(row, name):
         return value
     if isinstance(value, (int, float)):                  # a boolean, too
         return json.dumps(value)
-    if not isinstance(value, list) or not all(isinstance(part, dict) for part in value):
-        raise LeftOut(f"{name} is a {type(value).__name__}, and no text")
-    for part in value:
-        kind = part.get("type", "text")
-        if kind not in TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise LeftOut(f"{name} has a part of type {kind}, which is no text")
-    return "".join(part["text"] for part in value)
+    parts = value if isinstance(value, list) else [None]
+    if not all(is_text_part(part) for part in parts):
+        raise LeftOut(f"{name} is no text, or not text alone")
+    return "".join(part["text"] for part in parts)
+
+def is_text_part(part):
+    """Whether a part of a content is text: {"type": "text", "text": "..."}, or without its type"""
+    return (isinstance(part, dict) and part.get("type", "text") in TEXT_PARTS
+            and isinstance(part.get("text"), str))
 
 def are_ids(value):
     """Whether a value is a list of token ids."""
@@ -243,12 +245,8 @@ def document_of(row, place, kind, number):
 def documents(paths):
     """Yield a Document for each row of files and folders."""
     number = 0
-    for path, is_named in files_of(paths):
+    for path in files_of(paths):
         kind = path.name.partition(".")[0]
-        if not is_named and suffix_of(path) not in NAMES:
-            note = f"of a folder only {', '.join(NAMES)} are read: name other files one by one"
-            yield Document(str(path), kind, False, [], note, {})
-            continue
         for line, value in rows_of(path):
             are_rows = isinstance(value, list) and not is_chat(value)
             for place, row in enumerate(value, 1) if are_rows else [(line, value)]:
