@@ -10,7 +10,7 @@ from helpers import rows_of, write_rows
 import maxgram
 from runtime import load
 from runtime.errors import UserError
-from training import bigram, documents, standin, write
+from training import bigram, documents, write
 
 # ---------------------------------------------------------------- texts
 @pytest.mark.parametrize("name", ["llama", "mistral", "GPT2LMHeadModel", "BloomForCausalLM"])
@@ -84,20 +84,6 @@ def test_prompts_of_chats_are_first_questions_of_texts_the_first_half(small, tmp
     path = write_rows(path, rows[2:])
     with pytest.raises(UserError, match="holds no prompt to ask: 1 left out: it is held out"):
         write.prompts_in([path], tokenizer, template, 90)
-
-def test_the_stand_ins_prompts(tmp_path, monkeypatch):
-    """The same command goes on, and write.py reads them as they are."""
-    kinds = {name: ("Question:", 40, lambda text, rng: text.strip()[:60] or None) for name in "ab"}
-    monkeypatch.setattr(standin, "KINDS", kinds)
-    out = write_rows(tmp_path / "prompts.jsonl", [{"source": "a", "prompt": "Question: How many?"}])
-    argv = ["--out", str(out), "--texts", "4", "--device", "cpu", "--batch", "2"]
-    assert standin.main(argv) == 0
-    rows = rows_of(out)
-    assert [row["source"] for row in rows] == ["a", "a", "b", "b"]
-    assert rows[0]["prompt"] == "Question: How many?" and rows[3]["prompt"].startswith("Question:")
-    tokenizer = load.load_tokenizer(load.STAND_IN)
-    asked = write.prompts_in([out], tokenizer, "", 300)
-    assert [tokenizer.decode(ids) for _, ids in asked] == [row["prompt"] for row in rows]
 
 # ---------------------------------------------------------------- bigram
 def test_the_bigram_is_counted_and_its_confidence_measured(small, tmp_path):
