@@ -2,7 +2,6 @@
 import re
 import runpy
 import shutil
-import subprocess
 import sys
 from functools import partial
 from itertools import permutations
@@ -18,7 +17,7 @@ from helpers import rows_of
 import bench
 import cape
 import verify
-from runtime import load, provenance
+from runtime import load
 from runtime.prompts import Prompt, read_prompts
 
 RULE = verify.Rule()
@@ -178,17 +177,6 @@ def test_an_interrupted_measurement_goes_on(small, tmp_path, monkeypatch, capsys
     assert kept == first and [row.get("prompt") for row in others] == [1, 2, None, None, None]
     assert [row["prompts"] for row in others[2:]] == [3] * 3
 
-def test_rows_know_their_commit(tmp_path, monkeypatch):
-    """With "+changes" where files differ from it."""
-    monkeypatch.setattr(provenance, "ROOT", tmp_path)
-    (tmp_path / "a").write_text("a")
-    for command in ("init", "add a", "-c user.name=x -c user.email=x commit -m a"):
-        subprocess.run(["git", *command.split()], cwd=tmp_path, check=True, capture_output=True)
-    commit = provenance.commit()
-    assert re.fullmatch(r"[\da-f]{10}", commit)
-    (tmp_path / "a").write_text("b")
-    assert provenance.commit() == f"{commit}+changes"
-
 # ---------------------------------------------------------------- what the methods are asked for
 def test_limit_counts_prompts(small):
     """A chat gives a prompt for each of its turns; both have one question."""
@@ -234,7 +222,8 @@ def test_the_main_command_as_a_script(tmp_path, monkeypatch, capsys):
     prompt, *rows = rows_of(tmp_path / "r.jsonl")
     expected = [("plain", None), ("generate()", None), *(("glide", tree) for tree in trees)]
     assert [(row["drafter"], row["tree"]) for row in rows] == expected
-    assert all(row["lossless"] and row["tokens"] == 8 and row["commit"] for row in rows)
+    assert all(row["lossless"] and row["tokens"] == 8 for row in rows)
+    assert re.fullmatch(r"[\da-f]{10}(\+changes)?|unknown", rows[0]["commit"])
     assert all(row["tau"] > 1.2 and row["draft_ms"] > 0 for row in rows[2:])
     assert "alpha" not in rows[2] and 0 < rows[3]["alpha"] <= 1
     tokens, rounds, _ = prompt["records"]["glide x cape"]
