@@ -8,15 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from conftest import (
-    ROOT,
-    VOCAB,
-    assert_plain,
-    random_draft_model,
-    random_drafter,
-    shared,
-    tiny,
-)
+from conftest import ROOT, VOCAB, assert_plain, random_draft_model, random_drafter, shared, tiny
 from helpers import FAMILIES, lines_to_use, made
 from safetensors.torch import load_file, save_file
 
@@ -30,7 +22,6 @@ from runtime import families
 from runtime.load import fingerprint
 from runtime.targets import AnyTarget, any_target
 
-EXACT = dict(atol=1e-9, rtol=0)
 LAST = 3                                 # the tiny targets' last hidden states
 WORDS = torch.tensor([7, 2, 5, 3])
 OTHERS = [token for token in range(VOCAB) if token not in WORDS]
@@ -138,16 +129,14 @@ def test_contexts_that_outgrow_the_capacity(kind):
     batch = SimpleNamespace(ids=text(1300, 6)[None], hidden={2: hidden}, kv=kv)
     drafter = random_drafter(shared("llama", max_position_embeddings=1300), kind)
     logits = []
-    for steps, mode in (((1200,), True), ((500, 505, 1200), False)):
+    for steps, mode in (((0, 1200), True), ((0, 500, 505, 1200), False)):
         of_logits(drafter)
-        before = 0
-        for t in steps:
+        for before, t in zip(steps, steps[1:]):
             with torch.inference_mode(mode):
                 drafter.begin(view(batch, before, t), batch.ids[0, t].item())
                 if t != 505:                                    # a round that expands nothing
                     found = drafter.expand(batch.ids[0, t:t + 1], [-1])
                 drafter.keep([])
-            before = t
         logits.append(found)
     torch.testing.assert_close(*logits, atol=1e-9 if kind == "glide 2" else 1e-6, rtol=0)
 
@@ -182,7 +171,7 @@ def test_masks_entry_by_entry():
                 assert dual[i, T + k] == (start <= k <= i)
 
 def test_edds_soft_prompt_is_keys_and_values_alone(llama):
-    """As where hidden states go through the layer, each seeing itself: outputs and gradients."""
+    """As where hidden states go through the layer, each seeing itself."""
     draft_model, batch = random_draft_model(llama, "edd"), batch_of(llama, text(18, 1).view(2, 9))
     ids, hidden = batch.ids, batch.hidden[2]
     found = draft_model(ids, hidden, 4)
@@ -191,12 +180,7 @@ def test_edds_soft_prompt_is_keys_and_values_alone(llama):
     mask[9:] = edd.dual_block_mask(9, 4)
     position = torch.arange(9).repeat(1, 2)
     x = edd.run_layer(draft_model.layer, draft_model.rotary, x, position, mask)
-    expected = draft_model.norm(x[:, 9:])
-    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
-    weights = list(draft_model.layer.parameters())
-    gradients = [torch.autograd.grad(x.square().sum(), weights) for x in (found, expected)]
-    for a, b in zip(*gradients):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(found, draft_model.norm(x[:, 9:]), atol=1e-8, rtol=0)
 
 @pytest.mark.parametrize("kind", ["glide", "edd"])
 @pytest.mark.parametrize("loss", ["ce", "kl"])
@@ -250,8 +234,6 @@ def test_edds_parts():
         assert own.weight.data_ptr() != other.weight.data_ptr()
     assert all(p.requires_grad for p in draft_model.parameters())
     assert torch.equal(draft_model.norm.weight, torch.ones_like(draft_model.norm.weight))
-    saved = {name.split(".")[0] for name in draft_model.state_dict()}
-    assert saved == {"embed", "layer", "norm", "head"}, "the target's RoPE is not the drafter's"
     with pytest.raises(ValueError, match="serves llama, mistral, qwen2"):
         edd.parts_of(made("Gemma3ForCausalLM"))
 
@@ -262,8 +244,6 @@ def test_eagle_learns_features(width):
     """SmoothL1, a mean over D, and 0.1 sqrt(4096 / D) of the cross entropy to the target's p."""
     model = tiny("llama", hidden_size=width)
     draft_model, batch = random_draft_model(model, "eagle"), batch_of(model, text(9, 4)[None])
-    saved = {name.split(".")[0] for name in draft_model.state_dict()}
-    assert saved == {"fc", "layer"}, "the frozen parts are not its own"
     f = batch.hidden[LAST]
     predicted = draft_model(batch.ids, f)[0]
     d = (predicted - f[0, 1:]).abs()
@@ -282,7 +262,6 @@ def test_medusas_heads_are_shifted_as_the_docstring_says(llama):
     batch = batch_of(llama, text(40, 1).view(2, 20))
     ids, f = batch.ids, batch.hidden[LAST]
     untrained = families.new("medusa", config_class.for_target(llama), llama)
-    assert len(untrained.heads) == 5
     for k, head in enumerate(untrained.heads):
         torch.testing.assert_close(head(untrained(f)[:, :, k]), batch.logits)
     draft_model = random_draft_model(llama, "medusa")
@@ -319,10 +298,7 @@ def test_the_most_frequent_words():
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_the_layer_learns_among_the_words_alone(kind):
-    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns.
-
-    A random rotation follows the embedding of a tied table; the last norm starts as the target's.
-    """
+    """KL, or the acceptance rate, of softmaxes over the words' logits; every weight learns."""
     model = tiny("llama", tie_word_embeddings=kind == "edd-shared").requires_grad_(False)
     norm = model.get_decoder().norm.weight
     norm.data.uniform_(0.5, 2)
@@ -358,10 +334,7 @@ def test_the_window_holds_a_query_and_three_entries_before_it(llama):
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
-    """Saved, loaded: the words' logits are those of the whole head, and no other is drafted.
-
-    A checkpoint of before has other names.
-    """
+    """Saved, loaded: the words' logits are those of the whole head, and no other is drafted."""
     tied = tiny("llama", tie_word_embeddings=True)
     draft_model = random_draft_model(tied, kind, words=WORDS, **SHARED[kind])
     save(tmp_path / "short", draft_model, kind, tied)
@@ -371,18 +344,14 @@ def test_the_words_lie_in_the_checkpoint_and_the_tables_do_not(kind, tmp_path):
     whole = random_draft_model(tied, kind, **SHARED[kind])
     whole.load_state_dict({name: saved[name] for name in whole.state_dict()})
     save(tmp_path / "whole", whole, kind, tied)
-    before = {name.removeprefix("between."): weight for name, weight in saved.items()}
-    draft_model.state_dict = lambda: before
-    save(tmp_path / "before", draft_model, kind, tied)
     batch, found = batch_of(tied, text(12)[None]), []
-    for folder in ("short", "whole", "before"):
+    for folder in ("short", "whole"):
         drafter, _ = families.load(tmp_path / folder, tied)
         of_logits(drafter).begin(view(batch, 0, 9), 3)
         found.append(drafter.expand(torch.tensor([3, 1, 2]), [-1, 0, 0]))
-    short, full, older = found
-    torch.testing.assert_close(short[:, WORDS], full[:, WORDS], **EXACT)
+    short, full = found
+    torch.testing.assert_close(short[:, WORDS], full[:, WORDS], atol=1e-9, rtol=0)
     assert short[:, OTHERS].isneginf().all() and full.isfinite().all()
-    torch.testing.assert_close(short, older, **EXACT)
 
 # ---------------------------------------------------------------- RoPE
 @pytest.mark.parametrize("name", FAMILIES)
@@ -505,7 +474,7 @@ def test_a_checkpoint_loads_by_its_kind(module, kind, tmp_path, llama):
 @pytest.mark.parametrize("name, layers, intermediate_size", [
     ("glide-shared", 19, 64), ("edd-shared", 4, 1536)])
 def test_checkpoints_for_smollm2_load(name, layers, intermediate_size, tmp_path):
-    """Beside random Llamas, with those sizes that are read alone.  Others: test_lossless.py."""
+    """Whose names are older, beside random Llamas.  Other checkpoints: test_lossless.py."""
     config = transformers.LlamaConfig(
         vocab_size=49152, hidden_size=576, intermediate_size=intermediate_size,
         num_hidden_layers=layers, num_attention_heads=9, num_key_value_heads=3,
