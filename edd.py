@@ -43,8 +43,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-# "the 28th (fourth-to-last) layer" (4.3.1) of 32: layers count from 0.  Entry i of the 33
-# hidden_states is the input of layer i, so the output of layer 28 is entry 29, or -4.
+# "the 28th (fourth-to-last) layer" (4.3.1) of 32, counted from 0: its output is entry 29, or -4, of
+# the 33 hidden_states, whose entry i is the input of layer i.
 HIDDEN = -4
 BLOCKS = (5, 10)                 # appendix B: the range of block lengths, both ends included
 FAMILIES = ("llama", "mistral", "qwen2")     # config.model_type of the targets that fit this file
@@ -63,8 +63,8 @@ class Config:
     def for_target(cls, model, hidden=HIDDEN, **more):
         """The Config of a drafter for the Hugging Face model `model`.
 
-        hidden: index of hidden_states; a negative one counts from the end.  Entry i is the input
-        of layer i, the last the normed output.  more: further settings.
+        hidden: index of hidden_states, of which the last is the normed output; a negative one
+        counts from the end.  more: further settings.
         """
         c = model.config.get_text_config()
         if hidden < 0:
@@ -146,7 +146,7 @@ def run_layer(layer, rotary, x, position, mask, update=None):
 def keys_values(layer, rotary, x, position):
     """The KV entries of x (B, m, D) in Parts.layer, at `position` (1, m) -> k, v (B, n_kv, m, d).
 
-    k = RoPE(W_k norm(x)) and v = W_v norm(x), as the layer computes them before its attention.
+    k = RoPE(W_k norm(x)) and v = W_v norm(x), as the layer itself computes them.
     """
     attention = layer.self_attn
     heads = (-1, attention.head_dim)
@@ -205,9 +205,8 @@ class EDD(nn.Module):
         """
         hidden = batch.hidden.get(self.config.hidden)          # the VDM does not use it
         x = self(batch.ids, hidden, block)
-        # The next ids.  The last one wraps around, but its position is in no loss mask.
-        next_ids = batch.ids.roll(-1, 1)
-        labels = next_ids if self.config.loss == "ce" else batch.logits
+        # The last id wraps around, but its position is in no loss mask.
+        labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
         return [(x, labels, None)]
 
     def loss_of(self, x, labels):
@@ -263,7 +262,7 @@ class Drafter:
         """Begin a round: forget the last round's nodes, and encode newly committed tokens.
 
         view.tokens (k,) are these, at first the prompt, and view.hidden[config.hidden] (k, D) the
-        target's hidden states of them.  root_id is not used: expand is given the root.
+        target's hidden states of them.  root_id is not used, as expand is given the root.
         """
         self.paths = []
         if self.config.encoding:
@@ -330,9 +329,8 @@ class Drafter:
 
         x (m, D), position, slots (m,), mask (m, end); None: all entries before `end` are seen.
         """
-        update = partial(write, self.store, slots, end)
-        layer, rotary = self.model.layer, self.model.rotary
-        x = run_layer(layer, rotary, x[None], position[None], mask, update)    # (1, m, D)
+        model, update = self.model, partial(write, self.store, slots, end)
+        x = run_layer(model.layer, model.rotary, x[None], position[None], mask, update)
         return [x[0]]
 
     # A tensor that is made in inference mode cannot be written to outside of it.

@@ -270,9 +270,8 @@ class Glide(nn.Module):
         (B, T, V).  block: EDD's L, which differs by step; GLIDE's is config.block.
         """
         x = self(batch.ids, batch.kv)
-        # The next ids.  The last one wraps around, but its position is in no loss mask.
-        next_ids = batch.ids.roll(-1, 1)
-        labels = next_ids if self.config.loss == "ce" else batch.logits
+        # The last id wraps around, but its position is in no loss mask.
+        labels = batch.ids.roll(-1, 1) if self.config.loss == "ce" else batch.logits
         return [(x, labels, None)]
 
     def loss_of(self, x, labels):
@@ -449,8 +448,7 @@ def load(folder, model):
         warnings.warn("the drafter was trained for a model with other weights", stacklevel=2)
     with torch.device("meta"):                     # no memory, since the weights are there already
         draft_model = Glide(Config(**about["config"]), rope_of(model))
-    weights = load_file(Path(folder, "model.safetensors"))
-    draft_model.load_state_dict(weights, assign=True)
+    draft_model.load_state_dict(load_file(Path(folder, "model.safetensors")), assign=True)
     temperature = about["validation"].get("temperature", 1.0)
     return Drafter(draft_model.to(model.device, model.dtype), temperature), about
 
@@ -470,8 +468,7 @@ def main():
         trained = model.head(model(ids[None], {1: (k, v)}))[0].softmax(-1)     # (15, V)
     # Ten tokens are verified.  The last block of five is drafted.
     drafter = Drafter(model)
-    verified = k[:, :, :10], v[:, :, :10]
-    view = SimpleNamespace(tokens=ids[:10], length=10, kv={1: verified})
+    view = SimpleNamespace(tokens=ids[:10], length=10, kv={1: (k[:, :, :10], v[:, :, :10])})
     drafter.begin(view, root_id=10)
     drafted = drafter.expand(ids[10:], [-1, 0, 1, 2, 3])                       # (5, V)
     error = (drafted - trained[10:]).abs().max()

@@ -16,8 +16,6 @@ drafted token EAGLE has to go on from its own prediction.
     L_cls = CE(P_t, P_d), w_cls         ()             in Eagle.loss_of
 
 The architecture is the published one: training/convert.py reads its weights.
-
-    python train.py eagle --data ...
 """
 from dataclasses import dataclass
 from functools import partial
@@ -45,13 +43,11 @@ class Eagle(nn.Module):
     def __init__(self, config, parts):
         """parts: an edd.Parts whose embed and head are the target's own."""
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, parts.layer
         # Functions, not modules: they are neither trained nor saved with the drafter.
         self.embed, self.head = partial(parts.embed), partial(parts.head)
         self.rotary = partial(parts.rotary)
-        self.layer = parts.layer
-        weight = next(self.layer.parameters())
-        self.fc = nn.Linear(2 * config.width, config.width).to(weight)
+        self.fc = nn.Linear(2 * config.width, config.width).to(next(self.layer.parameters()))
         # The published layer has no norm before its attention.
         self.layer.input_layernorm = nn.Identity()
 
@@ -125,15 +121,13 @@ class Drafter(edd.Drafter):
     def expand(self, tokens, parents):
         """As edd.Drafter.expand, with one forward for each generation of the nodes.
 
-        Differs from the paper, whose tree is fixed: any tree will do.  A node needs the predicted
-        feature of its parent.
+        A node needs the predicted feature of its parent.  Differs from the paper, whose tree is
+        fixed: any tree will do.
         """
-        ids = tokens.to(self.device)
-        logits = []
+        ids, logits = tokens.to(self.device), []
         while parents:
             # The first `count` nodes: their parents have features already.
-            known = len(self.paths)
-            count = 1
+            known, count = len(self.paths), 1
             while count < len(parents) and parents[count] < known:
                 count += 1
             before = self.features[[1 + parent for parent in parents[:count]]]         # (count, D)
@@ -142,7 +136,6 @@ class Drafter(edd.Drafter):
             [predicted] = self.run(end, x, position, slots, mask)                      # (count, D)
             self.features = torch.cat((self.features, predicted))
             logits.append(self.model.head(predicted))
-            ids = ids[count:]
-            parents = parents[count:]
+            ids, parents = ids[count:], parents[count:]
         logits = torch.cat(logits).to(tokens.device)                                   # (m, V)
         return self.probs(logits, self.temperature)

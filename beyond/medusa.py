@@ -10,13 +10,11 @@ of them once.  So the prediction after a node depends on its depth alone, not on
     p_t^(k) = softmax(W_2 (...)), k = 1 ... K   (..., V)       heads[k - 1]; k counts from 0 here
     - lambda_k log p_t^(k)(y_{t+k+1})           ()             Medusa.loss_of; lambda_k: DECAY^k
 
-Positions.  Feature i has read token i, and the target's head predicts token i + 1 from it.  So head
-k, counted from 0, predicts token i + 2 + k.  In a round, i is the last committed token and the root
-is token i + 1.  So head d predicts what follows a node at depth d.
+Positions.  From feature i, which has read token i, the target's head predicts token i + 1, and head
+k, counted from 0, token i + 2 + k.  In a round, i is the last committed token and the root is token
+i + 1.  So head d predicts what follows a node at depth d.
 
 The architecture is the published one: training/convert.py reads its weights.
-
-    python train.py medusa --data ...
 """
 import copy
 from dataclasses import dataclass
@@ -25,7 +23,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-HEADS = 5                        # K
 DECAY = 0.8                      # the loss of head k has the weight DECAY^k
 NO_LABEL = -100                  # F.cross_entropy ignores it
 
@@ -35,11 +32,11 @@ class Config:
     vocab: int                       # number of token ids: the target's
     width: int                       # D: the target's
     hidden: int                      # index of the last of the target's hidden_states
-    heads: int = HEADS               # K
+    heads: int = 5                   # K
     loss: str = "ce"                 # cross entropy of the text
 
     @classmethod
-    def for_target(cls, model, heads=HEADS):
+    def for_target(cls, model, heads=5):
         """The Config of a drafter for the Hugging Face model `model`."""
         c = model.config.get_text_config()
         return cls(c.vocab_size, c.hidden_size, c.num_hidden_layers, heads)
@@ -48,20 +45,17 @@ class Medusa(nn.Module):
     """K heads that read the feature of one token."""
 
     def __init__(self, config, head):
-        """head: a trainable copy of the target's LM head; each W_2 starts as a copy of it.
+        """head: a trainable copy of the target's LM head, as which each W_2 starts.
 
         W_1 starts as zero.  Differs from the paper: b does, too.
         """
         super().__init__()
         self.config = config
-        self.w = nn.ModuleList()                               # W_1 and b
-        self.heads = nn.ModuleList()                           # W_2
-        for _ in range(config.heads):
-            w = nn.Linear(config.width, config.width).to(head.weight)
-            nn.init.zeros_(w.weight)
-            nn.init.zeros_(w.bias)
-            self.w.append(w)
-            self.heads.append(copy.deepcopy(head))
+        K, D = config.heads, config.width
+        self.w = nn.ModuleList([nn.Linear(D, D).to(head.weight) for _ in range(K)])    # W_1 and b
+        self.heads = nn.ModuleList([copy.deepcopy(head) for _ in range(K)])            # W_2
+        for p in self.w.parameters():
+            nn.init.zeros_(p)
 
     def forward(self, feature):
         """feature (..., D) -> (..., K, D): what each head reads"""
@@ -71,9 +65,8 @@ class Medusa(nn.Module):
     def terms(self, batch, block):
         """As edd.EDD.terms -> [(x (B, T, K, D), labels (B, T, K), None)]
 
-        At position j every head predicts token j + 1, which the loss mask of plain training may
-        leave out.  Head k does so from feature j - 1 - k.  Where there is none, its label is
-        NO_LABEL.
+        At position j head k predicts token j + 1, from feature j - 1 - k.  Where there is none, its
+        label is NO_LABEL.
         """
         T = batch.ids.shape[1]
         xs = self(batch.hidden[self.config.hidden])                            # (B, T, K, D)
@@ -86,10 +79,7 @@ class Medusa(nn.Module):
         return [(torch.stack(x, 2), torch.stack(labels, 2), None)]
 
     def loss_of(self, x, labels):
-        """The sum over k of lambda_k times the cross entropy of head k, summed over n positions.
-
-        x (n, K, D), labels (n, K) -> ()
-        """
+        """The sum over k of lambda_k CE(head k), over n positions.  x (n, K, D), labels (n, K)."""
         total = 0
         for k, head in enumerate(self.heads):
             logits = head(x[:, k]).float()                                     # (n, V)
@@ -116,15 +106,14 @@ class Drafter:
         feature = view.hidden[self.config.hidden][-1]                          # (D,)
         logits = [head(x) for head, x in zip(self.model.heads, self.model(feature))]
         none = torch.full_like(logits[0], float("-inf"))                       # (V,)
-        # Row d: what follows a node at depth d.  The last row is for all deeper nodes.
+        # What follows a node at depth d; the last entry is for all deeper nodes.
         table = torch.stack([*logits, none])                                   # (K + 1, V)
         self.table = self.probs(table, self.temperature)
 
     def expand(self, tokens, parents):
         """Without a forward: probabilities (m, V) by the depth of each node.
 
-        Differs from the paper, whose tree is fixed: any tree will do.  After a node that is deeper
-        than the heads reach there is no prediction.
+        Differs from the paper, whose tree is fixed: any tree will do.
         """
         for parent in parents:
             self.depths.append(self.depths[parent] + 1 if parent >= 0 else 0)

@@ -46,7 +46,7 @@ def test_attention_is_that_of_repeated_keys(monkeypatch):
 
 @pytest.mark.parametrize("name", ["llama", "llama-eager", "qwen2", "qwen2-mixed"])
 def test_a_target_folds_where_it_may_and_the_model_keeps_its_own(name):
-    """Within the target's forwards alone, and after an error, too; logits are the same."""
+    """Within the target's forwards alone; logits are the same."""
     model = shared(name)
     own, target, names = model.config._attn_implementation, any_target(model), set()
     assert target.folds == name.startswith("qwen2")
@@ -66,7 +66,3 @@ def test_a_target_folds_where_it_may_and_the_model_keeps_its_own(name):
     del model.forward
     assert names == ({NAME, own} if name.startswith("qwen2") else {own})
     torch.testing.assert_close(*found, rtol=0, atol=1e-4)
-    target.folds = True
-    with pytest.raises((IndexError, TypeError, RuntimeError)):
-        target.run(3, None, *5 * [None])
-    assert model.config._attn_implementation == own
