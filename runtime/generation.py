@@ -32,7 +32,7 @@ from transformers.generation import utils
 import verify
 from beyond import batch
 from runtime.errors import UserError
-from runtime.load import difference, fingerprint
+from runtime.load import difference
 from runtime.program import first_line
 from runtime.targets import any_target, layers_of, state_of, with_vocabulary
 
@@ -165,7 +165,7 @@ class speculative:
         if self.target is None or self.target.model is not model or self.state != state:
             self.target, self.state = any_target(model, encoded=encoded), state
             made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
-            differs = made_for and difference(made_for, fingerprint(model))
+            differs = made_for and difference(made_for, model)
             if differs:
                 warn(f"the drafter was trained for another model ({differs}): few drafts will be "
                      "accepted")

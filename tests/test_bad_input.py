@@ -4,7 +4,6 @@ A case: some words of the sentence, a program, its arguments.  MODEL and DRAFTER
 conftest.small, T/NAME what files() makes.
 """
 import importlib
-import json
 import shutil
 
 import pytest
@@ -17,34 +16,20 @@ import bench
 BENCH = "--target MODEL --checkpoint DRAFTERS --prompts T/p.txt --device cpu --drafter maxgram "
 TRAIN = "glide --target MODEL --device cpu --data T/long.txt --steps 4 --length 32 --out T/out "
 CASES = {
-    "the target MODEL cannot be loaded": ("bench", BENCH + "--device cuda:99"),
-    "the target no/such/folder cannot be loaded": ("bench", BENCH + "--target no/such/folder"),
+    "no/such/folder": ("bench", BENCH + "--target no/such/folder"),
     "there is no tree called 'bush'": ("bench", BENCH + "--tree bush"),
-    "there is no drafter called bose": ("bench", BENCH + "--drafter cascade(bose)"),
-    'write --drafter "cascade(base)"': ("bench", BENCH + "--drafter base"),
+    "there is no drafter in nowhere called 'glide'": (
+        "bench", BENCH + "--checkpoint nowhere --drafter glide"),
     "pct takes cost=0.05, width=5": ("bench", BENCH + "--tree pct(wdith=7)"),
     "graft takes a mixture": ("bench", BENCH + "--tree graft(depth=3)"),
-    "the folder nowhere, in which drafters": ("bench", BENCH + "--checkpoint nowhere"),
-    "name the largest model first": ("bench", BENCH + "--drafter cascade(maxgram,base)"),
-    "1 model(s) take 1 whole number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
+    "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
     "lenience is 0.9": ("bench", BENCH + "--drafter cascade(base,lenience=0.9)"),
     "has another tokenizer": ("bench", BENCH + "--drafter cascade(T/renamed) --tree chain"),
-    "bush cannot be loaded": ("bench", BENCH + "--checkpoint T/kind --drafter bush"),
-    "glide cannot be loaded": ("bench", BENCH + "--checkpoint T/cut --drafter glide"),
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),
     "the target's context of 64": ("train", TRAIN + "--length 65"),
-    "layer 3 of the target cannot be read": ("train", TRAIN.replace("glide", "glide(layer=3)")),
-    "no/data does not exist": ("training.prepare", "no/data --tokenizer MODEL --out T/new"),
-    "no/such/folder": ("training.convert", "no/such/folder --target MODEL --out T/new")}
-
-def damaged(source, folder, **changes):
-    """A copy of a drafter's folder, other values in its training.json -> its weights' path"""
-    shutil.copytree(source, folder)
-    about = folder / "training.json"
-    if changes:
-        about.write_text(json.dumps(json.loads(about.read_text()) | changes))
-    return folder / "model.safetensors"
+    "layer 3 of LlamaForCausalLM": ("train", TRAIN.replace("glide", "glide(layer=3)")),
+    "no/data does not exist": ("training.prepare", "no/data --tokenizer MODEL --out T/new")}
 
 @pytest.fixture(scope="module")
 def files(small, tmp_path_factory):
@@ -53,16 +38,13 @@ def files(small, tmp_path_factory):
     (T / "p.txt").write_text("def add(")
     (T / "long.txt").write_text(TEXT * 99)
     (T / "empty.jsonl").write_text("")
-    glide, model = small / "drafters" / "glide", small / "model"
-    damaged(glide, T / "kind" / "bush", kind="bush")
-    cut = damaged(glide, T / "cut" / "glide")
-    cut.write_bytes(cut.read_bytes()[:-40])
-    other = damaged(model, T / "other")
-    flipped = {name: weight.flip(0).contiguous() for name, weight in load_file(other).items()}
-    save_file(flipped, other)
+    shutil.copytree(small / "model", T / "other")
+    weights = load_file(T / "other" / "model.safetensors")
+    flipped = {name: weight.flip(0).contiguous() for name, weight in weights.items()}
+    save_file(flipped, T / "other" / "model.safetensors", {"format": "pt"})
     shutil.copytree(small / "drafters" / "base", T / "renamed")
     tokenizer_of("another text, of other words " * 9, 290).save_pretrained(T / "renamed")
-    return {"T/": f"{T}/", "MODEL": str(model), "DRAFTERS": str(small / "drafters")}
+    return {"T/": f"{T}/", "MODEL": str(small / "model"), "DRAFTERS": str(small / "drafters")}
 
 @pytest.mark.parametrize("words", CASES)
 def test_a_mistake_is_one_sentence(files, words, capsys):

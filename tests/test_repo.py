@@ -1,9 +1,9 @@
-"""The repository: who imports whom, files that work when copied alone, commands and links."""
+"""The repository: who imports whom, the demos and snippets run, commands and links."""
 import ast
+import importlib
 import re
-import shutil
-import subprocess
 import sys
+from functools import cache
 
 import pytest
 from conftest import ROOT
@@ -27,6 +27,7 @@ for folder in (".", *FOLDERS):
 PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
          for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))}
 
+@cache
 def imports(name):
     """What a file imports: {"runtime.load", "cape", "verify.rounds", ...}"""
     found = set()
@@ -67,57 +68,22 @@ def test_the_top_level_holds_exactly_these_modules_and_no_imports_go_in_a_circle
         assert leaves, f"a circle among {sorted(needs)}"
         needs = {name: found for name, found in needs.items() if name not in leaves}
 
-def output_of(script):
-    """What `python SCRIPT` prints in the script's folder, where nothing else of ours is."""
-    done = subprocess.run([sys.executable, script], cwd=script.parent, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-# Run each script in a process of its own, forked where torch is imported already.
-FORKED = """
-import os, runpy, sys
-import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-for script in sys.argv[1:]:
-    if os.fork() == 0:
-        sys.path[0] = os.path.dirname(script)
-        runpy.run_path(script, run_name="__main__")
-        sys.stdout.flush()
-        os._exit(0)
-    assert os.wait()[1] == 0, script
-"""
-
-def test_the_components_copied_alone_run_their_demos(tmp_path):
-    scripts = []
-    for name in SEVEN:
-        (tmp_path / name).mkdir()
-        for file in {name} | MAY_IMPORT.get(name, set()):
-            shutil.copy(ROOT / f"{file}.py", tmp_path / name)
-        scripts.append(str(tmp_path / name / f"{name}.py"))
-        assert "    assert " in SOURCE[f"{name}.py"]
-    done = subprocess.run([sys.executable, "-c", FORKED, *scripts], cwd=tmp_path, text=True,
-                          capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) >= len(SEVEN)
+@pytest.mark.parametrize("name", SEVEN)
+def test_the_demos_of_the_components_run(name, capsys):
+    assert "    assert " in SOURCE[f"{name}.py"]
+    importlib.import_module(name).main()
+    assert capsys.readouterr().out
 
 SNIPPETS = re.findall(r"```python\n(.*?)```", PAGES["README.md"], re.S)
 
 @pytest.mark.parametrize("lines", SNIPPETS, ids=range(len(SNIPPETS)))
 def test_the_snippets_of_the_readme_run(lines, tmp_path, monkeypatch, capsys):
-    """verify, cape and glide alone decode in an empty folder; the others run in this one."""
-    if "from runtime" in lines or "from beyond" in lines:
-        monkeypatch.chdir(ROOT)
-        exec(compile(lines, "README.md", "exec"), {"__name__": "__main__"})
-        out = capsys.readouterr().out
-    else:
-        for name in ("verify", "cape", "glide"):
-            shutil.copy(ROOT / f"{name}.py", tmp_path)
-        (tmp_path / "my-target").symlink_to(ROOT / "checkpoints/target")
-        (tmp_path / "my-glide").symlink_to(ROOT / "checkpoints/glide")
-        (tmp_path / "script.py").write_text(lines)
-        out = output_of(tmp_path / "script.py")
-    assert float(out.split()[-1]) > 2, "tau"
+    (tmp_path / "checkpoints").symlink_to(ROOT / "checkpoints")
+    (tmp_path / "my-target").symlink_to(ROOT / "checkpoints/target")
+    (tmp_path / "my-glide").symlink_to(ROOT / "checkpoints/glide")
+    monkeypatch.chdir(tmp_path)
+    exec(compile(lines, "README.md", "exec"), {"__name__": "__main__"})
+    assert float(capsys.readouterr().out.split()[-1]) > 2, "tau"
 
 def test_commands_name_programs():
     """`python FILE` and `python -m MODULE`, in any text: a program that is there."""

