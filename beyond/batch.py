@@ -2,8 +2,7 @@
 
 The rows of a batch have lengths, trees and ends of their own, and each row's output is what
 verify.generate gives for it alone, whatever its neighbours are.  GLIDE (arXiv 2402.02082) names
-this as future work; its Table 4 has copies of one prompt.  EqSpec (arXiv 2510.22876) verifies
-ragged batches of chains.
+this as future work; its Table 4 has copies of one prompt.
 
 The idea.  Row b has t_b committed tokens.  Its KV entries are the first t_b slots of its own part
 of the cache, and the nodes of its tree are written to the slots after them.  Trees are padded to
@@ -36,10 +35,12 @@ from verify import Round, Rule, View
 
 # ---------------------------------------------------------------- the target
 class Batch(Cache):
-    """The KV caches of B rows as one tensor, and the target's forwards over them."""
+    """The KV caches of B rows as one tensor, and the target's forwards over them.
+
+    target: a verify.Target, or a runtime.targets.AnyTarget that verifies trees.
+    """
 
     def __init__(self, target):
-        """target: a verify.Target, or a runtime.targets.AnyTarget that verifies trees."""
         super().__init__(layers=[])
         if any(getattr(target, "windows", {}).values()) or not getattr(target, "verifies_trees", 1):
             raise ValueError(f"{type(target.model).__name__} has sliding windows, or does not "
@@ -51,18 +52,13 @@ class Batch(Cache):
 
     # ------------------------------------------------ rows
     def prefill(self, prompts, needs):
-        """Prefill the prompts, a row each -> [(the logits (V,) after it, its View)]
-
-        needs: the drafters'.
-        """
+        """Prefill the prompts, a row each -> [(the logits (V,) after it, its View)]"""
         found, stacks = [], []
         for ids in prompts:
             found.append(self.target.prefill(ids, needs=needs))
             length = len(self.target.ids)
             pairs = [self.target.cache.kv[layer] for layer in sorted(self.target.cache.kv)]
             entries = [x[:, :, :length] for pair in pairs for x in pair]       # (1, H, length, d)
-            if len({x.shape for x in entries}) > 1:
-                raise ValueError("keys and values of several sizes: decode sequences one by one")
             stacks.append(torch.stack(entries))                # (2 layers, 1, H, length, d)
             self.lengths.append(length)
         slots = max(self.lengths) + verify.MARGIN
@@ -97,10 +93,7 @@ class Batch(Cache):
 
     # ------------------------------------------------ a round
     def forward(self, trees):
-        """Forward a tree for each row, padded to n nodes -> logits (B, n, V), hidden states.
-
-        These are {index: (B, n, D)}.
-        """
+        """Forward a tree for each row -> logits (B, n, V), hidden states {index: (B, n, D)}."""
         target, device = self.target, self.stack.device
         n = max(len(tree.tokens) for tree in trees)
         lengths = torch.tensor(self.lengths, device=device)[:, None]           # (B, 1)
@@ -170,7 +163,7 @@ def copies(drafter, count):
     """
     modules = {}                         # deepcopy's memo: these count as copied
 
-    def find(x, depth):
+    def find(x, depth=0):
         if isinstance(x, nn.Module):
             modules[id(x)] = x
         elif isinstance(x, (list, tuple)):
@@ -179,10 +172,9 @@ def copies(drafter, count):
         elif inspect.ismethod(x):                              # a cascade's chain, say
             find(x.__self__, depth)
         elif hasattr(x, "__dict__") and depth < 3:             # a mixture's drafter, its model
-            for part in vars(x).values():
-                find(part, depth + 1)
+            find(list(vars(x).values()), depth + 1)
 
-    find(drafter, 0)
+    find(drafter)
     return [copy.deepcopy(drafter, dict(modules)) for _ in range(count)]
 
 # ---------------------------------------------------------------- the loop
@@ -227,18 +219,13 @@ def for_each(x, count):
     """A list as it is; anything else once for each of `count` rows."""
     return x if isinstance(x, list) else [x] * count
 
-def rows_of(batch, together, drafters, build, prompts, new_tokens, rules):
+def rows_of(batch, drafters, needs, build, prompts, new_tokens, rules):
     """Prefill all prompts -> a Row for each, with its first root."""
-    count, target, rows = len(prompts), batch.target, []
-    drafters = for_each(None if together else drafters, count)
-    drafters = [verify.NoDrafter() if x is None else x for x in drafters]
-    if len(set(map(id, drafters))) < count:
-        raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
-    limits = []
+    count, target, limits, rows = len(prompts), batch.target, [], []
     for ids, limit in zip(prompts, for_each(new_tokens, count)):
         limits.append(min(limit, target.remaining(ids)))
         verify.check_prompt(target, ids, limits[-1])
-    prefilled = batch.prefill(prompts, (together or drafters[0]).needs)
+    prefilled = batch.prefill(prompts, needs)
     parts = zip(drafters, for_each(build, count), for_each(rules, count), prompts, limits)
     for number, of_row in enumerate(parts):
         row = Row(number, *of_row)
@@ -257,7 +244,12 @@ def rounds(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos=(
     ends = {eos} if isinstance(eos, int) else set(eos or ())
     batch = Batch(target)
     together = None if isinstance(drafters, (list, type(None))) else drafters
-    rows = rows_of(batch, together, drafters, build, prompts, new_tokens, rules)
+    drafters = for_each(None if together else drafters, len(prompts))
+    drafters = [verify.NoDrafter() if x is None else x for x in drafters]
+    if len(set(map(id, drafters))) < len(prompts):
+        raise ValueError("each row needs a drafter with a state of its own: copies(drafter, B)")
+    needs = (together or drafters[0]).needs
+    rows = rows_of(batch, drafters, needs, build, prompts, new_tokens, rules)
     if together:
         slots = max(len(row.sequence) + row.left for row in rows) + together.gamma + 1
         together.reset(len(rows), slots)
@@ -298,7 +290,7 @@ def generate(target, drafters, build, prompts, new_tokens=128, rules=Rule(), eos
 
     target: as of Batch.  drafters: None, a list with one for each row (see copies), or a
     batch_glide.BatchGlide.  prompts: lists of token ids.  build, new_tokens, rules: one for all
-    rows, or a list.  eos: an end-of-text id, or several.  Raises ValueError as verify.generate.
+    rows, or a list.  eos: an end-of-text id, or several.
     """
     of_rows = [[] for _ in prompts]
     for done in rounds(target, drafters, build, prompts, new_tokens, rules, eos):

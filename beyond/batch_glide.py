@@ -1,8 +1,8 @@
 """GLIDE for a batch: one forward a position drafts the chains of all rows (beyond/batch.py).
 
 The idea.  A forward of a small drafter takes about as long for sixteen tokens as for one.  So one
-token of each row is read together.  The keys are those of all rows, one row after the other, and
-the mask shows a token those of its own row: glide.Layer needs no change for it.
+token of each row is read together.  The keys are those of all rows, one row after the other, S
+slots each, and the mask shows a token those of its own row: glide.Layer needs no change for it.
 
     drafter, _ = glide.load("my-glide", model)
     outputs = batch.generate(target, BatchGlide(drafter), cape.cape, [ids_0, ids_1, ids_2])
@@ -12,14 +12,12 @@ from functools import partial
 import torch
 
 class BatchGlide:
-    """A GLIDE of one layer that drafts the chains of all rows by one forward a position.
+    """A glide.Drafter of one layer that drafts the chains of all rows.
 
-    One forward reads a token of each row, and its keys are those of all rows, one row after the
-    other, S slots each; the mask shows a token those of its own row.
+    gamma: of the builders, which are cape.chain and cape.cape.
     """
 
     def __init__(self, drafter, gamma=5):
-        """drafter: a glide.Drafter.  gamma: of the builders, which are cape.chain and cape.cape."""
         if len(drafter.model.layers) != 1:
             raise ValueError("a GLIDE of several layers drafts row by row: give copies(drafter, B)")
         self.model, self.temperature = drafter.model, drafter.temperature
@@ -54,13 +52,10 @@ class BatchGlide:
         self.update(slots, k, v)
 
     def draft(self, batch, rows):
-        """Draft the greedy chain below the root of each of the A rows, for the row's expand.
-
-        batch: the batch.Batch.  rows: its batch.Rows.
-        """
+        """Draft the greedy chain below the root of each of the A batch.Rows, for its expand."""
         self.encode(rows)
-        tokens = torch.cat([row.root for row in rows])                         # (A,)
-        device, model = tokens.device, self.model
+        tokens, model = torch.cat([row.root for row in rows]), self.model      # (A,)
+        device = tokens.device
         lengths = torch.tensor(batch.lengths, device=device)
         numbers = torch.tensor([row.number for row in rows], device=device)
         own = torch.arange(self.rows * self.S, device=device)                  # all slots

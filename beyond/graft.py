@@ -15,27 +15,19 @@ n tokens, this one forward makes the tree n + 1 tokens deeper.
 Mixture is a neural drafter and Max-Gram as one drafter, by the contract in verify.py: it goes with
 every builder.  Graft is the builder that adds the chains.
 
-    symbol              shape      name here
-    p_draft             (k, V)     the drafter's probabilities, where Max-Gram predicts a token
-    p                   (k, 1)     p_draft of the token that Max-Gram predicts
-    w                   (k, 1)     the mixture weight of Max-Gram's prediction
-    rho                 (k, 1)     the predicted token's probability in the mixture
-
 The mixture.  At a node after which Max-Gram's match is LEAST tokens or longer, the builder sees
 
     (1 - w) p_draft + w delta_predicted                                                         (1)
 
-instead of p_draft.  At all other nodes it sees p_draft.  p_draft is what the builder would see
-without Max-Gram: calibrated probabilities under greedy decoding, and under sampling those after the
-target's own temperature, top-k and top-p.  The mixture weight w is Max-Gram's confidence by length
-of match.  Where an agreement (a, b, c) was fitted, it also depends on the drafter's p:
+instead of p_draft.  At all other nodes it sees p_draft, as it would without Max-Gram.  The mixture
+weight w is Max-Gram's confidence by length of match.  Where an agreement (a, b, c) was fitted, it
+also depends on the drafter's probability p of the predicted token:
 
     logit rho = a + b length + c logit p,      rho = (1 - w) p + w                              (2)
 
 p = 0 is no opinion: the token is not among those that the drafter can predict.  Then Eq. 2 does not
 apply, and w is the confidence by length of match.  Where the drafter predicts nothing at all, the
-same holds, and p_draft is uniform.  (Under top-k or top-p p may also be 0 because the token was cut
-off.  That is not told apart.)
+same holds, and p_draft is uniform.
 
     mixture = graft.Mixture(drafter, maxgram.MaxGram())
     verify.generate(target, mixture, graft.Graft(mixture), ids)
@@ -103,15 +95,10 @@ class Mixture:
 
     def keep(self, path):
         """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
-        drafted = not self.unread
-        if drafted:
+        if not self.unread:
             self.drafter.keep(path)
 
     # ------------------------------------------------ the mixture
-    def path(self, token, parent):
-        """The ids from the root to a token below the node with expand_index `parent` (-1: none)."""
-        return [*self.paths[parent], token] if parent >= 0 else [token]
-
     def expand(self, tokens, parents):
         """One forward of the drafter -> the mixture (m, V).  tokens (m,), parents [m ints]"""
         # The tokens are read before the forward starts: afterwards the host would wait for it.
@@ -134,7 +121,7 @@ class Mixture:
         """
         predictions = []
         for row, (token, parent) in enumerate(zip(ids, parents)):
-            path = self.path(token, parent)
+            path = [*self.paths[parent], token] if parent >= 0 else [token]
             self.paths.append(path)
             predicted, lengths = self.gram.propose(path, 1)
             if predicted and lengths[0] >= LEAST:
@@ -159,21 +146,20 @@ class Mixture:
         p = p.clamp(1e-6, 1 - 1e-6)
         rho = torch.sigmoid(a + b * lengths + c * torch.logit(p))
         # From rho = (1 - w) p + w.  Where the drafter's own p is above rho, nothing is mixed in.
-        w = (rho - p) / (1 - p)
-        return w.clamp(min=0)
+        return ((rho - p) / (1 - p)).clamp(min=0)
 
 # ---------------------------------------------------------------- the builder
 class Graft(priced.PctCost):
     """PctCost with suggested chains.
 
-    chain: the most suggested tokens after one node.  depth: the most forwards.  Prices: as for
-    PctCost.  A tree has at most 1 + max_nodes nodes, and is no deeper than expand.remaining.
+    depth: the most forwards.  Prices: as for PctCost.  A tree has at most 1 + max_nodes nodes, and
+    is no deeper than expand.remaining.
     """
 
     def __init__(self, mixture, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
-                 max_nodes=MAX_NODES, chain=CHAIN):
+                 max_nodes=MAX_NODES):
         super().__init__(cost, node_price, start, width, depth, max_nodes)
-        self.mixture, self.gram, self.longest = mixture, mixture.gram, chain
+        self.mixture, self.gram = mixture, mixture.gram
 
     def right(self, new):
         """As in PctCost: N_0 was verified, or would have been."""
@@ -183,8 +169,7 @@ class Graft(priced.PctCost):
         """-> Candidates, and the Plan of what is verified of them."""
         # N_0, the tree without any forward: the root and the chain that is suggested after it.
         undrafted.token[0] = self.mixture.root                 # Max-Gram needs the root's id
-        chain = self.suggested(undrafted, 0, self.longest, least=prices.node_price)
-        before = self.chain(undrafted, chain, prices)
+        before = self.chain(undrafted, self.gram, CHAIN, prices)
         self.mixture.undrafted = [undrafted.token[node] for node in before.nodes]
         # Beside a chain drafting gains less: it has a balance of its own.
         kind = "draft beside a chain" if before.nodes else "draft"
@@ -194,38 +179,31 @@ class Graft(priced.PctCost):
         # Each forward reads the frontier and one suggested chain.
         candidates = Candidates(undrafted.expand, undrafted.root, self.width)
         candidates.token[0] = self.mixture.root
-        grow = partial(self.grow, candidates, most=self.longest, least=prices.node_price)
+        grow = partial(self.grow, candidates, least=prices.node_price)
         r = priced.draft_by_price(candidates, grow, prices, self.depth, self.max_nodes)
         # After the nodes that no forward has read, suggested chains are added without a forward.
         price = r * prices.node_price
         for node in range(1, len(candidates.token)):
             if candidates.expand_index[node] < 0 and candidates.p[node] >= price:
-                chain = self.suggested(candidates, node, self.longest, least=price)
-                priced.add_chain(candidates, node, chain, self.gram)
+                chain = priced.suggested(self.gram, candidates, node, CHAIN, price)
+                priced.add_chain(self.gram, candidates, node, chain)
         after = priced.most_profitable(candidates, prices, self.max_nodes)
         self.expect(candidates.expand, kind, before, after)
         return candidates, after
 
-    def suggested(self, candidates, node, most, least, match=0):
-        """What is suggested after a node: see priced.suggested.  No node is too deep."""
-        most = min(most, candidates.expand.remaining - candidates.depth[node])
-        parent = candidates.expand_index_above(node)
-        path = self.mixture.path(candidates.token[node], parent)
-        return priced.suggested(self.gram, path, most, least, candidates.p[node], match)
-
-    def grow(self, candidates, frontier, most, least):
+    def grow(self, candidates, frontier, least):
         """As Candidates.grow; the same forward reads the chain suggested after the best node.
 
-        most, least: as in `suggested`.  A token of the chain becomes a node if the drafter has it
+        least: as of priced.suggested.  A token of the chain becomes a node if the drafter has it
         among the `width` best children of the node before it.  Where it has not, the chain ends.
         """
         best = candidates.ranked(frontier)[0]
+        found = priced.suggested(self.gram, candidates, best, CHAIN, least, LEAST)
         # The forward also drafts children of the chain's last token.  They must not be too deep.
-        longest = candidates.expand.remaining - candidates.depth[best] - 1
-        found = self.suggested(candidates, best, min(most, longest), least, LEAST)
-        if not found:
-            return candidates.grow(frontier)
         chain = [token for token, _ in found]
+        chain = chain[:candidates.expand.remaining - candidates.depth[best] - 1]
+        if not chain:
+            return candidates.grow(frontier)
 
         # What the forward reads: the frontier with `best` as its last node, then the chain below.
         first_child = len(candidates.token)

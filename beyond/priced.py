@@ -10,10 +10,11 @@ verifies the root and a set N of further nodes
     takes   T = 1 + D cost + (start + |N| node_price, if N is not empty)      target steps
     gives   E = 1 + sum_{j in N} p_j                                          expected tokens
 
-The 1 in E is the target's own token, and p_j is the probability that node j is accepted.  The aim
-is the highest rate E / T.  Let r be a rate that is reached already, at first 1, that of plain
-decoding.  E / T >= r exactly where E - r T >= 0 (Dinkelbach's method), which is a sum with a term
-for each node and each forward:
+cost is s_d / s_t, node_price is what one more verified node takes, and start what a tree takes in
+addition, however small it is.  The 1 in E is the target's own token, and p_j is the probability
+that node j is accepted.  The aim is the highest rate E / T.  Let r be a rate that is reached
+already, at first 1, that of plain decoding.  E / T >= r exactly where E - r T >= 0 (Dinkelbach's
+method), which is a sum with a term for each node and each forward:
 
     E - r T = 1 - r - r start + sum_{j in N} (p_j - r node_price) - D r cost                    (1)
 
@@ -42,14 +43,6 @@ where a round counts FORGET times as much as the next one.  Its gain is known a 
 tokens of a sequence do not depend on the trees.  Each round that does not draft adds RETRY, so that
 drafting is tried again, and what tries lose in the long run is RETRY a round.
 
-    symbol           unit           name here
-    s_d / s_t        target steps   cost: one drafter forward
-    node_price       target steps   node_price: one more verified node
-    start            target steps   start: what a tree takes in addition, however small it is
-    D                forwards       Candidates.num_forwards
-    p_j              probability    Candidates.p
-    N, E, T                         a Plan
-
 Prices come from the rounds themselves.  While the builder runs, D forwards take D cost.  From its
 return to its next call the target verifies and the drafter reads what was committed, which takes
 
@@ -75,15 +68,13 @@ LARGEST = 4             # a start or node price is at most so many times the def
 ROUNDS = 300            # prices come from the last rounds
 FIT_EVERY = 16          # rounds after which prices are fitted anew
 AROUND = 15             # rounds within which the machine has one speed
-
-FORGET = 0.95           # see Eq. 6
-RETRY = 0.02            # target steps
+FORGET, RETRY = 0.95, 0.02      # see Eq. 6
 FIRST = 2               # a balance begins with the gain that the first round expects, so many times
 
-# A tree to verify: its nodes without the root, the expected tokens E, the time T in target steps
+# A tree to verify: its nodes without the root, E, T
 Plan = namedtuple("Plan", "nodes E T")
 PLAIN = Plan([], 1.0, 1.0)
-# A round.  seconds: within the builder, and from its return to its next call
+# A round, and its seconds: within the builder, and from its return to its next call
 Timed = namedtuple("Timed", "nodes forwards drafting verifying")
 
 class PctCost:
@@ -96,10 +87,6 @@ class PctCost:
     def __init__(self, cost=None, node_price=None, start=None, width=WIDTH, depth=DEPTH,
                  max_nodes=MAX_NODES):
         self.fixed = Prices(cost, node_price, start)
-        if any(price is not None and price < 0 for price in self.fixed):
-            raise ValueError(f"{self.fixed}: times are not below zero")
-        if depth < 1 or max_nodes < 1:
-            raise ValueError(f"depth is {depth}, max_nodes is {max_nodes}: allow at least one")
         self.width, self.depth, self.max_nodes = width, depth, max_nodes
         self.now = time.perf_counter
         self.prices = None
@@ -129,12 +116,13 @@ class PctCost:
         self.expect(candidates.expand, "draft", PLAIN, plan)
         return candidates, plan
 
-    def chain(self, candidates, chain, prices):
-        """Add a chain below the root -> the Plan of its best length; PLAIN where it does not pay.
+    def chain(self, candidates, gram, longest, prices):
+        """Add the chain that Max-Gram suggests after the root -> the Plan of its best length.
 
-        chain: as `suggested` gives it.  Of subclasses, which have a MaxGram self.gram.
+        It is PLAIN where a chain does not pay.
         """
-        add_chain(candidates, 0, chain, self.gram)
+        chain = suggested(gram, candidates, 0, longest, least=prices.node_price)
+        add_chain(gram, candidates, 0, chain)
         plan = most_profitable(candidates, prices, self.max_nodes)
         if not plan.nodes or not self.pays("chain"):
             return PLAIN
@@ -199,10 +187,8 @@ class PricedChain(PctCost):
         return new - 1
 
     def draft(self, candidates, prices):
-        root, expand = candidates.root, candidates.expand
-        most = min(self.max_nodes, expand.remaining)
-        chain = suggested(self.gram, root.tolist(), most, least=prices.node_price)
-        return candidates, self.chain(candidates, chain, prices)
+        candidates.token[0] = candidates.root.item()
+        return candidates, self.chain(candidates, self.gram, self.max_nodes, prices)
 
 # ---------------------------------------------------------------- prices, from timed rounds: Eq. 7
 def fit(rounds, last, default):
@@ -241,15 +227,20 @@ def fit(rounds, last, default):
     return Prices(float(cost), float(node_price), float(start))
 
 # ---------------------------------------------------------------- suggested chains
-def suggested(gram, path, most, least, p=1.0, match=0):
-    """What Max-Gram suggests after a path of ids -> up to `most` pairs [(token, length of match)]
+def suggested(gram, candidates, node, longest, least, match=0):
+    """What Max-Gram suggests after a node -> pairs [(token, length of its match)]
 
-    p: the path's probability.  The chain ends before the first token whose probability, by
-    Max-Gram's confidences, is below `least`, or whose match is shorter than `match`.
+    They are at most `longest`, and none is too deep.  They end before the first token whose
+    probability, by Max-Gram's confidences, is below `least`, or whose match is shorter than
+    `match`.  candidates.token[0] is the root's id.
     """
-    path, found = list(path), []
-    while len(found) < most:
-        ids, lengths = gram.propose(path, min(N, most - len(found)))
+    longest = min(longest, candidates.expand.remaining - candidates.depth[node])
+    p, path, found = candidates.p[node], [], []
+    while node >= 0:
+        path.insert(0, candidates.token[node])
+        node = candidates.parent[node]
+    while len(found) < longest:
+        ids, lengths = gram.propose(path, min(N, longest - len(found)))
         for token, length in zip(ids, lengths):
             p *= gram.confidence_of(length)
             if length < match or p < least:
@@ -260,7 +251,7 @@ def suggested(gram, path, most, least, p=1.0, match=0):
         path += ids
     return found
 
-def add_chain(candidates, node, chain, gram):
+def add_chain(gram, candidates, node, chain):
     """Add a chain [(token, length of its match)] to the candidates below a node."""
     for token, length in chain:
         node = candidates.add(node, token, gram.confidence_of(length))
@@ -310,8 +301,7 @@ def rate_at(r, candidates, prices, max_nodes):
 def most_profitable(candidates, prices, max_nodes):
     """The Plan of the highest E / T after all drafting: the n most probable nodes, for any n.
 
-    Of equally high ones the smallest, so a node that gains nothing is not verified, and none has
-    probability zero.
+    Of equally high ones the smallest, so a node that gains nothing is not verified.
     """
     drafted = range(1, len(candidates.token))
     ranked = candidates.ranked(drafted)[:max_nodes]

@@ -4,10 +4,11 @@ A random case is a number, as in test_lossless.py; LONG=500 tries so many.
 """
 import os
 import random
+from collections import Counter
 from functools import cache, partial
 
 import pytest
-from conftest import CONTEXT, VOCAB, noisy, random_drafter, shared, tiny
+from conftest import CONTEXT, VOCAB, assert_plain, noisy, random_drafter, shared, tiny
 
 import cape
 import cascade
@@ -47,17 +48,20 @@ def fresh(kind, name):
         return graft.Mixture(fresh("edd", name), maxgram.MaxGram())
     return noisy() if kind == "noise" else None
 
-def case(number):
-    """A target's class, a drafter, a builder, and for each row its prompt, limit and rule."""
+def pair(kind, name, tree):
+    """A fresh drafter and its builder."""
+    drafter = fresh(kind, name)
+    if kind == "maxgram" and tree in ("chain", "drawn"):
+        return drafter, getattr(drafter, tree)
+    return drafter, BUILDERS[tree] if drafter else verify.root_only
+
+def decode_both(number):
+    """A random case: its outputs as a batch, and one row after the other."""
     rng = random.Random(number)
     name, kind = rng.choice(TARGETS), rng.choice(DRAFTERS)
     temperature = rng.choice([0.0, 0.0, 0.8])
-    builders = sorted(BUILDERS)
-    if not temperature:
-        builders.remove("drawn")
-    if kind == "glide together":
-        builders = ["chain", "cape"]
-    tree = rng.choice(builders)
+    trees = ["chain", "cape"] if kind == "glide together" else sorted(BUILDERS)
+    tree = rng.choice([tree for tree in trees if temperature or tree != "drawn"])
     prompts, limits, rules = [], [], []
     for row in range(rng.randint(1, 6)):
         length = rng.choice([1, rng.randint(1, 12), rng.randint(1, CONTEXT), CONTEXT])
@@ -65,33 +69,19 @@ def case(number):
         limits.append(rng.choice([1, 2, rng.randint(1, 20), 20]))
         rules.append(verify.Rule(temperature, seed=rng.randrange(100)))
     eos = tuple(rng.sample(range(VOCAB), rng.choice([0, 0, 1, 2])))
-    return name, kind, tree, prompts, limits, rules, eos
+    print(name, kind, tree, prompts, limits, rules, eos)
 
-def decode_both(number, stale=None):
-    """A case's outputs as a batch, and one row after the other."""
-    name, kind, tree, prompts, limits, rules, eos = case(number)
     target = verify.Target(shared(name))
-    build = verify.root_only if kind == "none" else BUILDERS[tree]
-
-    def pairs():
-        """A new drafter for each prompt, and its builder."""
-        for _ in prompts:
-            drafter = fresh(kind, name)
-            own = kind == "maxgram" and tree in ("chain", "drawn")
-            yield drafter, getattr(drafter, tree) if own else build
-
-    drafters, builds = map(list, zip(*pairs()))
+    alone = [verify.generate(target, *pair(kind, name, tree), ids, limit, rule, eos)
+             for ids, limit, rule in zip(prompts, limits, rules)]
+    drafters, builds = map(list, zip(*(pair(kind, name, tree) for _ in prompts)))
     if kind == "glide together":
-        drafters = batch_glide.BatchGlide(fresh("glide", name))
-    found = batch.generate(target, drafters, builds, prompts, limits, rules, eos)
-    alone = [verify.generate(target, *pair, ids, limit, rule, eos)
-             for pair, ids, limit, rule in zip(pairs(), prompts, limits, rules)]
-    return found, alone
+        drafters = batch_glide.BatchGlide(drafters[0])
+    return batch.generate(target, drafters, builds, prompts, limits, rules, eos), alone
 
 @pytest.mark.parametrize("number", range(COUNT))
 def test_each_row_is_what_it_is_alone(number):
     """Tokens, trees and accepted paths, also of sampled chains: their noise is the row's own."""
-    print(case(number))
     for row, alone in zip(*decode_both(number)):
         assert row.tokens == alone.tokens
         assert row.rounds == alone.rounds
@@ -114,30 +104,28 @@ def test_no_unused_entry_is_seen(monkeypatch):
 def test_rows_end_by_the_callers_word():
     """Only those rows: the others go on to their limits."""
     target = verify.Target(shared("llama"))
-    over, tokens = set(), {0: [], 1: [], 2: []}
+    over, counts = set(), Counter()
     prompts = [[1], [2, 3], [4]]
     for done in batch.rounds(target, None, verify.root_only, prompts, 9, over=over):
-        for number, one in done.items():
-            tokens[number] += one.new
-        if len(tokens[1]) == 4:
-            over.add(1)
-    assert [len(tokens[number]) for number in range(3)] == [9, 4, 9]
+        counts.update(done.keys())
+        over |= {1} if counts[1] == 4 else set()
+    assert counts == {0: 9, 1: 4, 2: 9}
 
 def test_what_is_refused_is_a_sentence():
-    mistral = AnyTarget(shared("mistral"))
+    mistral, target = AnyTarget(shared("mistral")), verify.Target(shared("llama"))
     with pytest.raises(ValueError, match="windows"):
         batch.generate(mistral, None, verify.root_only, [[1], [2]])
-    target = verify.Target(shared("llama"))
     drafter = fresh("edd", "llama")
     with pytest.raises(ValueError, match="its own"):
         batch.generate(target, [drafter, drafter], cape.chain, [[1], [2]])
+    together = batch_glide.BatchGlide(fresh("glide", "llama"))
     with pytest.raises(ValueError, match="copies"):
-        together = batch_glide.BatchGlide(fresh("glide", "llama"))
         batch.generate(target, together, pct.pct, [[1, 2], [2]])
+
+def test_positions_that_the_model_counts_itself():
     gpt2 = AnyTarget(tiny("GPT2LMHeadModel"))
     outputs = batch.generate(gpt2, None, verify.root_only, [[1], [2, 3]], 5)
-    alone = verify.generate(gpt2, None, verify.root_only, [2, 3], 5)
-    assert outputs[1].tokens == alone.tokens
+    assert_plain(gpt2.model, [2, 3], outputs[1].tokens, 5)
 
 @pytest.mark.parametrize("kind", ["glide", "edd", "mixture", "maxgram"])
 def test_copies_share_weights_and_no_state(kind):

@@ -58,7 +58,7 @@ def by_hand(row, predicted, confidence, agreement):
 def test_builders_see_mixtures():
     """Whatever nodes they ask about, in whatever steps."""
     rng, mixed, unknown = random.Random(0), 0, 0
-    for _ in range(150):
+    for _ in range(100):
         text = [rng.randrange(5) for _ in range(rng.randint(1, 40))] * rng.choice([1, 2])
         confidence = [rng.choice([0, rng.random(), 1]) for _ in range(4)]
         agreement = rng.choice([None, (rng.uniform(-2, 2), rng.random(), rng.random())])
@@ -82,7 +82,7 @@ def test_builders_see_mixtures():
                 mixed += predicted[1][:1] >= [2]
                 unknown += own != expected and own[predicted[0][0]] == 0
         assert both.drafter.paths == paths, "the drafter reads each node once"
-    assert mixed > 300 and unknown > 50
+    assert mixed > 200 and unknown > 30
 
 def view(ids, length):
     """A View of committed ids; the hidden state of a token is its position and its id."""
@@ -97,38 +97,36 @@ def test_what_silent_rounds_committed_is_read_in_the_next_that_drafts():
     both = Mixture(drafter, MaxGram(BIGRAM))
     both.reset(None)
     unread, length, kept = [], 0, []
-    for _ in range(300):
+    for number in range(100):
         new = [rng.randrange(5) for _ in range(rng.randint(1, 4))]
         unread += new
         length += len(new)
-        root = rng.randrange(5)
-        both.begin(view(new, length), root)
-        path = list(range(rng.randint(1, 3)))
+        both.begin(view(new, length), number % 5)
         if rng.random() < 0.4:
             for _ in range(rng.randint(1, 2)):
-                both.expand(torch.tensor([root]), [-1])
-            seen, its_root = drafter.begun[-1]
+                both.expand(torch.tensor([0]), [-1])
+            seen, root = drafter.begun[-1]
             expected = view(unread, length)
-            assert its_root == root and seen.ids == unread and seen.kv == expected.kv
-            assert seen.tokens.tolist() == unread and seen.length == length
+            assert root == number % 5 and seen[1:4] == expected[1:4]
+            assert torch.equal(seen.tokens, expected.tokens)
             assert torch.equal(seen.hidden[1], expected.hidden[1])
             unread = []
-            kept.append(path)
-        both.keep(path)
-    assert drafter.kept == kept and len(drafter.begun) == len(kept) > 50
+            kept.append([0, number])
+        both.keep([0, number])
+    assert drafter.kept == kept and len(drafter.begun) == len(kept) > 20
 
 @pytest.mark.parametrize("new, right", [
-    ([8], 0), ([1, 8], 1), ([1, 2, 8, 3], 2), ([1, 2, 3, 4, 8], 4), ([1, 2, 3, 4, 6, 5, 7], 4)])
+    ([8], 0), ([1, 8], 1), ([1, 2, 8, 3], 2), ([1, 2, 3, 4, 6], 4), ([1, 2, 3, 4, 8], 4)])
 def test_what_max_grams_chain_would_have_given_is_known_a_round_later(new, right):
     """G_0 of Eq. 6, where N_0 is the chain 1 2 3 4, and `new` tokens came."""
     flat = SimpleNamespace(needs={}, reset=lambda probs: 0, begin=lambda view, root: 0)
     flat.expand = lambda tokens, parents: torch.full((len(parents), 9), 1 / 9)
     mixture = Mixture(flat, MaxGram(confidence=[0.9]))
-    build = Graft(mixture, cost=0.1, node_price=0.01, start=0.0, chain=4)
+    build = Graft(mixture, cost=0.1, node_price=0.01, start=0.0)
     for _ in range(2):                           # a second sequence does not go on with the first
         mixture.reset(None)
         expand = partial(mixture.expand)
-        expand.remaining = 20
+        expand.remaining = 4
         mixture.begin(SimpleNamespace(ids=[5, 0, 1, 2, 3, 4, 6, 5]), 0)
         assert build.right(1) == 0
         build(expand, torch.tensor([0]))

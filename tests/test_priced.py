@@ -14,54 +14,26 @@ from maxgram import MaxGram
 ROOT = 0
 ROOTS = torch.tensor([ROOT])
 
-class Suggestions:
-    """A MaxGram whose next token depends on the seed and the path: mostly the likeliest one."""
-    confidence = (0.5, 0.7, 0.9, 0.99)
-
-    def __init__(self, seed, table):
-        self.seed, self.table = seed, table
-
-    def reset(self):
-        pass
-
-    def commit(self, ids):
-        pass
-
-    def confidence_of(self, length):
-        return self.confidence[length]
-
-    def after(self, path):
-        """(token, length of its match), or None"""
-        rng = random.Random(hash((self.seed, *path)))
-        if rng.random() < 0.25:
-            return None
-        likeliest = self.table[path[-1]].argmax().item()
-        token = likeliest if rng.random() < 0.8 else rng.randrange(len(self.table))
-        return token, rng.randrange(4)
-
-    def propose(self, path, n):
-        path, lengths = list(path), []
-        while len(lengths) < n and (found := self.after(path)):
-            path.append(found[0])
-            lengths.append(found[1])
-        return path[len(path) - len(lengths):], lengths
+def after(gram, path):
+    """The token that Max-Gram suggests after a path, and its match's length; None, 0 for none."""
+    token, length = gram.propose(path, 1) if gram else ([], [])
+    return (*token, *length) or (None, 0)
 
 def row_of(table, gram, path):
     """The distribution after a path (the root first): the table's, Max-Gram's token mixed in."""
     row = table[path[-1]].tolist()
-    if gram and (found := gram.after(path)) and found[1] >= 2:
-        token, w = found[0], gram.confidence_of(found[1])
-        row = [(1 - w) * p + w * (x == token) for x, p in enumerate(row)]
-    return row
+    token, length = after(gram, path)
+    w = gram.confidence_of(length) if length >= 2 else 0
+    return [(1 - w) * p + w * (x == token) for x, p in enumerate(row)]
 
 def suggested(path, joint, gram, least, most, match=0):
     """What is suggested after a path while its probability is `least` or more -> {path: joint}."""
-    found, path = {}, tuple(path)
-    while gram and len(found) < most and (after := gram.after(path)):
-        joint *= gram.confidence_of(after[1])
-        if joint < least or after[1] < match:
+    found = {}
+    while len(found) < most:
+        token, length = after(gram, path)
+        if token is None or length < match or joint * gram.confidence_of(length) < least:
             break
-        path += (after[0],)
+        path, joint = (*path, token), joint * gram.confidence_of(length)
         found[path] = joint
     return found
 
@@ -72,7 +44,7 @@ def layered(a):
     for D in range(1, a.settings["depth"] + 1):
         layer, R = {}, dict(frontier)
         best = max(frontier, key=frontier.get)
-        longest = min(a.chain, a.remaining - len(best))
+        longest = a.remaining - len(best)
         reads = suggested(best, frontier[best], a.gram, price, longest, match=2)
         for path in [*frontier, *reads]:
             if path not in frontier and path not in layer:
@@ -94,7 +66,7 @@ def layered(a):
             break
     for path in found.keys() - expanded if a.gram else ():
         if found[path] >= price * r:
-            longest = min(a.chain, a.remaining + 1 - len(path))
+            longest = a.remaining + 1 - len(path)
             found.update(suggested(path, found[path], a.gram, price * r, longest))
     return found, expanded, D
 
@@ -105,7 +77,7 @@ def rate(nodes, kept, prices, D):
     return E / (1 + start * (len(kept) > 0) + cost * D + price * len(kept))
 
 def highest_rate(nodes, prices, most, D):
-    """The highest rate of the n most probable nodes, for any n -> (rate, n)"""
+    """The highest rate of the n most probable nodes, for any n -> (rate, -n)"""
     ranked = sorted(nodes, key=nodes.get, reverse=True)
     counts = range(min(most, len(nodes)) + 1)
     return max((rate(nodes, ranked[:n], prices, D), -n) for n in counts)
@@ -117,7 +89,7 @@ def case(seed):
     a = SimpleNamespace(table=random_table(seed, vocab=3 if small else 8), given=[], gram=None)
     node_price = rng.choice([0.0, 0.03, 0.2, 1.0] if small else [0.005, 0.02, 0.05])
     a.prices = rng.choice([0.05, 0.1, 0.2, 0.4]), node_price, rng.choice([0.0, 0.3, 1.0])
-    a.most, a.chain, a.remaining = rng.choice([4, 99, 99]), 0, rng.randint(2, 8)
+    a.most, a.remaining = rng.choice([4, 99, 99]), rng.randint(2, 8)
     a.settings = {"width": 3 if small else 4, "depth": 2 if small else 6, "max_nodes": a.most}
 
     def expand_table(tokens, parents):
@@ -127,13 +99,17 @@ def case(seed):
         return a.table[tokens]
     a.build, a.expand = priced.PctCost(*a.prices, **a.settings), partial(expand_table)
     if seed % 2:
-        a.gram, a.chain = Suggestions(seed, a.table), rng.choice([2, 16, 16])
+        a.gram = MaxGram(confidence=(0.5, 0.7, 0.9, 0.99))
+        text = [ROOT]                            # mostly what the table, too, holds most probable
+        while len(text) < 30:
+            likeliest = a.table[text[-1]].argmax().item()
+            text.append(likeliest if rng.random() < 0.7 else rng.randrange(len(a.table)))
         drafter = SimpleNamespace(needs={}, reset=lambda probs: 0, begin=lambda view, root: 0)
         drafter.expand = expand_table
         mixture = graft.Mixture(drafter, a.gram)
         mixture.reset(None)
-        mixture.begin(SimpleNamespace(ids=[1]), ROOT)
-        a.build = graft.Graft(mixture, *a.prices, **a.settings, chain=a.chain)
+        mixture.begin(SimpleNamespace(ids=text), ROOT)
+        a.build = graft.Graft(mixture, *a.prices, **a.settings)
         a.expand = partial(mixture.expand)
     a.expand.remaining, a.expand.calls = a.remaining, 0
     return a
@@ -157,8 +133,7 @@ def test_trees_are_drafted_by_their_rule_and_give_the_highest_rate():
         b = case(seed)
         b.build.balance = dict.fromkeys(("draft", "draft beside a chain"), -1.0)
         kept = {(ROOT, *path) for path in paths(b.build(b.expand, ROOTS))}
-        most = min(b.chain, b.remaining)
-        chain = suggested((ROOT,), 1.0, b.gram, b.prices[1], most)
+        chain = suggested((ROOT,), 1.0, b.gram, b.prices[1], b.remaining)
         _, n = highest_rate(chain, b.prices, b.most, 0)
         assert kept == set(list(chain)[:-n]) and not b.expand.calls
         assert sorted(b.build.balance.values())[:2] == pytest.approx([-1, -0.98])
@@ -215,27 +190,20 @@ class Machine:
 @pytest.mark.parametrize("step, prices", [
     (0.05, (0.06, 0.012, 0.15)), (10.0, (0.15, 0.03, 0.4)), (1e-3, (0.03, 0.02, 0.0))])
 def test_prices_are_those_of_the_machine(step, prices):
-    build = priced.PctCost()
-    Machine(build, step, prices).decode(400)
-    assert build.prices[:2] == pytest.approx(prices[:2], rel=0.25)
-    assert build.prices.start == pytest.approx(prices[2], abs=0.15)
+    """Though other programs disturbed the first rounds."""
+    machine = Machine(priced.PctCost(), step, prices)
+    machine.disturbed = True
+    machine.decode(100)
+    machine.disturbed = False
+    machine.decode(300)
+    assert machine.build.prices[:2] == pytest.approx(prices[:2], rel=0.3)
+    assert machine.build.prices.start == pytest.approx(prices[2], abs=0.15)
 
 def test_a_price_that_is_given_stays():
     build = priced.PctCost(node_price=0.5, start=0.0)
     Machine(build).decode(60)
     cost, *others = build.prices
     assert others == [0.5, 0.0] and cost == pytest.approx(0.06, rel=0.2)
-    with pytest.raises(ValueError, match="below zero"):
-        priced.PctCost(cost=-1.0)
-
-def test_a_disturbance_is_forgotten():
-    quiet, disturbed = [Machine(priced.PctCost()) for _ in range(2)]
-    expected = np.mean(quiet.decode(400)[200:])
-    disturbed.disturbed = True
-    disturbed.decode(150)
-    disturbed.disturbed = False
-    assert np.mean(disturbed.decode(250)[100:]) == pytest.approx(expected, rel=0.2)
-    assert disturbed.build.prices.node_price == pytest.approx(0.012, rel=0.3)
 
 def repeating():
     """Max-Gram, sure of a chain that follows the root 7."""
