@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import brute_force
+from helpers import brute_force, path_expand
 
 from beyond.graft import Graft, Mixture
 from maxgram import MaxGram
@@ -16,29 +16,22 @@ BIGRAM = [1] * 5
 
 class Paths:
     """A drafter with probabilities of its own after each path; some are 0, and some whole rows."""
-    needs, vocab = {"hidden": (1,)}, 5
+    needs = {"hidden": (1,)}
 
     def __init__(self):
         self.begun, self.kept = [], []
+        self.keep = self.kept.append
 
     def reset(self, probs):
         self.given = probs
 
     def begin(self, view, root):
         self.begun.append((view, root))
-        self.paths = []
-
-    def keep(self, path):
-        self.kept.append(path)
-
-    def expand(self, tokens, parents):
-        for token, parent in zip(tokens.tolist(), parents):
-            self.paths.append((self.paths[parent] if parent >= 0 else ()) + (token,))
-        return torch.stack([self.row(path) for path in self.paths[-len(parents):]])
+        self.expand = path_expand(self.row)
 
     def row(self, path):
         rng = random.Random(hash(path))
-        row = [-math.inf if rng.random() < 0.2 else rng.gauss(0, 2) for _ in range(self.vocab)]
+        row = [-math.inf if rng.random() < 0.2 else rng.gauss(0, 2) for _ in range(5)]
         row = [-math.inf] * 5 if rng.random() < 0.2 else row
         return torch.tensor(row, dtype=torch.float64).softmax(-1).nan_to_num(0.0)
 
@@ -81,7 +74,7 @@ def test_builders_see_mixtures():
                 assert row.tolist() == pytest.approx(expected, abs=1e-9)
                 mixed += predicted[1][:1] >= [2]
                 unknown += own != expected and own[predicted[0][0]] == 0
-        assert both.drafter.paths == paths, "the drafter reads each node once"
+        assert both.drafter.expand.given == paths, "the drafter reads each node once"
     assert mixed > 200 and unknown > 30
 
 def view(ids, length):

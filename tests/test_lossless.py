@@ -91,7 +91,7 @@ def drawn_tree(rng, drafter, sampled):
         "pct": {"cost": small, "leaf": leaf, **shape},
         "token_confidence": {"token_threshold": small, "leaf": leaf, **shape},
         "pct_cost": {**prices, **shape},
-        "graft": {**prices, "chain": rng.randint(0, 10), **shape},
+        "graft": {**prices, **shape},
         "vct": {"width": width, "depth": min(depth, deepest)},
         "eagle2": {"total": most, "depth": depth, "expanded": width}}[name]
 
