@@ -1,6 +1,6 @@
 """Train drafters for decoder-only targets.  (GLIDE: 4.1, 5.1, app. A; EDD: 3.1, app. B)
 
-    python train.py glide edd --target lmsys/vicuna-7b-v1.5 --template vicuna --data sharegpt.json
+    python train.py glide edd --target lmsys/vicuna-7b-v1.5 --data vicuna.jsonl
     python train.py "glide(layer=13)" "top=glide(norm=False)" "edd(hidden=10)" --data written.jsonl
     torchrun --nproc-per-node 8 train.py glide edd --data ...      # recipes: docs/training.md
 
@@ -15,7 +15,7 @@ where it is a label, and ~id, below 0, where it is only read, as in a prompt.
     document    what was one row or file
     piece       at most --length tokens of one document: (start, size) in data.tokens
     step        some --batch x --length tokens, in whole pieces: one update of the weights
-    batch       pieces of one step that go through the target together, 2 048 tokens at most
+    batch       pieces of one step that go through the target together
 
 A batch has
 
@@ -72,8 +72,8 @@ WARMUP = 0.025                  # of the steps: the learning rate rises
 CLIP = 1.0                      # the largest norm of a drafter's gradient
 BETAS = (0.9, 0.95)             # of AdamW, as in GLIDE's code; Muon's momentum is 0.95
 WEIGHT_DECAY = 0.01
-FORWARD = 2048                  # tokens of one forward pass of the target, with padding
-LOGITS = 2 ** 27                # positions x vocabulary of one forward, at most
+FORWARD = 2048                  # tokens of a batch with padding, at most, but for a longer piece
+LOGITS = 2 ** 27                # logits of a batch (tokens x vocabulary), likewise: 512 MB
 SAVE_SECONDS = 600              # between two states that a resumed run can start from
 # The names of modules whose weight stacks several matrices of one size, and how many
 STACKED = {"qkv": 3, "up": 2}
