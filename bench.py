@@ -243,11 +243,11 @@ def methods_of(loaded, drafters, trees, temperature):
     return methods
 
 # ---------------------------------------------------------------- measure
-def rule_of(temperature, seed, number):
+def rule_of(temperature, number):
     """The rule of a prompt: each has noise of its own, which all methods share."""
-    return verify.Rule(temperature, seed=random.Random(f"{seed} {number}").getrandbits(63))
+    return verify.Rule(temperature, seed=random.Random(f"0 {number}").getrandbits(63))
 
-def measure(methods, prompts, temperature=0.0, seed=0, done=0, rows=1, graphs=False):
+def measure(methods, prompts, temperature=0.0, done=0, rows=1, graphs=False):
     """Decode every prompt by every method: yield {name of a method: Record} for each prompt.
 
     methods: one of them is named "plain".  prompts: runtime/prompts.py's, of which `ids` and
@@ -258,10 +258,10 @@ def measure(methods, prompts, temperature=0.0, seed=0, done=0, rows=1, graphs=Fa
     # recorded at the first use of its size: with graphs every prompt is decoded before.
     for prompt in prompts[done:] if graphs else prompts[done:done + 1]:
         for method in methods:
-            method.decode([prompt] * rows, [rule_of(temperature, seed, done)] * rows)
+            method.decode([prompt] * rows, [rule_of(temperature, done)] * rows)
     for first in tqdm(range(done, len(prompts), rows), disable=None):
         group = prompts[first:first + rows]
-        rules = [rule_of(temperature, seed, first + row) for row in range(len(group))]
+        rules = [rule_of(temperature, first + row) for row in range(len(group))]
         records_of = {}
         # A method leaves traces, caches and a clock speed, for the next one.
         for method in random.Random(first).sample(methods, len(methods)):
@@ -269,7 +269,7 @@ def measure(methods, prompts, temperature=0.0, seed=0, done=0, rows=1, graphs=Fa
         for row in range(len(group)):
             yield {name: records[row] for name, records in records_of.items()}
 
-# ---------------------------------------------------------------- a row
+# ---------------------------------------------------------------- a row; the same tokens?
 def accepted_and_tested(one):
     """How many drafted tokens of a verify.Round were accepted, and how many tested.
 
@@ -320,7 +320,6 @@ def row_of(method, results):
         row["alpha"] = accepted / tested
     return row
 
-# ---------------------------------------------------------------- the same tokens?
 def losslessness(method, results, prompts, target, temperature=0.0):
     """{"lossless": bool or None}, and where it is False the first token that differs.
 
@@ -348,10 +347,7 @@ def losslessness(method, results, prompts, target, temperature=0.0):
 
 # ---------------------------------------------------------------- the table, the file
 def print_table(names, rows):
-    """Print the rows of methods by these names, and below them where a round's time goes.
-
-    rows: of row_of, with losslessness(); plain decoding's is the first.
-    """
+    """Print rows, of row_of with losslessness(), plain decoding's first; where time goes, too."""
     width = max(map(len, names))
     print(f"{'':{width}}  {'tok/s':>7}  {'speedup':>19}  {'tau':>5}  lossless")
     for name, row in zip(names, rows):
@@ -392,13 +388,11 @@ def resume(path, about):
              for name, (tokens, rounds, seconds) in line["records"].items()}
             for line in finished]
 
-# ---------------------------------------------------------------- a continuation
 def show(name, record, tokenizer):
     """Print a method's continuation, each round's accepted tokens in [brackets]."""
-    print(f"--- {name}: [accepted]bonus")
-    prefill = verify.Round(record.tokens[:1], [0], [0], [-1])
-    ids, text = [], ""
-    for one in [prefill, *record.rounds]:
+    ids, text = record.tokens[:1], tokenizer.decode(record.tokens[:1])
+    print(f"--- {name}: [accepted]bonus\n{text}", end="")
+    for one in record.rounds:
         accepted, _ = accepted_and_tested(one)
         for tokens, form in ((one.new[:accepted], "[{}]"), (one.new[accepted:], "{}")):
             ids += tokens
@@ -421,10 +415,8 @@ def parser():
     flag("--template", help="chat template: a Jinja file (default: the target's)")
     flag("--max-new-tokens", type=int, default=128, help="for each prompt")
     flag("--temperature", type=float, default=0.0, help="of sampling; 0 is greedy")
-    flag("--seed", type=int, default=0, help="of sampling")
     flag("--dtype", default="float32", help="float32, float16, bfloat16, float64, or auto")
-    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu",
-         help="cpu, cuda, cuda:1, or auto: spread over all by accelerate")
+    flag("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="or cuda:1, auto")
     flag("--graphs", action="store_true", help="static shapes and CUDA graphs")
     flag("--trust-remote-code", action="store_true", help="run code that hub models bring")
     flag("--batch", type=int, default=1, help="number of prompts decoded at once")
@@ -460,10 +452,8 @@ def main(argv):
     results = resume(a.json, about)
     print(f"target {about['target']}, {about['dtype']}, {a.device}, {len(prompts)} prompts of up "
           f"to {a.max_new_tokens} new tokens", *loaded.notes, sep="\n", end="\n\n", flush=True)
-
     with open(a.json or os.devnull, "a", buffering=1) as file:
-        for found in measure(methods, prompts, a.temperature, a.seed, len(results), a.batch,
-                             a.graphs):
+        for found in measure(methods, prompts, a.temperature, len(results), a.batch, a.graphs):
             print(json.dumps(about | {"prompt": len(results), "records": found}), file=file)
             results.append(found)
         rows = [row_of(method, results)

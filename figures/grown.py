@@ -4,10 +4,9 @@
     python bench.py --target work/7b/target --checkpoint work/7b --drafter glide edd \\
         --tree chain cape pct --dtype float16 --device cuda --graphs
 
-Walltime depends on the target's shape, which says how many bytes a forward pass reads; acceptance
-depends on what the target predicts.  Where the weights of the papers' models cannot be had, a grown
-target has the large model's cost and the small model's text.  Its drafters grow with it, so
-c = s_d / s_t is that of the large shape, too.
+Walltime depends on the target's shape, acceptance on what the target predicts.  Where the weights
+of the papers' models cannot be had, a grown target has the large model's cost and the small one's
+text.  Its drafters grow with it, so c = s_d / s_t is that of the large shape, too.
 
 How each part keeps its function (d, D: hidden sizes; e, E: head sizes, small and large):
 

@@ -33,7 +33,7 @@ import re
 import shlex
 import sys
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))    # so that it runs from anywhere
@@ -317,9 +317,9 @@ def main(argv):
     p.add_argument("--dry", action="store_true", help="measure, gpu: try it, rows go to work/dry")
     a = p.parse_args(argv)
     os.chdir(ROOT)
-    verbs = {"measure": partial(measure, a.names, a.dry), "gpu": partial(gpu, a.dry),
-             "write": write, "check": check}
-    return verbs[a.verb]()
+    if a.verb in ("write", "check"):
+        return write() if a.verb == "write" else check()
+    return gpu(a.dry) if a.verb == "gpu" else measure(a.names, a.dry)
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

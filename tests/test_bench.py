@@ -168,7 +168,7 @@ def test_an_interrupted_measurement_goes_on(small, tmp_path, monkeypatch, capsys
     [first] = rows_of(path)
     with open(path, "a") as file:
         file.write('{"command": "pyth')         # as a kill would leave it
-    assert bench.main(args(small, *flags, "--seed", "1")) == 2
+    assert bench.main(args(small, *flags, "--limit", "2")) == 2
     assert "what another command" in capsys.readouterr().err
     before = len(calls)
     assert bench.main(args(small, *flags)) == 0
