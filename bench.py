@@ -219,6 +219,8 @@ def builder(drafter, tree):
     if isinstance(drafter, Cascade) and not drafter.models and tree.name == "pct-cost":
         # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
         return priced.PricedChain(drafter.gram, **tree.settings)
+    if isinstance(drafter, Cascade):
+        raise UserError("a cascade drafts chains alone: --tree chain, or drawn")
     if tree.name == "graft":
         if not isinstance(drafter, graft.Mixture):
             raise UserError('--tree graft takes a mixture, as "mixture(glide, maxgram)"')

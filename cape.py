@@ -32,7 +32,7 @@ verify.py:
     python cape.py                       # the demo: the example above
 """
 from collections import namedtuple
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch.nn.functional import pad
@@ -73,8 +73,6 @@ def draft(expand, root, gamma, pick):
     There is no sync: the host does not yet know whether the drafter has stopped predicting.  Then p
     is zero, and callers cut the chain at valid_length(p).
     """
-    if gamma < 1:
-        raise ValueError(f"gamma is {gamma}: draft at least one token")
     gamma = min(gamma, getattr(expand, "remaining", gamma))
     tokens = [root]
     probs = []
@@ -93,21 +91,6 @@ def valid_length(p):
     least_so_far = p.cummin(0).values
     return (least_so_far > 0).sum()
 
-def counts_on_host(p, *counts):
-    """Copy counts, tensors () on the device, to the host by one sync -> list of ints.
-
-    Raises ValueError if the smallest or the largest p (gamma,) is not a probability.
-    """
-    # torch.stack converts the counts to p's dtype, and bfloat16 cannot represent every integer.
-    p = p.float()
-    numbers = torch.stack((*counts, p.min(), p.max()))
-    *counts, lowest, highest = numbers.tolist()                   # the device-to-host sync
-    # A probability in bfloat16 may be a little above 1.
-    if not (lowest >= 0 and highest < 1.01):
-        raise ValueError(f"expand gave values from {lowest} to {highest}: it must give "
-                         "probabilities, not logits")
-    return [int(count) for count in counts]
-
 def chain_tree(root, chosen, length, p_draft=None):
     """Make the Tree of the root and the first `length` of the gamma tokens `chosen` after it."""
     gamma = len(chosen)
@@ -121,7 +104,7 @@ def chain_tree(root, chosen, length, p_draft=None):
 def chain(expand, root, gamma=GAMMA):
     """The standard proposal (section 4.2): gamma tokens, each the most probable -> Tree."""
     chosen, p, _ = draft(expand, root, gamma, best)
-    [length] = counts_on_host(p, valid_length(p))
+    length = valid_length(p).item()                               # the device-to-host sync
     return chain_tree(root, chosen, length)
 
 def drawn(expand, root, gamma=GAMMA):
@@ -133,25 +116,20 @@ def drawn(expand, root, gamma=GAMMA):
     """
     pick = partial(sample, generator=getattr(expand, "generator", None))
     chosen, p, probs = draft(expand, root, gamma, pick)
-    [length] = counts_on_host(p, valid_length(p))
+    length = valid_length(p).item()                               # the device-to-host sync
     return chain_tree(root, chosen, length, probs[:length])
 
 # ------------------------------------------------------------------ the expanded proposal
-@lru_cache(maxsize=64)
-def constant(numbers, dtype, device):
-    """A tuple as a tensor, copied to the device once.  All callers share it, so only read it."""
-    return torch.tensor(numbers, dtype=dtype, device=device)
-
 def num_extras(p, sizes=SIZES, edges=EDGES):
     """S(p) of section 4.2: the number of extras (gamma,) for confidences p (gamma,).
 
-    Bin b is (edges[b - 1], edges[b]].  Edges are rounded to p's dtype, so that 0.3 in float32 lies
-    in the bin that ends at 0.3.
+    It is sizes[b] if p lies in bin b = (edges[b - 1], edges[b]].
     """
-    sizes = constant(tuple(sizes), torch.long, p.device)
-    edges = constant(tuple(edges), p.dtype, p.device)
-    b = torch.bucketize(p, edges)
-    return sizes[b]
+    count = torch.full_like(p, sizes[-1], dtype=torch.long)
+    # From the highest edge to the lowest, so that the lowest one that p does not exceed decides.
+    for size, edge in reversed(list(zip(sizes, edges))):
+        count = count.masked_fill(p <= edge, size)
+    return count
 
 def expansion_sets(probs, chosen, p, sizes=SIZES, edges=EDGES):
     """The sets X_i of section 4.2: the S(p_i) best tokens at each position except the chosen one.
@@ -207,7 +185,8 @@ def cape(expand, root, gamma=GAMMA, sizes=SIZES, edges=EDGES, max_nodes=MAX_NODE
     # The chain's length is unknown until the sync, and extras may fill all max_nodes until then.
     limit = min(extras.numel(), max_nodes)
     joint, index = best_extras(p, p_extras, limit)                # (limit,)
-    length, count = counts_on_host(p, valid_length(p), (joint > 0).sum())
+    counts = torch.stack((valid_length(p), (joint > 0).sum()))
+    length, count = counts.tolist()                               # the device-to-host sync
     count = min(count, max_nodes - length)
     index = index[:count]
 

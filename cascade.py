@@ -37,13 +37,12 @@ vocabulary, and a list of token ids `text`:
     out = verify.generate(target, drafter, drafter.chain, text, new_tokens=40)
     text += out.tokens
 
-Its builders are the methods chain (greedy drafts) and drawn (sampled ones, if the target samples).
-For others its expand predicts along the greedy chain alone: nothing grows below a sibling of it.
+It drafts chains alone: its builders are the methods chain (greedy drafts) and drawn (sampled ones,
+if the target samples).
 
     python cascade.py        # the demo: a cascade of random models is lossless
     python bench.py --drafter "cascade(base, small, maxgram, k=(8, 13, 1), lenience=3)" --tree chain
 """
-import math
 from functools import partial
 
 import torch
@@ -53,88 +52,74 @@ from verify import Target, Tree, accept, accept_sampled, generate, root_only
 
 # ---------------------------------------------------------------- Algorithm 1
 class Gen:
-    """curGen and curProbs of Algorithm 1.
+    """curGen and curProbs of Algorithm 1: the sequence with this round's drafts.
 
-    tokens: the committed tokens (`committed` of them), the root, the drafts of this round.
-    probs: an entry for each token, and what it is:
-                                     in greedy drafting        in sampling
-        the root and before it       None (ones in Algorithm 1)
-        a draft of Max-Gram alone    a float, Max-Gram's confidence
-        a draft that a model has     (V,) that model's         (V,) the distribution that
-        proposed or reviewed         logits there              the token now follows
+    tokens: the committed tokens (`committed` of them), the root, the drafts.
+    probs: for each token, what its last reviewer gave at that position, a tensor (V,): logits if
+    drafts are greedy, the distribution that the token now follows if they are sampled.  None if no
+    model has reviewed the token: the root, all before it, and what only Max-Gram has written.
     """
     def __init__(self):
         self.tokens, self.probs = [], []
         self.committed = 0
-        self.device = None                                       # the target's
 
     def replace(self, first, tokens, probs):
         """Replace everything from position `first` on by these tokens and their probs."""
         self.tokens[first:] = tokens
         self.probs[first:] = probs
 
-def cascade_step(target, draft_list, K, gen, limit, review):
-    """Algorithm 1, CascadeSpeculativeDraftingStep: append drafts to gen; `target` reviews them.
+def cascade_step(draft_list, K, gen, limit, review):
+    """Algorithm 1, CascadeSpeculativeDraftingStep: append drafts to gen, up to `limit` tokens.
 
-    target: a verify.Target.  None in the first call, the paper's isFirstCall: verify.generate
-    reviews then, with l = 1.
     draft_list: n stages, verify.Targets, the last one perhaps a MaxGram.  K: n lists of n counts.
-    gen: a Gen with its tokens, committed and device, as Cascade.begin makes it.
-    limit: the most tokens that gen may have when this call returns.
-    review(logits (n + 1, V), gen, first): accepts some of the n drafts from `first` on, then adds
-    one token.
+    review(logits (m + 1, V), gen, first): accept some of the m drafts from position `first` on,
+    then add one token.
+
+    Differs from the paper in its form: there a step ends with the review by the model for which it
+    drafts.  Here that review follows the recursive call.  So M_t needs no special case (the paper's
+    isFirstCall): its review is verify.generate's.
 
     A trace with K = [[2, 2], [0, 3]], where gen is a at first.  M_t and base continue abcdefg...;
     so does small, but it writes x after f.
 
-        what runs                  then gen is
-        step(None, [base, small])            i = 0: base must add K[0][0] = 2 tokens
-          step(base, [small])                i = 0: small must add 3; each of its reviews adds one
-            step(small, [])        ab
-            step(small, [])        abc
-            step(small, [])        abcd
-            base reviews           abcde     it accepts bcd and adds e: 4 tokens, 2 more than needed
-          step(small, [])          abcdef    i = 1: small must add K[0][1] = 2 tokens
-          step(small, [])          abcdefx
-        M_t reviews                abcdefg   in verify.generate: it accepts bcdef and adds g
+        what runs                gen afterwards
+        step([base, small])                 i = 0: base must add K[0][0] = 2 tokens
+          step([small])                     i = 0: small must add 3; each of its reviews adds one
+            small reviews        ab
+            small reviews        abc
+            small reviews        abcd
+          base reviews           abcde      it accepts bcd and adds e: 4 tokens, 2 more than needed
+          small reviews          abcdef     i = 1: small must add K[0][1] = 2 tokens
+          small reviews          abcdefx
+        M_t reviews              abcdefg    in verify.generate: it accepts bcdef and adds g
     """
-    # curGen <- prefix: gen holds the prefix already, so only its length is noted.
-    prefix = len(gen.tokens)
-    # With limit 10 the drafts end at 9 tokens, and target's review adds the tenth.
-    draft_limit = limit if target is None else limit - 1
     # Perform the horizontal cascade with the for loop.
     for i, stage in enumerate(draft_list):
         k_i = K[0][i]                        # [k_1 ... k_n] <- first row of K
-        # Differs from the paper, whose base case takes an element of an empty list: the recursion
-        # ends at Max-Gram, called once for all its k tokens, or at the smallest model: with nothing
-        # to review, each of its reviews adds one token.
         if isinstance(stage, MaxGram):
-            propose(stage, gen, min(k_i, draft_limit - len(gen.tokens)))
+            # Differs from the paper, whose base case takes an element of an empty list: Max-Gram is
+            # called once for all its k tokens.
+            count = min(k_i, limit - len(gen.tokens))
+            tokens, _ = stage.propose(gen.tokens[gen.committed:], count)
+            gen.replace(len(gen.tokens), tokens, [None] * len(tokens))
             break
+        # Differs from the paper, which has no limits: a model with a context of 5 reads 5 tokens,
+        # its review adds a sixth, and then the model is skipped.
+        cur_limit = min(limit, stage.capacity + 1)
         # curPrefix <- curGen
         # Differs from the paper, which prints this again inside the while loop: then one single
         # review would have to add k_i tokens.  Here the reviews together add them.
         cur_prefix = len(gen.tokens)
-        # Prepare the arguments for the next recursive call.
-        cur_draft_list = draft_list[i + 1:]
-        cur_K = [row[i + 1:] for row in K[i + 1:]]
-        # Differs from the paper, which has no limits: a model with 5 positions reads 5 tokens, its
-        # review adds a sixth, and then the model is skipped.
-        cur_limit = min(draft_limit, stage.capacity + 1)
         while len(gen.tokens) - cur_prefix < k_i and len(gen.tokens) < cur_limit:
-            # Perform the vertical cascade with the recursive call.
-            cascade_step(stage, cur_draft_list, cur_K, gen, cur_limit, review)
-    # Use M_t to review the draft generation.
-    if target is not None:
-        num_drafts = len(gen.tokens) - prefix
-        logits, _ = target.align(gen.tokens, num_drafts + 1)      # (num_drafts + 1, V)
-        review(logits.to(gen.device), gen, prefix)
-
-def propose(max_gram, gen, count):
-    """Let Max-Gram append up to `count` tokens."""
-    tokens, match_lengths = max_gram.propose(gen.tokens[gen.committed:], count)
-    confidences = [max_gram.confidence_of(length) for length in match_lengths]
-    gen.replace(len(gen.tokens), tokens, confidences)
+            # Perform the vertical cascade with the recursive call.  Below the smallest model it
+            # drafts nothing.
+            prefix = len(gen.tokens)
+            cur_K = [row[i + 1:] for row in K[i + 1:]]
+            cascade_step(draft_list[i + 1:], cur_K, gen, cur_limit - 1, review)
+            # Use M_di to review the draft generation.
+            num_drafts = len(gen.tokens) - prefix
+            logits, _ = stage.align(gen.tokens, num_drafts + 1)  # (num_drafts + 1, V)
+            review(logits, gen, prefix)
 
 # ---------------------------------------------------------------- the reviews
 def review_greedy(logits, gen, first, lenience):
@@ -148,11 +133,11 @@ def review_greedy(logits, gen, first, lenience):
     choice = logits.argmax(-1)                                   # (n + 1,)
     if lenience > 1:
         p_reviewer = logits.float().softmax(-1)                  # (n + 1, V)
-        for i, x in enumerate(gen.tokens[first:]):
-            draft_logits = gen.probs[first + i]
+        drafts = zip(gen.tokens[first:], gen.probs[first:])
+        for i, (x, draft_logits) in enumerate(drafts):
             # There is no lenience "between MaG and its reviewer" (section 5.2).  Once a model has
             # accepted Max-Gram's token, it counts as that model's.
-            if torch.is_tensor(draft_logits):
+            if draft_logits is not None:
                 p_draft = draft_logits.float().softmax(-1)       # (V,)
                 accepted = p_draft[x] <= lenience * p_reviewer[i, x]
                 choice[i] = torch.where(accepted, x, choice[i])
@@ -163,36 +148,30 @@ def review_sampled(logits, gen, first, p_target, lenience, generator):
 
     p_target(logits): the distributions (n + 1, V) that the reviewer's tokens are sampled from.
     """
-    p_draft = distributions(gen, first, logits.shape[-1])        # (n, V)
-    p_reviewer = p_target(logits)                                # (n + 1, V)
-    # What the tokens follow after this review
-    p_new = p_reviewer
+    p_draft = distributions(gen, first, logits.shape[-1], logits.device)               # (n, V)
+    p_new = p_target(logits)                                     # what the tokens follow afterwards
     if lenience > 1:
         # As in review_greedy, without lenience for what only Max-Gram has written
-        l = [lenience if torch.is_tensor(p) else 1.0 for p in gen.probs[first:]]
-        l = torch.tensor(l, device=gen.device)[:, None]          # (n, 1)
-        lenient = lenient_distribution(p_reviewer[:-1], p_draft, l)
-        p_new = torch.cat((lenient, p_reviewer[-1:]))
-    chain = chain_of(gen.tokens[first - 1:], gen.device, p_draft)
+        l = [1.0 if p is None else lenience for p in gen.probs[first:]]
+        l = torch.tensor(l, device=logits.device)[:, None]       # (n, 1)
+        lenient = lenient_distribution(p_new[:-1], p_draft, l)
+        p_new = torch.cat((lenient, p_new[-1:]))
+    chain = chain_of(gen.tokens[first - 1:], logits.device, p_draft)
     choice = accept_sampled(chain, p_new, generator)             # (n + 1,)
     keep_chosen(gen, first, choice.tolist(), p_new)
 
 def lenient_distribution(p, q, l):
-    """What a token follows after a lenient review of a draft: the distribution q' (n, V).
+    """The distribution q' (n, V) that a token follows after a lenient review.
 
     p (n, V): the reviewer's; q (n, V): what the draft was sampled from; l (n, 1).
-    A draft x is accepted with probability min(1, l p(x) / q(x)) (section 3.1).  If it is rejected,
-    a token is sampled from the residual norm(max(0, p - q)) (section 2).  A token x can come out
-    in these two ways, so
+    A draft x is accepted with probability min(1, l p(x) / q(x)) (section 3.1).  After a rejection a
+    token is sampled from the residual norm(max(0, p - q)) (section 2).  Either may give x, so
 
         q'(x) = min(q(x), l p(x))  +  P(rejection) residual(x)
 
-    With l = 1 q' is p.  With a larger l it lies between q and p, so the next reviewer must compare
-    with q', or the output is biased.
-    Plain speculative sampling towards q' is the same review, so accept_sampled does it:
-        where p(x) > q(x)     both accept x; and q'(x) - q(x) = P(rejection) residual(x), so that
-                              both sample from the same residual after a rejection
-        elsewhere             residual(x) is zero, so q'(x) / q(x) = min(1, l p(x) / q(x))
+    The next reviewer must compare with q', not with p, or the output is biased.  The review itself
+    is plain speculative sampling towards q', so accept_sampled does it: q' - q is above zero only
+    where the residual is, and in proportion to it, and elsewhere q' / q = min(1, l p / q).
     """
     # Differs from the paper, which does not say how a rejected token is replaced under lenience.
     accepted = torch.minimum(q, l * p)                           # (n, V)
@@ -202,16 +181,19 @@ def lenient_distribution(p, q, l):
     residual = residual / residual.sum(-1, keepdim=True).clamp(min=1e-30)
     return accepted + rejection.clamp(min=0) * residual          # rounding may give -1e-8
 
-def distributions(gen, first, vocab):
-    """p_draft (n, V) of gen's drafts from `first` on."""
-    # Differs from the paper, whose experiments are greedy: a token that only Max-Gram has written
-    # counts as sampled from a distribution that has all its mass on it.
-    p_draft = torch.zeros(len(gen.tokens) - first, vocab, device=gen.device)
-    for row, token, p in zip(p_draft, gen.tokens[first:], gen.probs[first:]):
-        if torch.is_tensor(p):
-            row.copy_(p)
+def distributions(gen, first, vocab, device):
+    """What gen's n drafts from position `first` on were sampled from: p_draft (n, V).
+
+    Differs from the paper, whose experiments are greedy: a token that only Max-Gram has written
+    counts as sampled from a distribution that has all its mass on it.
+    """
+    tokens, probs = gen.tokens[first:], gen.probs[first:]
+    p_draft = torch.zeros(len(tokens), vocab, device=device)
+    for row, token, p in zip(p_draft, tokens, probs):
+        if p is None:
+            row[token] = 1.0
         else:
-            row[token].fill_(1)
+            row.copy_(p)
     return p_draft
 
 def chain_of(tokens, device, p_draft=None):
@@ -246,27 +228,20 @@ class Cascade:
         """
         self.models, self.gram, self.lenience = list(models), gram, lenience
         self.draft_list = self.models if gram is None else [*self.models, gram]
-        self.vocab = vocab or (models[0].vocab if models else None)
-        if not self.draft_list or not self.vocab:
-            raise ValueError("a cascade needs a model, or gram= and vocab=")
-        if lenience < 1:
-            raise ValueError(f"lenience is {lenience}: it must be at least 1, which means none")
+        self.vocab = vocab or self.models[0].vocab
         n = len(self.draft_list)
         if K is None:
             K = torch.eye(n, dtype=torch.long)
             if gram is not None:
                 K[:, -1] = N
             K = K.tolist()
-        is_square = [len(row) for row in K] == [n] * n
-        if not is_square or any(any(row[:i]) or min(row) < 0 for i, row in enumerate(K)):
-            raise ValueError(f"K {K} is not an upper triangular matrix of {n} x {n} counts")
+        if [len(row) for row in K] != [n] * n:
+            raise ValueError(f"K {K} is not a matrix of {n} x {n} counts")
         self.K = K
         for model in self.models:
             if model.vocab != self.vocab:
                 raise ValueError(f"a model has a vocabulary of {model.vocab} tokens, not of "
                                  f"{self.vocab}: all models of a cascade must share one")
-        if gram is not None and max(gram.bigram, default=0) >= self.vocab:
-            raise ValueError(f"the bigram has token ids beyond the vocabulary of {self.vocab}")
         self.gen = Gen()
 
     def reset(self, probs):
@@ -288,34 +263,30 @@ class Cascade:
         gen = self.gen
         gen.replace(gen.committed, view.ids, [None] * len(view.ids))
         gen.committed = len(gen.tokens)
-        gen.device = view.tokens.device
+        self.root_id = root_id
         if self.gram is not None:
             self.gram.commit(view.ids)
-        self.root_id = root_id
-        self.depths = []                                         # see expand
+
+    def expand(self, tokens, parents):
+        """Raise ValueError: a builder of trees needs a drafter that predicts after any node."""
+        raise ValueError("a cascade drafts chains alone, by its methods chain and drawn")
 
     def keep(self, path):
         """Do nothing: Target.align removes rejected tokens from a stage's cache."""
 
-    def draft(self, count, generator=None):
-        """Algorithm 1 without M_t's review -> the root and up to `count` drafts, a list of ids.
-
-        With a generator the drafts are sampled, otherwise they are greedy.
-        """
-        review = partial(review_greedy, lenience=self.lenience)
-        if generator is not None:
-            review = partial(review_sampled, p_target=self.probs, lenience=self.lenience,
-                             generator=generator)
+    def draft(self, count, review):
+        """Algorithm 1 without M_t's review -> the root and up to `count` drafts, a list of ids."""
         gen = self.gen
         gen.replace(gen.committed, [self.root_id], [None])
         limit = len(gen.tokens) + count
-        cascade_step(None, self.draft_list, self.K, gen, limit, review)
+        cascade_step(self.draft_list, self.K, gen, limit, review)
         return gen.tokens[gen.committed:]
 
     # ------------------------------------------------ its builders
     def chain(self, expand, root):
         """The cascade's chain of greedy drafts -> Tree."""
-        tokens = self.draft(getattr(expand, "remaining", math.inf))
+        review = partial(review_greedy, lenience=self.lenience)
+        tokens = self.draft(expand.remaining, review)
         return chain_of(tokens, root.device)
 
     def drawn(self, expand, root):
@@ -323,38 +294,12 @@ class Cascade:
         generator = getattr(expand, "generator", None)
         if generator is None:
             return self.chain(expand, root)
-        tokens = self.draft(getattr(expand, "remaining", math.inf), generator)
+        review = partial(review_sampled, p_target=self.probs, lenience=self.lenience,
+                         generator=generator)
+        tokens = self.draft(expand.remaining, review)
         first = self.gen.committed + 1                           # the position after the root
-        p_draft = distributions(self.gen, first, self.vocab)
+        p_draft = distributions(self.gen, first, self.vocab, root.device)
         return chain_of(tokens, root.device, p_draft)
-
-    # ------------------------------------------------ for all other builders
-    def expand(self, tokens, parents):
-        """Predict along the greedy chain, which the first call of a round drafts -> (m, V).
-
-        Differs from the paper, whose drafts are chains: after a node on the chain, the prediction
-        is that of the model that wrote or reviewed the next draft.  If only Max-Gram wrote it, its
-        probability is Max-Gram's confidence, and all other tokens share the rest.
-        """
-        probs = torch.zeros(len(parents), self.vocab, device=tokens.device)
-        if not self.depths:
-            self.draft(math.inf)                                 # as many as K and contexts allow
-        chain = self.gen.tokens[self.gen.committed:]             # the root and the drafts
-        entries = self.gen.probs[self.gen.committed:]
-        for row, (token, parent) in enumerate(zip(tokens.tolist(), parents)):
-            depth = self.depths[parent] + 1 if parent >= 0 else 0
-            if depth >= len(chain) or chain[depth] != token:
-                depth = math.inf                                 # off the chain, as all below it
-            self.depths.append(depth)                            # of all nodes of this round
-            if depth + 1 >= len(chain):
-                continue
-            entry = entries[depth + 1]
-            if torch.is_tensor(entry):
-                probs[row] = self.probs(entry[None])[0]
-            else:
-                probs[row] = (1 - entry) / (self.vocab - 1)
-                probs[row, chain[depth + 1]] = entry
-        return probs
 
 # ---------------------------------------------------------------- the demo
 def main():
@@ -377,15 +322,15 @@ def main():
     print(f"60 tokens in {len(out.rounds)} rounds, the same as those of plain decoding")
 
 # Differences from the paper, all of them:
-#  1. The recursion ends at Max-Gram or the smallest model.  Drafting ends at the output's limit, or
-#     with a model's context.
+#  1. A step drafts, and the review by the model it drafts for follows it.  The recursion ends at
+#     Max-Gram or the smallest model.  Limits: of the output, of a model's context.
 #  2. The while loop counts the tokens of all its reviews (cascade_step); the authors' code those of
 #     the whole call, against k_1 + ... + k_i.
 #  3. At l = 1 greedy review is by the argmax alone (review_greedy).
 #  4. A token that a lenient review rejects is replaced by a sample of section 2's residual
 #     (lenient_distribution).  The authors' code is greedy only, and compares the probabilities of
 #     drafter and reviewer at two different positions.
-#  5. Drafts may be sampled (distributions), and other builders' trees follow the chain (expand).
+#  5. Drafts may be sampled (distributions).
 #  6. By default K asks the first model for 1 token, Table 2 for 5 to 8 (Cascade).
 # Misprints: Algorithm 1 unpacks n - 1 values of k for n iterations, and appends p_1 ... p_v
 #     where it means the new ones, p_s ... p_v.  Section 5.2's k_21 should read k_22.

@@ -65,10 +65,9 @@ def build_bigram(sequences, vocab):
     # Differs from the paper, whose bigram comes from Wikipedia: this one counts any corpus.
     counts = Counter()
     for ids in sequences:
-        wrong = [x for x in ids if x < 0 or x >= vocab]
-        if wrong:
-            raise ValueError(f"the corpus contains token id {wrong[0]}, but the vocabulary has "
-                             f"{vocab} tokens: give the tokenizer that the ids were made with")
+        if max(ids, default=0) >= vocab:
+            raise ValueError(f"the corpus has token id {max(ids)}, but the vocabulary has {vocab} "
+                             "tokens: give the tokenizer that the ids were made with")
         pairs = zip(ids, ids[1:])
         counts.update(pairs)
     bigram = [0] * vocab
@@ -168,13 +167,9 @@ class MaxGram:
         """Propose what comes after the generation and `draft` (ids) -> (up to n ids, lengths).
 
         lengths: for each id the length of its match, for confidence_of(); 0: the bigram gave it.
-        Both lists are empty if there is no prediction.  Nothing is committed.  Raises ValueError if
-        there is neither a generation nor a draft.
+        Both lists are empty if there is no prediction.  Nothing is committed.
         """
         before = self.generation + as_string(draft)
-        if not before:
-            raise ValueError("there is nothing to continue: commit at least one token, or give a "
-                             "draft")
         # Differs from the paper: Listing 1 leaves a short chunk short.  Here it joins the query, so
         # propose(n=10) gives what ten calls of propose(n=1) give, one token after the other.
         proposal, lengths = "", []

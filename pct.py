@@ -25,9 +25,7 @@ device-to-host sync.
     out = verify.generate(target, drafter, pct.pct, ids)
 
 Calibrated means: of the tokens that are drafted with confidence 0.7 below an accepted node the
-target accepts 70 %.  Differs from the paper, which takes raw confidences: here the drafter divides
-its logits by a calibration temperature; in sampling the
-target's temperature, top-k and top-p warp them, too (verify.Rule.probs).
+target accepts 70 %.  Differs from the paper, which takes raw confidences: see verify.Rule.probs.
 
     python pct.py       # the demo: a small tree in Figure 4's setting (s_d / s_t = 0.1, leaf 0.05)
 """
@@ -57,13 +55,11 @@ class Candidates:
     depth: the root's is 0.  parent: the index of the node's parent in these lists.
     c: the node's own confidence; p: its joint probability.
     expand_index: the node's number among those given to expand, -1 if it was not given.
+    width: the number of children that a node gets.
     num_forwards, num_expanded: drafter forwards so far, and the nodes given to them.
     """
 
     def __init__(self, expand, root, width):
-        """Begin with the root (1,) alone.  width: the number of children that a node gets."""
-        if width < 1:
-            raise ValueError(f"width is {width}: a node needs at least one child")
         self.expand, self.root, self.width = expand, root, width
         self.token, self.parent, self.depth = [None], [-1], [0]
         self.c, self.p = [1.0], [1.0]
@@ -108,11 +104,8 @@ class Candidates:
         self.num_forwards += 1
         self.num_expanded += len(parents)
         best = probs.topk(min(self.width, probs.shape[1]))
-        # One tensor of floats holds both: float32 represents all integers up to 2^24.
-        dtype = torch.promote_types(probs.dtype, torch.float32)
-        c = best.values.to(dtype)
-        x = best.indices.to(dtype)
-        return torch.stack((c, x)).tolist()
+        # float64 represents all ids and all probabilities, so that one tensor holds both.
+        return torch.stack((best.values.double(), best.indices.double())).tolist()
 
     def expand_index_above(self, node):
         """The expand index of a node's parent, -1 for the root."""
@@ -120,12 +113,10 @@ class Candidates:
 
     def add_children(self, node, c, x):
         """Add a node's children, tokens x of confidences c above 0 (lists) -> {token: new node}."""
-        # In bfloat16 probabilities may add up to 1.02, and one may be 1.004.
-        if not (min(c) >= 0 and sum(c) < 1.05):
-            raise ValueError(f"expand gave {c}: it must give probabilities, not logits")
         children = {}
         for c_j, token in zip(c, map(int, x)):
             if c_j > 0:
+                # In bfloat16 a probability may be 1.004.
                 children[token] = self.add(node, token, min(c_j, 1.0))
         return children
 
@@ -172,15 +163,13 @@ def draft_layers(expand, root, width, depth, criterion, threshold, limit):
     A layer expands the `limit` nodes of highest p among those whose own confidence (criterion "c")
     or joint probability ("p") is at least `threshold`.
     """
-    if depth < 1 or limit < 1:
-        raise ValueError(f"depth {depth}, {limit} nodes: a tree needs at least one of each")
     candidates = Candidates(expand, root, width)
-    confidence = {"c": lambda j: candidates.c[j], "p": lambda j: candidates.p[j]}[criterion]
+    confidence = {"c": candidates.c, "p": candidates.p}[criterion]   # they grow with the tree
     layer = [0]
     # "The construction process terminates if there are no expandable leaf nodes or the tree depth
     # reaches the maximum depth" (section 3.2).
     for _ in range(min(depth, getattr(expand, "remaining", depth))):
-        expandable = [j for j in layer if confidence(j) >= threshold]
+        expandable = [j for j in layer if confidence[j] >= threshold]
         if not expandable:
             break
         layer = candidates.grow(candidates.best(expandable, limit))

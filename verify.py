@@ -7,8 +7,7 @@ The idea.  A drafter proposes a tree of tokens below the root x_t, the last toke
 which is not cached yet.  One forward of the target reads all nodes of the tree.  A node attends to
 the cached prefix, to its ancestors and to itself, so its logits are those of plain decoding after
 the same tokens.  Then walk down from the root while the token that the target chooses after a node
-is one of its children.  These nodes are accepted.  The first choice that is not a child is the next
-root.
+is one of its children: these nodes are accepted.  The first choice that is not is the next root.
 
     paper                  shape                 name here
     x_{<t}, its K and V    (1, H, t, d) each     TreeCache.kv[layer]: the first `length` entries
@@ -20,10 +19,9 @@ An example.  The sequence ends with 7.  A builder drafts 3, then 5 after it, and
 
     def build(expand, root):                                # root = tensor([7])
         expand(root, [-1])                                  # (1, V): what may follow 7, node 0
-        expand(root.new_tensor([3]), [0])                   # (1, V): what may follow 3, node 1
-        return Tree(tokens=root.new_tensor([7, 3, 5, 4]),
-                    parents=root.new_tensor([-1, 0, 1, 0]),
-                    expand_index=root.new_tensor([0, 1, -1, -1]))
+        expand(torch.tensor([3]), [0])                      # (1, V): what may follow 3, node 1
+        return Tree(tokens=torch.tensor([7, 3, 5, 4]), parents=torch.tensor([-1, 0, 1, 0]),
+                    expand_index=torch.tensor([0, 1, -1, -1]))
 
 If the target chooses 3 after 7, 5 after 3 and 9 after 5, then 7, 3 and 5 are committed, the drafter
 is told keep([0, 1]), and 9 is the next root.  For any decoder-only model of transformers all of
@@ -40,8 +38,8 @@ A builder is a function build(expand, root (1,)) -> Tree.
   - A Tree has tensors (n,): tokens; parents, indices in the tree (node 0 is the root, with parent
     -1, and a node comes after its parent); expand_index, each node's number in expand, or -1.
     Only a sampled chain has p_draft (n - 1, V): what node i + 1 was sampled from.
-  - expand is one object for a whole sequence.  expand.remaining is the greatest useful depth: a
-    round ends with a token of the target's own.  expand.generator is for a builder that samples.
+  - expand.remaining is the greatest useful depth: a round ends with a token of the target's own.
+    expand.generator is for a builder that samples.
 
 A drafter has `needs`, what it reads of the target: {"kv": layers, "hidden": indices of
 hidden_states}.  Its methods, beside expand:
@@ -62,11 +60,8 @@ from transformers.cache_utils import Cache
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 Tree = namedtuple("Tree", "tokens parents expand_index p_draft", defaults=(None,))
-# What a commit appended, and what a drafter reads of the target:
-#   tokens  (k,): the committed tokens, at first the prompt; ids: the same as a list
-#   length  int: the number of all committed tokens
-#   kv      {layer: [K, V]}, (1, H, length, d) each: of all committed tokens
-#   hidden  {index: (k, D)}: the hidden states of `tokens`
+# What a commit appended: tokens (k,), at first the prompt's; ids, the same as a list; and hidden,
+# {index: (k, D)}.  Of all `length` committed tokens: kv, {layer: [K, V]}, (1, H, length, d) each
 View = namedtuple("View", "tokens ids length kv hidden")
 # What happened in a round, as lists: its new tokens, the accepted nodes (the root first), the tree
 Round = namedtuple("Round", "new path tokens parents")
@@ -88,11 +83,11 @@ def ancestor_mask(parents):
     return seen
 
 class TreeCache(Cache):
-    """The KV cache of a target, for which keeping the accepted path of a tree is one copy.
+    """The KV cache of a target, in which keeping the accepted path of a tree is one copy.
 
     Its first `length` entries are committed, and those of the current tree follow.  kv[layer] is
-    [K, V], each (1, H, allocated, d).  They are slices of one tensor for all layers, the stack
-    (2 x layers, 1, H, allocated, d), which is made when the first layer writes.
+    [K, V], each (1, H, allocated, d): slices of one tensor for all layers, the stack, which is made
+    when the first layer writes.
     """
     def __init__(self, layers):
         super().__init__(layers=[])
@@ -118,8 +113,7 @@ class TreeCache(Cache):
         self.stack = like.new_zeros(2 * self.num_layers, 1, H, self.allocated, d)
         if before is not None:
             self.stack[:, :, :, :before.shape[3]] = before
-        for layer in range(self.num_layers):
-            self.kv[layer] = [self.stack[2 * layer], self.stack[2 * layer + 1]]
+        self.kv = {layer: list(pair) for layer, pair in enumerate(self.stack.split(2))}
 
     def step(self, slots, end):
         """Tell the next forward to write at slots (n,) and attend to entries [:end] -> self."""
@@ -150,17 +144,14 @@ class TreeCache(Cache):
 class Target:
     """A decoder-only causal LM of transformers, with sdpa or eager attention, and its KV cache."""
 
-    def __init__(self, model, capacity=None):
-        """capacity: the most positions of a sequence; None: the model's context, 2048 if unstated.
-
-        Raises ValueError for a model whose attention takes no mask of ours.
-        """
+    def __init__(self, model):
+        """Raises ValueError for a model whose attention takes no mask of ours."""
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.config = model.config.get_text_config()
         check_attention(self.config)
         self.vocab = self.config.vocab_size
-        context = getattr(self.config, "max_position_embeddings", None) or 2048
-        self.capacity = min(capacity or context, context)
+        # The most positions of a sequence: the model's context
+        self.capacity = getattr(self.config, "max_position_embeddings", None) or 2048
         self.cache = TreeCache(self.config.num_hidden_layers)
         self.needs = {"kv": (), "hidden": ()}
         self.reset()
@@ -171,7 +162,7 @@ class Target:
         self.ids = []                                          # the tokens in the cache
 
     def remaining(self, ids):
-        """The most tokens that may follow a prompt.  The last one needs no position."""
+        """The most tokens that may follow a prompt: the last one needs no position."""
         return self.capacity - len(ids) + 1
 
     def prefill(self, ids, new_tokens=0, needs={}):
@@ -182,33 +173,31 @@ class Target:
         self.needs = {"kv": (), "hidden": (), **needs}
         self.reset()
         self.cache.reserve(len(ids) + new_tokens + MARGIN)
-        logits, view = self.align(ids)                         # the cache is empty: all ids are run
-        return logits[-1], view
+        [logits], states = self.forward(torch.tensor(ids), logits_to_keep=1)
+        return logits, self.commit(list(range(len(ids))), ids, states)
 
     @torch.no_grad()
     def forward(self, tokens, parents=None, logits_to_keep=0):
-        """Forward the n nodes of a tree after the prefix; parents None: a chain.
+        """Forward the n nodes of a tree after the prefix.  tokens, parents (n,); None: a chain.
 
-        tokens, parents (n,).  Returns the logits (n, V), or only the last `logits_to_keep` of them
-        unless that is 0; and the states of the nodes, a list that commit takes: the tokens, and
-        for each index of needs["hidden"] the hidden states (n, D).
+        Returns the logits (n, V), or only the last `logits_to_keep` of them unless that is 0; and
+        the states of the nodes, a list that commit takes: the tokens, and for each index of
+        needs["hidden"] the hidden states (n, D).
         """
         n, cached = len(tokens), self.cache.length
         end = cached + n
         self.cache.reserve(end)
         slots = torch.arange(cached, end, device=self.device)
-        # A node sees the prefix, its ancestors and itself.  One node sees everything, and in a
-        # prompt the model's own causal mask is right: no mask is needed.
+        # One node sees everything, and a prompt has the model's causal mask: no mask is needed.
         position, mask = slots, None
         if parents is None and cached:
             parents = slots - cached - 1                       # of a chain
         if parents is not None and n > 1:
-            # Differs from the paper: the root is a node.  The paper's mask leaves x_t out, though
-            # the target must read it.
+            # Differs from the paper, whose mask leaves out x_t: the target must read the root, too.
             seen = ancestor_mask(parents.to(self.device))                              # (n, n)
             mask = F.pad(seen, (cached, 0), value=True)        # mask_CAPE (n, end)
             depth = seen.sum(1) - 1
-            # Nodes beyond the last position never become output: any position will do for them.
+            # Nodes beyond the last position never become output: any position will do.
             position = (cached + depth).clamp(max=self.capacity - 1)
         tokens = tokens.to(self.device)
         logits, *hidden = self.run(end, tokens, position, slots, mask, logits_to_keep)
@@ -217,8 +206,8 @@ class Target:
     def run(self, end, tokens, position, slots, mask, logits_to_keep=0):
         """Run the model once.  Node i is written to the cache at slots[i].
 
-        It attends to entry e < end of the cache where mask[i, e]; mask (n, end), or None: the
-        model's causal mask.  Returns a list: logits as in forward, hidden states (n, D) per index.
+        It attends to entry e of the cache where mask[i, e]; mask (n, end), or None: the model's
+        causal mask.  Returns a list: the logits as in forward, and the hidden states.
         The seam: runtime/ replaces this method for other models, and to record CUDA graphs.
         """
         if mask is not None:
@@ -233,13 +222,13 @@ class Target:
         return [out.logits[0], *hidden]
 
     def commit(self, path, ids, states):
-        """Append the accepted nodes to the sequence -> the View of what was appended.
+        """Append accepted nodes to the sequence -> the View of what was appended.
 
-        path: their indices in the last tree, the root first; ids: their token ids; both lists.
-        states: what forward returned for the tree.
+        path: their indices in the tree, the root first; ids: their tokens; both lists.  states: of
+        the tree, by forward.
         """
         nodes = slice(len(path))
-        if path != list(range(len(path))):                     # else they are in place already
+        if path != list(range(len(path))):                     # else they are in place
             nodes = torch.tensor(path).to(self.device, non_blocking=True)
             self.cache.compact(nodes)
         self.cache.length += len(path)
@@ -255,8 +244,8 @@ class Target:
     def align(self, ids, logits_to_keep=1):
         """Make the cache hold exactly `ids`: keep the prefix that it holds, and forward the rest.
 
-        Returns the logits (logits_to_keep, V) after the last ids, and the View of the rest.
-        Raises ValueError beyond the capacity.
+        For a target that drafts (cascade.py).  Returns the logits (logits_to_keep, V) after the
+        last ids, and the View of the rest.  Raises ValueError beyond the capacity.
         """
         if len(ids) > self.capacity:
             raise ValueError(f"{len(ids)} tokens exceed the capacity of {self.capacity} positions")
@@ -269,17 +258,13 @@ class Target:
         del self.ids[common:]
         rest = ids[common:]
         logits, states = self.forward(torch.tensor(rest), None, logits_to_keep)
-        view = self.commit(list(range(len(rest))), rest, states)
-        return logits, view
+        return logits, self.commit(list(range(len(rest))), rest, states)
 
 def check_attention(config):
     """Raise ValueError if our mask would be wrong: it replaces the model's own."""
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types:
-        has_window = set(layer_types) != {"full_attention"}
-    else:
-        has_window = getattr(config, "sliding_window", None) is not None
-    if has_window:
+    window = getattr(config, "sliding_window", None)
+    default = "full_attention" if window is None else "sliding_attention"
+    if set(getattr(config, "layer_types", None) or [default]) != {"full_attention"}:
         raise ValueError("some layers lack full attention: runtime.targets.any_target serves them")
     kernel = getattr(config, "_attn_implementation", None) or "eager"
     if "flash" in kernel or "flex" in kernel:
@@ -314,16 +299,14 @@ def accept_sampled(tree, p_target, generator):
     p, q = p_target[:-1], tree.p_draft                                                 # (n - 1, V)
     # A drafted token is accepted with probability min(1, p_target / p_draft).
     ratio = p.gather(1, drafted) / q.gather(1, drafted)                                # (n - 1, 1)
-    u = torch.empty_like(ratio).uniform_(generator=generator)
-    accepted = u < ratio
+    accepted = torch.empty_like(ratio).uniform_(generator=generator) < ratio
     # After a rejection the token is sampled from the residual norm(max(0, p_target - p_draft));
     # after the last node, where nothing was drafted, from p_target.
     residual = p_target.clone()
-    residual[:-1] = (p - q).clamp(min=0)
     # If p and q are nearly equal, rounding may leave no residual at all.  Then this is p.
-    residual[:-1] += 1e-30 * p
-    # Sample by inverting the cumulative sums; float32 would lose rare tokens in them.  Of the n
-    # samples only the one after the last accepted node is used: one number serves all.
+    residual[:-1] = (p - q).clamp(min=0) + 1e-30 * p
+    # Sample by inverting the cumulative sums; float32 would lose rare tokens in them.  One number
+    # serves all, as only the sample after the last accepted node is used.
     sums = residual.cumsum(-1, dtype=torch.float64)                                    # (n, V)
     uniform = torch.rand((), dtype=torch.float64, device=sums.device, generator=generator)
     uniform = 1 - uniform          # in (0, 1]: 0 would give token 0, even if its p is 0
@@ -345,11 +328,9 @@ def keyed_noise(seed, position, vocab, device):
     """Exponential noise (vocab,), keyed by (seed, position).
 
     argmax(p / noise) is a sample of p: the Gumbel-max trick, in its form with exponential noise.
-    Rounding in p hardly ever changes it.  (It changes one sample in several hundred of those that
-    are made by cumulative sums.)  lru_cache keeps noise of rejected positions for the next round.
+    Rounding in p hardly ever changes it.  lru_cache keeps noise for the next round.
     """
-    # A rare token is sampled only when its noise is almost zero.  In float32 the uniform numbers
-    # behind the noise would have steps of 2^-24, too coarse there; the noise itself may be rounded.
+    # Made in float32, noise has coarse steps near zero, where rare tokens are sampled.
     noise = torch.empty(vocab, dtype=torch.float64, device=device)
     return noise.exponential_(generator=generator_for(seed, position, device)).float()
 
@@ -359,11 +340,10 @@ def sample_tree(parents, p_target, seed, first):
     parents (n,), p_target (n, V); first: the position of the token after the root.
 
     Differs from the paper, which samples no trees: a token is argmax(p / noise), where the noise
-    depends on the seed and the position alone (and on the kind of device).  So the output of a tree
-    is token for token that of plain sampling.
+    depends on the seed and the position alone.  So the output of a tree is token for token that of
+    plain sampling, on the same kind of device.
     """
     n, vocab = p_target.shape
-    # All nodes of one depth share their noise, since they share a position.
     depth = ancestor_mask(parents).sum(1) - 1                                          # (n,)
     deepest = depth.max().item() if n > 1 else 0               # a device-to-host sync for a tree
     noise = [keyed_noise(seed, first + d, vocab, p_target.device) for d in range(deepest + 1)]
@@ -371,14 +351,12 @@ def sample_tree(parents, p_target, seed, first):
     return (p_target / noise[depth]).argmax(-1)
 
 class Rule:
-    """How the target chooses a token: the argmax, or a sample."""
+    """How the target chooses a token: the argmax, or a sample.
 
+    temperature: 0 is greedy decoding.  top_k, top_p: as in transformers; None: all tokens.
+    seed: the same seed gives the same tokens.
+    """
     def __init__(self, temperature=0.0, top_k=None, top_p=None, seed=0):
-        """temperature: 0 is greedy decoding; top_k, top_p: as in transformers, None: all tokens.
-
-        seed: the same seed gives the same tokens.  Raises ValueError for a temperature below 0, a
-        top_k below 1 and a top_p outside [0, 1].
-        """
         self.greedy, self.seed = temperature == 0, seed
         self.warpers = []
         if not self.greedy:
@@ -398,9 +376,8 @@ class Rule:
     def probs(self, logits, temperature=1.0):
         """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf becomes one of zeros.
 
-        Greedy: softmax(logits / temperature), by the drafter's calibration temperature: the
-        confidence that a token is the target's argmax.  Sampling: the distribution that the
-        target's own temperature, top-k and top-p make of these logits.
+        Greedy: softmax(logits / temperature), by the drafter's calibration temperature.  Sampling:
+        what the target's own temperature, top-k and top-p make of these logits.
         """
         if self.greedy:
             p = (logits.float() / temperature).softmax(-1)
@@ -440,18 +417,16 @@ def root_only(expand, root):
 
 def check_prompt(target, ids, limit):
     """Raise ValueError for a prompt that cannot be decoded."""
-    if not isinstance(ids, list):
-        raise ValueError("ids is a list of token ids: of a tensor (1, n) give ids[0].tolist()")
-    if not ids:
-        raise ValueError("the prompt is empty: give at least one token id")
+    if not isinstance(ids, list) or not ids:
+        raise ValueError("ids is a list of at least one id: give ids[0].tolist() of a tensor")
     if limit < 1:
-        raise ValueError(f"{len(ids)} tokens leave no position for a new one: give a prompt of at "
-                         f"most {target.capacity} tokens, and ask for at least one")
+        raise ValueError(f"{len(ids)} tokens leave no position for a new one: give at most "
+                         f"{target.capacity}, and ask for at least one")
     if not all(0 <= token < target.vocab for token in ids):
         raise ValueError(f"the prompt has ids beyond the target's vocabulary of {target.vocab}")
 
 def check_tree(tree, tokens, parents, root_id):
-    """Raise ValueError unless this is a Tree below the root.  tokens, parents: its lists."""
+    """Raise ValueError unless this is a Tree below the root.  tokens, parents: as lists."""
     in_order = all(-1 < parent < node for node, parent in enumerate(parents[1:], 1))
     if tokens[0] != root_id or parents[0] != -1 or not in_order:
         raise ValueError("a tree begins with the root, parent -1; parents precede their children")
@@ -495,8 +470,7 @@ def rounds(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
             expand.generator = generator_for(rule.seed, f"draft {len(sequence)}", target.device)
         tree = build(expand, root) if expand.remaining else root_only(expand, root)
 
-        # Verify: one forward of the target over all nodes, and its choice after each.  In a sampled
-        # chain the choice is the drafted token if speculative sampling accepts it.
+        # Verify: one forward of the target over all nodes, and its choice after each.
         logits, states = target.forward(tree.tokens, tree.parents)                     # (n, V)
         choice = rule.choose(tree, logits, sequence)                                   # (n,)
 
@@ -521,9 +495,8 @@ def generate(target, drafter, build, ids, new_tokens=128, rule=Rule(), eos=()):
     """Speculative decoding of one sequence (GLIDE, Figures 1 and 2) -> Output.
 
     drafter, build: see the top of this file; None and root_only are plain decoding.  ids: the
-    prompt, a list of token ids.  rule: how tokens are chosen, a Rule.  eos: an end-of-text id, or
-    several.  The output ends after new_tokens, with the target's capacity, or with the first of
-    these ids.  Raises ValueError for a prompt that cannot be decoded, and for a broken tree.
+    prompt, a list.  eos: an end-of-text id, or several.  The output ends after new_tokens, with the
+    target's capacity, or with the first of these ids.
     """
     return output_of(rounds(target, drafter, build, ids, new_tokens, rule, eos))
 

@@ -37,7 +37,6 @@ from functools import partial
 import torch
 
 from beyond import priced
-from cape import constant
 from maxgram import CONFIDENCE
 from pct import DEPTH, MAX_NODES, WIDTH, Candidates
 
@@ -130,7 +129,7 @@ class Mixture:
 
     def mixture(self, p_draft, predicted, lengths):
         """Eq. 1.  p_draft (k, V), predicted tokens (k, 1), lengths of matches (k, 1) -> (k, V)"""
-        table = constant(tuple(self.gram.confidence), p_draft.dtype, p_draft.device)
+        table = torch.tensor(self.gram.confidence, dtype=p_draft.dtype, device=p_draft.device)
         w = table[lengths.clamp(max=len(table) - 1)]                                   # (k, 1)
         p = p_draft.gather(1, predicted)                                               # (k, 1)
         if self.agreement is not None:

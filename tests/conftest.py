@@ -63,12 +63,12 @@ def relative(model, noise, seed):
 # The same one for all tests that ask for it: nobody changes it.
 shared = lru_cache(maxsize=None)(tiny)
 
-def target_of(model, capacity=None):
+def target_of(model):
     """verify.Target, or what stands in its place where layers have a sliding window."""
     import verify
     from runtime import targets
     window = getattr(model.config, "sliding_window", None)
-    return (targets.AnyTarget if window else verify.Target)(model, capacity)
+    return (targets.AnyTarget if window else verify.Target)(model)
 
 @pytest.fixture(scope="session", params=list(CLASSES))
 def model(request):

@@ -51,8 +51,8 @@ def fresh(kind, name):
 def pair(kind, name, tree):
     """A fresh drafter and its builder."""
     drafter = fresh(kind, name)
-    if kind == "maxgram" and tree in ("chain", "drawn"):
-        return drafter, getattr(drafter, tree)
+    if kind == "maxgram":                                # it drafts chains alone
+        return drafter, drafter.drawn if tree == "drawn" else drafter.chain
     return drafter, BUILDERS[tree] if drafter else verify.root_only
 
 def decode_both(number):

@@ -1,8 +1,7 @@
 """CAPE's sets and cap against a plain reading of section 4.2; beam search by brute force."""
-import helpers
 import pytest
 import torch
-from helpers import random_table, sequences, table_expand
+from helpers import path_expand, random_table, sequences, table_expand
 
 import cape
 
@@ -10,9 +9,6 @@ def row_after(path, vocab=7):
     """A distribution of its own after each path, the root's token first."""
     g = torch.Generator().manual_seed(hash(path) % 2 ** 40)
     return (3 * torch.randn(vocab, generator=g, dtype=torch.float64)).softmax(-1)
-
-def path_expand():
-    return helpers.path_expand(row_after)
 
 # ---------------------------------------------------------------- the expanded proposal
 def test_the_constants_are_the_papers():
@@ -91,14 +87,13 @@ def test_chain_and_beam_follow_the_drafters_paths():
     for seed in range(7):
         root = torch.tensor([seed])
         for gamma, width in ((4, 3), (2, 33)):                         # wider than the vocabulary
-            found = sequences(cape.beam(path_expand(), root, gamma, width))
+            found = sequences(cape.beam(path_expand(row_after), root, gamma, width))
             assert found == beams(seed, gamma, width)
         chain = beams(seed, 4, 1)
-        assert sequences(cape.chain(path_expand(), root, 4)) == chain
-        assert sequences(cape.cape(path_expand(), root, 4))[:5] == chain
+        assert sequences(cape.chain(path_expand(row_after), root, 4)) == chain
 
 def test_a_sampled_chain_has_the_distributions_that_it_was_sampled_from(monkeypatch):
-    tree = cape.drawn(path_expand(), torch.tensor([0]), 4)
+    tree = cape.drawn(path_expand(row_after), torch.tensor([0]), 4)
     expected = [row_after(path) for path in sequences(tree)[:-1]]
     torch.testing.assert_close(tree.p_draft, torch.stack(expected))
     # With the least number of torch.rand, and the largest: no token of probability zero
@@ -108,19 +103,7 @@ def test_a_sampled_chain_has_the_distributions_that_it_was_sampled_from(monkeypa
         monkeypatch.setattr(torch, "rand", rand)
         assert cape.sample(torch.tensor([[0, 0.5, 0, 0.5, 0]])).tolist() == [token]
 
-MISTAKES = [
-    (cape.chain, {"gamma": 0}, "draft at least one"),
-    (cape.cape, {"edges": (0.5,)}, "1 edges need one size more"),
-    (cape.cape, {"gamma": 5, "max_nodes": 4}, "cannot hold the chain of 5"),
-]
-
-@pytest.mark.parametrize("build, settings, words", MISTAKES)
-def test_a_mistake_is_one_sentence(build, settings, words):
-    with pytest.raises(ValueError, match=words):
-        build(path_expand(), torch.tensor([0]), **settings)
-
-def test_logits_in_place_of_probabilities_are_noticed():
-    for value in (-0.5, 3.0, float("nan")):
-        table = torch.full((4, 4), value)
-        with pytest.raises(ValueError, match="not logits"):
-            cape.chain(table_expand(table), torch.tensor([0]))
+def test_a_mistake_is_one_sentence():
+    for settings in ({"edges": (0.5,)}, {"gamma": 5, "max_nodes": 4}):
+        with pytest.raises(ValueError, match="need one size more|cannot hold the chain"):
+            cape.cape(path_expand(row_after), torch.tensor([0]), **settings)

@@ -90,7 +90,8 @@ def test_a_language_model_drafts_trees(llama):
     there are none."""
     rng = random.Random(0)
     for capacity in (None, 14):
-        stage, text = Stage(verify.Target(llama, capacity), 0.7), []
+        stage, text = Stage(verify.Target(llama), 0.7), []
+        stage.target.capacity = capacity or stage.target.capacity
         stage.reset(verify.Rule().probs)
         for _ in range(4):
             new, paths = [rng.randrange(12) for _ in range(rng.randint(1, 5))], []

@@ -3,14 +3,9 @@
 A random case is a number, from which everything else is drawn.  Every token must be what the
 model's own forward over the whole text gives, without cache and mask: its argmax, or its sample by
 the keyed noise.  (Of a sampled chain: one that the target can sample.)  And the cache must hold the
-text, a second run be the same, and the drafter's probabilities those of a fresh one that is shown
-the whole text at once.
+text, and a second run be the same.
 
     LONG=10000 python -m pytest tests/test_lossless.py            # so many cases
-    python -m pytest "tests/test_lossless.py::test_a_random_case_is_lossless[12]"     # this again
-
-Below them are the cases that chance does not draw: the shipped checkpoints, T5, and a sequence that
-fills the context.
 """
 import os
 import random
@@ -42,9 +37,17 @@ CASCADES = ("maxgram", "cascade 1", "cascade 2", "cascade 1, maxgram", "cascade 
 MIXTURES = ("mixture edd", "mixture glide", "mixture eagle", "mixture medusa",
             "mixture noise", "mixture noise")
 DRAFTERS = (*NEURAL, *CASCADES, *MIXTURES, "none")
-# Those that branch below the first layer more often
-BUILDERS = ("chain", "cape", "fixed", "token_confidence", "pct_cost",
-            *2 * ("beam", "pct", "vct", "eagle2"))
+# Small trees, large ones, and trees of one kind of branches: builders, or names of what is made
+# for a case's drafter
+TREES = (
+    cape.chain, partial(cape.chain, gamma=2), cape.cape, cape.fixed,
+    partial(cape.cape, gamma=7, sizes=(4, 0, 2), edges=(0.2, 0.6), max_nodes=9),
+    partial(cape.fixed, gamma=3, size=9), cape.beam, partial(cape.beam, gamma=6, width=2),
+    pct.pct, partial(pct.pct, cost=0.002, width=2, depth=6, leaf=0),
+    partial(pct.pct, cost=0.01, width=5, depth=3, max_nodes=4), pct.token_confidence,
+    partial(pct.token_confidence, token_threshold=0.02, width=3, max_nodes=20),
+    partial(pct.vct, width=2, depth=4), partial(pct.vct, width=5, depth=2), pct.eagle2,
+    partial(pct.eagle2, total=9, depth=4, expanded=2), "pct_cost")
 
 # ---------------------------------------------------------------- models, made once
 @cache
@@ -61,57 +64,32 @@ def stage_of(name, sizes, number):
     return relative(model_of(name, sizes), (0.03, 0.08)[number], number + 1)
 
 @cache
-def draft_model_of(name, sizes, kind, *how):
+def draft_model_of(name, sizes, kind):
     """A random draft model, and the class that decodes with it."""
     settings = {"hidden": 1} if kind in ("edd", "vdm") else {}
-    drafter = random_drafter(model_of(name, sizes), kind, **{**settings, **dict(how)})
+    drafter = random_drafter(model_of(name, sizes), kind, **settings)
     return drafter.model, type(drafter)
 
 # ---------------------------------------------------------------- drawing a case
 def drawn_tree(rng, drafter, sampled):
-    """The name of a builder, and its settings; of a cascade its own chain, too."""
-    names = BUILDERS + 8 * ("graft",) * (drafter in MIXTURES) + 3 * ("drawn",) * sampled
-    name = rng.choice(names)
-    if drafter in CASCADES and name in ("chain", "drawn"):
-        return name, {}
-    gamma, width, depth = rng.randint(1, 7), rng.choice([1, 2, 2, 3, 5]), rng.randint(1, 6)
-    most, leaf = rng.choice([1, 4, 9, 20, 64, 64]), rng.choice([0, 0, 0.01, 0.05])
-    sizes = tuple(rng.randint(0, 7) for _ in range(rng.randint(1, 4)))
-    edges = tuple(sorted(round(rng.random(), 2) for _ in sizes[1:]))
-    small, nodes = round(10 ** rng.uniform(-3, 0), 4), gamma + rng.randint(0, 20)
-    shape = {"width": width, "depth": depth, "max_nodes": most}
-    prices = {"cost": small, "node_price": rng.choice([0, 0.001, 0.01, 0.1])}
-    deepest = {1: 6, 2: 5, 3: 3, 5: 2}[width]
-    return name, {
-        "chain": {"gamma": gamma},
-        "drawn": {"gamma": gamma},
-        "beam": {"gamma": gamma, "width": width},
-        "cape": {"gamma": gamma, "sizes": sizes, "edges": edges, "max_nodes": nodes},
-        "fixed": {"gamma": gamma, "size": rng.randint(0, 9), "max_nodes": nodes},
-        "pct": {"cost": small, "leaf": leaf, **shape},
-        "token_confidence": {"token_threshold": small, "leaf": leaf, **shape},
-        "pct_cost": {**prices, **shape},
-        "graft": {**prices, **shape},
-        "vct": {"width": width, "depth": min(depth, deepest)},
-        "eagle2": {"total": most, "depth": depth, "expanded": width}}[name]
+    """A builder, or the name of one; a cascade has its own."""
+    sampled_too = 3 * ["drawn"] if sampled else []
+    if drafter in CASCADES:
+        return rng.choice(["chain", *sampled_too, *["pct_cost"] * (drafter == "maxgram")])
+    return rng.choice([*TREES, *sampled_too, *8 * ["graft"] * (drafter in MIXTURES)])
 
-def drawn_drafter(rng, kind, vocab, layers, context):
+def drawn_drafter(rng, kind, vocab, context):
     """Settings of a drafter of this kind."""
     if kind not in CASCADES:
-        own = {"edd": {"hidden": rng.randint(1, layers)}, "medusa": {"heads": rng.randint(1, 5)}}
-        own = own.get(kind.removeprefix("mixture "), {})
-        own["temperature"] = rng.choice([1.0, 1.0, 0.5, 2.0])
-        if kind in MIXTURES:
-            # Max-Gram's mixture weight: by length of match, or by the drafter's probability, too
-            own["confidence"] = [rng.choice([0, 1, rng.random()]) for _ in range(3)]
-            agreement = rng.uniform(-3, 3), rng.random(), rng.random()
-            own["agreement"] = rng.choice([None, agreement])
-        return own
+        # Max-Gram's mixture weight: by length of match, or by the drafter's probability, too
+        return {"temperature": rng.choice([1.0, 1.0, 0.5, 2.0]),
+                "confidence": [rng.choice([0, 1, rng.random()]) for _ in range(3)],
+                "agreement": rng.choice([None, (rng.uniform(-3, 3), 0.3, 0.8)])}
     neural = 1 if "1" in kind else 2 if "2" in kind else 0
     gram = kind.endswith("maxgram")
-    stages = neural + gram
-    K = [[0] * r + [rng.randint(0, 4) for _ in range(stages - r)] for r in range(stages)]
-    K[0][rng.randrange(stages)] += 1
+    n = neural + gram
+    K = [[0] * r + [rng.randint(0, 4) for _ in range(n - r)] for r in range(n)]
+    K[0][rng.randrange(n)] += 1
     bigram = [rng.randrange(vocab) for _ in range(rng.choice([0, vocab // 2, vocab]))]
     return {"neural": neural, "K": K, "lenience": rng.choice([1.0, 1.0, 1.5, 4.0]),
             "bigram": bigram if gram else None,
@@ -120,72 +98,55 @@ def drawn_drafter(rng, kind, vocab, layers, context):
 def drawn_case(number):
     """Everything that a case decides -> a dict."""
     rng = random.Random(number)
-    case = {"case": number, "class": rng.choice(list(CLASSES)), "sizes": rng.choice(SIZES)}
-    vocab, layers, context = case["sizes"]
-    case["drafter"] = rng.choice(DRAFTERS)
+    vocab, layers, context = sizes = rng.choice(SIZES)
+    drafter = rng.choice(DRAFTERS)
     if layers == 1:                                      # no drafter is deeper than its target
-        case["drafter"] = case["drafter"].replace("glide 2", "glide")
-    # How often it is told the right token; None: never
-    case["rate"] = rng.choice([None, 0.7, 0.9, 1.0])
-    case["settings"] = drawn_drafter(rng, case["drafter"], vocab, layers, context)
-    case["sampling"] = None
+        drafter = drafter.replace("glide 2", "glide")
+    sampling = None
     if rng.random() < 0.5:
-        case["sampling"] = {
-            "temperature": round(rng.uniform(0.3, 1.5), 2), "seed": rng.randrange(1000),
-            "top_k": rng.choice([None, None, rng.randint(1, vocab + 2)]),
-            "top_p": rng.choice([None, None, 1.0, round(rng.uniform(0.05, 1), 2)])}
-    case["tree"] = drawn_tree(rng, case["drafter"], case["sampling"] is not None)
-    case["capacity"] = rng.choice([None, None, None, rng.randint(2, context)])
-    most = case["capacity"] or context
-    # Often short, or near the end
-    short = [rng.randint(1, min(12, most)) for _ in range(2)]
-    length = rng.choice([*short, rng.randint(1, most), rng.randint(max(1, most - 6), most)])
-    case["prompt"] = [rng.randrange(1, vocab) for _ in range(length)]
-    middle = [rng.randint(6, 24) for _ in range(2)]
-    case["new"] = rng.choice([rng.randint(1, 3), rng.randint(1, 12), *middle])
+        sampling = {"temperature": rng.uniform(0.3, 1.5), "seed": rng.randrange(1000),
+                    "top_k": rng.choice([None, None, rng.randint(1, vocab + 2)]),
+                    "top_p": rng.choice([None, None, 1.0, rng.uniform(0.05, 1)])}
+    # Often short, or near the end of the context
+    length = rng.choice([rng.randint(1, 12), rng.randint(1, 12), rng.randint(1, context),
+                         rng.randint(context - 6, context)])
     ends = rng.sample(range(vocab), rng.randint(1, max(1, vocab // 5)))
-    case["eos"] = rng.choice([[], [], ends[:1], ends])
-    case["checked"] = rng.choice([1, 1, 1, 2])
-    case["margin"] = rng.choice([512, 512, rng.randint(4, 20)])
-    # Exact shapes, or those of CUDA graphs, whose forwards read a multiple of so many keys
-    case["static"] = rng.choice([None, None, None, 1, 16, 256])
-    case["twice"] = rng.random() < 0.4
-    return case
+    return {
+        "class": rng.choice(list(CLASSES)), "sizes": sizes, "drafter": drafter,
+        "settings": drawn_drafter(rng, drafter, vocab, context),
+        "rate": rng.choice([0, 0.7, 0.9, 1.0]),          # how often it is told the right token
+        "sampling": sampling, "tree": drawn_tree(rng, drafter, sampling is not None),
+        "prompt": [rng.randrange(1, vocab) for _ in range(length)],
+        "new": rng.choice([rng.randint(1, 3), rng.randint(1, 12), rng.randint(6, 24)]),
+        "eos": rng.choice([[], [], ends[:1], ends]),
+        "margin": rng.choice([512, 512, rng.randint(4, 20)]),
+        # Exact shapes, or those of CUDA graphs, whose forwards read a multiple of so many keys
+        "static": rng.choice([None, None, None, 1, 16, 256])}
 
-# ---------------------------------------------------------------- what is watched while it decodes
-class Watched:
-    """A drafter, of which one round is compared with a fresh one that is shown the text at once.
+# ---------------------------------------------------------------- what the drafters are told
+class Told:
+    """A drafter that in many places is told the token that comes next, so that much is accepted.
 
-    text, rate: in so many places it is told the token that comes next, so that much of what it
-    drafts is accepted.
+    text: the output; rate: in so many places.
     """
 
-    def __init__(self, make, checked, text, rate):
-        self.make, self.inner, self.checked = make, make(), checked
-        self.text, self.rate = text, rate
-        self.needs = self.inner.needs
-
-    def reset(self, probs):
-        self.round, self.tokens, self.hidden, self.probs = -1, [], [], probs
-        self.inner.reset(probs)
+    def __init__(self, inner, text, rate):
+        self.inner, self.text, self.rate = inner, text, rate
+        self.needs, self.reset = inner.needs, inner.reset
 
     def begin(self, view, root):
-        self.round += 1
-        self.view, self.root = view, root
-        self.nodes = []                          # (token, parent, depth, probabilities) each
-        self.tokens.append(view.tokens)
-        self.hidden.append(view.hidden)
-        assert sum(map(len, self.tokens)) == view.length, "what it is shown adds up"
+        self.length = view.length
+        self.nodes = []                          # (parent, depth) each
         self.inner.begin(view, root)
 
     def expand(self, tokens, parents):
         probs = self.inner.expand(tokens, parents)
         assert probs.dtype == torch.float32 and not probs.isnan().any()
         told = probs.clone()
-        for token, parent, own, new in zip(tokens.tolist(), parents, probs, told):
-            depth = self.nodes[parent][2] + 1 if parent >= 0 else 0
-            self.nodes.append((token, parent, depth, own))
-            at = self.view.length + depth + 1
+        for parent, own, new in zip(parents, probs, told):
+            depth = self.nodes[parent][1] + 1 if parent >= 0 else 0
+            self.nodes.append((parent, depth))
+            at = self.length + depth + 1
             rng = random.Random(at)
             # Some have no prediction: a row of zeros.
             if at < len(self.text) and rng.random() < self.rate and own.max() > 0:
@@ -194,110 +155,73 @@ class Watched:
         return told
 
     def keep(self, path):
-        parents = [self.nodes[node][1] for node in path]
+        parents = [self.nodes[node][0] for node in path]
         assert parents == [-1, *path][:len(path)], "the numbers of a path, in the drafter's order"
-        if self.round == self.checked and self.nodes:
-            # The probabilities after one of the nodes, against its path alone
-            chosen = random.Random(self.view.length).randrange(len(self.nodes))
-            path_to_it, node = [], chosen
-            while node >= 0:
-                token, node, _, _ = self.nodes[node]
-                path_to_it.insert(0, token)
-            chain = list(range(-1, len(path_to_it) - 1))
-            fresh = self.fresh().expand(torch.tensor(path_to_it), chain)
-            torch.testing.assert_close(self.nodes[chosen][3], fresh[-1], **TOLERANCE)
         self.inner.keep(path)
-
-    def fresh(self):
-        drafter = self.make()
-        drafter.reset(self.probs)
-        hidden = {}
-        for k in self.view.hidden:
-            hidden[k] = torch.cat([states[k] for states in self.hidden])
-        tokens = torch.cat(self.tokens)
-        view = self.view._replace(tokens=tokens, hidden=hidden, ids=tokens.tolist())
-        drafter.begin(view, self.root)
-        return drafter
 
 # ---------------------------------------------------------------- deciding a case
 def drafter_of(case):
-    """A function that makes the case's drafter, always the same one."""
+    """The case's drafter."""
     kind, how = case["drafter"], case["settings"]
     name, sizes = case["class"], case["sizes"]
     vocab, _, _ = sizes
-
-    def make():
-        if kind in CASCADES:
-            stages = []
-            for number in range(how["neural"]):
-                stages.append(AnyTarget(stage_of(name, sizes, number), how["capacity"]))
-            gram = None if how["bigram"] is None else maxgram.MaxGram(how["bigram"])
-            return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab)
-        neural = kind.removeprefix("mixture ")
-        if neural == "noise":
-            drafter = noisy(vocab)
-        else:
-            of_model = [(k, v) for k, v in how.items() if k in ("hidden", "heads")]
-            draft_model, drafter_class = draft_model_of(name, sizes, neural, *of_model)
-            drafter = drafter_class(draft_model)
-        drafter.temperature = how["temperature"]
-        if kind in MIXTURES:
-            gram = maxgram.MaxGram(confidence=how["confidence"])
-            drafter = graft.Mixture(drafter, gram, how["agreement"])
-        return drafter
-    return make
+    if kind in CASCADES:
+        stages = []
+        for number in range(how["neural"]):
+            stages.append(AnyTarget(stage_of(name, sizes, number), how["capacity"]))
+        gram = None if how["bigram"] is None else maxgram.MaxGram(how["bigram"])
+        return cascade.Cascade(stages, how["K"], how["lenience"], gram, vocab)
+    neural = kind.removeprefix("mixture ")
+    if neural == "noise":
+        drafter = noisy(vocab)
+    else:
+        draft_model, drafter_class = draft_model_of(name, sizes, neural)
+        drafter = drafter_class(draft_model)
+    drafter.temperature = how["temperature"]
+    if kind in MIXTURES:
+        gram = maxgram.MaxGram(confidence=how["confidence"])
+        drafter = graft.Mixture(drafter, gram, how["agreement"])
+    return drafter
 
 def builder_of(case, drafter):
-    """The case's builder."""
-    name, settings = case["tree"]
-    alone = case["drafter"] == "maxgram"
+    """The case's builder, for its drafter."""
+    tree, prices = case["tree"], {"cost": 0.02, "node_price": 0.01}
     if case["drafter"] == "none":
         return verify.root_only
-    if name == "graft":
-        return graft.Graft(drafter.inner, **settings)
-    if not settings:                                     # a method of the drafter
-        return getattr(drafter.inner, name)
-    if name == "pct_cost" and alone:
-        prices = {key: settings[key] for key in ("node_price", "max_nodes")}
-        return priced.PricedChain(drafter.inner.gram, **prices)
-    if name == "pct_cost":
-        return priced.PctCost(**settings)
-    where = cape if hasattr(cape, name) else pct
-    return partial(getattr(where, name), **settings)
+    if case["drafter"] in CASCADES and tree != "pct_cost":
+        return getattr(drafter, tree)
+    if case["drafter"] == "maxgram":
+        return priced.PricedChain(drafter.gram, node_price=0.01)
+    made = {"drawn": cape.drawn, "pct_cost": priced.PctCost(**prices),
+            "graft": partial(graft.Graft, **prices)}
+    build = made.get(tree, tree)
+    return build(drafter) if tree == "graft" else build
 
 @torch.no_grad()
 def run(case):
     """Decode a case and check it -> how many rounds accepted something.  Raises AssertionError."""
     model = model_of(case["class"], case["sizes"])
-    target = target_of(model, case["capacity"])
+    target = target_of(model)
     prompt, sampling, eos = case["prompt"], case["sampling"], case["eos"]
     limit = min(case["new"], target.remaining(prompt))
     rule = verify.Rule(**sampling or {})
-    drafter, text = None, []
-    if case["drafter"] != "none":
-        if case["rate"]:
-            alone = verify.generate(target, None, verify.root_only, prompt, case["new"], rule)
-            text = prompt + alone.tokens
-        # The KV entries of a second layer depend on when they were drafted: a fresh drafter, shown
-        # the same text, has others.
-        checked = None if case["drafter"] == "glide 2" else case["checked"]
-        drafter = Watched(drafter_of(case), checked, text, case["rate"])
+    drafter = None if case["drafter"] == "none" else drafter_of(case)
     if case["static"]:
-        inner = getattr(drafter, "inner", None)                # a mixture has another within
-        for part in (target, inner, getattr(inner, "drafter", None)):
+        for part in (target, drafter, getattr(drafter, "drafter", None)):      # of a mixture
             graphs.static(part)
     build = builder_of(case, drafter)
-    drawn = case["tree"][0] == "drawn" and drafter
+    if drafter and case["rate"] and case["drafter"] not in CASCADES:
+        alone = verify.generate(target, None, verify.root_only, prompt, case["new"], rule)
+        drafter = Told(drafter, prompt + alone.tokens, case["rate"])
+    drawn = case["tree"] == "drawn" and drafter
     decode = partial(verify.generate, target, drafter, build, prompt, case["new"], rule, eos)
     out = decode()
     tokens, whole = out.tokens, prompt + out.tokens
 
     # Lengths and ends
-    assert 1 <= len(tokens) <= limit, f"{len(tokens)} tokens, the limit is {limit}"
-    assert not {*tokens[:-1]} & {*eos}, f"{tokens} go on after an end of text"
-    assert len(tokens) == limit or tokens[-1] in eos, f"{tokens} end before the limit, {limit}"
-    assert sum(len(step.new) for step in out.rounds) == len(tokens) - 1
-    assert all(step.new for step in out.rounds)
+    assert not {*tokens[:-1]} & {*eos}, "the tokens go on after an end of text"
+    assert len(tokens) == limit or len(tokens) < limit and tokens[-1] in eos
+    assert [token for step in out.rounds for token in step.new] == tokens[1:]
 
     # Every token is what the model's own forward gives after those before it, to rounding.
     kept = DynamicCache()
@@ -308,10 +232,8 @@ def run(case):
         p_target = rule.p_target(score).double()
         possible = p_target[range(len(tokens)), tokens] > 0
         assert possible.all(), "a token that the target cannot sample"
-        noise = []
-        for i in range(len(tokens)):
-            at = len(prompt) + i
-            noise.append(verify.keyed_noise(sampling["seed"], at, score.shape[1], score.device))
+        noise = [verify.keyed_noise(rule.seed, at, score.shape[1], score.device)
+                 for at in range(len(prompt), len(whole))]
         score = p_target.log() - torch.stack(noise).log()
     # Of a sampled chain the first token alone comes by keyed noise.
     for i, token in enumerate(tokens[:1] if drawn else tokens):
@@ -325,11 +247,10 @@ def run(case):
     for number, layer in enumerate(kept.layers):
         for held, expected in zip(target.cache.kv[number], (layer.keys, layer.values)):
             torch.testing.assert_close(held[:, :, :n], expected[:, :, :n], **TOLERANCE)
-    if case["twice"]:
-        again = decode()
-        assert again.tokens == out.tokens, f"a second run: {again.tokens}"
-        # The clock decides about priced trees.
-        assert again.rounds == out.rounds or case["tree"][0] in ("pct_cost", "graft")
+    # A second run is the same; but of priced trees the clock decides.
+    again = decode()
+    assert again.tokens == tokens
+    assert again.rounds == out.rounds or case["tree"] in ("pct_cost", "graft")
     return sum(len(step.path) > 1 for step in out.rounds)
 
 ACCEPTED, CASES = Counter(), Counter()       # by drafter
@@ -349,8 +270,8 @@ def test_every_drafter_had_drafts_accepted():
     assert all(ACCEPTED[drafter] for drafter in tried), (CASES, ACCEPTED)
 
 # ---------------------------------------------------------------- what chance does not draw
-TREES = {"glide": cape.cape, "glide-top": cape.beam, "vanilla": cape.chain, "edd": pct.pct,
-         "vdm": pct.eagle2, "eagle": priced.PctCost(), "medusa": cape.cape}
+SHIPPED = {"glide": cape.cape, "glide-top": cape.beam, "vanilla": cape.chain, "edd": pct.pct,
+           "vdm": pct.eagle2, "eagle": priced.PctCost(), "medusa": cape.cape}
 
 @pytest.fixture(scope="module")
 def stand_in():
@@ -360,11 +281,11 @@ def stand_in():
     prompt = tokenizer("Lucy had a paper boat. She wanted to see how far it could")["input_ids"]
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), prompt
 
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_drafter_is_lossless(name, stand_in):
     model, prompt = stand_in
     drafter, _ = families.load(ROOT / "checkpoints" / name, model)
-    out = verify.generate(verify.Target(model), drafter, TREES[name], prompt, 24)
+    out = verify.generate(verify.Target(model), drafter, SHIPPED[name], prompt, 24)
     assert_plain(model, prompt, out.tokens, 24)
     assert out.tau > 1.2, "and it drafts something"
 
@@ -396,5 +317,5 @@ def test_a_tree_deeper_than_its_builder_asked_and_than_the_context_holds():
     for prompt in ([1, 2, 3], [1] * 13, [1] * 15, [1] * 16):
         expected = plain(model, prompt, 17 - len(prompt))
         text = prompt + expected + [1] * 9
-        for target in (verify.Target(model), verify.Target(model, capacity=100)):
-            assert verify.generate(target, None, build, prompt, 20).tokens == expected
+        target = verify.Target(model)
+        assert verify.generate(target, None, build, prompt, 20).tokens == expected

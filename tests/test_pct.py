@@ -38,14 +38,13 @@ def all_nodes(table, start, expands, width, depth):
 
 def without_leaves(nodes, leaf):
     """Remove leaves under the threshold, again and again."""
-    nodes = dict(nodes)
-    while True:
+    nodes, bare = dict(nodes), [()]
+    while bare:
         inner = {node[:-1] for node in nodes}
         bare = [node for node in nodes if nodes[node] < leaf and node not in inner]
-        if not bare:
-            return nodes
         for node in bare:
             del nodes[node]
+    return nodes
 
 # ---------------------------------------------------------------- section 3.2
 def test_the_constants_are_the_papers():
@@ -103,12 +102,6 @@ def test_what_equals_a_threshold_is_expanded_and_kept():
         assert len(tree.tokens) > 4
 
 # ---------------------------------------------------------------- appendix A
-def test_a_draft_that_costs_more_than_a_step_is_not_worth_it():
-    """Eq. 5 with s_d > s_t: not even the root, with p = 1, is expanded."""
-    tree = pct.pct(None, torch.tensor([3]), cost=1.5)
-    assert (tree.tokens.tolist(), tree.parents.tolist(), tree.expand_index.tolist()) == (
-        [3], [-1], [-1])
-
 def test_vct_has_363_nodes():
     """Appendix A: width 3 and depth 5."""
     expand = table_expand(random_table(0, vocab=9))
@@ -119,7 +112,7 @@ def test_vct_has_363_nodes():
 def test_eagle2_expands_the_ten_best_of_each_layer():
     """Appendix A: 50 nodes, depth 6, 10 expanded."""
     for seed in range(20):
-        table = random_table(seed, vocab=14)
+        table = random_table(seed)
         rows = table.tolist()
         expand = table_expand(table)
         tree = pct.eagle2(expand, ROOT_0)
@@ -137,14 +130,6 @@ def test_eagle2_expands_the_ten_best_of_each_layer():
         assert expand.widest <= 10 and expand.calls == 6
 
 # ---------------------------------------------------------------- what all builders share
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_token_ids_survive_the_copy_to_the_host(dtype):
-    """Tokens travel as floats: also those that the drafter's own precision could not hold."""
-    row = torch.zeros(1, 262144, dtype=dtype)
-    row[0, 262143], row[0, 131071], row[0, 50257] = 0.5, 0.25, 0.125
-    tree = pct.pct(lambda tokens, parents: row.expand(len(parents), -1), ROOT_0, depth=1)
-    assert tree.tokens.tolist() == [0, 262143, 131071, 50257]
-
 @pytest.mark.parametrize("build", BUILDERS)
 def test_what_cannot_be_drafted_is_not_there(build):
     table = torch.zeros(6, 6)
@@ -182,12 +167,3 @@ def test_expand_index_tells_which_nodes_were_expanded(build):
         tree = build(expand, torch.tensor([seed % 8]))
         for path, index in zip(sequences(tree), tree.expand_index.tolist()):
             assert index == (expand.given.index(path) if path in expand.given else -1)
-
-def test_a_mistake_is_one_sentence():
-    expand = table_expand(random_table(0))
-    for build, settings in ((pct.pct, {"depth": 0}), (pct.pct, {"max_nodes": 0}),
-                            (pct.vct, {"width": 0})):
-        with pytest.raises(ValueError, match="at least one"):
-            build(expand, ROOT_0, **settings)
-    with pytest.raises(ValueError, match="not logits"):
-        pct.pct(table_expand(torch.full((4, 4), 3.0)), ROOT_0)
