@@ -214,13 +214,13 @@ Method = namedtuple("Method", "name decode drafter tree pair", defaults=(None, N
 
 def builder(drafter, tree):
     """The builder that --tree names, a calls.Call, for a drafter."""
-    if isinstance(drafter, Cascade) and tree.name in ("chain", "drawn"):
-        return getattr(drafter, tree.name)               # by the cascade itself
-    if isinstance(drafter, Cascade) and not drafter.models and tree.name == "pct-cost":
-        # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
-        return priced.PricedChain(drafter.gram, **tree.settings)
     if isinstance(drafter, Cascade):
-        raise UserError("a cascade drafts chains alone: --tree chain, or drawn")
+        if tree.name in ("chain", "drawn"):
+            return getattr(drafter, tree.name)           # by the cascade itself
+        if tree.name == "pct-cost" and not drafter.models:
+            # Max-Gram alone drafts without a forward: what is priced are the nodes of its chain.
+            return priced.PricedChain(drafter.gram, **tree.settings)
+        raise UserError("Max-Gram and cascades draft chains alone: add --tree chain")
     if tree.name == "graft":
         if not isinstance(drafter, graft.Mixture):
             raise UserError('--tree graft takes a mixture, as "mixture(glide, maxgram)"')

@@ -201,18 +201,14 @@ def token_confidence(expand, root, token_threshold=TOKEN_THRESHOLD, width=WIDTH,
                      leaf=LEAF, max_nodes=MAX_NODES):
     """Table 3's "w/o expected time gain": "confidence score is directly used to prune".
 
-    A node is expanded if its own confidence c_j is at least `token_threshold`.  Leaves are removed
-    by their joint probability, as in `pct`.
+    A node is expanded if its own confidence c_j is at least `token_threshold`.
     """
     candidates = draft_layers(expand, root, width, depth, "c", token_threshold, max_nodes)
     return prune_leaves(candidates, leaf, max_nodes)
 
 # ---------------------------------------------------------------- appendix A: the baselines
 def vct(expand, root, width=3, depth=5):
-    """The vanilla candidate tree: "fixed width and depth" (appendix A), whatever its size.
-
-    The paper's 3 and 5, taken literally, give 3 + 9 + 27 + 81 + 243 = 363 nodes.
-    """
+    """The vanilla candidate tree: "fixed width and depth" (appendix A), 363 nodes by default."""
     everything = width ** depth                                      # no layer has more nodes
     candidates = draft_layers(expand, root, width, depth, "p", 0, everything)
     return candidates.tree(range(1, len(candidates.token)))

@@ -374,7 +374,7 @@ class Rule:
         return scores.softmax(-1)
 
     def probs(self, logits, temperature=1.0):
-        """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf becomes one of zeros.
+        """A drafter's logits (m, V) -> probabilities (m, V); a row of -inf gives one of zeros.
 
         Greedy: softmax(logits / temperature), by the drafter's calibration temperature.  Sampling:
         what the target's own temperature, top-k and top-p make of these logits.
@@ -402,7 +402,7 @@ class Rule:
 
 # ---------------------------------------------------------------- the loop
 class NoDrafter:
-    """The drafter of plain decoding: by the contract, it reads nothing and is never expanded."""
+    """The drafter of plain decoding: it reads nothing and is never expanded."""
     needs = {}
 
     def reset(self, *args):

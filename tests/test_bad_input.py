@@ -23,7 +23,7 @@ CASES = {
     "pct takes cost=0.05, width=5": ("bench", BENCH + "--tree pct(wdith=7)"),
     "graft takes a mixture": ("bench", BENCH + "--tree graft(depth=3)"),
     "1 model(s) take 1 number(s)": ("bench", BENCH + "--drafter cascade(base,k=(1,2))"),
-    "a cascade drafts chains alone": ("bench", BENCH + "--tree pct"),
+    "cascades draft chains alone": ("bench", BENCH + "--tree pct"),
     "has another tokenizer": ("bench", BENCH + "--drafter cascade(T/renamed) --tree chain"),
     "made for another target: train one": ("bench", BENCH + "--drafter glide --target T/other"),
     "T/empty.jsonl: no prompt is there": ("bench", BENCH + "--prompts T/empty.jsonl"),

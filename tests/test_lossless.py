@@ -132,32 +132,24 @@ class Told:
 
     def __init__(self, inner, text, rate):
         self.inner, self.text, self.rate = inner, text, rate
-        self.needs, self.reset = inner.needs, inner.reset
+        self.needs, self.reset, self.keep = inner.needs, inner.reset, inner.keep
 
     def begin(self, view, root):
-        self.length = view.length
-        self.nodes = []                          # (parent, depth) each
+        self.length, self.depth = view.length, []
         self.inner.begin(view, root)
 
     def expand(self, tokens, parents):
         probs = self.inner.expand(tokens, parents)
-        assert probs.dtype == torch.float32 and not probs.isnan().any()
         told = probs.clone()
         for parent, own, new in zip(parents, probs, told):
-            depth = self.nodes[parent][1] + 1 if parent >= 0 else 0
-            self.nodes.append((parent, depth))
-            at = self.length + depth + 1
+            self.depth.append(self.depth[parent] + 1 if parent >= 0 else 0)
+            at = self.length + self.depth[-1] + 1
             rng = random.Random(at)
             # Some have no prediction: a row of zeros.
             if at < len(self.text) and rng.random() < self.rate and own.max() > 0:
                 new[self.text[at]] = own.max() * rng.choice([0.6, 0.9, 1.6, 20.0])
                 new /= new.sum()
         return told
-
-    def keep(self, path):
-        parents = [self.nodes[node][0] for node in path]
-        assert parents == [-1, *path][:len(path)], "the numbers of a path, in the drafter's order"
-        self.inner.keep(path)
 
 # ---------------------------------------------------------------- deciding a case
 def drafter_of(case):
