@@ -10,7 +10,7 @@ In the *horizontal* cascade the largest drafter provides the first tokens of a p
 likely to be accepted, and smaller drafters the later ones.  cascade_step() does both.
 
     paper                shape    name here
-    M_t                           target
+    M_t                           verify.generate's target
     draftList: M_d1 ...  list     draft_list: the stages, the largest model first; each is a draft
                                   model or, as the last one, Max-Gram (MaG)
     curGen, curProbs     lists    gen.tokens, gen.probs

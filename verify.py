@@ -38,8 +38,8 @@ A builder is a function build(expand, root (1,)) -> Tree.
   - A Tree has tensors (n,): tokens; parents, indices in the tree (node 0 is the root, with parent
     -1, and a node comes after its parent); expand_index, each node's number in expand, or -1.
     Only a sampled chain has p_draft (n - 1, V): what node i + 1 was sampled from.
-  - expand.remaining is the greatest useful depth: a round ends with a token of the target's own.
-    expand.generator is for a builder that samples.
+  - expand is one object for a sequence.  Its `remaining` is the greatest useful depth: a round ends
+    with a token of the target's own.  Its `generator` is for a builder that samples.
 
 A drafter has `needs`, what it reads of the target: {"kv": layers, "hidden": indices of
 hidden_states}.  Its methods, beside expand:
