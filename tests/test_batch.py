@@ -129,10 +129,11 @@ def test_positions_that_the_model_counts_itself():
 
 @pytest.mark.parametrize("kind", ["glide", "edd", "mixture", "maxgram"])
 def test_copies_share_weights_and_no_state(kind):
-    first, second = batch.copies(fresh(kind, "llama"), 2)
+    both = batch.copies(list(pair(kind, "llama", "chain")), 2)
+    drafters, builds = map(list, zip(*both))
     target = verify.Target(shared("llama"))
-    out = batch.generate(target, [first, second], [cape.chain] * 2, [[1, 2, 1, 2], [3]], 12)
-    alone = verify.generate(target, fresh(kind, "llama"), cape.chain, [3], 12)
+    out = batch.generate(target, drafters, builds, [[1, 2, 1, 2], [3]], 12)
+    alone = verify.generate(target, *pair(kind, "llama", "chain"), [3], 12)
     assert out[1].rounds == alone.rounds
-    models = [getattr(getattr(x, "drafter", x), "model", None) for x in (first, second)]
+    models = [getattr(getattr(x, "drafter", x), "model", None) for x in drafters]
     assert models[0] is models[1]
