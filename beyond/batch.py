@@ -121,7 +121,7 @@ class Batch(Cache):
             out = target.model(
                 input_ids=tokens, position_ids=first + position, attention_mask=mask,
                 past_key_values=self, use_cache=True, output_hidden_states=bool(wanted),
-                return_dict=True, **getattr(target, "options", {}))
+                return_dict=True)
         return out.logits, {index: out.hidden_states[index] for index in wanted}
 
     # The model calls these three methods: they are the interface of transformers' caches.

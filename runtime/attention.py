@@ -11,8 +11,8 @@ one after the other, as queries of one head:
 The keys and values (B, H / g, t, d) are read where they lie, in the cache.  The pass over a prompt
 needs no mask: there sdpa reads grouped queries itself, and nothing is replaced.
 
-    with folding(model.config):       # AnyTarget does so, around its own forwards alone
-        model(...)
+    with changed(model.config, _attn_implementation=NAME):     # AnyTarget does so, around its own
+        model(...)                                             # forwards alone
 
 The proof in runtime/targets.py tries whether a model gives its own logits by it.
 """
@@ -60,14 +60,17 @@ def can_fold(config):
     return config._attn_implementation == "sdpa" and bool(queries and keys) and keys < queries
 
 @contextmanager
-def folding(config, folds=True):
-    """Within it the model of this configuration attends by folded_attention, if `folds`.
+def changed(x, **settings):
+    """Within it those attributes of x that are set have other values; afterwards their own.
 
-    Afterwards it has its own attention again: what a user does with the model is not changed.
+    So a configuration is changed for the target's forwards, and not for what a user does.
     """
-    own = config._attn_implementation
-    config._attn_implementation = NAME if folds else own
+    own = {name: getattr(x, name, None) for name in settings}
+    own = {name: value for name, value in own.items() if value}
     try:
+        for name in own:
+            setattr(x, name, settings[name])
         yield
     finally:
-        config._attn_implementation = own
+        for name, value in own.items():
+            setattr(x, name, value)

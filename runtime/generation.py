@@ -20,7 +20,6 @@ import copy
 import inspect
 import sys
 from contextlib import contextmanager
-from threading import Lock
 from warnings import warn
 
 import torch
@@ -33,26 +32,15 @@ import verify
 from beyond import batch
 from runtime.errors import UserError
 from runtime.load import difference
-from runtime.program import first_line
-from runtime.targets import any_target, layers_of, state_of, with_vocabulary
+from runtime.targets import any_target, forced, with_source, with_vocabulary
 
-# What generate() prepares for a forward, and `speculative` prepares for itself or compares
-PREPARED = {"input_ids", "position_ids", "cache_position", "attention_mask", "decoder_input_ids",
-            "decoder_position_ids", "decoder_attention_mask", "encoder_outputs", "past_key_values",
-            "cache", "use_cache", "logits_to_keep", "is_first_iteration", "return_dict",
-            "output_attentions", "output_hidden_states"}
 CACHES = {cache_utils.DynamicCache, cache_utils.StaticCache, EncoderDecoderCache}
-# DummyLayer, of newer releases: a layer that shares another's keys and values holds nothing.
-LAYERS = {getattr(cache_utils, name, None) for name in (
-    "DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer",
-    "DummyLayer")}
 # Logits processors that depend only on the scores.  All others may look at the tokens before, too,
 # and these differ from node to node of a tree.
 SCORE_ONLY = {getattr(generation, name, None) for name in """
     TemperatureLogitsWarper TopKLogitsWarper TopPLogitsWarper MinPLogitsWarper TopHLogitsWarper
     TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper SuppressTokensLogitsProcessor
     InfNanRemoveLogitsProcessor LogitNormalization""".split()}
-PENALTY = generation.RepetitionPenaltyLogitsProcessor
 
 def refuse(*cases):
     """Raise UserError with the sentence of the first case, a pair (refused, sentence), that is."""
@@ -95,7 +83,8 @@ class speculative:
 
     def __init__(self, drafter, build):
         self.drafter, self.build = drafter, build
-        self.target = self.state = self.last = None
+        self.target = self.last = None
+        self.busy = False
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config,
                  tokenizer=None, **model_kwargs):
@@ -103,33 +92,42 @@ class speculative:
         caller, config = locals_of(GenerationMixin.generate, model), generation_config
         refuse((caller is None, "a speculative callable works inside generate() alone, in its "
                 "thread: call model.generate(..., custom_generate=...)"))
-        check_supported(model, input_ids, config, caller, model_kwargs)
+        check_supported(model, input_ids, config, caller)
         B, limit = len(input_ids), config.max_length - input_ids.shape[1]
-        prompts, rules, heard, over = [], [], [], set()
-        with alone(model, self, self.drafter):
+        with self.alone(model):
+            self.target = target = self.target_for(model, caller, model_kwargs)
+            rows = []
             for b in range(B):
                 ids = input_ids[b:b + 1]
                 of_row = {name: part_of(x, b, B) for name, x in model_kwargs.items()}
                 padding = padding_of(model, ids, config, of_row)
-                prompts.append(ids[0, padding:].tolist())
-                target = self.target_for(model, prompts[b], padding, caller, of_row)
-                check_prepared(target, ids, padding, of_row)
+                check_given(target, ids, padding, config, caller, of_row)
                 processors = processors_of(logits_processor, b, B)
-                rules.append(Rule(processors, config.do_sample, ids[:, :padding]))
-                heard.append(Heard(ids, stopping_criteria, caller["streamer"], config))
+                rows.append(Row(ids, padding, processors, stopping_criteria, caller["streamer"],
+                                config, target.vocab))
             # A sequence that is alone has a cache to return.
-            cache = cache_of(target, prompts[0], padding, model_kwargs) if B == 1 else None
-            outputs = hear_all(self.rounds(target, prompts, limit, rules, over), heard, rules, over)
+            cache = cache_of(target, model_kwargs) if B == 1 else None
+            over = set()
+            for done in self.rounds(target, rows, limit, over):
+                for b, one in done.items():
+                    rows[b].hear(one)
+                    if rows[b].met:
+                        over.add(b)
+                if len(over) == B:
+                    break
+            if caller["streamer"] is not None:
+                caller["streamer"].end()
+            outputs = [verify.output_of(row.rounds) for row in rows]
             self.last = outputs if B > 1 else outputs[0]
             # The user finds in a given cache what was decoded.
             is_given = any(value is cache for value in caller["kwargs"].values())
             if cache is not None and (config.return_dict_in_generate or is_given):
-                fill(cache, target, len(prompts[0] + outputs[0].tokens) - 1, padding)
-        for of_row, out in zip(heard, outputs):
-            if len(out.tokens) < limit and not of_row.met:
+                fill(cache, target, rows[0])
+        for row, out in zip(rows, outputs):
+            if len(out.tokens) < limit and not row.met:
                 warn(f"the output ends after {len(out.tokens)} of {limit} new tokens, with the "
                      f"context of {target.capacity}; decode without custom_generate to go on")
-        sequences = pad_sequence([of_row.sequences[0] for of_row in heard], batch_first=True,
+        sequences = pad_sequence([row.sequence[0] for row in rows], batch_first=True,
                                  padding_value=config.pad_token_id or 0)
         if not config.return_dict_in_generate:
             return sequences
@@ -137,51 +135,50 @@ class speculative:
         if target.encoder_decoder:
             kind = utils.GenerateEncoderDecoderOutput
         name = "cache" if "cache" in kind.__dataclass_fields__ else "past_key_values"
-        return kind(sequences=sequences, scores=heard[0].scores, logits=heard[0].logits,
+        return kind(sequences=sequences, scores=rows[0].all_scores, logits=rows[0].all_logits,
                     **{name: cache})
 
-    def rounds(self, target, prompts, limit, rules, over):
-        """As batch.rounds: yield {number of a row: Round}, until all rows are in `over`."""
-        if len(prompts) == 1:
-            drafter = None if self.drafter is None else Fitted(self.drafter, target, rules[0])
-            for one in verify.rounds(
-                    target, drafter, guarded(self.build), prompts[0], limit, rules[0]):
-                yield {0: one}
-            return
-        pairs = batch.copies([self.drafter, self.build], len(prompts))
-        drafters = [drafter and Fitted(drafter, target, rule)
-                    for (drafter, _), rule in zip(pairs, rules)]
-        builds = [guarded(build) for _, build in pairs]
+    @contextmanager
+    def alone(self, model):
+        """Nobody else may decode by this callable meanwhile; the model is in evaluation mode."""
+        refuse((self.busy, "this callable is decoding already, around this call or in another "
+                "thread: give each a speculative(...) with a drafter of its own, or wait"))
+        training = [module for module in model.modules() if module.training]
+        self.busy = True
         try:
-            yield from batch.rounds(target, drafters, builds, prompts, limit, rules, over=over)
-        except ValueError as why:                              # windows, layers of several kinds
-            raise UserError(first_line(why)) from why
+            model.eval()
+            yield
+        finally:
+            for module in training:
+                module.training = True
+            self.busy = False
 
-    def target_for(self, model, ids, padding, caller, model_kwargs):
-        """The Target of the model in its present state, for this prompt."""
-        state, encoded = state_of(model), None
-        if model.config.is_encoder_decoder:
-            encoded = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
-        if self.target is None or self.target.model is not model or self.state != state:
-            self.target, self.state = any_target(model, encoded=encoded), state
-            made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
-            differs = made_for and difference(made_for, model)
-            if differs:
-                warn(f"the drafter was trained for another model ({differs}): few drafts will be "
-                     "accepted")
-        target = self.target
-        if target.encoder_decoder:
-            target.given, source = encoded, caller["inputs_tensor"]
-            is_text = not source.is_floating_point() and source.min() >= 0
-            target.source = source[0].tolist() if is_text else None
-        refuse(
-            (padding and not target.verifies_trees, "this model counts positions by its cache, "
-             "padding included: give a prompt without padding"),
-            (model_kwargs.get("use_cache") is False and target.needs_cache(), "this model decodes "
-             "otherwise without a cache: leave use_cache out"),
-            (target.remaining(ids) < 1, f"a prompt of {len(ids)} tokens exceeds the context of "
-             f"{target.capacity}: give a shorter one"))
+    def target_for(self, model, caller, model_kwargs):
+        """The Target of the model in its present state."""
+        made_for = getattr(getattr(self.drafter, "model", None), "made_for", None)
+        differs = made_for and difference(made_for, model)
+        if differs:
+            warn(f"the drafter was trained for another model ({differs}): few drafts will be "
+                 "accepted")
+        if not model.config.is_encoder_decoder:
+            return any_target(model)
+        encoded = model_kwargs["encoder_outputs"], model_kwargs.get("attention_mask")
+        target, source = any_target(model, encoded=encoded), caller["inputs_tensor"]
+        is_text = not source.is_floating_point() and source.min() >= 0
+        target.source = source[0].tolist() if is_text else None
         return target
+
+    def rounds(self, target, rows, limit, over):
+        """As batch.rounds: yield {number of a row: Round}, until all rows are in `over`."""
+        prompts = [row.prompt for row in rows]
+        if len(rows) == 1:
+            drafter = with_source(self.drafter, target)
+            for one in verify.rounds(target, drafter, self.build, prompts[0], limit, rows[0]):
+                yield {0: one}
+        else:
+            copies = batch.copies([self.drafter, self.build], len(rows))
+            drafters, builds = map(list, zip(*copies))
+            yield from batch.rounds(target, drafters, builds, prompts, limit, rows, over=over)
 
 def part_of(x, b, B):
     """Of a tensor with an entry for each of B rows that of row b; anything else as it is."""
@@ -196,31 +193,10 @@ def processors_of(processors, b, B):
         vars(processor).update({name: part_of(x, b, B) for name, x in vars(processor).items()})
     return of_row
 
-lock, busy = Lock(), set()       # busy: the ids of what decodes
-
-@contextmanager
-def alone(model, *parts):
-    """Nobody else may decode with these parts meanwhile; the model is in evaluation mode."""
-    parts = {id(part) for part in parts if part is not None}
-    with lock:
-        refuse((parts & busy, "this callable or its drafter is decoding already, "
-                "around this call or in another thread: give each a speculative(...) with a "
-                "drafter of its own, or wait"))
-        busy.update(parts)
-    training = [module for module in model.modules() if module.training]
-    try:
-        model.eval()
-        yield
-    finally:
-        for module in training:
-            module.training = True
-        busy.difference_update(parts)
-
 # ---------------------------------------------------------------- what is refused
-def check_supported(model, input_ids, config, caller, model_kwargs):
+def check_supported(model, input_ids, config, caller):
     """Raise UserError for arguments of generate() that cannot be served."""
-    mode, kind = config.get_generation_mode(caller["assistant_model"]), type(model)
-    embeds = model_kwargs.get("inputs_embeds") is not None
+    mode = config.get_generation_mode(caller["assistant_model"])
     synced = utils.is_deepspeed_zero3_enabled() or utils.is_fsdp_managed_module(model)
     asked = ["output_attentions", "output_hidden_states"]
     if len(input_ids) > 1:
@@ -229,19 +205,13 @@ def check_supported(model, input_ids, config, caller, model_kwargs):
     refuse(
         (mode not in ("greedy_search", "sample"), f"{mode.value} is not served: leave its "
          "arguments out, and choose greedy decoding or sampling"),
-        (embeds or not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
+        (not input_ids.numel(), "inputs_embeds is not served: give input_ids"),
         (caller["synced_gpus"] or synced, "synced_gpus is not served, as ranks decode in rounds of "
          "their own: leave it out, and give each rank the whole model"),
         (getattr(model._sample, "__func__", None) is not GenerationMixin._sample,
-         f"{kind.__name__} decodes in a way of its own: decode without custom_generate"),
-        (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"))
-    if len(input_ids) > 1:
-        cache = model_kwargs.get("past_key_values")
-        refuse(
-            (model.config.is_encoder_decoder, "an encoder-decoder decodes one sequence: give one"),
-            (caller["streamer"] is not None, "a streamer hears one sequence: give one, or none"),
-            (cache is not None and int(cache.get_seq_length()), "a filled cache of several "
-             "sequences is not served: give none"))
+         f"{type(model).__name__} decodes in a way of its own: decode without custom_generate"),
+        (config.return_dict_in_generate and asked, f"{asked} is not served: leave it out"),
+        (caller["streamer"] is not None and len(input_ids) > 1, "a streamer hears one sequence"))
 
 def padding_of(model, input_ids, config, model_kwargs):
     """The number of padding tokens at the left; UserError where the mask hides other tokens."""
@@ -256,110 +226,108 @@ def padding_of(model, input_ids, config, model_kwargs):
             "its attention_mask"))
     return padding
 
-def check_prepared(target, input_ids, padding, model_kwargs):
-    """Raise UserError where generate() would forward more than ids, at positions in a row."""
-    model, n = target.model, input_ids.shape[1]
-    position = torch.arange(n - padding, device=target.device) + (target.first or 0)
-    given = {"cache_position": torch.arange(n, device=input_ids.device), **model_kwargs}
-    given = {name: value for name, value in given.items() if not isinstance(value, utils.Cache)}
-    try:
-        prepared = model.prepare_inputs_for_generation(input_ids, is_first_iteration=True, **given)
-    except Exception as why:                                   # a model's own code may fail anyhow
-        raise UserError(f"{type(model).__name__}.prepare_inputs_for_generation fails without a "
-                        f"cache ({first_line(why)}): decode without custom_generate") from why
-    for name, value in prepared.items():
-        if name.endswith("input_ids"):
-            served = value is not None and torch.equal(value.to(input_ids.device), input_ids)
-        elif value is None or value is False or isinstance(value, (dict, list)) and not value:
-            served = True
-        elif name.endswith("position_ids"):
-            served = (value[..., padding:].to(target.device) == position).all()
-        elif name.endswith("token_type_ids"):
-            served = not value.any() and is_neutral(target, name)
-        else:
-            served = name in PREPARED and (name != "decoder_attention_mask" or value.all())
-        refuse((not served, f"{name} is not served as it is given or as the model prepares it: "
-                "leave it out, or decode without custom_generate"))
+def check_given(target, ids, padding, config, caller, model_kwargs):
+    """Raise UserError if generate() would compute otherwise than the target by what it is given.
 
-def is_neutral(target, name):
-    """Whether zeros as an argument `name` of the model change nothing (GPT-2 embeds them)."""
-    ids = torch.ones(1, 2, dtype=torch.long, device=target.device)
-    own = [target.model(ids, **how).logits for how in ({}, {name: torch.zeros_like(ids)})]
-    return torch.equal(*own)
+    What generate() itself prepares was part of the proof.  Where more is given than ids, say
+    position_ids or a filled cache, it is made to go some steps on, and their logits are compared.
+    """
+    prompt, unusual = ids[0, padding:].tolist(), []
+    for name, value in model_kwargs.items():
+        if isinstance(value, utils.Cache):
+            is_usual = int(value.get_seq_length()) == 0
+        elif name == "use_cache":
+            is_usual = value is not False
+        elif name == "attention_mask":                         # padding may count as positions
+            is_usual = not padding or target.verifies_trees
+        else:
+            is_usual = name == "encoder_outputs" or caller["kwargs"].get(name) is None
+        if not is_usual:
+            unusual.append(name)
+    if unusual:
+        following = prompt[-1:] * min(4, target.remaining(prompt) - 1)
+        greedy = copy.copy(config)
+        greedy.do_sample = False
+        given = {name: copy_of(value) if isinstance(value, utils.Cache) else value
+                 for name, value in model_kwargs.items()}
+        own = forced(target.model, ids, following, greedy, given)
+        target.prefill(prompt)
+        logits, _ = target.align(prompt + following, len(following) + 1)
+        names = ", ".join(unusual)
+        refuse((not target.agree(logits, own), f"{names}: as this is given, generate() goes on "
+                "otherwise than after the ids alone: leave it out, give the whole text, or decode "
+                "without custom_generate"))
 
 # ---------------------------------------------------------------- caches
-def cache_of(target, ids, padding, model_kwargs):
+def copy_of(cache):
+    """A copy of a cache with tensors of its own."""
+    if isinstance(cache, EncoderDecoderCache):
+        parts = cache.self_attention_cache, cache.cross_attention_cache
+        return EncoderDecoderCache(*map(copy_of, parts))
+    other = copy.copy(cache)
+    other.layers = [copy.copy(layer) for layer in cache.layers]
+    for layer in other.layers:
+        tensors = {name: x for name, x in vars(layer).items() if torch.is_tensor(x)}
+        vars(layer).update({name: x.detach().clone() for name, x in tensors.items()})
+    return other
+
+def cache_of(target, model_kwargs):
     """The cache that generate() has prepared or was given, or None; UserError for what is wrong."""
     cache = model_kwargs.get("cache", model_kwargs.get("past_key_values"))
     if cache is None and model_kwargs.get("use_cache") is not False:
         cache = cache_utils.DynamicCache(config=target.config)     # the model would make its own
         if target.encoder_decoder:
             cache = EncoderDecoderCache(cache, cache_utils.DynamicCache())
-    if cache is None:
-        return None
-    paired = isinstance(cache, EncoderDecoderCache)
-    parts = [cache.self_attention_cache, cache.cross_attention_cache] if paired else [cache]
-    layers = {type(layer) for part in parts for layer in part.layers}
-    refuse((type(cache) not in CACHES or layers - LAYERS, f"a {type(cache).__name__} may decode "
+    refuse((cache is not None and type(cache) not in CACHES, f"a {type(cache).__name__} may decode "
             "otherwise than the model: give a DynamicCache or a StaticCache, and no "
             "cache_implementation"))
-    filled = int(cache.get_seq_length())
-    served = not paired and not padding and filled < len(ids)
-    served = not filled or served and holds(cache, target, ids[:filled])
-    refuse((not served, f"the given cache holds {filled} tokens that are not the first ones of "
-            "input_ids: give input_ids and attention_mask of the whole text"))
     return cache
 
-@torch.inference_mode()
-def holds(cache, target, ids):
-    """Whether a filled cache holds the keys and values that the model computes for these ids."""
-    target.prefill(ids)
-    for layer, pair in target.cache.kv.items():
-        for held, own in zip((cache.layers[layer].keys, cache.layers[layer].values), pair):
-            held = held[:, :, :len(ids)]
-            own = own[:, :, len(ids) - held.shape[2]:len(ids)]     # of a window, the last ones
-            error = (held - own).float().norm() / own.float().norm()
-            if not error < (1e-3 if torch.finfo(own.dtype).bits > 16 else 0.1):
-                return False
-    return True
-
-def fill(cache, target, length, padding):
-    """Append the target's entries up to `length` to the cache, which holds the first of them."""
+def fill(cache, target, row):
+    """Append the target's entries of a row, but for its last token, to a cache that holds some."""
     if isinstance(cache, EncoderDecoderCache):
         cache.cross_attention_cache = target.caches.cross_attention_cache
         cache.is_updated = target.caches.is_updated
         cache = cache.self_attention_cache
-    first = int(cache.get_seq_length())
+    first, end = int(cache.get_seq_length()), row.sequence.shape[1] - 1
+    padding = row.padding.shape[1]
     for layer, pair in sorted(target.cache.kv.items()):
         # No query sees the entries of padding.
-        k, v = [F.pad(x[:, :, first:length], (0, 0, padding, 0)) for x in pair]
-        slots = torch.arange(first, first + k.shape[2], device=k.device)
+        k, v = [F.pad(x, (0, 0, padding, 0))[:, :, first:end] for x in pair]
+        slots = torch.arange(first, end, device=k.device)
         cache.update(k, v, layer, {"cache_position": slots})
 
-# ---------------------------------------------------------------- what is called back
-class Rule(verify.Rule):
-    """generate()'s logits processors, then the argmax or a sample.
+# ---------------------------------------------------------------- a sequence
+class Row(verify.Rule):
+    """A sequence: how its tokens are chosen, and who hears of them, token by token.
 
-    padding (1, p): hidden from the model, not from processors.  scores, logits (n, V): of the last
-    tree.  text (1, t): what stands before the next token of a drafter, where it is known.
+    Tokens are chosen by generate()'s logits processors, then the argmax or a sample.
+
+    prompt: a list; padding (1, p): before it, hidden from the model, not from processors
+    scores, logits (n, V): of the last tree
+    sequence (1, t); rounds: as far as they were heard; met: whether a stopping criterion is met
+    all_scores, all_logits: tuples of (1, V), or None
     """
-    def __init__(self, processors, do_sample, padding):
-        seed = torch.randint(2 ** 31, (1,)).item() if do_sample else 0   # torch.manual_seed's
-        super().__init__(temperature=1.0 if do_sample else 0.0, seed=seed)
-        self.processors, self.padding = list(processors), padding
-        self.score_only = {type(processor) for processor in self.processors} <= SCORE_ONLY
-        self.text = None
+    def __init__(self, ids, padding, processors, criteria, streamer, config, vocab):
+        is_sampled, returns = config.do_sample, config.return_dict_in_generate
+        seed = torch.randint(2 ** 31, (1,)).item() if is_sampled else 0  # torch.manual_seed's
+        super().__init__(temperature=1.0 if is_sampled else 0.0, seed=seed)
+        self.sequence, self.prompt = ids, ids[0, padding:].tolist()
+        self.padding, self.vocab = ids[:, :padding], vocab
+        self.processors, self.criteria, self.streamer = processors, criteria, streamer
+        self.score_only = {type(processor) for processor in processors} <= SCORE_ONLY
+        self.all_scores = () if returns and config.output_scores else None
+        self.all_logits = () if returns and config.output_logits else None
+        self.rounds, self.met = [], False
 
     def probs(self, logits, temperature=1.0):
-        """As verify.Rule.probs; in sampling by processors of scores, and a known text's penalty."""
+        """As verify.Rule.probs; in sampling by the processors that depend only on scores."""
+        # A drafter may have another vocabulary.  Other tokens than the target's are not accepted.
+        scores = with_vocabulary(logits.float(), self.vocab)
         if self.greedy:
-            return super().probs(logits, temperature)
-        scores, text = logits.float(), self.text
+            return super().probs(scores, temperature)
         for processor in self.processors:
-            sees_text = text is not None and len(logits) == 1 and type(processor) is PENALTY
-            if sees_text:
-                scores = processor(text.clamp(max=logits.shape[1] - 1), scores)
-            elif type(processor) in SCORE_ONLY:
+            if type(processor) in SCORE_ONLY:
                 scores = processor(None, scores)
         return scores.softmax(-1).nan_to_num(0.0)
 
@@ -416,96 +384,23 @@ class Rule(verify.Rule):
             node = child.get((node, token))
         return choice
 
-class Heard:
-    """What streamer, stopping criteria and caller hear of a decoding, token by token.
-
-    sequences (1, t); scores, logits: tuples of (1, V), or None; met: whether a criterion is met.
-    """
-    def __init__(self, input_ids, criteria, streamer, config):
-        self.sequences, self.criteria, self.streamer = input_ids, criteria, streamer
-        returns = config.return_dict_in_generate
-        self.scores = () if returns and config.output_scores else None
-        self.logits = () if returns and config.output_logits else None
-        self.met = False
-
-    def hear(self, one, rule):
-        """Hear a Round's tokens, up to one that meets a criterion -> the Round of these."""
-        new = torch.tensor([one.new], device=self.sequences.device)
-        before, heard = self.sequences, 0
+    def hear(self, one):
+        """Hear a Round's tokens, up to one that meets a criterion."""
+        new = torch.tensor([one.new], device=self.sequence.device)
+        before, heard = self.sequence, 0
         for node in (one.path or [0])[:len(one.new)]:          # the prefill's round has no path
             if one.new[heard] < 0:                             # torch.multinomial's own words
                 raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-            if self.scores is not None:
-                self.scores += (rule.scores[node:node + 1].clone(),)
-            if self.logits is not None:
-                self.logits += (rule.logits[node:node + 1].clone(),)
+            if self.all_scores is not None:
+                self.all_scores += (self.scores[node:node + 1].clone(),)
+            if self.all_logits is not None:
+                self.all_logits += (self.logits[node:node + 1].clone(),)
             heard += 1
-            self.sequences = torch.cat((before, new[:, :heard]), 1)
+            self.sequence = torch.cat((before, new[:, :heard]), 1)
             # All criteria are asked, as they may remember what they saw.
-            self.met = bool(self.criteria(self.sequences, self.scores).all())
+            self.met = bool(self.criteria(self.sequence, self.all_scores).all())
             if self.streamer is not None:
                 self.streamer.put(new[0, heard - 1:heard].cpu())
             if self.met:
                 break
-        return one._replace(new=one.new[:heard])
-
-def hear_all(rounds, heard, rules, over):
-    """Hear all Rounds of each row, or until a criterion is met: it is `over` -> Outputs."""
-    found = [[] for _ in heard]
-    for done in rounds:
-        for b, one in done.items():
-            found[b].append(heard[b].hear(one, rules[b]))
-            if heard[b].met:
-                over.add(b)
-        if len(over) == len(heard):
-            break
-    if heard[0].streamer is not None:
-        heard[0].streamer.end()
-    return [verify.output_of(of_row) for of_row in found]
-
-class Fitted:
-    """A drafter beside a target, or a UserError.  It tells the rule the text of a sampled chain."""
-    def __init__(self, drafter, target, rule):
-        self.drafter, self.target, self.rule = drafter, target, rule
-        self.needs, self.keep = drafter.needs, drafter.keep
-        self.own_begin, self.own_expand = guarded(drafter.begin), guarded(drafter.expand)
-        layers = layers_of(target.config)
-        read = [*self.needs.get("kv", ()), *(i - 1 for i in self.needs.get("hidden", ()))]
-        refuse((max(read, default=0) >= layers or read and target.encoder_decoder, "the drafter "
-                f"reads layers that the target, of {layers} layers, does not have or show: take a "
-                "drafter made for this target"))
-        self.has_penalty = PENALTY in {type(processor) for processor in rule.processors}
-        self.ids = []
-
-    def reset(self, probs):
-        self.drafter.reset(probs)
-        if self.target.source is not None and hasattr(self.drafter, "encode"):
-            self.drafter.encode(self.target.source)
-
-    def begin(self, view, root_id):
-        self.ids += view.ids
-        self.chain = [torch.tensor(self.ids, device=view.tokens.device)]
-        self.own_begin(view, root_id)
-
-    def expand(self, tokens, parents):
-        """As the drafter's.  Tokens that the target does not have are never accepted."""
-        # A node that comes alone, after the last one: a chain.
-        if self.has_penalty and parents == [len(self.chain) - 2]:
-            self.chain.append(tokens)
-            self.rule.text = torch.cat(self.chain)[None]
-        p = self.own_expand(tokens, parents)
-        self.rule.text = None
-        return with_vocabulary(p, self.target.vocab, 0.0)
-
-def guarded(function):
-    """A function whose errors are UserErrors: they come of a wrong drafter or setting."""
-    def call(*given):
-        try:
-            return function(*given)
-        except (torch.OutOfMemoryError, UserError):
-            raise
-        except (AssertionError, LookupError, RuntimeError, ValueError) as why:
-            raise UserError("the drafter and the builder do not fit this target, or each other "
-                            f"({first_line(why)}): take a drafter made for this target, and "
-                            "settings that the builder allows") from why
-    return call
+        self.rounds.append(one._replace(new=one.new[:heard]))

@@ -68,7 +68,7 @@ def test_generates_own_by_chains_and_cape_or_a_sentence(name):
     out, fast = decoded(model, cape.chain, text)
     assert torch.equal(out, own) and fast.last.tau > 2
     if name in FAMILIES:
-        assert fast.target.context == (36 if name == "Phi3ForCausalLM" else CONTEXT)
+        assert fast.target.capacity == (36 if name == "Phi3ForCausalLM" else CONTEXT)
         assert torch.equal(decoded(model, cape.cape, text)[0], own)
         assert_plain(model, PROMPT, text[len(PROMPT):], NEW)
         return
@@ -90,13 +90,13 @@ def test_an_encoder_decoder_reads_what_generate_has_encoded():
         assert type(out) is type(own) and out.keys() == own.keys()
     filled = transformers.EncoderDecoderCache(*(transformers.DynamicCache() for _ in range(2)))
     model(encoder_outputs=encoded, decoder_input_ids=torch.tensor([[1]]), past_key_values=filled)
-    with pytest.raises(UserError, match="cache holds 1 tokens"):
+    with pytest.raises(UserError, match="past_key_values: as this is given"):
         decoded(model, cape.chain, text, past_key_values=filled)
 
 def test_padding_where_positions_are_counted_by_the_cache():
     """Stripped padding would be another text there."""
     mask = torch.tensor([[0] * 2 + [1] * 8])
-    with pytest.raises(UserError, match="prompt without padding"):
+    with pytest.raises(UserError, match="attention_mask: as this is given"):
         decoded(model_of("BartForCausalLM"), cape.chain, PROMPT, attention_mask=mask)
 
 def test_a_sequence_ends_with_longropes_short_table():
@@ -151,6 +151,7 @@ def test_what_proves_nothing():
 
 @pytest.mark.parametrize("config, context", [
     (dict(max_position_embeddings=32), 32), (dict(), targets.UNSTATED), (dict(max_seq_len=77), 77),
+    (dict(max_position_embeddings=64, keep_window_size=12), 12),        # Doge chooses by rounding
     (dict(max_position_embeddings=32, rope_scaling={"type": "yarn", "factor": 4.0}), 128),
     (dict(max_position_embeddings=128, rope_parameters={
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}), 128),
