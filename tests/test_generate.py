@@ -431,7 +431,7 @@ def test_the_end_of_the_context():
     with pytest.warns(UserWarning, match="ends after 13 of 30 new tokens"):
         out = model.generate(ids, custom_generate=fast, max_new_tokens=30)
     assert torch.equal(out, model.generate(ids, max_new_tokens=13))
-    with pytest.raises(ValueError, match="at most 32 tokens"):
+    with pytest.raises(ValueError, match="at most 32"):
         model.generate(ids.repeat(1, 2), custom_generate=fast)
 
 def test_a_decoder_s_context_ends_with_its_own_prompt():
@@ -493,7 +493,7 @@ def test_what_a_batch_cannot_have_is_a_sentence():
         shared("mistral").generate(**PADDED, custom_generate=PLAIN)
 
 def test_a_drafter_that_was_trained_for_other_weights_is_named(small):
-    """By a warning, where it drafts for another model than the one that it was loaded for."""
+    """By a warning."""
     model = transformers.AutoModelForCausalLM.from_pretrained(small / "model")
     other = made(vocab_size=300, max_position_embeddings=64, seed=1)
     drafter, _ = families.load(small / "drafters" / "glide", model)
@@ -501,5 +501,5 @@ def test_a_drafter_that_was_trained_for_other_weights_is_named(small):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*trained for another model")
         model.generate(PROMPT, **how)
-    with pytest.warns(UserWarning, match="trained for another model .its weights differ by"):
+    with pytest.warns(UserWarning, match="trained for another model .its weights"):
         other.generate(PROMPT, **how)
