@@ -43,18 +43,6 @@ from pct import DEPTH, MAX_NODES, WIDTH, Candidates
 CHAIN = 16              # the most suggested tokens after one node
 LEAST = 2               # a shorter match is not mixed, and its chain is not read by a forward
 
-def merged(views):
-    """The views of consecutive rounds as one View, of a round that committed all their tokens."""
-    if len(views) == 1:
-        return views[0]
-    tokens = torch.cat([view.tokens for view in views])
-    ids = [token for view in views for token in view.ids]
-    hidden = {}
-    for layer in views[-1].hidden:
-        hidden[layer] = torch.cat([view.hidden[layer] for view in views])
-    # The last view's keys and values contain those of the earlier ones.
-    return views[-1]._replace(tokens=tokens, ids=ids, hidden=hidden)
-
 def common_prefix(a, b):
     """The number of tokens, from the first on, that two lists share."""
     length = 0
@@ -66,13 +54,10 @@ class Mixture:
     """A neural drafter mixed with Max-Gram: one drafter, by the contract in verify.py.
 
     drafter: a drafter by that contract.  gram: a MaxGram.  agreement: (a, b, c) of Eq. 2, or None.
-
-    In rounds that do not call expand, the neural drafter does nothing.  What these rounds committed
-    it reads, all at once, in the next round that does.
     """
 
     def __init__(self, drafter, gram, agreement=None):
-        self.drafter = drafter
+        self.drafter = priced.OnDemand(drafter)
         self.gram = gram
         self.agreement = agreement
         self.needs = drafter.needs
@@ -81,12 +66,11 @@ class Mixture:
         """Begin a sequence."""
         self.drafter.reset(probs)
         self.gram.reset()
-        self.unread = []                         # views that the neural drafter has not been shown
         self.undrafted = []                      # the last round's chain N_0, see Graft
 
     def begin(self, view, root):
-        """A round starts: Max-Gram is shown at once what was committed, the drafter by expand."""
-        self.unread.append(view)
+        """Begin a round: Max-Gram reads what was committed, and the neural drafter on demand."""
+        self.drafter.begin(view, root)
         self.gram.commit(view.ids)
         self.root = root
         self.new = [*view.ids[1:], root]         # the last round's new tokens
@@ -94,8 +78,7 @@ class Mixture:
 
     def keep(self, path):
         """As in the contract.  To Max-Gram accepted nodes come back as committed tokens."""
-        if not self.unread:
-            self.drafter.keep(path)
+        self.drafter.keep(path)
 
     # ------------------------------------------------ the mixture
     def expand(self, tokens, parents):
@@ -103,9 +86,6 @@ class Mixture:
         # The tokens are read before the forward starts: afterwards the host would wait for it.
         predictions = self.predict(tokens.tolist(), parents)
         numbers = torch.tensor(predictions, dtype=torch.long, device=tokens.device)    # (k, 3)
-        if self.unread:
-            self.drafter.begin(merged(self.unread), self.root)
-            self.unread = []
         probs = self.drafter.expand(tokens, parents)                                   # (m, V)
         if not predictions:
             return probs

@@ -49,7 +49,7 @@ return to its next call the target verifies and the drafter reads what was commi
     step + start + |N| node_price     or, without nodes,     step                               (7)
 
     build = PctCost(node_price=0.012)                  # a price that is given stays
-    verify.generate(target, drafter, build, ids)
+    verify.generate(target, OnDemand(drafter), build, ids)
 
 Builders are objects here, since prices and balances last longer than a sequence.
 """
@@ -57,18 +57,20 @@ import time
 from collections import deque, namedtuple
 
 import numpy as np
+import torch
 
 from maxgram import N
 from pct import DEPTH, MAX_NODES, WIDTH, Candidates
+from verify import root_only
 
 Prices = namedtuple("Prices", "cost node_price start")
 # Before rounds were timed, by device: about those of the stand-in, and of a 7B model
 DEFAULTS = {"cpu": Prices(0.07, 0.018, 0.2), "cuda": Prices(0.06, 0.004, 0.1)}
 LARGEST = 4             # a start or node price is at most so many times the default
 ROUNDS = 300            # prices come from the last rounds
-FIT_EVERY = 16          # rounds after which prices are fitted anew
+FIT_EVERY = 32          # rounds after which prices are fitted anew
 AROUND = 15             # rounds within which the machine has one speed
-FORGET, RETRY = 0.95, 0.02      # see Eq. 6
+FORGET, RETRY = 0.95, 0.01      # see Eq. 6
 FIRST = 2               # a balance begins with the gain that the first round expects, so many times
 
 # A tree to verify: its nodes without the root, E, T
@@ -105,6 +107,8 @@ class PctCost:
         expand.returned = self.now()
         drafting = expand.returned - began
         expand.timed = Timed(len(plan.nodes), candidates.num_forwards, drafting, None)
+        if not plan.nodes and not candidates.num_forwards:
+            return root_only(expand, root)
         return candidates.tree(plan.nodes)
 
     def draft(self, candidates, prices):
@@ -189,6 +193,47 @@ class PricedChain(PctCost):
     def draft(self, candidates, prices):
         candidates.token[0] = candidates.root.item()
         return candidates, self.chain(candidates, self.gram, self.max_nodes, prices)
+
+# ---------------------------------------------------------------- a drafter in silent rounds
+def merged(views):
+    """The views of consecutive rounds as one View, of a round that committed all their tokens."""
+    if len(views) == 1:
+        return views[0]
+    tokens = torch.cat([view.tokens for view in views])
+    ids = [token for view in views for token in view.ids]
+    hidden = {}
+    for layer in views[-1].hidden:
+        hidden[layer] = torch.cat([view.hidden[layer] for view in views])
+    # The last view's keys and values contain those of the earlier ones.
+    return views[-1]._replace(tokens=tokens, ids=ids, hidden=hidden)
+
+class OnDemand:
+    """A drafter that does nothing in rounds that do not call expand.
+
+    What these rounds committed it reads, all at once, in the next round that does.
+    """
+
+    def __init__(self, drafter):
+        """drafter: one by the contract in verify.py, which this is, too."""
+        self.drafter, self.needs = drafter, drafter.needs
+
+    def reset(self, probs):
+        self.drafter.reset(probs)
+        self.unread = []                     # the views that the drafter has not read
+
+    def begin(self, view, root_id):
+        self.unread.append(view)
+        self.root_id = root_id
+
+    def expand(self, tokens, parents):
+        if self.unread:
+            self.drafter.begin(merged(self.unread), self.root_id)
+            self.unread = []
+        return self.drafter.expand(tokens, parents)
+
+    def keep(self, path):
+        if not self.unread:
+            self.drafter.keep(path)
 
 # ---------------------------------------------------------------- prices, from timed rounds: Eq. 7
 def fit(rounds, last, default):
